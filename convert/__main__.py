@@ -25,28 +25,63 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("convert", "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
     add_options(
         parser,
-        ("--base", "MODEL", "the model that the adapter was trained on: a folder, a Hub name or an "
-         "alias (default: %(default)s)", DEFAULT_MODEL),
-        ("--streams", "FILE", "stream weights, safetensors (default: streams.safetensors in PEFT's "
-         "folder)", Path),
-        ("--task-lora", "FOLDER", "the LoRA that every row has beside streams of scope streams: of "
-         "the fine-tuned model for which they draft (default: task_lora in PEFT's folder, if there "
-         "is one)", Path),
-        ("--scope", None, "rows that LoRA acts on: all, the model is the fine-tuned one; streams, "
-         "it drafts for the base model, whose answers stay untouched (default: as the checkpoint "
-         "says)", str, ADAPTER_SCOPES),
-        ("--dtype", None, "of the adapter's weights, or of the fused model's; float16 halves an "
-         "adapter (default: %(default)s)", "stored", DTYPES),
-        ("--fuse", None, "write a whole model folder with the LoRA merged into its weights (scope "
-         "all)", bool),
-    )  # fmt: skip
+        (
+            "--base",
+            "MODEL",
+            "the model that the adapter was trained on: a folder, a Hub name or an "
+            "alias (default: %(default)s)",
+            DEFAULT_MODEL,
+        ),
+        (
+            "--streams",
+            "FILE",
+            "stream weights, safetensors (default: streams.safetensors in PEFT's folder)",
+            Path,
+        ),
+        (
+            "--task-lora",
+            "FOLDER",
+            "the LoRA that every row has beside streams of scope streams: of "
+            "the fine-tuned model for which they draft (default: task_lora in PEFT's folder, if "
+            "there is one)",
+            Path,
+        ),
+        (
+            "--scope",
+            None,
+            "rows that LoRA acts on: all, the model is the fine-tuned one; streams, "
+            "it drafts for the base model, whose answers stay untouched (default: as the "
+            "checkpoint says)",
+            str,
+            ADAPTER_SCOPES,
+        ),
+        (
+            "--dtype",
+            None,
+            "of the adapter's weights, or of the fused model's; float16 halves an "
+            "adapter (default: %(default)s)",
+            "stored",
+            DTYPES,
+        ),
+        (
+            "--fuse",
+            None,
+            "write a whole model folder with the LoRA merged into its weights (scope all)",
+            bool,
+        ),
+    )
     add_options(
         parser.add_mutually_exclusive_group(required=True),
         ("--lora", "FOLDER", "PEFT's folder, or an adapter", Path),
-        ("--heads", "FOLDER", "published drafting heads in place of streams: Medusa's "
-         "(medusa_lm_head.safetensors or .pt, or a model with medusa_head.* in its weights) or an "
-         "MLP speculator", Path),
-    )  # fmt: skip
+        (
+            "--heads",
+            "FOLDER",
+            "published drafting heads in place of streams: Medusa's "
+            "(medusa_lm_head.safetensors or .pt, or a model with medusa_head.* in its weights) or "
+            "an MLP speculator",
+            Path,
+        ),
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     return parser.parse_args(argv)
 
@@ -126,9 +161,13 @@ def _convert_streams(args: argparse.Namespace) -> None:
             adapter = load_adapter(args.lora)
         else:
             adapter = read_checkpoint(
-                args.lora, args.streams or args.lora / STREAMS_WEIGHTS, backbone,
-                scope=args.scope, base_model=args.base, task_folder=task,
-            )  # fmt: skip
+                args.lora,
+                args.streams or args.lora / STREAMS_WEIGHTS,
+                backbone,
+                scope=args.scope,
+                base_model=args.base,
+                task_folder=task,
+            )
         tokenizer = load_tokenizer(path, model_config)
         if args.fuse:
             write_fused(folder, adapter, backbone, tokenizer, model_config)

@@ -87,13 +87,18 @@ def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str
     """A model whose weights transformers reads, which draws those that it does not find."""
     from transformers import AutoModelForCausalLM
 
-    found, do = f"{folder} has LoRA beside its weights", "keep adapter_config.json elsewhere"
+    found = f"{folder} has LoRA beside its weights"
+    do = "keep adapter_config.json elsewhere"
     is_alone = not (folder / "adapter_config.json").exists()
     require(is_alone, found, expected="a model alone, as MLX leaves that aside", do=do)
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, output_loading_info=True,
-        ignore_mismatched_sizes=True, **options,  # told below
-    )  # fmt: skip
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,  # told below
+    )
     faults = [f"lacks {name}" for name in sorted(report["missing_keys"])]
     misshapen = sorted(str(name) for name, *_ in report["mismatched_keys"])
     return model, [*faults, *(f"holds {name} in another shape" for name in misshapen)]
@@ -131,9 +136,11 @@ def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, tor
             own = quantization.get(module)  # where mlx-lm packed one module otherwise
             settings = {**quantization, **(own if isinstance(own, dict) else {})}
             settings = {key: settings[key] for key in _PACKING if key in settings}
-            scales, biases = packed[f"{module}.scales"], packed.get(f"{module}.biases")
+            scales = packed[f"{module}.scales"]
+            biases = packed.get(f"{module}.biases")
             if biases is not None:
-                scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+                scales = scales.astype(mx.float32)
+                biases = biases.astype(mx.float32)
             # on the CPU: the same bits on every machine
             array = mx.dequantize(array, scales, biases, **settings, stream=mx.cpu)
         weights[name] = torch.from_numpy(np.array(array.astype(mx.float32)))
@@ -173,7 +180,8 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
     taken: set[int] = set()
     try:
         for name, tensor in torch.load(path, "cpu", weights_only=True).items():
-            memory, own = tensor.untyped_storage().data_ptr(), tensor.detach()
+            memory = tensor.untyped_storage().data_ptr()
+            own = tensor.detach()
             tensors[str(name)] = own.clone() if memory in taken else own.contiguous()
             taken.add(memory)
     except Exception as error:  # the unpickler raises many kinds, with long advice in them

@@ -82,22 +82,28 @@ def generate_batch(
     mask = torch.tensor([[*gap, *[1] * (longest - len(gap))] for gap in gaps], device=device)
     generator = torch.Generator(device).manual_seed(sampling.seed * 1_000_003 + stream)
     ends = torch.tensor(list(end_tokens), device=device)
-    positions, cache = mask.cumsum(1).sub(1).clamp(min=0), DynamicCache()
+    positions = mask.cumsum(1).sub(1).clamp(min=0)
+    cache = DynamicCache()
     answers: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # the prompt that each row of the batch answers
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for _ in range(sampling.max_tokens):
         with torch.inference_mode():
             output = model(
-                input_ids=tokens, attention_mask=mask, position_ids=positions,
-                cache=cache, use_cache=True, logits_to_keep=1,
-            )  # fmt: skip
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits = output.logits[:, -1].float()
         require(
             not logits.isnan().any(),
             "some of the model's logits are no numbers",
-            expected="numbers", do="check its weights, or give --dtype float32",
-        )  # fmt: skip
+            expected="numbers",
+            do="check its weights, or give --dtype float32",
+        )
         chosen = choose_tokens(logits, sampling, generator)  # [B]
         for row, token, done in zip(rows, chosen.tolist(), ended.tolist(), strict=True):
             if not done:
@@ -110,7 +116,8 @@ def generate_batch(
             cache.batch_select_indices(kept)
             rows = [rows[index] for index in kept.tolist()]
             chosen, mask, positions, ended = (x[kept] for x in (chosen, mask, positions, ended))
-        tokens, positions = chosen[:, None], positions[:, -1:] + 1
+        tokens = chosen[:, None]
+        positions = positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
     stop = set(end_tokens)
     return [Continuation(answer, "stop" if answer[-1] in stop else "length") for answer in answers]
@@ -274,14 +281,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_generator_options(parser)
     add_options(
         parser,
-        ("--lora", "FOLDER", "LoRA that the model answers with, under the template that came with "
-         "it: a PyTorch checkpoint of scope all, or what mlx-lm or ssmlx.train wrote", Path),
+        (
+            "--lora",
+            "FOLDER",
+            "LoRA that the model answers with, under the template that came with "
+            "it: a PyTorch checkpoint of scope all, or what mlx-lm or ssmlx.train wrote",
+            Path,
+        ),
         ("--temp", None, "sampling temperature; 0 is greedy (default: 0)", 0.0),
-    )  # fmt: skip
+    )
     add_counts(
-        parser, ("max-tokens", 160, "longest answer"), ("seed", 0, "seed of the sampler"),
+        parser,
+        ("max-tokens", 160, "longest answer"),
+        ("seed", 0, "seed of the sampler"),
         ("count", 0, "prompts to answer, the first ones; 0 for all"),
-    )  # fmt: skip
+    )
     return parser.parse_args(argv)
 
 
@@ -291,11 +305,21 @@ def add_generator_options(parser: argparse.ArgumentParser) -> None:
         parser,
         ("--model", None, f"a folder, a Hub name or an alias {told}", DEFAULT_MODEL),
         ("--batch-size", "B", f"prompts that are answered together {told}", 64),
-        ("--dtype", None, f"what the model computes in {told}", "bfloat16",
-         ("bfloat16", "float32")),
-        ("--device", None, f"auto: a GPU where PyTorch finds one {told}", "auto",
-         ("auto", "cpu", "cuda", "mps")),
-    )  # fmt: skip
+        (
+            "--dtype",
+            None,
+            f"what the model computes in {told}",
+            "bfloat16",
+            ("bfloat16", "float32"),
+        ),
+        (
+            "--device",
+            None,
+            f"auto: a GPU where PyTorch finds one {told}",
+            "auto",
+            ("auto", "cpu", "cuda", "mps"),
+        ),
+    )
 
 
 def check_batch_size(batch_size: int) -> None:
@@ -343,9 +367,11 @@ def _main(args: argparse.Namespace) -> None:
         },
     )
     answers = generate_all(
-        encoded, lambda batch, number: generate_batch(model, batch, sampling, stop, number),
-        args.batch_size, part,
-    )  # fmt: skip
+        encoded,
+        lambda batch, number: generate_batch(model, batch, sampling, stop, number),
+        args.batch_size,
+        part,
+    )
     part.close()
     rows = [
         {

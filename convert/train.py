@@ -54,18 +54,30 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = No
     group = parser.add_argument_group("machine")
     add_options(
         group,
-        ("--device", None, "auto: CUDA, then Apple's GPU, then the CPU (default: %(default)s)",
-         "auto", ("auto", "cuda", "mps", "cpu")),
-        ("--dtype", None, "of the frozen weights and the arithmetic; what is trained stays in "
-         "float32 (default: %(default)s)", "bfloat16", ("bfloat16", "float32")),
-    )  # fmt: skip
+        (
+            "--device",
+            None,
+            "auto: CUDA, then Apple's GPU, then the CPU (default: %(default)s)",
+            "auto",
+            ("auto", "cuda", "mps", "cpu"),
+        ),
+        (
+            "--dtype",
+            None,
+            "of the frozen weights and the arithmetic; what is trained stays in "
+            "float32 (default: %(default)s)",
+            "bfloat16",
+            ("bfloat16", "float32"),
+        ),
+    )
     if cached is not None:
         add_cache_option(group, cached)
 
 
 def _main(args: argparse.Namespace) -> None:
     check_torch()
-    options, train = run_options(args), train_config(args)
+    options = run_options(args)
+    train = train_config(args)
 
     import torch
 
@@ -96,18 +108,21 @@ def _main(args: argparse.Namespace) -> None:
         use_stream_attention,
     )
 
-    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
+    device = choose_device(args.device)
+    dtype = getattr(torch, args.dtype)
     start = with_new_parts(load_adapter(args.init), train) if train.train_only else None
     job, path = prepare(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []
     if args.task_lora is not None:
-        tuned, task = load_fine_tuned(base, args.task_lora), [folder_digest(args.task_lora)]
+        tuned = load_fine_tuned(base, args.task_lora)
+        task = [folder_digest(args.task_lora)]
         base = merge_lora(tuned)
     if start is None:
         model = build_model(base, job.config, train, job.draft_vocab).to(device)
     else:
-        model, task = reference_of(base, start).to(device), [folder_digest(args.init)]
+        model = reference_of(base, start).to(device)
+        task = [folder_digest(args.init)]
         train_part(model, train.train_only)
     if args.init is not None and start is None:
         start_from(model, args.init, has_task=args.task_lora is not None)
@@ -128,11 +143,14 @@ def _main(args: argparse.Namespace) -> None:
         return None
 
     run_to_end(
-        job, trainer,
-        prog=PROG, dtype=args.dtype,
-        identity=job.identity(args.dtype, *task, init=args.init), write=write,
+        job,
+        trainer,
+        prog=PROG,
+        dtype=args.dtype,
+        identity=job.identity(args.dtype, *task, init=args.init),
+        write=write,
         lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
-    )  # fmt: skip
+    )
 
 
 main = command(PROG, parse_args, alone(_main))

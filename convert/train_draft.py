@@ -34,9 +34,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_options(
         parser.add_argument_group("draft model"),
         ("--layers", "K", "its layers, the first of the base model (default: %(default)s)", 4),
-        ("--num-draft-tokens", "N", "tokens of the chains that a validation replays "
-         "(default: %(default)s)", DraftModelConfig().num_draft_tokens),
-    )  # fmt: skip
+        (
+            "--num-draft-tokens",
+            "N",
+            "tokens of the chains that a validation replays (default: %(default)s)",
+            DraftModelConfig().num_draft_tokens,
+        ),
+    )
     add_settings(parser, "optimisation", OPTIMISATION, _DEFAULTS)
     add_machine_options(parser)
     return parser.parse_args(argv)
@@ -51,20 +55,23 @@ def _main(args: argparse.Namespace) -> None:
     from .training.drafters import DraftObjective, build_draft, trained_weights, write_draft
     from .training.run import TorchTrainer, choose_device, freeze_base
 
-    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
+    device = choose_device(args.device)
+    dtype = getattr(torch, args.dtype)
     most = read_base(resolve_model(args.model))["num_hidden_layers"]
     for flag, value, limit, of in (
         ("--layers", args.layers, most, f", the layers of {args.model}"),
         ("--num-draft-tokens", args.num_draft_tokens, MAX_DRAFT_TOKENS, ""),
     ):
-        fits, expected = 1 <= value <= limit, f"1 to {limit}{of}"
+        fits = 1 <= value <= limit
+        expected = f"1 to {limit}{of}"
         require(fits, f"{flag} {value}", expected=expected, do="correct the option")
     values = {name: getattr(args, name) for name in OPTIMISATION}
     # No streams, and every layer is trained.
     train = TrainConfig(num_streams=0, num_msa_layers=args.layers, prune_rank=0, **values)
     job, path = prepare(run_options(args), train)
     out = job.options.out
-    folder, state = out / MODEL_FOLDER, TorchTrainer.STATE_FILE
+    folder = out / MODEL_FOLDER
+    state = TorchTrainer.STATE_FILE
     require(  # not to replace a model that no run in this folder wrote
         (out / state).exists() or not folder.exists(),
         f"{folder} exists, and {state} beside it does not",
@@ -77,11 +84,15 @@ def _main(args: argparse.Namespace) -> None:
     objective = DraftObjective(model, job.train, None, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
     run_to_end(
-        job, trainer,
-        prog=PROG, dtype=args.dtype, identity=identity,
+        job,
+        trainer,
+        prog=PROG,
+        dtype=args.dtype,
+        identity=identity,
         write=lambda _: write_draft(trained_weights(model), path, args.layers, folder),
-        lower=lambda: objective.lower, replay_size=args.num_draft_tokens,
-    )  # fmt: skip
+        lower=lambda: objective.lower,
+        replay_size=args.num_draft_tokens,
+    )
 
 
 main = command(PROG, parse_args, alone(_main))

@@ -39,7 +39,8 @@ The run saves its state as it goes. Stop it when you like: the same command goes
 with the same weights. OUT then holds the heads in the form in which their kind is published,
 log.jsonl and curves.png."""
 
-_MEDUSA, _SPECULATOR = "medusa", "mlp_speculator"
+_MEDUSA = "medusa"
+_SPECULATOR = "mlp_speculator"
 _DEFAULT_HEADS = {_MEDUSA: 4, _SPECULATOR: 3}
 _LATE = {"batch_size": 64, "learning_rate": 1e-4, "max_length": 256}
 # Settings that heads of one kind have.
@@ -78,9 +79,11 @@ class HeadSettings:
         (), "branches of the draft tree at each stage", least=1, most=MAX_TREE_NODES
     )
     stage: int = setting(
-        1, "1, on text; 2, on the model's own answers, as `convert.continuations` writes them",
-        least=1, most=2,
-    )  # fmt: skip
+        1,
+        "1, on text; 2, on the model's own answers, as `convert.continuations` writes them",
+        least=1,
+        most=2,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self, do="correct the option")
@@ -97,9 +100,13 @@ class HeadSettings:
 
 # What an option that is not given comes to, in words; nothing for a switch.
 _DEFAULTS = {one.name: str(one.default or 0) for one in fields(HeadSettings)} | {
-    "num_heads": "4 Medusa heads, 3 stages", "draft_vocab_size": "0", "widths": "6 3 2, then 1",
-    "share_lm_head": "", "tie_weights": "", "scale_input": "",
-}  # fmt: skip
+    "num_heads": "4 Medusa heads, 3 stages",
+    "draft_vocab_size": "0",
+    "widths": "6 3 2, then 1",
+    "share_lm_head": "",
+    "tie_weights": "",
+    "scale_input": "",
+}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -111,10 +118,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_settings(parser, "draft vocabulary", ("draft_vocab_size",), shown=_DEFAULTS)
     add_options(
         parser.add_argument_group("model"),
-        ("--lora", "FOLDER", "LoRA of the model that they draft for, as `convert.continuations` "
-         "takes it", Path),
+        (
+            "--lora",
+            "FOLDER",
+            "LoRA of the model that they draft for, as `convert.continuations` takes it",
+            Path,
+        ),
         ("--init", "FOLDER", "published heads to go on from, such as those of stage 1", Path),
-    )  # fmt: skip
+    )
     add_settings(parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, of=HeadSettings)
     add_settings(parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, of=HeadSettings)
     shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
@@ -221,9 +232,12 @@ def _main(args: argparse.Namespace) -> None:
     from .training.drafters import HeadObjective, build_heads, load_frozen
     from .training.run import TorchTrainer, choose_device
 
-    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
+    device = choose_device(args.device)
+    dtype = getattr(torch, args.dtype)
     job, path, settings, init = _read(args)
-    out, train, lora = job.options.out, job.train, folder_digest(args.lora)
+    out = job.options.out
+    train = job.train
+    lora = folder_digest(args.lora)
     frozen = load_frozen(path, args.lora)
     lm_head = frozen.base.lm_head.weight.detach().clone()
     if init is None:
@@ -239,11 +253,14 @@ def _main(args: argparse.Namespace) -> None:
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity("final norm", args.dtype, lora)
     run_to_end(
-        job, trainer,
-        prog=PROG, dtype=args.dtype, identity=identity,
+        job,
+        trainer,
+        prog=PROG,
+        dtype=args.dtype,
+        identity=identity,
         write=lambda _: save_published(model, out, job.options.model, lm_head),
         lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity, "frozen model"),
-    )  # fmt: skip
+    )
 
 
 main = command(PROG, parse_args, alone(_main))

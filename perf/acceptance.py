@@ -84,14 +84,17 @@ class Recorder:
     """A loaded adapter, and what it is asked: the first prompts of its task's data."""
 
     def __init__(self, name: str, data: Path | None, count: int, max_tokens: int) -> None:
-        rows, self.name = read_prompts(data_file(TASKS[name], data)), name
+        rows = read_prompts(data_file(TASKS[name], data))
+        self.name = name
         self.model, self.tokenizer = ssmlx.load(DEFAULT_MODEL, adapter=name, dtype="float32")
-        self.asked, self.others = rows[:count], rows[count:]
+        self.asked = rows[:count]
+        self.others = rows[count:]
         self.config = GenerateConfig(decoding="streaming", max_tokens=max_tokens, tree=TreeConfig())
 
     def record(self, context: int) -> list[Held]:
         """What each answer needs behind at least `context` tokens of a chat."""
-        found, do = f"--count {len(self.asked)} of as many prompts", "lower it, or give more --data"
+        found = f"--count {len(self.asked)} of as many prompts"
+        do = "lower it, or give more --data"
         require(bool(self.others) or not context, found, expected="others, for chats before", do=do)
         chats = [self._chat(number, context) for number in range(CHATS)]
         turns = [
@@ -99,7 +102,9 @@ class Recorder:
             for place, row in enumerate(self.asked)
         ]
         prompts = [encode_prompt({"messages": one}, self.model, self.tokenizer) for one in turns]
-        cache, known, answers = self.model.make_cache(), list[int](), list[Held]()
+        cache = self.model.make_cache()
+        known = list[int]()
+        answers = list[Held]()
         for prompt in bar(prompts, f"{self.name} behind {context} tokens"):
             answers.append(self._answer(prompt, cache, common_prefix(known, prompt[:-1])))
             known = prompt
@@ -114,7 +119,8 @@ class Recorder:
         return session.messages
 
     def _answer(self, prompt: list[int], cache: Any, shared: int) -> Held:
-        model, streams = self.model, self.model.num_streams
+        model = self.model
+        streams = self.model.num_streams
         cache.trim(known := min(cache.offset, shared))
         found = ssmlx_answer(
             model, self.tokenizer, prompt[known:], self.config, cache=cache, context=prompt[:known]
@@ -129,7 +135,8 @@ class Recorder:
 
 
 def _keep(name: str, answers: Sequence[Held], made: str) -> None:
-    known, arrays = _known(), dict(np.load(KEPT)) if KEPT.exists() else {}
+    known = _known()
+    arrays = dict(np.load(KEPT)) if KEPT.exists() else {}
     arrays[name] = np.concatenate([one.needed for one in answers], axis=1).astype(np.int8)
     arrays[name + _LENGTHS] = np.array([one.needed.shape[1] for one in answers], np.int16)
     work = KEPT.with_suffix(".new.npz")
@@ -141,17 +148,20 @@ def _keep(name: str, answers: Sequence[Held], made: str) -> None:
 
 def _known() -> dict[str, Any]:
     """How what is kept, and can be read, was made."""
-    notes, is_kept = KEPT.with_suffix(".json"), KEPT.exists() and read_kept()
+    notes = KEPT.with_suffix(".json")
+    is_kept = KEPT.exists() and read_kept()
     return read_json(notes, "how it was made") if is_kept and notes.exists() else {}
 
 
 def _main(args: argparse.Namespace) -> None:
-    count, longest = args.count or 16, args.max_tokens or 64
+    count = args.count or 16
+    longest = args.max_tokens or 64
     made = f"--count {count} --max-tokens {longest}"
     for name in args.adapter:
         settings = read_json(bundled_adapters()[name] / CONFIG_FILE, "an adapter's settings")
         behind = args.contexts if settings["prompt_template"] is None else (0,)
-        wanted, known = {f"{name}-{one}": one for one in behind}, _known()
+        wanted = {f"{name}-{one}": one for one in behind}
+        known = _known()
         for key in sorted(known.keys() & wanted.keys()) if args.count or args.max_tokens else ():
             do = f"drop --count and --max-tokens, or delete {KEPT} to begin anew"
             require(known[key] == made, f"{key} is kept of {known[key]}", expected=made, do=do)
@@ -181,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
         ("--count", None, "prompts (default: 16, or what is kept)", int),
         ("--max-tokens", None, "longest answer (default: 64, or what is kept)", int),
         ("--store", None, "adapters learn their tokens per call", bool),
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     check_counts(parser, args, "count", "max_tokens")
     if min(args.contexts) < 0:

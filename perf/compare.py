@@ -105,9 +105,11 @@ def _calls_text(row: Row) -> str:
 
 def _paper_lines(task: Row) -> list[str]:
     """The paper's figures for the same task, from least to most over its models."""
-    kinds, lines = {row["kind"] for row in task["systems"]}, []
+    kinds = {row["kind"] for row in task["systems"]}
+    lines = []
     for kind, method in METHODS.items():
-        speed, latency = speeds(task["task"], method), latencies(task["task"], method)
+        speed = speeds(task["task"], method)
+        latency = latencies(task["task"], method)
         columns = {
             "speed-up": [row.speedup for row in speed],
             "tokens per call": [row.call_reduction for row in speed],
@@ -170,7 +172,8 @@ def judge(args: argparse.Namespace) -> int:
     """Metrics of answers that lie in files, each beside the first's, prompt by prompt."""
     task = TASKS[args.task]
     examples = read_examples(data_file(task, args.data, args.data_dir), task, args.count)
-    what, expected = "some prompts have no reference", "`completion` or `references` with each"
+    what = "some prompts have no reference"
+    expected = "`completion` or `references` with each"
     are_whole = all(example.references for example in examples)
     require(are_whole, what, expected=expected, do="give other --data")
     texts: dict[str, list[Any]] = {}
@@ -178,8 +181,10 @@ def judge(args: argparse.Namespace) -> int:
         name, file = split_name(item)
         require(
             bool(name and file) and name not in texts,
-            item, expected="NAME=FILE.jsonl, each with a name of its own", do="correct it",
-        )  # fmt: skip
+            item,
+            expected="NAME=FILE.jsonl, each with a name of its own",
+            do="correct it",
+        )
         rows = read_prompts(Path(file).expanduser(), "--answers")
         told = {turns_key(row): row.get("completion") for row in rows}
         answers = [told.get(turns_key(example.asked)) for example in examples]
@@ -188,7 +193,8 @@ def judge(args: argparse.Namespace) -> int:
         expected = "`prompt` and `completion`, a text, for each"
         require(not lacking, what, expected=expected, do="answer the same data")
         texts[str(name)] = answers
-    first, own = next(iter(texts)), list(task.figures)
+    first = next(iter(texts))
+    own = list(task.figures)
     rows = [
         {
             "name": name,
@@ -214,19 +220,25 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     saved = parser.add_mutually_exclusive_group(required=True)
     saved.add_argument(
-        "--from", dest="saved", type=Path, nargs="+", metavar="FILE.json",
+        "--from",
+        dest="saved",
+        type=Path,
+        nargs="+",
+        metavar="FILE.json",
         help="measure nothing; show the result of an earlier run again, or of several, each of "
         "another task, as one (with --out, written there as well)",
-    )  # fmt: skip
+    )
     add_experiment_options(parser, saved, repeats=3)
     parser.add_argument(
-        "--answers", nargs="+", metavar="NAME=FILE.jsonl",
+        "--answers",
+        nargs="+",
+        metavar="NAME=FILE.jsonl",
         help="in place of systems: answers, an object a line with prompt and completion",
-    )  # fmt: skip
+    )
     add_options(
         parser,
         ("--out", "FOLDER", f"for the results (default: {RESULTS})", Path),
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     check_counts(parser, args, "repeats", "max_tokens")
     judged = {"task", "answers", "data", "data_dir", "count"} if args.answers else vars(args)
@@ -245,7 +257,8 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
         result = _read_result(path)
         whole = whole or {**result, "tasks": []}
         # One line above the tables says how all of them were measured.
-        here, there = _settings(whole), _settings(result)
+        here = _settings(whole)
+        there = _settings(result)
         for key, value in here.items():
             require(
                 value == there.get(key),

@@ -97,7 +97,9 @@ def compare(
     manifest = exported.Manifest.read(folder)
     choices: Sequence[str | None] = [args.compute_units] if args.compute_units else COMPUTE_UNITS
     prompts: list[list[int]] = []
-    plain, streaming, rows = [], [], []
+    plain = []
+    streaming = []
+    rows = []
     for units in choices if manifest.target == "coreml" else [args.compute_units]:
         package = exported.load(folder, compute_units=units)
         if not prompts:
@@ -168,7 +170,8 @@ def told_of(folder: Path) -> dict[str, Any]:
 
 
 def shown(row: Mapping[str, Any]) -> str:
-    error, gap = row["weight_error"], row["largest_gap"]
+    error = row["weight_error"]
+    gap = row["largest_gap"]
     rates = (
         "{:.2f} {} (MLX {:.2f}, plain {:.2f})".format(row[name][0], unit, *row[name][1:])
         for name, unit in (("tokens_per_call", "a call"), ("tokens_per_second", "tokens/s"))
@@ -196,11 +199,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser,
         ("--model", None, "that was exported (default: %(default)s)", "smollm2-135m-q4_1"),
         ("--adapter", None, "that was exported (default: %(default)s)", "sql"),
-        ("--dtype", None, "what MLX computes in; auto for its own speed (default: %(default)s)",
-         "float32", DTYPES),
+        (
+            "--dtype",
+            None,
+            "what MLX computes in; auto for its own speed (default: %(default)s)",
+            "float32",
+            DTYPES,
+        ),
         ("--prompts", "FILE", 'objects with a "prompt" or "messages"', SQL.test),
         ("--compute-units", None, "one choice only", str, COMPUTE_UNITS),
-    )  # fmt: skip
+    )
     add_counts(parser, ("count", 20, "prompts"), ("max-tokens", 64, "longest answer"))
     return parser.parse_args(argv)
 

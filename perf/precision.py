@@ -26,7 +26,8 @@ from .run.target import MLX_LM, PLAIN, System
 from .run.tasks import differences, figures
 
 PROG = "perf.precision"
-TASKS, DTYPES = ("sql", "e2e", "chat"), ("bfloat16", "float16", "8bit", "4bit")
+TASKS = ("sql", "e2e", "chat")
+DTYPES = ("bfloat16", "float16", "8bit", "4bit")
 VARIANTS = ("streams", "streams --tree full --tree-width 1")
 METRICS = ("exact match", "ROUGE-LSum")
 EPILOG = """examples:
@@ -58,7 +59,8 @@ def experiments(args: argparse.Namespace) -> list[Experiment]:
 
 
 def part_of(measured: Measured) -> dict[str, Any]:
-    plan, weights = measured.experiment, measured.experiment.weights
+    plan = measured.experiment
+    weights = measured.experiment.weights
     assert plan.task is not None
     return {
         "task": plan.task.name,
@@ -77,7 +79,8 @@ def part_of(measured: Measured) -> dict[str, Any]:
 def one_pass(measured: Measured) -> Estimate:
     """Of 1,000 tokens of plain decoding's, those that one pass over all its text chooses otherwise:
     what rounding alone makes of other numbers of rows."""
-    others, lengths = [], []
+    others = []
+    lengths = []
     for prompt, kept in zip(measured.prompts, measured.first(PLAIN), strict=True):
         tokens = kept.answer.tokens
         logits = measured.target.mlx_model(mx.array([[*prompt, *tokens[:-1]]]))[0]
@@ -88,14 +91,19 @@ def one_pass(measured: Measured) -> Estimate:
 
 
 def _row(measured: Measured, system: System) -> dict[str, Any]:
-    task, examples = measured.experiment.task, measured.experiment.examples
+    task = measured.experiment.task
+    examples = measured.experiment.examples
     assert task is not None
-    own, plain = measured.first(system.name), measured.first(PLAIN)
-    texts, expected = [one.text for one in own], [one.text for one in plain]
+    own = measured.first(system.name)
+    plain = measured.first(PLAIN)
+    texts = [one.text for one in own]
+    expected = [one.text for one in plain]
     found = differences_of(measured, system) or []
-    compared, parted = [len(one.answer.tokens) for one in own], [0] * len(own)
+    compared = [len(one.answer.tokens) for one in own]
+    parted = [0] * len(own)
     for one in found:
-        compared[one["prompt"]], parted[one["prompt"]] = one["token"] + 1, 1
+        compared[one["prompt"]] = one["token"] + 1
+        parted[one["prompt"]] = 1
     rate = ratio([1000 * one for one in parted], compared)
     if not found:
         rate = replace(rate, high=3000 / sum(compared))  # as many hide behind none, 95 % sure

@@ -110,7 +110,8 @@ def peers() -> list[dict[str, Any]]:
 
 def rates() -> list[dict[str, Any]]:
     """Rates of plain decoding that others published, beside what the table predicts."""
-    known, found = {model.name: model for model in (*MODELS, QWEN)}, []
+    known = {model.name: model for model in (*MODELS, QWEN)}
+    found = []
     for one in chips.published()["rates"]:
         plain = costs(replace(known[one["model"]], bits=one["bits"]), CHIPS[one["chip"]])
         found.append(one | {"middle": 1 / plain.plain_seconds(one["context"])})
@@ -140,7 +141,9 @@ def trust() -> list[str]:
         "predicted": spread,
         "without their own figures": lambda one: f"{one['without']:.2f}",
     }
-    compared, speeds, errors = peers(), rates(), chips.left_out()
+    compared = peers()
+    speeds = rates()
+    errors = chips.left_out()
     return [
         "What others published, and what this table predicts of it",
         *table(told, compared),
@@ -184,8 +187,14 @@ def adapted(decoder: Decoder, chip: Chip, hours: float = 1.0) -> dict[str, Any]:
     plan = Plan.within(hours, rates, ASKED)
     learnt = plan.answers * plan.epochs
     sizes = predicted(decoder, chip, sizes.num_layers, sizes.num_streams, learnt)
-    return {"model": decoder.name, "chip": chip.name, **asdict(plan), **asdict(sizes),
-            "answer_rate": rates.answer, "token_ms": 1000 * rates.token}  # fmt: skip
+    return {
+        "model": decoder.name,
+        "chip": chip.name,
+        **asdict(plan),
+        **asdict(sizes),
+        "answer_rate": rates.answer,
+        "token_ms": 1000 * rates.token,
+    }
 
 
 def adapting(bits: int) -> list[str]:

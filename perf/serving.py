@@ -71,19 +71,25 @@ Ask = Callable[..., Heard]
 
 
 def ask_server(
-    address: str, model: str, prompt: str, max_tokens: int,
+    address: str,
+    model: str,
+    prompt: str,
+    max_tokens: int,
     tell: Callable[[int], object] = lambda count: None,
-) -> Heard:  # fmt: skip
+) -> Heard:
     body = {
         "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
         "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    heard, headers = Heard(), {"Content-Type": "application/json"}
-    address, data = f"{address}/v1/chat/completions", json.dumps(body).encode()
+    heard = Heard()
+    headers = {"Content-Type": "application/json"}
+    address = f"{address}/v1/chat/completions"
+    data = json.dumps(body).encode()
     try:
         reply = urlopen(Request(address, data, headers), timeout=600)
     except URLError as error:
-        found, do = f"{address} gave no answer ({error})", "lower --long and --max-tokens"
+        found = f"{address} gave no answer ({error})"
+        do = "lower --long and --max-tokens"
         raise InputError(found, expected="one", do=do) from error
     with reply:
         for line in reply:
@@ -110,16 +116,20 @@ def serving(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     code = f"import ssmlx, runpy; runpy.run_module({MODULES[name]!r}, run_name='__main__')"
-    options, model = ["--model", str(folder), "--port", str(port)], str(folder)
+    options = ["--model", str(folder), "--port", str(port)]
+    model = str(folder)
     if name == "ssmlx":
-        options, model = [*options, "--adapter", adapter], f"{folder.name}:{adapter}"
-    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START
+        options = [*options, "--adapter", adapter]
+        model = f"{folder.name}:{adapter}"
+    address = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + START
     with (folder / f"{name}.log").open("w") as log:
         process = Popen([sys.executable, "-c", code, *options], stdout=log, stderr=log, cwd=ROOT)
     try:
         while not _answers(address):
             ok = process.poll() is None and time.monotonic() < deadline
-            found, do = f"{MODULES[name]} did not start", "pip install 'ssmlx[server]'"
+            found = f"{MODULES[name]} did not start"
+            do = "pip install 'ssmlx[server]'"
             require(ok, found, expected="a server", do=do)
             time.sleep(0.2)
         yield partial(ask_server, address, model)
@@ -166,7 +176,8 @@ def row_of(system: str, count: int, rounds: list[tuple[float, list[Heard]]]) -> 
 def delay_of(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
     """What a prompt of `count` tokens does to an answer that is being written as it arrives;
     nothing of one that has ended by then."""
-    pieces, others = ceil(count / PREFILL_STEP_SIZE), list[Future[Heard]]()
+    pieces = ceil(count / PREFILL_STEP_SIZE)
+    others = list[Future[Heard]]()
     with ThreadPoolExecutor(1) as pool:
 
         def tell(chunks: int) -> None:
@@ -176,8 +187,10 @@ def delay_of(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
         heard = ask(prompt, 4 * BEFORE + 2 * pieces, tell)
     if len(heard.times) <= BEFORE:
         return []
-    gaps, first = [b - a for a, b in pairwise(heard.times)], others[0].result().first
-    usual, longest = median(gaps[: BEFORE - 1]), max(gaps[BEFORE - 1 :])
+    gaps = [b - a for a, b in pairwise(heard.times)]
+    first = others[0].result().first
+    usual = median(gaps[: BEFORE - 1])
+    longest = max(gaps[BEFORE - 1 :])
     times = {"usual": usual, "longest": longest, "first": first, "piece": first / pieces}
     return [{"system": system, "prompt_tokens": count, **times}]
 
@@ -189,21 +202,38 @@ def report(result: Row) -> str:
     def cell(name: str, row: Row) -> str:
         return f"{row[name]:.3f}" if isinstance(row[name], float) else str(row[name])
 
-    rows = columns({
-        "open": "open", "system": "system", "tokens": "tokens", "tokens/s": "tokens_per_second",
-        "first token p50, s": "first_p50", "p95, s": "first_p95", "a token, s": "each",
-    })  # fmt: skip
-    delays = columns({
-        "beside a prompt, tokens": "prompt_tokens", "system": "system", "usually, s": "usual",
-        "longest, s": "longest", "its first token, s": "first", "a piece, s": "piece",
-    })  # fmt: skip
+    rows = columns(
+        {
+            "open": "open",
+            "system": "system",
+            "tokens": "tokens",
+            "tokens/s": "tokens_per_second",
+            "first token p50, s": "first_p50",
+            "p95, s": "first_p95",
+            "a token, s": "each",
+        }
+    )
+    delays = columns(
+        {
+            "beside a prompt, tokens": "prompt_tokens",
+            "system": "system",
+            "usually, s": "usual",
+            "longest, s": "longest",
+            "its first token, s": "first",
+            "a piece, s": "piece",
+        }
+    )
     where = result["machine"]
     title = f"{result['model']}, adapter {result['adapter']}, {result['dtype']}, greedy"
-    return "\n".join([
-        f"{title}; {where['machine']}, mlx {where['mlx']}, mlx-lm {where['mlx-lm']}",
-        f"{result['load']}; at most {result['max_tokens']} tokens an answer, in turns\n",
-        *table(rows, result["rows"]), "", *table(delays, result["delays"]),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{title}; {where['machine']}, mlx {where['mlx']}, mlx-lm {where['mlx-lm']}",
+            f"{result['load']}; at most {result['max_tokens']} tokens an answer, in turns\n",
+            *table(rows, result["rows"]),
+            "",
+            *table(delays, result["delays"]),
+        ]
+    )
 
 
 def _main(args: argparse.Namespace) -> int:
@@ -211,7 +241,8 @@ def _main(args: argparse.Namespace) -> int:
     examples = [json.loads(line) for line in DATA.read_text().splitlines()]
     prompts = cycle(one["prompt"] for one in examples if "prompt" in one)
     upcoming = (f"{number}. {prompt}" for number, prompt in enumerate(prompts))
-    load, rows = machine_load(), []
+    load = machine_load()
+    rows = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(dir=args.out)))
         write_weights(args.model, args.dtype, folder)
@@ -246,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
         ("--count", None, "rounds of each (default: %(default)s)", 2),
         ("--max-tokens", None, "of an answer (default: %(default)s)", 32),
         ("--long", None, "tokens of the prompt that delays another's (default: %(default)s)", 4000),
-    )  # fmt: skip
+    )
     add_out(parser)
     args = parser.parse_args(argv)
     check_counts(parser, args, "open", "count", "max_tokens", "long")

@@ -50,8 +50,14 @@ SCENARIOS = {
 """Plain calls that every drafted one takes more; least and most times what its rung costs beyond a
 plain call; when the chip throttles."""
 NOISE = 0.1  # standard deviation of what a clock says of a call
-SLOWER, DEARER = 1.5, 1.3  # all seconds of a throttled chip, and once more what rows cost
-ANSWER, CONVERSATION, GAP, GAIN, LENGTH = 0.95, 0.98, 0.95, 1.05, 24
+# all seconds of a throttled chip, and once more what rows cost
+SLOWER = 1.5
+DEARER = 1.3
+ANSWER = 0.95
+CONVERSATION = 0.98
+GAP = 0.95
+GAIN = 1.05
+LENGTH = 24
 Row = Mapping[str, Any]
 Depths = Mapping[Rung, Sequence[int]]
 """How far an answer holds in the tree of a rung, after each token."""
@@ -65,8 +71,11 @@ class Machine:
 
     def __init__(self, rungs: Sequence[Rung], scenario: str, tokens: int, seed: str) -> None:
         own, least, most, when = SCENARIOS[scenario]
-        self.rng, self.throttles_at, self.tokens = Random(f"{scenario} {seed}"), when * tokens, 0
-        self.factors, dearest = {}, 0.0
+        self.rng = Random(f"{scenario} {seed}")
+        self.throttles_at = when * tokens
+        self.tokens = 0
+        self.factors = {}
+        dearest = 0.0
         for one in rungs:  # more nodes never cost less
             dearest = max(dearest, one.extra * self.rng.uniform(least, most))
             self.factors[one] = (own + dearest) / one.extra
@@ -85,9 +94,12 @@ class Playing:
     """An answer that is being decoded, and what it took beyond the prompt's plain call."""
 
     def __init__(self, depths: Depths, machine: Machine) -> None:
-        self.depths, self.machine = depths, machine
+        self.depths = depths
+        self.machine = machine
         self.length = len(next(iter(depths.values())))
-        self.done, self.took, self.plain = 0, 0.0, 0.0
+        self.done = 0
+        self.took = 0.0
+        self.plain = 0.0
 
     @property
     def speed(self) -> float:
@@ -96,7 +108,8 @@ class Playing:
 
     def call(self, rung: Rung | None, pace: Pace | None = None, *, is_timed: bool = True) -> bool:
         """Draft as `rung` says and verify; whether the answer goes on. `pace` is told."""
-        machine, is_first = self.machine, not self.done
+        machine = self.machine
+        is_first = not self.done
         held = self.depths[rung][self.done - 1] if rung else 0
         tokens = min(1 + held, self.length - self.done)
         seconds = machine.plain + (machine.beyond(rung.extra, rung) if rung else 0.0)
@@ -115,13 +128,15 @@ def play(depths: Depths, machine: Machine, pace: Pace) -> Playing:
     """Decode an answer as `streaming_decode` does, its calls built, and drafted for, ahead."""
     answer = Playing(depths, machine)
     while True:
-        is_first, is_last = True, pace.rung is not None
+        is_first = True
+        is_last = pace.rung is not None
         while not is_last:  # plain calls, until one began after the decision to draft
             is_last = pace.rung is not None
             if not answer.call(None, pace, is_timed=not (is_first or is_last)):
                 return answer
             is_first = False
-        verified, rung = None, pace.rung
+        verified = None
+        rung = pace.rung
         while rung is not None:
             ahead = pace.rung
             if not answer.call(verified, pace):
@@ -170,7 +185,8 @@ class Case:
             return [play_fixed(one, machine, rung) for one in self.answers]
 
         learned = Learned()
-        brake, again = conversation(learned), conversation(learned)
+        brake = conversation(learned)
+        again = conversation(learned)
         firsts = [self.answer(one, self.machine(scenario), Learned()) for one in self.answers]
         every = {rung.shape.num_nodes: always(rung) for rung in self.rungs}
         fixed = {1: 1.0, **{nodes: speed_of(played) for nodes, played in every.items()}}
@@ -240,8 +256,10 @@ def place_of(row: Row) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """How bad the worst of rows are, and how many break a promise."""
     gains = [row for row in rows if row["best"] >= GAIN]
-    least = {name: min((row[name] / row["best"] for row in gains), default=1.0)
-             for name in ("brake", "again")}  # fmt: skip
+    least = {
+        name: min((row[name] / row["best"] for row in gains), default=1.0)
+        for name in ("brake", "again")
+    }
     counts = [
         sum(name in broken(row) for row in rows) for name in ("answer", "conversation", "gap")
     ]

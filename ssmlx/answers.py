@@ -55,7 +55,8 @@ class _MlxThread:
         # Put may be called by a finalizer in the middle of another put; of queues, this one can.
         self._tasks: SimpleQueue[_Task[Any]] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._starting, self._is_stopped = threading.Lock(), False
+        self._starting = threading.Lock()
+        self._is_stopped = False
         self.open: set[_Turns[Any]] = set()  # answers that are not over
 
     @property
@@ -153,7 +154,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         self, segments: Iterator[Segment | Prefilled], progress: Progress | None = None
     ) -> None:
         """`progress` is told of the prompt on the thread that reads."""
-        self._turns, self._progress = _Turns(segments), progress
+        self._turns = _Turns(segments)
+        self._progress = progress
         self._asked: Future[Segment | Prefilled | None] | None = None
         self._reading = threading.Lock()
         closing = weakref.finalize(self, _cancel, self._turns)

@@ -97,7 +97,8 @@ class Text:
     """
 
     def __init__(self, detokenizer: StreamingDetokenizer, stop: Sequence[str] = ()) -> None:
-        self._detokenizer, self._stop = detokenizer, stop
+        self._detokenizer = detokenizer
+        self._stop = stop
         self._given = 0  # characters that were given out
         self._end: int | None = None  # where a stop string begins
         self.ended_by: str | None = None  # that stop string
@@ -126,7 +127,8 @@ class Text:
         text = self._detokenizer.text[: self._end]
         if not is_last:
             text = text[: len(text) - self._held_back(text)]
-        first, self._given = self._given, len(text)
+        first = self._given
+        self._given = len(text)
         return text[first:]
 
     def _held_back(self, text: str) -> int:
@@ -160,7 +162,8 @@ class Budget:
 
     def cut(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
         """The part of `step` that belongs to the answer, and why it ends if it does."""
-        taken, self._asked = self._asked or self._take(step), None
+        taken = self._asked or self._take(step)
+        self._asked = None
         return taken
 
     def _take(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
@@ -221,10 +224,16 @@ def planned_steps(
     # Now, while the cache may be empty: its buffers would be copied as trees grow.
     cache.reserve(tokens=0, scratch=plan.scratch)
     return streaming_decode(
-        model, prompt, cache,
-        drafter=plan.drafter, prune=plan.config.prune or PruneConfig(),
-        acceptance=plan.config.acceptance, ends=ends, pace=plan.pace, **shared,
-    )  # fmt: skip
+        model,
+        prompt,
+        cache,
+        drafter=plan.drafter,
+        prune=plan.config.prune or PruneConfig(),
+        acceptance=plan.config.acceptance,
+        ends=ends,
+        pace=plan.pace,
+        **shared,
+    )
 
 
 Decode = Callable[..., Iterator[list[int]]]
@@ -291,9 +300,16 @@ def stream_generate(
     """
     config = with_seed(replace(config or GenerateConfig(), **settings))
     opened = partial(
-        segments_of, model, tokenizer, prompt, config,
-        draft_model=draft_model, heads=heads, cache=cache, context=context,
-    )  # fmt: skip
+        segments_of,
+        model,
+        tokenizer,
+        prompt,
+        config,
+        draft_model=draft_model,
+        heads=heads,
+        cache=cache,
+        context=context,
+    )
     return Answer(run(opened), progress)
 
 
@@ -336,7 +352,8 @@ def segments_of(
     given = [*context, *tokens, *_ids(config.prompt_lookup.reference)]
     size = model.backbone.vocab_size
     unknown = next((token for token in given if not 0 <= token < size), None)
-    found, expected = f"the prompt has the token {unknown}", f"ids from 0 to {size - 1}"
+    found = f"the prompt has the token {unknown}"
+    expected = f"ids from 0 to {size - 1}"
     require(unknown is None, found, expected=expected, do="check it, or its tokenizer")
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
@@ -356,7 +373,8 @@ def segments_of(
         }
 
     def turns() -> Iterator[GenerationResponse | Prefilled]:
-        started, total = time.perf_counter(), len(tokens) - 1
+        started = time.perf_counter()
+        total = len(tokens) - 1
         given: list[GenerationResponse] = []
         with wired():
             try:
@@ -390,7 +408,8 @@ def _ids(tokens: Any) -> list[int]:
     try:
         return [index(one) for one in getattr(tokens, "tolist", lambda: tokens)()]
     except TypeError as error:
-        found, expected = f"the prompt is {quoted(tokens)}", "a text, or token ids"
+        found = f"the prompt is {quoted(tokens)}"
+        expected = "a text, or token ids"
         raise InputError(found, expected=expected, do="check it") from error
 
 
@@ -447,7 +466,8 @@ def generate(
 
     See `stream_generate` for the arguments and what is raised.
     """
-    text, last = "", None
+    text = ""
+    last = None
     for last in stream_generate(model, tokenizer, prompt, config, **settings):
         text += last.text
         if verbose:
@@ -477,7 +497,8 @@ def summary(response: GenerationResponse, plain_tps: float | None = None) -> str
 
 
 def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
-    last, told = responses[-1], [one for response in responses for one in response.logprobs or ()]
+    last = responses[-1]
+    told = [one for response in responses for one in response.logprobs or ()]
     return {
         "prompt": prompt,
         "text": "".join(response.text for response in responses),

@@ -99,8 +99,10 @@ class Engine:
         with self._loading:
             require(
                 bool(self._models),
-                "the engine is closed", expected="an open one", do="make a new `ssmlx.Engine`",
-            )  # fmt: skip
+                "the engine is closed",
+                expected="an open one",
+                do="make a new `ssmlx.Engine`",
+            )
             if name not in self._models:
                 assert folder is not None
                 loaded = load_adapter(folder)
@@ -163,7 +165,8 @@ class Engine:
         drafts: Mapping[str, Any],
         kept: PromptCache,
     ) -> Iterator[GenerationResponse | Prefilled]:
-        cache, known = model.make_cache(), 0
+        cache = model.make_cache()
+        known = 0
         if not config.deterministic:
             cache, known = kept.take(model, prompt)
 
@@ -172,9 +175,15 @@ class Engine:
             kept.put(model, written, cache)
 
         return segments_of(
-            model, self.tokenizer, prompt[known:], config,
-            cache=cache, context=prompt[:known], done=done, **drafts,
-        )  # fmt: skip
+            model,
+            self.tokenizer,
+            prompt[known:],
+            config,
+            cache=cache,
+            context=prompt[:known],
+            done=done,
+            **drafts,
+        )
 
     def _tokens(
         self, model: StreamFusedModel, question: Question, template: Mapping[str, Any]
@@ -203,10 +212,16 @@ class Engine:
             InputError: the adapter or the settings cannot be followed.
         """
         chat = ChatSession(
-            self.model(adapter), self.tokenizer, replace(config or GenerateConfig(), **settings),
-            system=system, tools=tools, template_args=template_args, prompts=self.prompt_cache,
-            swap=self._swap, **(drafts or {}),
-        )  # fmt: skip
+            self.model(adapter),
+            self.tokenizer,
+            replace(config or GenerateConfig(), **settings),
+            system=system,
+            tools=tools,
+            template_args=template_args,
+            prompts=self.prompt_cache,
+            swap=self._swap,
+            **(drafts or {}),
+        )
         run(lambda: self._join(chat))
         return chat
 

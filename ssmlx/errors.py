@@ -19,7 +19,9 @@ class InputError(ValueError):
         # What a file says may hold line ends, and codes that a terminal obeys.
         plain = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
         super().__init__(plain)
-        self.found, self.expected, self.do = found, expected, do
+        self.found = found
+        self.expected = expected
+        self.do = do
 
     def at(self, where: str) -> "InputError":
         """The same, of one place among many."""

@@ -142,7 +142,8 @@ class PromptCache:
         return entry, entry.shared(key, tokens)
 
     def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
-        key, tokens = PromptKey.of(model), tokens[: cache.offset]
+        key = PromptKey.of(model)
+        tokens = tokens[: cache.offset]
         _, count = self._longest(key, tokens)
         if isinstance(cache, StateCache):
             return

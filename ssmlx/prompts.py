@@ -50,8 +50,10 @@ def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
     lines = read_lines(path, option)
     require(
         bool(lines),
-        f"{path} holds no prompts", expected="a JSON object a line", do=f"check {option}",
-    )  # fmt: skip
+        f"{path} holds no prompts",
+        expected="a JSON object a line",
+        do=f"check {option}",
+    )
     return [_checked_prompt(line, f"{path}, line {number},") for number, line in lines]
 
 
@@ -65,7 +67,8 @@ def read_lines(
 
 
 def _checked_prompt(line: str, where: str) -> dict[str, Any]:
-    expected, do = 'an object such as {"prompt": "..."}', "correct the line"
+    expected = 'an object such as {"prompt": "..."}'
+    do = "correct the line"
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -191,8 +194,9 @@ def asked_tokens(
     require(
         template in (None, "chat") or "{prompt}" in template,
         f"--template {template!r} for turns of a chat",
-        expected="chat, or a text with {prompt} in it", do="choose another",
-    )  # fmt: skip
+        expected="chat, or a text with {prompt} in it",
+        do="choose another",
+    )
     return turns_tokens(messages, tokenizer, template, **more)
 
 
@@ -246,8 +250,10 @@ def chat_tokens(
     )
     require(
         tools is None or isinstance(tools, list | tuple),
-        f"tools are {tools!r}"[:80], expected="a list of JSON schemas", do="correct or drop them",
-    )  # fmt: skip
+        f"tools are {tools!r}"[:80],
+        expected="a list of JSON schemas",
+        do="correct or drop them",
+    )
     turns = plain_turns(messages)
     for turn in turns:
         check_text(turn["content"])
@@ -269,7 +275,9 @@ class ChatFrame:
 def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
     if not tokenizer.has_chat_template:
         return ChatFrame()
-    first, answer, second = "Hello", "Welcome", "Goodbye"
+    first = "Hello"
+    answer = "Welcome"
+    second = "Goodbye"
     turns = [
         {"role": role, "content": text}
         for role, text in (("user", first), ("assistant", answer), ("user", second))

@@ -79,8 +79,11 @@ class ChatSession:
         prompts: PromptCache | None = None,
         swap: Callable[[str | Path | None], StreamFusedModel] | None = None,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self._prompts, self._swap, self._is_closed = prompts, swap, False
+        self.model = model
+        self.tokenizer = tokenizer
+        self._prompts = prompts
+        self._swap = swap
+        self._is_closed = False
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self._drafts: dict[str, Any] = {"draft_model": draft_model, "heads": heads}
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
@@ -136,7 +139,8 @@ class ChatSession:
         def go_on() -> None:
             self._check_idle()
             make_plan(swapped, self.config, **self._drafts)
-            self.model, self.plain_tps = swapped, None
+            self.model = swapped
+            self.plain_tps = None
             self._empty_cache()
 
         run(go_on)
@@ -153,7 +157,8 @@ class ChatSession:
 
     def resume(self, tokens: Sequence[int], cache: TreeCache) -> None:
         """Take over a `cache` that holds `tokens`: replies reuse what the conversation shares."""
-        self._cached_tokens, self._cache = list(tokens), cache
+        self._cached_tokens = list(tokens)
+        self._cache = cache
 
     @property
     def context_tokens(self) -> int:
@@ -195,8 +200,10 @@ class ChatSession:
     def _check_open(self) -> None:
         require(
             not self._is_closed,
-            "this chat is closed", expected="an open one", do="make a new session",
-        )  # fmt: skip
+            "this chat is closed",
+            expected="an open one",
+            do="make a new session",
+        )
 
     def _check_idle(self) -> None:
         """Check that no reply is open: two would write the same cache and history.
@@ -222,7 +229,9 @@ class ChatSession:
         if self._prompts is not None and not config.deterministic:
             cache, known = self._prompts.take(self.model, prompt, self._cache.scratch)
             if known > reused:
-                self._cache, self._cached_tokens, reused = cache, prompt[:known], known
+                self._cache = cache
+                self._cached_tokens = prompt[:known]
+                reused = known
         self._cache.trim(reused)
         del self._cached_tokens[reused:]
 
@@ -241,9 +250,15 @@ class ChatSession:
                 self._prompts.put(self.model, self._cached_tokens, self._cache)
 
         segments = segments_of(
-            self.model, self.tokenizer, prompt[reused:], config,
-            cache=self._cache, context=prompt[:reused], done=done, **self._drafts,
-        )  # fmt: skip
+            self.model,
+            self.tokenizer,
+            prompt[reused:],
+            config,
+            cache=self._cache,
+            context=prompt[:reused],
+            done=done,
+            **self._drafts,
+        )
 
         def turns() -> Iterator[GenerationResponse | Prefilled]:
             self.messages.append(question)
@@ -282,7 +297,8 @@ class ChatSession:
         """
         self._check_open()
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        found, do = "nothing was said yet", "say something first"
+        found = "nothing was said yet"
+        do = "say something first"
         require(bool(users), found, expected="a message to answer", do=do)
         prompt = self._prompt(self.messages[: users[-1] + 1])
         config = with_seed(self.config)  # the same for both, or two samples would be compared

@@ -53,13 +53,19 @@ MAX_LOGPROBS = 100
 PREFILL_STEP_SIZE = 512
 # More would be a slip of the hand, and fill the memory; below the least temperature, float32 is
 # infinite.
-MAX_LAYERS, MAX_SIZE, MAX_CONTEXT = 1000, 2**24, 2**16
+MAX_LAYERS = 1000
+MAX_SIZE = 2**24
+MAX_CONTEXT = 2**16
 MAX_STOP = 4096  # characters
-MIN_TEMP, MAX_TEMP, MAX_PENALTY, MAX_BIAS = 1e-5, 1e5, 1000, 10_000
+MIN_TEMP = 1e-5
+MAX_TEMP = 1e5
+MAX_PENALTY = 1000
+MAX_BIAS = 10_000
 
 # An edge's log probability is held in this range: below zero by more than float32 rounding, so
 # that a child always scores less than its parent and the best nodes are closed under ancestors.
-MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB = -20.0, -1e-3
+MIN_EDGE_LOGPROB = -20.0
+MAX_EDGE_LOGPROB = -1e-3
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,8 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
     """
     for one in fields(config):
         allowed: Allowed | None = one.metadata.get("allowed")
-        values, kind = getattr(config, one.name), str(one.type)
+        values = getattr(config, one.name)
+        kind = str(one.type)
         if allowed is None or (values is None and "None" in kind):
             continue
         whole = "int" in kind
@@ -128,8 +135,10 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
             default = "choose one of them" if allowed.choices else f"choose {number} in that range"
             require(
                 allowed.holds(value, whole=whole),
-                found.format(**told), expected=allowed.text(), do=do or default,
-            )  # fmt: skip
+                found.format(**told),
+                expected=allowed.text(),
+                do=do or default,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,20 +188,30 @@ class StreamConfig:
     def __post_init__(self) -> None:
         do = "check the checkpoint's streams_config.json"
         check_settings(self, found="{name} is {value!r}", do=do)
-        template, rotates = self.prompt_template, self.stream_design == "value_rotation"
+        template = self.prompt_template
+        rotates = self.stream_design == "value_rotation"
         for ok, found, expected in (
-            (self.num_msa_layers <= self.num_layers,
-             f"num_msa_layers is {self.num_msa_layers} of {self.num_layers} layers",
-             "at most the number of layers"),
-            ((self.stream_init == "identity") == (self.stream_init_rank == 0),
-             f"stream_init {self.stream_init!r} has rank {self.stream_init_rank}",
-             "rank 0 for identity and a positive rank otherwise"),
-            (template is None or (isinstance(template, str) and "{prompt}" in template),
-             f"prompt_template is {template!r}", "a text with {prompt} where the prompt goes"),
-            (rotates == (self.rotation_step > 0),
-             f"stream_design {self.stream_design!r} has rotation_step {self.rotation_step!r}",
-             "more than 0 and at most pi / 2" if rotates else "0"),
-        ):  # fmt: skip
+            (
+                self.num_msa_layers <= self.num_layers,
+                f"num_msa_layers is {self.num_msa_layers} of {self.num_layers} layers",
+                "at most the number of layers",
+            ),
+            (
+                (self.stream_init == "identity") == (self.stream_init_rank == 0),
+                f"stream_init {self.stream_init!r} has rank {self.stream_init_rank}",
+                "rank 0 for identity and a positive rank otherwise",
+            ),
+            (
+                template is None or (isinstance(template, str) and "{prompt}" in template),
+                f"prompt_template is {template!r}",
+                "a text with {prompt} where the prompt goes",
+            ),
+            (
+                rotates == (self.rotation_step > 0),
+                f"stream_design {self.stream_design!r} has rotation_step {self.rotation_step!r}",
+                "more than 0 and at most pi / 2" if rotates else "0",
+            ),
+        ):
             require(ok, found, expected=expected, do=do)
         # JSON's names are texts.
         object.__setattr__(self, "tokens_per_call", _curve_of(self.tokens_per_call))
@@ -250,7 +269,8 @@ def _curve_of(values: Any) -> dict[int, float] | None:
     if values is None:
         return None
     pairs = dict(values).items() if isinstance(values, Mapping) else [("", 0.0)]
-    nodes, tokens = Allowed(least=2, most=MAX_TREE_NODES), Allowed(least=1, most=MAX_TREE_NODES)
+    nodes = Allowed(least=2, most=MAX_TREE_NODES)
+    tokens = Allowed(least=1, most=MAX_TREE_NODES)
     require(
         bool(pairs)
         and all(
@@ -490,7 +510,8 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         biases: Any = self.logit_bias or {}
-        found, expected = f"logit_bias is {quoted(biases)}", "a number by token id"
+        found = f"logit_bias is {quoted(biases)}"
+        expected = "a number by token id"
         require(isinstance(biases, Mapping), found, expected=expected, do="give a mapping")
         for token, bias in dict[Any, Any](biases).items():
             require(
@@ -575,7 +596,8 @@ class GenerateConfig(SamplingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, kinds in _parts(GenerateConfig).items():
-            part, do = getattr(self, name), "make one, or leave it out"
+            part = getattr(self, name)
+            do = "make one, or leave it out"
             found = f"{name} is {quoted(part)}"
             require(isinstance(part, kinds), found, expected=kinds[0].__name__, do=do)
         require(
@@ -672,7 +694,8 @@ def from_json(kind: Any, value: Any) -> Any:
         given = {own: value[name] for name, own in named.items() if name in value}
         built = {own: from_json(hints[own], one) for own, one in given.items()}
         return kind(**built)  # type: ignore[operator]
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if origin in (Union, UnionType):
         return None if value is None else from_json(inner[0], value)
     if origin is tuple:

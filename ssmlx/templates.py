@@ -23,10 +23,12 @@ from transformers.utils import chat_template_utils
 
 from .errors import InputError, require
 
-MAX_SECONDS, MAX_CHARS = 5.0, 10_000_000
+MAX_SECONDS = 5.0
+MAX_CHARS = 10_000_000
 _WORK = 2 * MAX_CHARS  # what is made on the way to a prompt
 _ITEM = 10  # characters that an item of a list counts for
-_MAX_BITS, _MAX_WIDTH = 4096, 10_000
+_MAX_BITS = 4096
+_MAX_WIDTH = 10_000
 # Of methods and filters: what they make may be as long as their arguments' sizes, multiplied.
 _MULTIPLYING = (
     "batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace",
@@ -37,7 +39,8 @@ _WIDE = re.compile(r"%[^a-zA-Z%]*\*|\d{5}|:[^}]*\{")  # widths in a text to form
 
 class _Budget:
     def __init__(self) -> None:
-        self.left, self.deadline = _WORK, time.monotonic() + MAX_SECONDS
+        self.left = _WORK
+        self.deadline = time.monotonic() + MAX_SECONDS
 
     def spend(self, count: int = 1) -> None:
         self.left -= count
@@ -72,7 +75,8 @@ def _length(value: Any) -> int:
 def _made(value: Any) -> Any:
     """A new value, paid for; one that holds others may hold one a thousand times over."""
     _spend(_length(value))
-    found, waiting = 0, [value] if isinstance(value, list | tuple | dict) else []
+    found = 0
+    waiting = [value] if isinstance(value, list | tuple | dict) else []
     while waiting:
         held: Any = waiting.pop()
         inner = [*held, *held.values()] if isinstance(held, dict) else held

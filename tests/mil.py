@@ -236,7 +236,8 @@ class Function:
 
     def __init__(self, function: Any) -> None:
         self.operations = list(function.operations)
-        self._inputs, self._outputs = function.inputs, function.outputs
+        self._inputs = function.inputs
+        self._outputs = function.outputs
         self._constants: dict[str, Any] = {}
 
     def make_state(self) -> State:
@@ -313,7 +314,8 @@ def _numpy(var: Any) -> np.dtype:
 
 def _settled(value: Any, var: Any, *, rounds: bool = True) -> np.ndarray:
     """A result as the next operation takes it: as declared, and floats carried as float32."""
-    array, kind = np.asarray(value), _numpy(var)
+    array = np.asarray(value)
+    kind = _numpy(var)
     if array.shape != tuple(var.shape) or array.dtype.kind != kind.kind:
         raise ValueError(f"{array.dtype} {array.shape}, declared {kind} {var.shape}")
     if kind.kind != "f":

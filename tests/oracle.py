@@ -24,7 +24,10 @@ from ssmlx.loading.load import load_base
 from ssmlx.settings import StreamConfig, TreeConfig
 
 ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Phi3", "Mistral")
-LAYERS, WIDTH, VOCAB, STREAMS = 4, 32, 97, 2
+LAYERS = 4
+WIDTH = 32
+VOCAB = 97
+STREAMS = 2
 LORA = LoraSettings(3, 6)
 SIZES = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
@@ -55,9 +58,11 @@ def stream_config(**changes):
 def make_model(architecture="Llama", *, base=None, lora=LORA, draft_vocab=None, **config):
     """A model whose every adapter does something."""
     model = StreamFusedReference(
-        make_base(architecture) if base is None else base, stream_config(**config), lora=lora,
+        make_base(architecture) if base is None else base,
+        stream_config(**config),
+        lora=lora,
         draft_vocab=draft_vocab,
-    ).eval()  # fmt: skip
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -68,7 +73,8 @@ def make_model(architecture="Llama", *, base=None, lora=LORA, draft_vocab=None, 
 def convert(folder, reference):
     """The MLX adapter folder that the converter makes of a reference, for the base in the folder
     `base` beside it; and that base's backbone."""
-    checkpoint, adapter = folder / "checkpoint", folder / "adapter"
+    checkpoint = folder / "checkpoint"
+    adapter = folder / "adapter"
     save_reference(reference, checkpoint)
     adapter.mkdir()
     backbone, _ = load_base(folder / "base", "float32")
@@ -127,11 +133,13 @@ def tree_inputs(
     A node at depth d stands at position len(prompt) + d and sees the prompt, its ancestors and
     itself; the parent of node 0, the root, is -1.
     """
-    length, total = len(prompt), len(prompt) + len(tokens)
+    length = len(prompt)
+    total = len(prompt) + len(tokens)
     positions = torch.arange(total)
     visible = torch.ones(total, total, dtype=torch.bool).tril()
     for node, parent in enumerate(parents):
-        row, above = length + node, length + parent
+        row = length + node
+        above = length + parent
         visible[row, length:] = False if parent < 0 else visible[above, length:]
         visible[row, row] = True
         positions[row] = length if parent < 0 else positions[above] + 1
@@ -140,7 +148,9 @@ def tree_inputs(
 
 def full_tree(root: int, candidates: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Tokens and parents of every combination of candidates [G][k], breadth first (A.1)."""
-    tokens, parents, level = [root], [-1], [0]
+    tokens = [root]
+    parents = [-1]
+    level = [0]
     for choices in candidates:
         start = len(tokens)
         for parent in level:

@@ -34,7 +34,11 @@ from ssmlx.training.data import Example
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "smollm2-135m-sql"
-LAYERS, WIDTH, STREAMS, VOCAB, CONTEXT = 4, 32, 2, 64, 256
+LAYERS = 4
+WIDTH = 32
+STREAMS = 2
+VOCAB = 64
+CONTEXT = 256
 WORDS = ["<unk>", "<s>", "</s>", "user:", "model:", "system:", "|"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}model{% else %}{{ m.role }}{% endif %}"
@@ -112,9 +116,14 @@ def make_adapter(
 ) -> Adapter:
     """Random streams, prune adapter and LoRA for a folder of `write_base`."""
     return tiny.make_adapter(
-        load_base(base, "float32")[0], scope, num_streams=STREAMS, prune_rank=4,
-        prompt_template=template, base_model="tiny", **changes,
-    )  # fmt: skip
+        load_base(base, "float32")[0],
+        scope,
+        num_streams=STREAMS,
+        prune_rank=4,
+        prompt_template=template,
+        base_model="tiny",
+        **changes,
+    )
 
 
 def write_tiny_adapter(folder: Path, base: Path, **settings) -> Path:
@@ -160,9 +169,15 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def run_module(*args: str, stdin: str = "", **options) -> subprocess.CompletedProcess:
     """`python -m ...` in the checkout, as a user runs it."""
     return subprocess.run(
-        [sys.executable, "-m", *args], input=stdin, capture_output=True, text=True, cwd=ROOT,
-        timeout=120, env={**os.environ, "TERM": "dumb"}, **options,
-    )  # fmt: skip
+        [sys.executable, "-m", *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env={**os.environ, "TERM": "dumb"},
+        **options,
+    )
 
 
 _AS_HERE = """

@@ -44,9 +44,13 @@ def serving(folder: Path, *options: object, answers: Sequence[str] | str = ()) -
     told = map(str, (*options, "--port", 0, "--dtype", "float32"))
     with log.open("w") as err:
         process = subprocess.Popen(
-            [sys.executable, *command, *told], stdout=subprocess.PIPE, stderr=err, text=True,
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+            [sys.executable, *command, *told],
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
     with process:
         try:
             url = process.stdout.readline().split(" ")[0]

@@ -25,16 +25,21 @@ from ssmlx.training.answers import Speaker, Text
 from ssmlx.training.config import TrainConfig
 from ssmlx.tuning.profile import profile_of
 
-HELD_OUT, ANSWERS, LENGTH = 4, 26, 12
+HELD_OUT = 4
+ANSWERS = 26
+LENGTH = 12
 CALIBRATE = adapting.Run._calibrate
 RATES = {"answer": 9.0, "token": 0.1, "lower": 0.1, "batch_size": 4, "together": 3, "memory": 2**30}
 
 
 def within(hours, rates, prompt_tokens, before):
     return sizing.Plan(
-        hours=hours, answers=before + int(ANSWERS * hours), epochs=2, answer_seconds=1.0,
+        hours=hours,
+        answers=before + int(ANSWERS * hours),
+        epochs=2,
+        answer_seconds=1.0,
         train_seconds=1.0,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +138,8 @@ class Stopped(KeyboardInterrupt):
 
 def stopped(monkeypatch, owner, name, turn, *argv):
     """Run until `name` of `owner` was called so many times."""
-    real, calls = getattr(owner, name), []
+    real = getattr(owner, name)
+    calls = []
 
     def stops(self, *values):
         calls.append(self)
@@ -148,7 +154,8 @@ def stopped(monkeypatch, owner, name, turn, *argv):
 
 @pytest.mark.slow
 def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path, monkeypatch):
-    once, twice = ("--model", packed, "--name", "mine"), ("--hours", 2)
+    once = ("--model", packed, "--name", "mine")
+    twice = ("--hours", 2)
     whole = folder_digest(adapted(packed))
     grown = adapted(packed, *twice)
     more = folder_digest(grown)
@@ -273,13 +280,17 @@ def test_weights_are_unpacked_where_there_is_room(packed, tmp_path):
 
 
 def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
-    batches, whole = [], sizing.collate
+    batches = []
+    whole = sizing.collate
     monkeypatch.setattr(sizing, "collate", lambda *a: batches.append(whole(*a)) or batches[-1])
     backbone, _ = load_base(base, "float32")
     train = sizing.TrainConfig(
-        num_streams=2, num_msa_layers=2, adapter_scope="streams", draft_vocab_size=32,
+        num_streams=2,
+        num_msa_layers=2,
+        adapter_scope="streams",
+        draft_vocab_size=32,
         max_length=64 + sizing.ANSWER_TOKENS,
-    )  # fmt: skip
+    )
     speaker = Speaker(backbone.model, ssmlx.load(base)[1], 1)
     settings = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 64}
     config = adapting.stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
@@ -288,7 +299,8 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     assert batches and all((batch.tokens < 32).all() for batch in batches)  # streams learn of all
     # The largest batch, for real.
     tokens = sizing.np.arange(train.max_length, dtype="int32") % 32
-    twin, vocab = backbone.twin(), sizing.np.arange(32, dtype="int32")
+    twin = backbone.twin()
+    vocab = sizing.np.arange(32, dtype="int32")
     model = sizing.TrainedModel(twin, sizing.new_adapter(twin, config, train, vocab))
     objective = sizing.MlxObjective(model, train, vocab)
     batch = whole([sizing.Example(tokens, 64)] * 16, sizing.np.arange(16))
@@ -327,7 +339,8 @@ def test_a_model_that_asks_nothing_sensible_is_not_waited_for(base, tmp_path, mo
     ("load", "power", "waits"), [(0.0, "AC", 0), (9.0, "AC", 1), (0.0, "battery", 1)]
 )
 def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
-    clock, slept = iter(range(0, 1000, 20)), []
+    clock = iter(range(0, 1000, 20))
+    slept = []
     now = SimpleNamespace(
         monotonic=lambda: next(clock), process_time=lambda: 0.0, sleep=slept.append
     )

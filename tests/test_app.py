@@ -86,7 +86,8 @@ def test_the_scripts_mistakes_are_one_line(ask, capsys):
 
 
 def test_ctrl_c_cancels_what_is_open_and_shows_what_there_is(tiny, ask, capsys, monkeypatch):
-    add, number = ask.Screen.add, iter(range(10**6))
+    add = ask.Screen.add
+    number = iter(range(10**6))
 
     def interrupt(screen, *values):
         add(screen, *values)

@@ -92,7 +92,8 @@ def test_an_unknown_end_in_generation_config(base, tmp_path):
     assert "has 'two' for eos_token_id" in refusal(ssmlx.load, str(folder))
 
 
-DEEP, LONG = "[" * 100_000, "9" * 5000
+DEEP = "[" * 100_000
+LONG = "9" * 5000
 LINES = {
     f'{{"prompt": {DEEP}': "nested too deeply",
     f'{{"prompt": "w1", "id": {LONG}}}': "4300 digits",
@@ -168,7 +169,8 @@ def test_commands_do_without_a_stream(fd, base):
     assert done.returncode == 0 and "Traceback" not in done.stderr
 
 
-HUGE, FAR = 10**11, 10**400
+HUGE = 10**11
+FAR = 10**400
 ABSURD = [
     {"temp": 1e-300}, {"temp": float("inf")}, {"temp": 1e-6}, {"temp": 1e300}, {"temp": FAR},
     {"repetition_penalty": 1.2, "repetition_context_size": HUGE}, {"repetition_penalty": 1e300},
@@ -244,9 +246,13 @@ def test_weights_of_an_adapter_that_are_none(kind, adapter, tmp_path):
     own = tensors.pop(name)
     name = name if kind != "lm_head" else "lm_head.lora_a"
     tensors[name] = {
-        "nan": own * mx.nan, "int32": own.astype(mx.int32), "bool": own.astype(mx.bool_),
-        "scalar": own[0, 0], "vector": own[0], "lm_head": own,
-    }[kind]  # fmt: skip
+        "nan": own * mx.nan,
+        "int32": own.astype(mx.int32),
+        "bool": own.astype(mx.bool_),
+        "scalar": own[0, 0],
+        "vector": own[0],
+        "lm_head": own,
+    }[kind]
     mx.save_safetensors(str(folder / LORA_FILE), tensors)
     assert name in refusal(load_adapter, folder)
 

@@ -33,7 +33,9 @@ class FakeTarget:
     """Answers that take so many seconds each, the last as long as there are more."""
 
     def __init__(self, time, *seconds):
-        self.time, self.seconds, self.asked = time, [*seconds], []
+        self.time = time
+        self.seconds = [*seconds]
+        self.asked = []
 
     def answer(self, system, prompt):
         self.time.spend(self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0])
@@ -46,7 +48,8 @@ class FakeTarget:
     ((1, 1, 6), 13, "ab"),  # rounds grew slower: a third might end too late
 ])  # fmt: skip
 def test_as_many_rounds_as_fit_after_a_warm_up(time, seconds, limit, found):
-    target, limit = FakeTarget(time, *seconds), time() + limit
+    target = FakeTarget(time, *seconds)
+    limit = time() + limit
     measured = rounds(target, bench.systems(1)[:1], "abcdefgh", limit, label="", now=time)
     assert [one["mlx-lm"] for one in measured.found] == list(found) and not measured.is_cold
     assert target.asked == ["a", *found] and time() <= limit
@@ -54,7 +57,8 @@ def test_as_many_rounds_as_fit_after_a_warm_up(time, seconds, limit, found):
 
 
 def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
-    of, target = bench.systems(1), FakeTarget(time, 3)
+    of = bench.systems(1)
+    target = FakeTarget(time, 3)
     found = rounds(target, of, "ab", time() + 5, label="", now=time)
     assert found.found == [{one.name: "a" for one in of}] and found.is_cold
 
@@ -110,7 +114,8 @@ def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     assert [task["prompts"] for task in result["answers"]] == [2, 2]
     assert [task["scope"] for task in result["answers"]] == ["all", "streams"]
     assert [one["tokens"] for one in result["contexts"]] == [8, 24]
-    rows, launches = result["rows"], result["launches"]
+    rows = result["rows"]
+    launches = result["launches"]
     assert "is written in place" in said and str(folders) not in said
     assert launches["paused_seconds"] > 0 and launches["straight_peak"] >= 0
     found = {**launches, "straight_peak": launches["paused_peak"] + 2**30}
@@ -146,7 +151,8 @@ def test_a_context_is_not_begun_where_a_round_would_end_too_late(folders, monkey
     monkeypatch.setattr(bench, "MOST_ROUNDS", 1)
     answer = TimedAnswer([1, 2], 1, 100.0, prefill_seconds=100.0)
     before = Rounds([{"plain": answer}], False, 200.0)
-    given, now = (experiment, target, [[1, 2, 3, 4], *prompts[1:]], before), perf_counter()
+    given = (experiment, target, [[1, 2, 3, 4], *prompts[1:]], before)
+    now = perf_counter()
     assert context_result(*given, now + 389, 8) is None  # 1.3 times 200 + 100 seconds
     assert context_result(*given, now + 450, 12) is None
     found = context_result(*given, now + 450, 8)

@@ -53,7 +53,8 @@ def model():
 
 
 def test_a_median_is_taken_over_rounds_in_turn_but_the_first():
-    clock, order = FakeClock(), []
+    clock = FakeClock()
+    order = []
     slow = iter([100.0, 3.0, 1.0, 2.0])
 
     def call(name, seconds):
@@ -136,8 +137,10 @@ def candidate(size, tokens, seconds, **changes) -> choice.PricedShape:
 
 
 def test_the_fastest_is_chosen_and_of_equals_the_cheapest_step():
-    slow, fast = candidate(4, 1.5, 1.2), candidate(16, 3.0, 1.5)
-    almost, less = candidate(8, 2.39, 1.2), candidate(6, 1.9, 1.0)
+    slow = candidate(4, 1.5, 1.2)
+    fast = candidate(16, 3.0, 1.5)
+    almost = candidate(8, 2.39, 1.2)
+    less = candidate(6, 1.9, 1.0)
     assert choice.best([slow, fast]) == fast
     assert fast.speedup == 2.0
     assert fast.to_dict()["options"] == (
@@ -156,11 +159,14 @@ priced = partial(choice.priced_trees, schedules=STREAM_SCHEDULES)
 
 def certain(tokens: list[int], rank: list[list[int]]) -> replay.Guesses:
     """Streams that have the answer's token at the rank given for each place; -1 is nowhere."""
-    length, streams, count = len(tokens), 2, 4
+    length = len(tokens)
+    streams = 2
+    count = 4
     guesses = np.full((length, streams, count), 99, np.int32)
     for place in range(length):
         for stream in range(streams):
-            at, following = rank[place][stream], place + 1 + stream
+            at = rank[place][stream]
+            following = place + 1 + stream
             if at >= 0 and following < length:
                 guesses[place, stream, at] = tokens[following]
     logprobs = np.broadcast_to(-np.arange(1.0, count + 1), guesses.shape)
@@ -323,7 +329,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(calibrated, tmp_path, changes,
 
 # --- replays of recorded guesses against real decoding: the same calls, tree for tree ---
 
-PROMPT, LENGTH, LARGEST = [3, 1, 4, 1, 5], 60, 24
+PROMPT = [3, 1, 4, 1, 5]
+LENGTH = 60
+LARGEST = 24
 DRAFT_VOCAB = (0, 2, 3, 5, 6, 8, 9, 11, 12)
 
 
@@ -362,11 +370,13 @@ BEST = [TreeConfig(size=size) for size in (2, 7, LARGEST)]
 SHAPES = [
     DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule)
     for streams, schedule, trees in (
-        (3, "second-pass", BEST), (3, "fused", BEST[1:2]), (2, "second-pass", BEST[2:]),
+        (3, "second-pass", BEST),
+        (3, "fused", BEST[1:2]),
+        (2, "second-pass", BEST[2:]),
         (1, "fused", BEST[1:2]),
     )
     for tree in trees
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

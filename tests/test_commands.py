@@ -27,7 +27,9 @@ KEYS = [
     "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds", "draft_calls", "lossy",
     "memory",
 ]  # fmt: skip
-ASK, PLAIN, LENGTH = ("--prompt", "w1 w2"), ("--decoding", "plain"), 12
+ASK = ("--prompt", "w1 w2")
+PLAIN = ("--decoding", "plain")
+LENGTH = 12
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +218,8 @@ MANY_OPTIONS = """
 
 def test_options_become_settings():
     config = generate_config(chat.parse_args(shlex.split(MANY_OPTIONS)))
-    acceptance, lookup = config.acceptance, config.prompt_lookup
+    acceptance = config.acceptance
+    lookup = config.prompt_lookup
     assert (config.drafter, acceptance.kind, acceptance.delta) == ("prompt-lookup", "typical", 0.2)
     assert (lookup.num_draft_tokens, lookup.ngram, lookup.size) == (5, 4, 9)
     assert config.logit_bias == {5: -2.0, 6: 1.5}
@@ -264,7 +267,8 @@ def test_jsonl_holds_one_record_a_prompt(run, loaded, adapter, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "w1 w2"}\n{"prompt": "w3", "other": 1}\n')
     args = ("--prompts", path, "--jsonl", "--max-tokens", LENGTH, "--adapter", adapter)
-    streamed, plain = records(run(*args)), records(run(*args, *PLAIN))
+    streamed = records(run(*args))
+    plain = records(run(*args, *PLAIN))
     assert [r["prompt"] for r in streamed] == ["w1 w2", "w3"]
     for one, other in zip(streamed, plain, strict=True):
         assert list(one) == list(other) == KEYS
@@ -287,8 +291,9 @@ def test_text_goes_to_stdout_and_the_quiet_line_to_stderr(run, adapter):
     how, quiet, memory = run(*args, "--verbose")[2].splitlines()
     assert re.fullmatch(
         r"\[streams draft: best tree of \d+ nodes, \d streams?, second pass; "
-        r"\d\.\d\d times plain decoding on CPU by row costs\]", how,
-    )  # fmt: skip
+        r"\d\.\d\d times plain decoding on CPU by row costs\]",
+        how,
+    )
     assert quiet.startswith("[9 tokens") and memory.startswith("[memory: ")
 
 
@@ -341,10 +346,12 @@ def test_every_tree_option_leaves_the_answer_as_it_is(run, adapter):
     args = (*ASK, "--adapter", adapter, "--jsonl", "--max-tokens", 24)
     (plain,) = records(run(*args, *PLAIN))
     for options in (
-        "--tree full --tree-width 2", "--tree-size 6 --tree-width 3 --num-streams 1",
-        "--prune budget --prune-to 3", "--prune threshold=0.02",
+        "--tree full --tree-width 2",
+        "--tree-size 6 --tree-width 3 --num-streams 1",
+        "--prune budget --prune-to 3",
+        "--prune threshold=0.02",
         "--drafter 'streams schedule=fused'",
-    ):  # fmt: skip
+    ):
         (streamed,) = records(run(*args, *shlex.split(options)))
         assert streamed["tokens"] == plain["tokens"] and streamed["target_calls"] <= 24, options
 
@@ -405,11 +412,17 @@ def test_slash_commands(talk):
     one, again, system, none = out.splitlines()
     assert one == again == none != system
     for said in (
-        "nothing was said yet\n", "nothing was said yet; expected a message", "/reset",
-        "no command /nonsense; /help lists them", "the conversation is forgotten",
-        "a new conversation with that system prompt", "a new conversation with no system prompt",
-        "the same tokens", "base model", "that are here: ",
-    ):  # fmt: skip
+        "nothing was said yet\n",
+        "nothing was said yet; expected a message",
+        "/reset",
+        "no command /nonsense; /help lists them",
+        "the conversation is forgotten",
+        "a new conversation with that system prompt",
+        "a new conversation with no system prompt",
+        "the same tokens",
+        "base model",
+        "that are here: ",
+    ):
         assert said in err
 
 
@@ -464,11 +477,15 @@ HELPED = [
 @pytest.mark.parametrize("module", HELPED)
 def test_help_does_not_wait_for_mlx_and_fits_two_screens(module):
     done = subprocess.run(
-        [sys.executable, "-c", HELP.format(module=module)], capture_output=True, text=True,
-        cwd=real.ROOT, env={**os.environ, "COLUMNS": "100"},
-    )  # fmt: skip
+        [sys.executable, "-c", HELP.format(module=module)],
+        capture_output=True,
+        text=True,
+        cwd=real.ROOT,
+        env={**os.environ, "COLUMNS": "100"},
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    name, lines = module.removesuffix(".__main__"), done.stdout.splitlines()
+    name = module.removesuffix(".__main__")
+    lines = done.stdout.splitlines()
     assert lines[0].startswith(f"usage: python -m {name} ")
     options = [line for line in lines if line.startswith("  --")]
     assert name != PROG or (len(lines) <= 80 and len(options) <= 30)
@@ -491,9 +508,13 @@ def test_a_real_process_fails_in_one_line(base):
 def test_a_chat_is_piped_and_a_stray_byte_does_not_end_it(base):
     command = [sys.executable, "-m", "ssmlx.chat", "--model", str(base), *PLAIN]
     done = subprocess.run(
-        [*command, "--max-tokens", "8"], input=b"w1 \xff\nw1\n/stats\n/quit\n", cwd=real.ROOT,
-        capture_output=True, env={**os.environ, "LC_ALL": "C"}, check=False,
-    )  # fmt: skip
+        [*command, "--max-tokens", "8"],
+        input=b"w1 \xff\nw1\n/stats\n/quit\n",
+        cwd=real.ROOT,
+        capture_output=True,
+        env={**os.environ, "LC_ALL": "C"},
+        check=False,
+    )
     assert (done.returncode, len(done.stdout.split()), done.stdout.count(b"\n")) == (0, 8, 1)
     stray, quiet, stats, context = done.stderr.decode().splitlines()
     assert "the text is not Unicode" in stray
@@ -509,8 +530,12 @@ def test_ctrl_c_stops_the_reply_and_not_the_chat(tmp_path):
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [*command, "--max-tokens", "1000000"],
-        stdin=pipe, stdout=pipe, stderr=pipe, cwd=real.ROOT, bufsize=0,
-    ) as process:  # fmt: skip
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        cwd=real.ROOT,
+        bufsize=0,
+    ) as process:
         try:
             process.stdin.write(b"w1 w2\n")
             assert process.stdout.read(1)

@@ -115,7 +115,8 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     code, out, err = command(*weights)
     assert code == 0, err
     result = saved(tmp_path)
-    task, rows = result["tasks"][0], rows_of(result)
+    task = result["tasks"][0]
+    rows = rows_of(result)
     assert tuple(rows) == SYSTEMS and task["left_out"] == {}
     assert [row["same_as_plain"] for row in rows.values()] == [3] * len(SYSTEMS)
     metric = [row["figures"]["exact match"]["value"] for row in rows.values()]
@@ -123,8 +124,10 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     assert rows["plain"]["tokens"] == rows["plain"]["target_calls"] == 27
     assert rows["mlx-lm"]["speedup"] == {"value": 1, "low": 1, "high": 1}
     assert all(row["tokens"] == 27 and row["target_calls"] <= 27 for row in rows.values())
-    assert all(row["latency_seconds"]["value"] > row["decode_seconds"]["value"] > 0
-               for row in rows.values())  # fmt: skip
+    assert all(
+        row["latency_seconds"]["value"] > row["decode_seconds"]["value"] > 0
+        for row in rows.values()
+    )
     draft = rows["draft-model"]
     assert draft["draft_calls"] > 0 and task["draft_call_seconds"] > 0
     assert {row["draft_calls"] for row in rows.values() if row is not draft} == {0}
@@ -230,7 +233,8 @@ def asked(monkeypatch):
 def test_systems_take_turns_in_an_order_that_rotates(command, asked):
     names, _ = asked
     assert command("--systems", "streams", "--count", 2, "--repeats", 2)[0] == 0
-    warm_up, order = names[:3], ["mlx-lm", "plain", "streams"]
+    warm_up = names[:3]
+    order = ["mlx-lm", "plain", "streams"]
     assert warm_up == order
     turns = [order[turn % 3 :] + order[: turn % 3] for turn in range(4)]
     assert names[3:] == [name for turn in turns for name in turn]
@@ -240,12 +244,15 @@ def test_a_run_that_was_stopped_goes_on(command, asked, tmp_path):
     names, stop = asked
     systems = ("--systems", "streams", "prompt-lookup")
     assert command(*systems, "--out", tmp_path / "whole")[0] == 0
-    stop[0], names[:] = 4 + 10 + 1, []  # after the warm-ups and ten answers
+    # after the warm-ups and ten answers
+    stop[0] = 4 + 10 + 1
+    names[:] = []
     code, _, err = command(*systems)
     assert code == 130 and "interrupted" in err
     parts = list((tmp_path / "out").glob("compare-sql-*.part.jsonl"))
     assert sum(len(path.read_text().splitlines()) - 1 for path in parts) == 10
-    stop[0], names[:] = -1, []
+    stop[0] = -1
+    names[:] = []
     code, _, err = command(*systems)
     assert code == 0 and "compare-sql, streams: 3 answers of an earlier run" in err
     assert len(names) == 4 + 4 * 3 * 2 - 10
@@ -273,8 +280,12 @@ def test_answers_depend_on_all_that_moves_them(arguments, weights, monkeypatch):
     first = settings()
     assert first == settings("--repeats", 5) == settings("--count", 2)
     assert first != settings(system="plain")
-    for more in (("--max-tokens", 8), ("--dtype", "bfloat16"), ("--temp", 1),
-                 ("--systems", "medusa")):  # fmt: skip
+    for more in (
+        ("--max-tokens", 8),
+        ("--dtype", "bfloat16"),
+        ("--temp", 1),
+        ("--systems", "medusa"),
+    ):
         assert settings(*more) != first
     assert settings(adapter="light") != first
     monkeypatch.setattr("perf.run.experiment.code_version", lambda: "other")
@@ -352,7 +363,8 @@ def test_results_of_several_tasks_are_shown_as_one(tmp_path, capsys):
     parts = [tmp_path / f"{index}.json" for index, _ in enumerate(whole["tasks"])]
     for path, task in zip(parts, whole["tasks"], strict=True):
         path.write_text(json.dumps({**whole, "tasks": [task]}))
-    files, joined = [str(path) for path in parts], tmp_path / "new" / "joined"
+    files = [str(path) for path in parts]
+    joined = tmp_path / "new" / "joined"
     assert compare.main(["--from", *files, "--out", str(joined)]) == 0
     assert json.loads((joined / "compare.json").read_text()) == whole
     assert capsys.readouterr().out == report(whole) + "\n"
@@ -366,11 +378,15 @@ def test_results_of_several_tasks_are_shown_as_one(tmp_path, capsys):
 
 
 def test_an_incomplete_result_is_told_in_one_line(tmp_path, capsys):
-    whole, cut = json.loads((MEASURED / "compare.json").read_text()), tmp_path / "cut.json"
+    whole = json.loads((MEASURED / "compare.json").read_text())
+    cut = tmp_path / "cut.json"
     for above, last in (
-        ((), "machine"), (("machine",), "mlx"), (("tasks", 0), "systems"),
-        (("tasks", 0, "systems", 2), "speedup"), (("tasks", 0, "systems", 2, "speedup"), "low"),
-    ):  # fmt: skip
+        ((), "machine"),
+        (("machine",), "mlx"),
+        (("tasks", 0), "systems"),
+        (("tasks", 0, "systems", 2), "speedup"),
+        (("tasks", 0, "systems", 2, "speedup"), "low"),
+    ):
         broken = copy.deepcopy(whole)
         del functools.reduce(lambda found, key: found[key], above, broken)[last]
         cut.write_text(json.dumps(broken))
@@ -379,13 +395,15 @@ def test_an_incomplete_result_is_told_in_one_line(tmp_path, capsys):
         assert out == "" and f"{cut} is incomplete (no '{last}')" in real.one_line(
             err, "perf.compare"
         )
-    task, rows = whole["tasks"][0], whole["tasks"][0]["systems"]
+    task = whole["tasks"][0]
+    rows = whole["tasks"][0]["systems"]
     few = (rows[1:], [rows[0], *rows[2:]], [*rows, {**rows[2], "kind": "odd"}])
     tasks = ([], *([{**task, "systems": systems}] for systems in few))
     for text, more, said in (
-        ("[", [], "is not valid JSON"), (json.dumps(whole), ["--count", "3"], "--count would do"),
+        ("[", [], "is not valid JSON"),
+        (json.dumps(whole), ["--count", "3"], "--count would do"),
         *((json.dumps({**whole, "tasks": one}), [], "is incomplete (no tasks, ") for one in tasks),
-    ):  # fmt: skip
+    ):
         cut.write_text(text)
         assert real.exit_code(compare.main, "--from", cut, *more) == 2
         assert said in real.one_line(capsys.readouterr().err, "perf.compare")
@@ -487,8 +505,13 @@ def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
 
 
 def test_chats_are_told_apart_by_all_their_turns(data, capsys):
-    chats = [[{"role": role, "content": one} for role, one in (
-        ("user", f"w{n}"), ("assistant", "w8"), ("user", "w9"))] for n in (1, 2)]  # fmt: skip
+    chats = [
+        [
+            {"role": role, "content": one}
+            for role, one in (("user", f"w{n}"), ("assistant", "w8"), ("user", "w9"))
+        ]
+        for n in (1, 2)
+    ]
     rows = [{"messages": one, "completion": f"SELECT {n}"} for n, one in enumerate(chats)]
     (data / "sql" / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert score(data, f"gold={data}/sql/test.jsonl") == 0

@@ -41,10 +41,18 @@ def make_model(seed=25):
     """A random Llama; with this seed its greedy answers differ, and some end by themselves."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        initializer_range=0.6, bos_token_id=1, eos_token_id=2, pad_token_id=2,
-    )  # fmt: skip
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.6,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -98,7 +106,9 @@ def test_batches_say_what_one_prompt_after_the_other_says(folder, prompts, tmp_p
     out = tmp_path / "out.jsonl"
     argv = command(folder, prompts, out, **{"batch-size": batch_size})
     assert continuations.main(argv) == 0
-    model, tokenizer, reasons = make_model(), make_tokenizer(), set()
+    model = make_model()
+    tokenizer = make_tokenizer()
+    reasons = set()
     rows = read(out)
     assert len(rows) == len(PROMPTS)
     for prompt, row in zip(PROMPTS, rows, strict=True):
@@ -108,10 +118,12 @@ def test_batches_say_what_one_prompt_after_the_other_says(folder, prompts, tmp_p
         answer = greedy(model, list(tokens), 9, {2})
         reasons.add(row["finish_reason"])
         assert row == {
-            **prompt, "completion": tokenizer.decode(answer, skip_special_tokens=True),
-            "prompt_tokens": tokens, "completion_tokens": answer,
+            **prompt,
+            "completion": tokenizer.decode(answer, skip_special_tokens=True),
+            "prompt_tokens": tokens,
+            "completion_tokens": answer,
             "finish_reason": "stop" if answer[-1] == 2 else "length",
-        }  # fmt: skip
+        }
     assert reasons == {"stop", "length"}  # else the model tests one of the two only
     assert not out.with_name("out.jsonl.part").exists()
 
@@ -132,13 +144,17 @@ def checkpoint_of(model, folder, **settings):
 
 
 def test_a_fine_tuned_model_answers_under_its_own_template(folder, tmp_path):
-    template, lora = "w9 {prompt} :", tmp_path / "lora"
+    template = "w9 {prompt} :"
+    lora = tmp_path / "lora"
     reference = checkpoint_of(make_model(), lora, prompt_template=template)
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
     texts = ["w1 w2 w3", "w4", "w7 w7", "w4", "w30"]
     prompts.write_text("".join(json.dumps({"prompt": t, "completion": "-"}) + "\n" for t in texts))
     assert continuations.main([*command(folder, prompts, out), "--lora", str(lora)]) == 0
-    rows, words, plain = read(out), make_tokenizer(), make_model()
+    rows = read(out)
+    words = make_tokenizer()
+    plain = make_model()
     assert [row["prompt"] for row in rows] == ["w1 w2 w3", "w4", "w7 w7", "w30"]  # each once
     for row in rows:
         tokens = words.encode(template.replace("{prompt}", row["prompt"]))
@@ -150,7 +166,8 @@ def test_a_fine_tuned_model_answers_under_its_own_template(folder, tmp_path):
 
 
 def test_lora_as_mlx_lm_writes_it_gives_the_same_answers(folder, tmp_path, capsys):
-    lora, converted = tmp_path / "lora", tmp_path / "converted"
+    lora = tmp_path / "lora"
+    converted = tmp_path / "converted"
     checkpoint_of(make_model(), lora, prompt_template="w9 {prompt} :")
     assert convert(["--base", str(folder), "--lora", str(lora), "--out", str(converted)]) == 0
     prompts = tmp_path / "prompts.jsonl"
@@ -186,7 +203,8 @@ def test_lora_as_mlx_lm_writes_it_gives_the_same_answers(folder, tmp_path, capsy
 def test_a_checkpoint_that_does_not_change_the_answers_is_refused(
     folder, prompts, tmp_path, capsys
 ):
-    lora, out = tmp_path / "lora", tmp_path / "out.jsonl"
+    lora = tmp_path / "lora"
+    out = tmp_path / "out.jsonl"
     checkpoint_of(make_model(), lora, adapter_scope="streams")
     assert continuations.main([*command(folder, prompts, out), "--lora", str(lora)]) == 2
     assert "acts on streams alone" in one_line(capsys.readouterr().err, continuations.PROG)
@@ -194,7 +212,9 @@ def test_a_checkpoint_that_does_not_change_the_answers_is_refused(
 
 
 def test_turns_are_asked_as_decoding_asks_them(folder, prompts, tmp_path):
-    lora, out, template = tmp_path / "lora", tmp_path / "out.jsonl", "{prompt} :"
+    lora = tmp_path / "lora"
+    out = tmp_path / "out.jsonl"
+    template = "{prompt} :"
     checkpoint_of(make_model(), lora, prompt_template=template)
     assert continuations.main([*command(folder, prompts, out), "--lora", str(lora)]) == 0
     words = TokenizerWrapper(make_tokenizer())
@@ -203,7 +223,9 @@ def test_turns_are_asked_as_decoding_asks_them(folder, prompts, tmp_path):
 
 
 def test_sampling_answers_a_prompt_as_often_as_it_is_asked(folder, tmp_path):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "own" / "out.jsonl"  # a folder to make
+    # a folder to make
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "own" / "out.jsonl"
     prompts.write_text(json.dumps({"prompt": "w1 w2"}) + "\n" + json.dumps({"prompt": "w1 w2"}))
     assert continuations.main(command(folder, prompts, out, temp=1.0, seed=1)) == 0
     assert len(read(out)) == 2
@@ -216,9 +238,11 @@ def test_sampling_answers_a_prompt_as_often_as_it_is_asked(folder, tmp_path):
 
 @pytest.mark.parametrize("temp", [0, 0.8])
 def test_a_killed_run_goes_on_and_gives_the_same_file(folder, prompts, tmp_path, monkeypatch, temp):
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    whole = tmp_path / "whole.jsonl"
+    out = tmp_path / "out.jsonl"
     assert continuations.main(command(folder, prompts, whole, temp=temp, seed=3)) == 0
-    ran, real = [], generate_batch
+    ran = []
+    real = generate_batch
 
     def dies_on_the_last(model, batch, sampling, stop, number):
         if number == 2:
@@ -249,7 +273,8 @@ def test_a_killed_run_goes_on_and_gives_the_same_file(folder, prompts, tmp_path,
 def test_a_part_of_another_command_is_refused(
     folder, prompts, tmp_path, monkeypatch, capsys, change, named
 ):
-    out, mine = tmp_path / "out.jsonl", tmp_path / "model"
+    out = tmp_path / "out.jsonl"
+    mine = tmp_path / "model"
     mine.symlink_to(folder)
 
     def dies(*_):

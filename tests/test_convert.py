@@ -117,9 +117,11 @@ def test_a_bin_file_gives_the_same_adapter(checkpoint, convert):
         settings(checkpoint, init_lora_weights=way)
         assert snapshot(convert(checkpoint)) == safe
     assert set(safe) == {
-        "streams_config.json", "streams.safetensors", "adapters.safetensors",
+        "streams_config.json",
+        "streams.safetensors",
+        "adapters.safetensors",
         "adapter_config.json",
-    }  # fmt: skip
+    }
 
 
 def test_scope_all_loads_in_mlx_lm_with_the_same_logits(base, trained, convert):
@@ -135,8 +137,10 @@ def test_scope_all_loads_in_mlx_lm_with_the_same_logits(base, trained, convert):
 def test_scope_streams_does_not_load_in_mlx_lm_and_keeps_the_base(base, trained, convert):
     out = convert(trained, "--scope", "streams")
     assert set(snapshot(out)) == {
-        "streams_config.json", "streams.safetensors", "stream_adapters.safetensors"
-    }  # fmt: skip
+        "streams_config.json",
+        "streams.safetensors",
+        "stream_adapters.safetensors",
+    }
     with pytest.raises(FileNotFoundError):
         mlx_lm.load(str(base), adapter_path=str(out))
     plain, tokenizer = mlx_lm.load(str(base))

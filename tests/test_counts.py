@@ -127,7 +127,9 @@ def tree_places(rows):
 def passes(function, *arrays, size):
     """Primitives that read or write `size` numbers or more. Elementwise ones that feed each other
     are one: `mx.compile` makes a kernel of them."""
-    group, found = {}, []  # the kernel of each array that elementwise primitives made; their names
+    # the kernel of each array that elementwise primitives made; their names
+    group = {}
+    found = []
     for name, inputs, outputs in primitives(function, *arrays):
         big = [key for key, shape, _ in inputs if math.prod(shape) >= size]
         made = [key for key, shape, _ in outputs if math.prod(shape) >= size]
@@ -150,7 +152,8 @@ def passes(function, *arrays, size):
 @pytest.mark.parametrize("filters", FILTERS)
 def test_sampling_reads_the_logits_three_times(filters, dtype):
     """Noise is of places, of which there are fewer than rows; what is settled is of one row."""
-    rows, size = 16, 4096
+    rows = 16
+    size = 4096
     sampler = Sampling(SamplingConfig(temp=0.8, seed=1, **FILTERS[filters]), size)
     places = tree_places(rows)
     found = passes(
@@ -168,7 +171,8 @@ def test_sampling_reads_the_logits_three_times(filters, dtype):
 
 @pytest.mark.parametrize("decoding", ["plain", "streaming"])
 def test_outgrown_buffers_are_freed_every_256_tokens(decoding, monkeypatch):
-    model, freed = make_model("llama", "streams", num_hidden_layers=2), []
+    model = make_model("llama", "streams", num_hidden_layers=2)
+    freed = []
     monkeypatch.setattr(mx, "clear_cache", lambda: freed.append(1))
     steps = token_steps(model, [1, 2], model.make_cache(), decoding=decoding)
     first_tokens(steps, 700)
@@ -215,7 +219,9 @@ def counts(model, schedule: str, monkeypatch, *, on_gpu: bool) -> tuple[int, int
 
     On a GPU norms, rotations and attention are one each; the numbers are none then.
     """
-    found, start, read = [Counter()], mx.async_eval, shapes.to_list
+    found = [Counter()]
+    start = mx.async_eval
+    read = shapes.to_list
 
     def counting(*arrays):
         found[-1].update(graph_of([array for _, array in tree_flatten(arrays)]))
@@ -285,7 +291,8 @@ def test_primitives_of_a_start_from_the_root(monkeypatch):
 @pytest.mark.parametrize("schedule", ["plain", "fused", "second-pass"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_host_reads_once_a_step(schedule, rank, monkeypatch):
-    reads, model = [], make_model(scope="streams", adapter={"condition_rank": rank})
+    reads = []
+    model = make_model(scope="streams", adapter={"condition_rank": rank})
     for place in ("loop.to_list", "drafter.to_list", "prune.to_int"):
         module, name = place.split(".")
         read = getattr(shapes, name)

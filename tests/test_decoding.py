@@ -81,7 +81,8 @@ from ssmlx.settings import (
 
 
 def naive_walk(tree, target):
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    tokens = tree.tokens.tolist()
+    parents = tree.parents.tolist()
     path = [0]
     while True:
         after = [
@@ -97,7 +98,8 @@ def naive_walk(tree, target):
 
 @pytest.mark.parametrize("vocab", [2, 3, 6])
 def test_accept_equals_a_walk(vocab):
-    rng, lengths = random.Random(vocab), set()
+    rng = random.Random(vocab)
+    lengths = set()
     for _ in range(120):
         tree = random_tree(rng, rng.randint(1, 14), vocab)
         target = [rng.randrange(vocab) for _ in range(tree.num_nodes)]
@@ -118,7 +120,8 @@ def test_accept_equals_a_walk(vocab):
 def exit_probs(tree, rng, vocab):
     logits = rng.normal(0, 2, (tree.num_internal, vocab)).astype(np.float32)
     probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    tokens = tree.tokens.tolist()
+    parents = tree.parents.tolist()
     edges = [1.0] + [float(probs[parents[n], tokens[n]]) for n in range(1, len(tokens))]
     return mx.array(logits), edges
 
@@ -141,7 +144,8 @@ def assert_closed(tree, kept):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_pruning_equals_brute_force(seed):
-    rng, draw = np.random.default_rng(seed), random.Random(seed)
+    rng = np.random.default_rng(seed)
+    draw = random.Random(seed)
     tree = random_tree(draw, 12, 5)
     logits, edges = exit_probs(tree, rng, 5)
     found = transition_logprobs(tree, logits)
@@ -183,7 +187,8 @@ def test_threshold_semantics():
 
 
 def test_what_can_be_pruned():
-    tree, root = tree_from_parents([1, 2, 3], [0, 0, 0]), tree_from_parents([1], [0])
+    tree = tree_from_parents([1, 2, 3], [0, 0, 0])
+    root = tree_from_parents([1], [0])
     assert not is_pruned(tree, PruneConfig())
     assert is_pruned(tree, PruneConfig(kind="budget", keep=2))
     assert not is_pruned(tree, PruneConfig(kind="budget", keep=3))
@@ -234,12 +239,16 @@ class ScriptedDrafter:
         waits: read what the target decided and check it; else the loop runs ahead.
     """
 
-    num_streams, num_levels = 0, 8
+    num_streams = 0
+    num_levels = 8
 
     def __init__(self, continuation, right, *, wrong=0, below=0, seed=0, waits=True):
         self.waits = waits
-        self.continuation, self.right = continuation, list(right)
-        self.wrong, self.below, self.rng = wrong, below, random.Random(seed)
+        self.continuation = continuation
+        self.right = list(right)
+        self.wrong = wrong
+        self.below = below
+        self.rng = random.Random(seed)
         self.done = self.promised = 0
 
     def start(self, tokens):
@@ -255,13 +264,16 @@ class ScriptedDrafter:
 
     def draft(self, known):
         """Breadth first; `True` marks a node on the right path."""
-        tokens, parents, level = [known[0]], [0], [(0, True)]
+        tokens = [known[0]]
+        parents = [0]
+        level = [(0, True)]
         for depth in range(self.promised + self.below):
             following = []
             for parent, on_path in level:
                 children = []
                 if on_path:
-                    right, wrong = known[depth + 1], self.wrong if self.below or self.wrong else 0
+                    right = known[depth + 1]
+                    wrong = self.wrong if self.below or self.wrong else 0
                     others = [t for t in range(VOCAB) if t != right]
                     children = [(t, False) for t in self.rng.sample(others, max(wrong, 1))]
                     children = children[:wrong] if depth < self.promised else children
@@ -279,7 +291,8 @@ class ScriptedDrafter:
 
 
 def run_script(right, step=256, **options):
-    model, continuation = bare_model(), greedy_tokens()
+    model = bare_model()
+    continuation = greedy_tokens()
     cache = TreeCache(model.num_layers, step=step)
     drafter = ScriptedDrafter(continuation, right, **options)
     steps = streaming_decode(model, PROMPT, cache, drafter=drafter)
@@ -352,11 +365,13 @@ def test_every_token_a_candidate():
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 6, 9, 13])
 def test_prompts_around_the_prefill_step(length):
-    model, prompt = shared_model(), [(7 * i + 2) % VOCAB for i in range(length)]
+    model = shared_model()
+    prompt = [(7 * i + 2) % VOCAB for i in range(length)]
     expected = mlx_lm_tokens(target_of("llama", "all"), prompt, 12)
     tokens, _ = streamed(model, 12, prompt=prompt, step=4, prefill_step_size=4)
     assert tokens == expected
-    cache, reports = model.make_cache(), []
+    cache = model.make_cache()
+    reports = []
     for turn in plain_decode(model, prompt, cache, prefill_step_size=4):
         if turn:
             break
@@ -398,9 +413,11 @@ def test_an_end_token_stops_anywhere(source):
     plain = greedy_of_shared(30)
     for end in sorted(set(plain)):
         if source == "tokenizer":
-            model, options = shared_model(), {"eos": end}
+            model = shared_model()
+            options = {"eos": end}
         else:
-            model, options = make_model(adapter={"end_token_ids": (end,)}), {}
+            model = make_model(adapter={"end_token_ids": (end,)})
+            options = {}
         expected = plain[: plain.index(end) + 1]
         for decoding in ("plain", "streaming"):
             settings = {"decoding": decoding, "max_tokens": 30}
@@ -439,9 +456,12 @@ def test_turns_share_a_cache(prune):
 
     It went on without the drafter, whose copy is made anew for every answer.
     """
-    model, calls = shared_model(), {}
+    model = shared_model()
+    calls = {}
     for schedule in STREAM_SCHEDULES:
-        cache, history, calls[schedule] = TreeCache(3, step=4), [], []
+        cache = TreeCache(3, step=4)
+        history = []
+        calls[schedule] = []
         settings = {"stream_schedule": schedule, "prune": prune, **WIDE}
         for turn, count in enumerate((3, 9, 7, 2)):
             prompt = [(5 * turn + i) % VOCAB for i in range(turn + 1)]
@@ -461,7 +481,8 @@ def test_turns_share_a_cache(prune):
 def test_neither_loop_copies_the_cache(decoding):
     model = make_model("llama")
     mx.eval(model.backbone.model.parameters())
-    cache, drafter = model.make_cache(64), None
+    cache = model.make_cache(64)
+    drafter = None
     cache.reserve(tokens=100_000)
     without = mx.get_active_memory()
     if decoding == "plain":
@@ -532,12 +553,14 @@ def test_both_schedules_draft_the_same_trees(architecture, scope, adapter):
 @pytest.mark.parametrize("root", [{}, {"root_init_rank": 3}], ids=["f alone", "rooted"])
 def test_a_replay_knows_the_window_at_every_place(root):
     adapter = {"stream_window": 4, **root}
-    model, chain = make_model(adapter=adapter), TreeConfig(kind="full", width=1)
+    model = make_model(adapter=adapter)
+    chain = TreeConfig(kind="full", width=1)
     prompt = [3, 1, 7, 7, 5, 9, 2, 6, 5, 7, 7, 3, 5, 8]
     answer = first_tokens(plain_decode(model, prompt, model.make_cache()), 12)[0]
     guesses = guesses_along(model, prompt, answer, 2)
     for place in range(9):
-        drafter, text = Recorder(model, chain, 3), [*prompt, *answer[:place]]
+        drafter = Recorder(model, chain, 3)
+        text = [*prompt, *answer[:place]]
         first_tokens(streaming_decode(model, text, model.make_cache(), drafter=drafter), 1)
         chain_tokens = drafter.trees[0][0].tolist()
         assert chain_tokens == [answer[place], *guesses.tokens[place, :, 0]]
@@ -561,7 +584,8 @@ def test_streams_that_start_from_the_root_guess_otherwise_and_by_themselves():
 
 
 def test_a_second_pass_costs_the_same_memory_behind_any_context():
-    model, sizes = make_model(adapter={"stream_window": 32}), []
+    model = make_model(adapter={"stream_window": 32})
+    sizes = []
     for length in (356, 1636):  # as full as each other in the cache, which grows by 256
         drafter = StreamDrafter(model, PAIR[0], 3)
         steps = streaming_decode(model, [5] * length, model.make_cache(), drafter=drafter)
@@ -592,7 +616,8 @@ def test_a_drafter_starts_anew_with_every_sequence():
     model = make_model()
     trees = {}
     for schedule in STREAM_SCHEDULES:
-        drafter, trees[schedule] = Recorder(model, PAIR[0], 3, schedule), []
+        drafter = Recorder(model, PAIR[0], 3, schedule)
+        trees[schedule] = []
         for prompt in (PROMPT, [9, 2, 6, 5, 3]):
             steps = streaming_decode(model, prompt, model.make_cache(), drafter=drafter)
             _, lengths = first_tokens(steps, 12)
@@ -713,7 +738,8 @@ def test_caches_are_written_in_place(schedule, someone_holds_it):
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_an_answer_that_ended_can_go_on(after):
     """The step that was built and not run leaves no trace: neither in tokens nor in the cache."""
-    model, calls = make_model(), []
+    model = make_model()
+    calls = []
 
     def ends(tokens):
         calls.append(tokens)
@@ -730,7 +756,9 @@ class Pause:
     num_drafted = 0
 
     def __init__(self, first, last):
-        self.first, self.last, self.told = first, last, []
+        self.first = first
+        self.last = last
+        self.told = []
 
     @property
     def rung(self):
@@ -793,7 +821,8 @@ def test_a_pace_may_change_what_is_drafted_at_every_call():
 @pytest.mark.parametrize("context", [PROMPT, ()])
 def test_copies_are_of_the_whole_text(context, monkeypatch):
     """Of what plain calls wrote between, and of a cache's tokens where they are known."""
-    model, seen = make_model(adapter={"condition_rank": 3}), []
+    model = make_model(adapter={"condition_rank": 3})
+    seen = []
 
     def noted(text, last, count):
         seen.append((text._tokens[NGRAM - 1 :], last))
@@ -801,7 +830,8 @@ def test_copies_are_of_the_whole_text(context, monkeypatch):
 
     look_up = TextOnDevice.continuation
     monkeypatch.setattr(TextOnDevice, "continuation", noted)
-    cache, drafter = model.make_cache(), StreamDrafter(model, PAIR[1], model.num_streams)
+    cache = model.make_cache()
+    drafter = StreamDrafter(model, PAIR[1], model.num_streams)
     prefill(model, PROMPT, cache)
     other = drafter.beside(PAIR[0], 2, "second-pass")
     rung = Rung(verify=1.0, draft=0.0, tokens=1.0, drafter=other)
@@ -817,7 +847,8 @@ def test_copies_are_of_the_whole_text(context, monkeypatch):
 
 def test_only_one_file_reads_arrays():
     """What waits for the device goes by `shapes.to_int`, `to_float` and `to_list`."""
-    package, found = Path(ssmlx.__file__).parent, set()
+    package = Path(ssmlx.__file__).parent
+    found = set()
     for path in (
         p for room in ("decoding", "drafters", "model") for p in package.glob(f"{room}/*.py")
     ):
@@ -835,7 +866,9 @@ def test_what_is_drawn_is_the_best_beside_the_noise_of_its_place(temp):
     """Which is known beforehand, at every place, of some tokens as of all."""
     sampling = Sampling(SamplingConfig(temp=temp, seed=5), VOCAB)
     logits = mx.random.normal((4, VOCAB), key=mx.random.key(1))
-    first, depths, some = mx.array([9]), mx.array([0, 1, 1, 3]), mx.array([7, 2])
+    first = mx.array([9])
+    depths = mx.array([0, 1, 1, 3])
+    some = mx.array([7, 2])
     noise = sampling.noise(first, 4)
     at = Places(first, depths, 4, mx.zeros((4, 0), mx.int32))
     best = mx.argmax(logits + noise[depths], axis=1)
@@ -899,7 +932,8 @@ def places(recent):
 @pytest.mark.parametrize("settings", PENALTIES)
 def test_penalties_are_mlx_lms(settings):
     """Row by row what mlx-lm's processors make of the same text."""
-    rng, draw = np.random.default_rng(0), random.Random(0)
+    rng = np.random.default_rng(0)
+    draw = random.Random(0)
     sampling = Sampling(SamplingConfig(**settings), VOCAB)
     processors = make_logits_processors(**settings)
     texts = [[draw.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 5, 30)]
@@ -937,7 +971,9 @@ def test_penalised_streaming_plain_and_mlx_lm_agree(settings):
 def test_a_node_sees_the_text_and_its_own_path():
     rng = random.Random(3)
     tree = random_tree(rng, 12, 5)
-    text, depths, paths = [8, 6, 7], tree.depths.tolist(), tree.paths.tolist()
+    text = [8, 6, 7]
+    depths = tree.depths.tolist()
+    paths = tree.paths.tolist()
     tokens = tree.tokens.tolist()
     for size in (0, 1, 2, 4, 9):
         found = places_of(tree, mx.array([3]), last_tokens(text, size))
@@ -974,9 +1010,11 @@ def test_draws_follow_mlx_lms_distribution(settings):
 def some_logits(kind, rows=8, size=3000):
     """[rows, size] logits, of peaked rows and flat ones."""
     rng = np.random.default_rng(2)
-    drawn, sharp = rng.normal(0, 1, (rows, size)), np.geomspace(0.01, 9, rows)[:, None]
+    drawn = rng.normal(0, 1, (rows, size))
+    sharp = np.geomspace(0.01, 9, rows)[:, None]
     if kind == "zipf":
-        drawn, sharp = -np.log(1 + drawn.argsort(axis=1)), np.linspace(0.8, 4, rows)[:, None]
+        drawn = -np.log(1 + drawn.argsort(axis=1))
+        sharp = np.linspace(0.8, 4, rows)[:, None]
     if kind == "ruled out":
         drawn[:, ::2] = -np.inf
     logits = mx.array(drawn * sharp, mx.float32)
@@ -993,7 +1031,8 @@ def test_filters_keep_mlx_lms_tokens(settings, kind):
     logits = some_logits(kind)
     rows, size = logits.shape
     logprobs = log_softmax(logits.astype(mx.float32))
-    theirs, config = logprobs, SamplingConfig(**settings, temp=0.7, seed=3)
+    theirs = logprobs
+    config = SamplingConfig(**settings, temp=0.7, seed=3)
     if config.top_p:
         theirs = apply_top_p(theirs, config.top_p)
     if config.min_p:
@@ -1052,7 +1091,8 @@ def test_without_a_seed_mlx_decides():
 
     config = GenerateConfig(temp=1.0)
     mx.random.seed(1)
-    first, second = sampled(config), sampled(config)
+    first = sampled(config)
+    second = sampled(config)
     mx.random.seed(1)
     assert first == sampled(config) != second
     # One text continued in two pieces is the text continued in one: noise belongs to places.

@@ -86,7 +86,8 @@ def parts_of(name):
 
 def drafter_settings():
     """Settings by name; the draft model is another than the target."""
-    draft, backbone = DraftModel(make_base(seed=50)), bare_model().backbone
+    draft = DraftModel(make_base(seed=50))
+    backbone = bare_model().backbone
     medusa = make_heads("medusa", backbone, num_layers=2, shared_heads=(1,))
     stages = make_heads("mlp-speculator", backbone, top_k_tokens_per_head=(4, 3, 2))
     small = SpeculatorTreeConfig(size=9)
@@ -129,7 +130,8 @@ def written(model, prompt, count, config=None, **settings):
 def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
     """Greedy, and sampled under the same seed: token for token."""
     rng = random.Random(name)
-    model, settings = streams_model(**parts_of(name)), drafter_settings()[name]
+    model = streams_model(**parts_of(name))
+    settings = drafter_settings()[name]
     for _ in range(2):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
         expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
@@ -162,7 +164,8 @@ def cycle_model():
 
 def test_prompt_lookup_in_a_text_with_a_period():
     """Nothing to look up in the first round; from then on every draft holds, beyond one period."""
-    model, start = cycle_model(), 4
+    model = cycle_model()
+    start = 4
     config = GenerateConfig(
         drafter="prompt-lookup", prompt_lookup=PromptLookupConfig(num_draft_tokens=20, size=21)
     )
@@ -240,7 +243,8 @@ def verified_root(token):
     """What a call on a bare root leaves that `token` follows."""
     target = mx.array([token])
     accepted = Acceptance(mx.array([0]), target, mx.array([0]))
-    hidden, tree = mx.zeros((1, 1, 2)), tree_from_parents([0], [0])
+    hidden = mx.zeros((1, 1, 2))
+    tree = tree_from_parents([0], [0])
     return Verified(
         tree, target, accepted, hidden, hidden[:, :0], hidden, mx.array([0]), TreeCache(1)
     )
@@ -263,7 +267,8 @@ def test_prompt_lookup_drafts_from_a_reference_alone():
     drafter.start([9, 1, 2, 9, 1, 2])
     for root, drafted in ((5, [5, 6, 7, 8]), (8, [8]), (1, [1]), (2, [2, 5, 6, 7])):
         assert drafter.propose(verified_root(root)).tokens.tolist()[: len(drafted)] == drafted
-    model, config = cycle_model(), replace(config, reference=(1, 2, 3, 9, 9))
+    model = cycle_model()
+    config = replace(config, reference=(1, 2, 3, 9, 9))
     settings = GenerateConfig(drafter="prompt-lookup", prompt_lookup=config)
     tokens, lengths = written(model, [0], 6, settings)
     assert tokens == [1, 2, 3, 4, 5, 6] and lengths == [1, 3, 1, 1]
@@ -275,17 +280,23 @@ def test_the_window_sees_what_the_paper_says():
     drafter._window = [[1, 2, 3], [4, 5, 6]]
     drafter._pool.add([9, 1, 8])
     tree = drafter.propose(verified_root(9))
-    tokens, ancestors = tree.tokens.tolist(), np.array(tree.ancestors)
+    tokens = tree.tokens.tolist()
+    ancestors = np.array(tree.ancestors)
     seen = {
         tokens[node]: {tokens[other] for other in np.flatnonzero(ancestors[node])}
         for node in range(tree.num_nodes)
         if tokens[node] != PAD_TOKEN
     }
     assert seen == {
-        9: {9}, 1: {9, 1}, 2: {9, 1, 2}, 3: {9, 1, 2, 3},
-        4: {9, 1, 4}, 5: {9, 1, 2, 5}, 6: {9, 1, 2, 3, 6},
+        9: {9},
+        1: {9, 1},
+        2: {9, 1, 2},
+        3: {9, 1, 2, 3},
+        4: {9, 1, 4},
+        5: {9, 1, 2, 5},
+        6: {9, 1, 2, 3, 6},
         8: {9, 1, 8},  # the pool's n-gram shares the window's node 1
-    }  # fmt: skip
+    }
     depths = dict(zip(tokens, tree.depths.tolist(), strict=True))
     assert [depths[token] for token in (1, 2, 3, 4, 5, 6)] == [1, 2, 3, 2, 3, 4]
 
@@ -318,7 +329,8 @@ def test_what_followed_the_longest_last_words_at_their_newest_place(words):
 
 def test_the_newest_other_tokens_of_the_text_may_be_guessed(monkeypatch):
     model = make_model(adapter={"draft_vocab": (3, 5, 8), "condition_rank": 2})
-    hidden, text = mx.ones((1, 3, 32)), [9, 8, 4, PAD_TOKEN, 9, 2, 4]
+    hidden = mx.ones((1, 3, 32))
+    text = [9, 8, 4, PAD_TOKEN, 9, 2, 4]
     for most, own in {3: [4, 2, 9], 2: [4, 2], 5: [4, 2, 9, 0, 1], 0: []}.items():
         monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", most)
         found = DraftVocab(model, text)
@@ -341,13 +353,15 @@ def test_copies_are_mixed_into_what_streams_guess():
     told = mx.array(rng.uniform(0.5, 1, (5, 2, 2)) * [[0.5], [1]], mx.float32)
     found, logprobs = with_copies(tokens, mx.log(mx.array(probs)), copied, told)
     for place, level in product(range(5), range(3)):
-        own, copy = tokens[place, level].tolist(), copied[place, level].item()
+        own = tokens[place, level].tolist()
+        copy = copied[place, level].item()
         is_new = copy != PAD_TOKEN and copy not in own
         expected = [*own[:3], copy] if is_new else own
         assert found[place, level].tolist() == expected
         for row in range(4):
             follows = not level or found[place, level - 1, row] == copied[place, level - 1]
-            could, which = bool(follows) and copy != PAD_TOKEN, int(level > 0)
+            could = bool(follows) and copy != PAD_TOKEN
+            which = int(level > 0)
             weight = could * np.divide(*np.array(told[place, :, which]))
             given = probs[place, level, row] * [1, 1, 1, 1 - is_new]
             mixed = (1 - weight) * given + weight * (np.array(expected) == copy)
@@ -358,7 +372,9 @@ def test_copies_are_trusted_by_what_they_foretold():
     """Of each token the share of the copy, beside what the streams gave it."""
     tokens = mx.array([[3, 1], [4, 2], [7, 5]])
     probs = np.full((3, 2, 2), 0.5, np.float32)
-    probs[0, :, 0], probs[1, 0], probs[2, 1] = 0.25, [0.1, 0.9], [0.0, 1.0]
+    probs[0, :, 0] = 0.25
+    probs[1, 0] = [0.1, 0.9]
+    probs[2, 1] = [0.0, 1.0]
     cases = [  # of copies and text, shares, and how many levels count
         ([3, 2, 5], [3, 2, 5], [0.8, 1 / 1.9, 0.5], 3),
         ([3, 4, 6], [3, 4, 6], [0.8, 1 / 1.1, 1.0], 3),
@@ -371,7 +387,8 @@ def test_copies_are_trusted_by_what_they_foretold():
         assert np.allclose(found[0], shares, atol=1e-6)
         assert found[1].tolist() == [1.0] * count + [0.0] * (3 - count)
     # A call shows as much as it accepted, and the word that put it right.
-    copies, guesses = Copies([3, 2, 5, 9]), (tokens, mx.log(mx.array(probs)))
+    copies = Copies([3, 2, 5, 9])
+    guesses = (tokens, mx.log(mx.array(probs)))
     for place, text, accepted in [(4, [3], 0), (5, [2, 5, 5], 1), (7, [7], 0)]:
         copies.among(guesses, *(mx.array(one) for one in (text, [accepted], [place])))
     assert np.allclose(copies._told - text_copies.untold(), [[1, 1], [2, 1]])
@@ -379,11 +396,15 @@ def test_copies_are_trusted_by_what_they_foretold():
 
 def test_replays_trust_copies_by_what_was_said_before():
     """At each token by what those up to it showed, a first level and the one behind it each."""
-    rng, prompt, answer = np.random.default_rng(1), [3, 2, 5, 3, 1], [3, 2, 5, 3, 2, 1, 3]
+    rng = np.random.default_rng(1)
+    prompt = [3, 2, 5, 3, 1]
+    answer = [3, 2, 5, 3, 2, 1, 3]
     tokens = np.stack([rng.permutation(6)[:4] for _ in range(21)]).reshape(7, 3, 4).astype(np.int32)
     logprobs = np.log(rng.dirichlet(np.ones(4), (7, 3, 4)).astype(np.float32))
-    found, told = copies_along(prompt, answer, tokens, logprobs), text_copies.untold()
-    text, shown = TextOnDevice(prompt + answer), []
+    found = copies_along(prompt, answer, tokens, logprobs)
+    told = text_copies.untold()
+    text = TextOnDevice(prompt + answer)
+    shown = []
     for place in range(7):
         copied = text.continuation(mx.array([5 + place]), 3)[0]
         guesses = mx.array(tokens[place]), mx.array(logprobs[place]), copied
@@ -397,7 +418,8 @@ def test_replays_trust_copies_by_what_was_said_before():
 
 def test_streams_go_on_with_a_copy_as_far_as_they_reach():
     """A text with a period is foreseen, whatever untrained streams guess."""
-    adapter, base = {"condition_rank": 2}, markov_base(cycle=True)
+    adapter = {"condition_rank": 2}
+    base = markov_base(cycle=True)
     model = make_model(scope="streams", base=base, adapter=adapter)
     calls = 1 + model.num_streams
     _, lengths = written(model, [*range(VOCAB), 0], 1 + 9 * calls, tree=TreeConfig(size=40))
@@ -407,7 +429,8 @@ def test_streams_go_on_with_a_copy_as_far_as_they_reach():
 @pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_heads_that_guess_as_the_target_does_foresee_what_it_draws(kind, monkeypatch):
     """By the noise of each place: every draft holds."""
-    model, row = bare_model(), mx.random.normal((1, VOCAB), key=mx.random.key(3))
+    model = bare_model()
+    row = mx.random.normal((1, VOCAB), key=mx.random.key(3))
     monkeypatch.setattr(Backbone, "logits", lambda _, rows, *head: mx.repeat(row, rows.shape[1], 0))
     monkeypatch.setattr(MedusaHeads, "medusa_logits", lambda *_: mx.repeat(row, LEVELS, 0))
     monkeypatch.setattr(
@@ -426,12 +449,14 @@ def plain(model, prompt, count, **settings):
 
 def drafted(model, settings, prompt, count):
     """The text that is written, and the tree of each call with the text that it continues."""
-    drafter, trees = make_plan(model, **settings).drafter, []
+    drafter = make_plan(model, **settings).drafter
+    trees = []
     propose = drafter.propose
     drafter.propose = lambda verified: trees.append(propose(verified)) or trees[-1]
     steps = decode.streaming_decode(model, prompt, model.make_cache(), drafter=drafter)
     tokens, lengths = first_tokens(steps, count)
-    text, seen = list(prompt), []
+    text = list(prompt)
+    seen = []
     assert len(trees) == len(lengths) + 1  # the next step is built ahead
     for tree, end in zip(trees, np.cumsum(lengths).tolist(), strict=False):
         if end <= count:
@@ -522,7 +547,8 @@ def test_acceptance_ends_where_the_draft_vocabulary_does(kind):
     model = cycle_model()
     heads = cycle_heads(kind, model.backbone, vocab=FEW_TOKENS)
     settings = {**CHAIN, "heads": heads}
-    lengths, token = [1], 5
+    lengths = [1]
+    token = 5
     while sum(lengths) < 40:
         ahead = [(token + 1 + level) % VOCAB for level in range(LEVELS)]
         right = next((n for n, t in enumerate(ahead) if t not in FEW_TOKENS), LEVELS)
@@ -560,7 +586,7 @@ def test_what_does_not_fit_is_refused():
         ("reach the target whole", {"drafter": "lookahead", "prune": BUDGET}),
         ("2380 nodes", {"heads": medusa, "tree": TreeConfig(kind="full", width=13)}),
         ("tree widths of no stage", speculator(other, widths=())),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=said) as caught:
             make_plan(model, **settings)
         assert "\n" not in str(caught.value)
@@ -606,7 +632,9 @@ def test_vocabularies_are_padded_to_sizes_of_their_own(sizes, settings):
 def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch):
     """And leaves its cache fit for the next: the target drafts for itself, and all of it holds."""
     monkeypatch.setattr(draft_model, "PREFILL_STEP_SIZE", 2)
-    model, draft, other = bare_model(), DraftModel(make_base()), [*PROMPT[:2], 7, 7, 7, 7]
+    model = bare_model()
+    draft = DraftModel(make_base())
+    other = [*PROMPT[:2], 7, 7, 7, 7]
     written(model, PROMPT, 1, draft_model=draft)
     steps = planned_steps(make_plan(model, draft_model=draft), model, other, model.make_cache())
     assert not any(islice(steps, stop))  # two turns in the target's prompt, two in its own
@@ -615,7 +643,8 @@ def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch)
 
 
 def test_another_vocabulary_is_refused():
-    draft, tokenizer = DraftModel(make_base(), "--draft-model x"), make_tokenizer()
+    draft = DraftModel(make_base(), "--draft-model x")
+    tokenizer = make_tokenizer()
     check_vocabulary(draft, make_tokenizer(), tokenizer, VOCAB)
     check_vocabulary(draft, tokenizer, tokenizer, VOCAB + 1)
     with pytest.raises(InputError, match="a vocabulary of 13 tokens; expected the target's 12"):
@@ -669,7 +698,8 @@ def sampled_text(name, settings, count, seed=5):
 
 @lru_cache
 def plain_text(distribution, draws, seed):
-    model, settings = StreamFusedModel(Backbone(markov_base(**SMALL))), DISTRIBUTIONS[distribution]
+    model = StreamFusedModel(Backbone(markov_base(**SMALL)))
+    settings = DISTRIBUTIONS[distribution]
     return [1, *written(model, [1], draws, decoding="plain", **settings, seed=seed)[0]]
 
 
@@ -785,7 +815,8 @@ def offset_of(draft):
 def test_a_session_reuses_its_caches(base, loaded, folders, kind):
     """The text's, of which those that read it are told, and a draft model's own."""
     model, tokenizer = loaded
-    draft, drafts_with = None, {}
+    draft = None
+    drafts_with = {}
     if kind == "draft-model":
         vocab_size = model.backbone.vocab_size
         draft = ssmlx.load_draft_model(base, tokenizer, vocab_size, dtype="float32")

@@ -71,8 +71,9 @@ def expected_answers(engine, folders, questions, **settings):
 def asked_at_random(expected, seed, count):
     """`count` of the questions, and after which segment to cancel each, if at all."""
     chance = random.Random(seed)
-    return [(chance.choice(list(expected)), chance.choice([None, None, 0, 1, 3]))
-            for _ in range(count)]  # fmt: skip
+    return [
+        (chance.choice(list(expected)), chance.choice([None, None, 0, 1, 3])) for _ in range(count)
+    ]
 
 
 def differs(heard, whole, stop_at):
@@ -133,7 +134,8 @@ def test_so_do_tasks_of_an_event_loop(engine, folders):
 
 @pytest.mark.parametrize("decoding", ["plain", "streaming"])
 def test_two_threads_share_a_model_without_an_engine(decoding):
-    model, tokenizer = make_model(scope="streams"), make_tokenizer()
+    model = make_model(scope="streams")
+    tokenizer = make_tokenizer()
     prompts = [[1, 2, 3 + index] for index in range(6)]
     settings = {"decoding": decoding, "max_tokens": LENGTH}
     alone = [answer(model, tokenizer, prompt, **settings)[0] for prompt in prompts]
@@ -153,7 +155,8 @@ def on_a_thread(task):
 
 @pytest.mark.parametrize("decoding", ["plain", "streaming"])
 def test_an_answer_is_read_on_by_other_threads(decoding):
-    model, tokenizer = make_model(), make_tokenizer()
+    model = make_model()
+    tokenizer = make_tokenizer()
     settings = {"decoding": decoding, "max_tokens": LENGTH}
     expected, _ = answer(model, tokenizer, PROMPT, **settings)
     segments = on_a_thread(lambda: ssmlx.stream_generate(model, tokenizer, PROMPT, **settings))
@@ -170,7 +173,8 @@ def test_an_answer_is_read_on_by_other_threads(decoding):
 
 
 def test_a_thread_that_dies_half_way_leaves_the_model_as_it_was():
-    model, tokenizer = make_model(), make_tokenizer()
+    model = make_model()
+    tokenizer = make_tokenizer()
     expected, _ = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
 
     def abandon():
@@ -185,7 +189,8 @@ def test_a_thread_that_dies_half_way_leaves_the_model_as_it_was():
 
 
 def test_a_seed_is_drawn_from_the_callers_random_state():
-    model, tokenizer = make_model(), make_tokenizer()
+    model = make_model()
+    tokenizer = make_tokenizer()
     texts = []
     for seed in (1, 2, 1):
         mx.random.seed(seed)
@@ -214,9 +219,13 @@ def test_answers_take_turns(engine, folders):
 def test_a_short_question_does_not_wait_for_a_long_prompt(engine, folders):
     turns = []
     long = ask(
-        engine, folders, "none", [1, 2] * 90, prefill_step_size=8,
+        engine,
+        folders,
+        "none",
+        [1, 2] * 90,
+        prefill_step_size=8,
         progress=lambda done, total: turns.append(done) or time.sleep(0.02),
-    )  # fmt: skip
+    )
     with ThreadPoolExecutor(1) as pool:
         heard = pool.submit(list, long)
         while not turns:
@@ -228,7 +237,8 @@ def test_a_short_question_does_not_wait_for_a_long_prompt(engine, folders):
 
 
 def test_nothing_is_computed_that_nobody_asks_for(engine, folders, monkeypatch):
-    steps, build = [], loop.step
+    steps = []
+    build = loop.step
     monkeypatch.setattr(loop, "step", lambda *args, **more: steps.append(1) or build(*args, **more))
     segments = ask(engine, folders, "streams", max_tokens=200)
     for asked in range(1, 4):
@@ -258,9 +268,14 @@ def test_a_cancelled_prompt_ends_the_answer(engine, folders, decoding):
             segments.cancel()
 
     segments = ask(
-        engine, folders, "streams", [1, 2] * 60, prefill_step_size=8, decoding=decoding,
+        engine,
+        folders,
+        "streams",
+        [1, 2] * 60,
+        prefill_step_size=8,
+        decoding=decoding,
         progress=progress,
-    )  # fmt: skip
+    )
     assert list(segments) == [] and segments.is_over
     assert told[-1] <= 24
     assert list(segments) == []  # and stays over
@@ -307,7 +322,8 @@ def test_a_task_that_is_cancelled_or_late_loses_nothing(engine, folders):
     expected = tokens_of(ask(engine, folders, "all"))
 
     async def impatient():
-        segments, heard = ask(engine, folders, "all"), []
+        segments = ask(engine, folders, "all")
+        heard = []
         while not segments.is_over:
             try:
                 heard.append(await asyncio.wait_for(anext(segments), 1e-4))
@@ -322,7 +338,8 @@ def test_a_task_that_is_cancelled_or_late_loses_nothing(engine, folders):
 
 def test_an_error_ends_its_answer_and_no_other(engine, folders, monkeypatch):
     expected = tokens_of(ask(engine, folders, "streams"))
-    well, ill = ask(engine, folders, "none"), ask(engine, folders, "streams")
+    well = ask(engine, folders, "none")
+    ill = ask(engine, folders, "streams")
     heard = [next(well), next(ill)]
     monkeypatch.setattr(StreamDrafter, "propose", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -378,7 +395,8 @@ def test_a_chat_swaps_adapters_on_the_one_base(base, engine, folders):
 
 def test_a_closed_engine_and_its_chats_answer_no_more(base, folders):
     engine = ssmlx.Engine(str(base), (folders["streams"],), dtype="float32")
-    chat, half = engine.chat(), ask(engine, folders, "none")
+    chat = engine.chat()
+    half = ask(engine, folders, "none")
     next(half)
     engine.close(), engine.close()
     assert half.is_over and list(half) == []
@@ -402,7 +420,8 @@ def test_closing_frees_the_memory(base, folders):
     held = []
     for _ in range(6):
         engine = ssmlx.Engine(str(base), tuple(folders.values()), dtype="float32")
-        chat, answer = engine.chat(), ask(engine, folders, "all")
+        chat = engine.chat()
+        answer = ask(engine, folders, "all")
         reply = chat.reply("w1 w2")
         next(reply), next(answer)
         open_bytes = mx.get_active_memory()
@@ -474,7 +493,8 @@ def test_python_ends_with_an_answer_open(request):
 
 
 def test_a_task_on_the_mlx_thread_may_answer():
-    model, tokenizer = make_model(), make_tokenizer()
+    model = make_model()
+    tokenizer = make_tokenizer()
     expected, _ = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
     found = answers.run(lambda: answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0])
     assert found == expected

@@ -17,7 +17,9 @@ class Device:
     """A clock, and a device that takes a second a call: in launching it, or until it is read."""
 
     def __init__(self, monkeypatch, *, blocks: bool) -> None:
-        self.time, self.done, self.blocks = 100.0, 0.0, blocks
+        self.time = 100.0
+        self.done = 0.0
+        self.blocks = blocks
         monkeypatch.setattr(stopwatch, "now", lambda: self.time)
         monkeypatch.setattr("mlx.core.async_eval", self.launch)
 
@@ -35,7 +37,9 @@ class Device:
 @pytest.mark.parametrize("away", [0.0, 0.3, 5.0])
 def test_a_call_lasts_from_one_read_to_the_next(monkeypatch, blocks, away):
     """A host that comes late does not know for how long the device was busy."""
-    device, watch, found = Device(monkeypatch, blocks=blocks), Stopwatch(), []
+    device = Device(monkeypatch, blocks=blocks)
+    watch = Stopwatch()
+    found = []
     launch = watch.launch()
     for _ in range(4):
         token, seconds = watch.read(launch, device.read)
@@ -52,7 +56,8 @@ def test_a_call_lasts_from_one_read_to_the_next(monkeypatch, blocks, away):
 
 def test_nothing_is_timed_between_the_calls_of_another_loop(monkeypatch):
     device = Device(monkeypatch, blocks=False)
-    one, other = Stopwatch(), Stopwatch()
+    one = Stopwatch()
+    other = Stopwatch()
     launch = one.launch()
     other.launch()
     assert one.read(launch, device.read) == (7, None)

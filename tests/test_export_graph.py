@@ -24,7 +24,8 @@ from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7, 9]
-FULL, BEST = TreeConfig(kind="full", width=2), TreeConfig(size=6)
+FULL = TreeConfig(kind="full", width=2)
+BEST = TreeConfig(size=6)
 PRUNED = 4
 VOCAB = torch.tensor([0, 1, 2, 4, 5, 7, 8, 10], dtype=torch.int32)
 TOKENS = 24
@@ -89,9 +90,12 @@ def test_the_profile_gpu_takes_other_layers(architecture, tmp_path):
 @pytest.mark.parametrize("profile", ["gpu", "ane"])
 def test_other_designs(profile, tmp_path):
     rotated = write_pair(
-        tmp_path / "rotated", stream_design="value_rotation", rotation_step=0.3,
-        stream_init="identity", stream_init_rank=0,
-    )  # fmt: skip
+        tmp_path / "rotated",
+        stream_design="value_rotation",
+        rotation_step=0.3,
+        stream_init="identity",
+        stream_init_rank=0,
+    )
     tied = write_pair(tmp_path / "tied", base={"tie_word_embeddings": True}, num_streams=3)
     assert_same_steps(rotated, config(profile=profile))
     assert_same_steps(tied, config(profile=profile, num_streams=2, prune_to=PRUNED))
@@ -148,7 +152,8 @@ def expected_step(folders, last):
     """The reference; targets of every node; states of the streams of `last` behind the norm."""
     adapter = folders.load_adapter()
     reference = build_reference(folders.base, adapter, adapter.config.num_streams)
-    tokens, text = TREE.tokens.tolist(), PROMPT[:-1]
+    tokens = TREE.tokens.tolist()
+    text = PROMPT[:-1]
     input_ids, positions, visible = tree_inputs(text, tokens, PARENTS)
     where = {"positions": positions, "visible": visible, "stream_rows": torch.arange(0)}
     main = reference.hidden_states(input_ids, **where).main[0, len(text) :]
@@ -160,9 +165,11 @@ def expected_step(folders, last):
 
 
 def one_step(folders, profile):
-    settings, adapter = config(profile=profile), folders.load_adapter()
+    settings = config(profile=profile)
+    adapter = folders.load_adapter()
     graphs = build_graphs(folders.base, adapter, settings)
-    manifest, backend = make_manifest(graphs[1], adapter, settings), TorchBackend(graphs)
+    manifest = make_manifest(graphs[1], adapter, settings)
+    backend = TorchBackend(graphs)
     cache = SlotCache(backend.make_state(), manifest.num_slots)
     prefill(backend, manifest, PROMPT[:-1], cache)
     inputs = step_inputs(TREE, cache.free(manifest.num_nodes), cache, manifest)
@@ -190,7 +197,8 @@ def test_conditional_scores_are_the_references(profile, tmp_path):
     vocab = {"draft_vocab": VOCAB, "draft_vocab_size": len(VOCAB)}
     folders = write_pair(tmp_path, condition_rank=4, num_streams=4, **vocab)
     manifest, found = one_step(folders, profile)
-    last, count = int(found["last"][0]), manifest.tree.num_candidates
+    last = int(found["last"][0])
+    count = manifest.tree.num_candidates
     reference, targets, streams = expected_step(folders, last)
     assert manifest.tree.is_conditional and count == len(VOCAB)
     assert len(np.unique(found["candidate_tokens"], axis=0)) == 4  # no stream's order is another's
@@ -208,10 +216,12 @@ def test_conditional_scores_are_the_references(profile, tmp_path):
 
 
 def test_a_rejected_nodes_slot_can_be_used_again(tmp_path):
-    folders, settings = write_pair(tmp_path), config()
+    folders = write_pair(tmp_path)
+    settings = config()
     adapter = folders.load_adapter()
     graphs = build_graphs(folders.base, adapter, settings)
-    manifest, backend = make_manifest(graphs[1], adapter, settings), TorchBackend(graphs)
+    manifest = make_manifest(graphs[1], adapter, settings)
+    backend = TorchBackend(graphs)
     clean = SlotCache(backend.make_state(), manifest.num_slots)
     dirty = SlotCache(backend.make_state(), manifest.num_slots)
     for tensor in dirty.state:
@@ -240,7 +250,8 @@ def test_the_norm_of_the_neural_engine_survives_large_hidden_states(tmp_path):
 @pytest.mark.parametrize("channels_first", [False, True])
 def test_a_head_in_pieces_is_the_whole_head(channels_first):
     generator = torch.Generator().manual_seed(1)
-    weight, bias = torch.randn(50, 8, generator=generator), torch.randn(50, generator=generator)
+    weight = torch.randn(50, 8, generator=generator)
+    bias = torch.randn(50, generator=generator)
     rows = torch.randn(5, 8, generator=generator)
     hidden = rows.t()[None, :, None] if channels_first else rows[None]
     head = Head(weight, bias, channels_first=channels_first, piece=16)

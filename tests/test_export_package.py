@@ -60,14 +60,16 @@ class Exported:
 @pytest.fixture(scope="module")
 def make_export(tmp_path_factory):
     """Exports by scope, rank of condition and root_init, and settings, each made once."""
-    made, pairs = {}, {}
+    made = {}
+    pairs = {}
 
     def make(scope="all", rank=0, **changes) -> Exported:
         if (scope, rank) not in pairs:
             folder = tmp_path_factory.mktemp(scope)
             ranks = {"condition_rank": rank, "root_init_rank": rank}
             pairs[scope, rank] = write_small(folder, adapter_scope=scope, **ranks)
-        settings, folders = config(**changes), pairs[scope, rank]
+        settings = config(**changes)
+        folders = pairs[scope, rank]
         if (scope, rank, settings) not in made:
             out = folders.base.parent / f"out{len(made)}"
             report = export(str(folders.base), str(folders.adapter), out, settings)
@@ -149,7 +151,8 @@ def test_core_ai_runs_the_same_graph(precision, rank, make_export):
     pytest.importorskip("coreai_torch")
     made = make_export("streams", rank, target="coreai", precision=precision, prune_to=4)
     model = exported.load(made.out)
-    found, expected = exported_answers(model), mlx_answers(made)
+    found = exported_answers(model)
+    expected = mlx_answers(made)
     model.backend.close()
     if precision == "float32":
         assert found == expected
@@ -298,9 +301,21 @@ def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kind
 
 def run_export(folders: Folders, out: Path, *more: str) -> subprocess.CompletedProcess:
     return run_module(
-        "ssmlx.export", "--model", str(folders.base), "--adapter", str(folders.adapter),
-        "--out", str(out), "--context", "64", "--chunk", "4", "--tree-size", "6", *more,
-    )  # fmt: skip
+        "ssmlx.export",
+        "--model",
+        str(folders.base),
+        "--adapter",
+        str(folders.adapter),
+        "--out",
+        str(out),
+        "--context",
+        "64",
+        "--chunk",
+        "4",
+        "--tree-size",
+        "6",
+        *more,
+    )
 
 
 @pytest.mark.long
@@ -315,12 +330,27 @@ def test_a_full_disk_leaves_nothing(make_export, tmp_path):
     target = tmp_path / "exported" / "out"
     done = subprocess.run(
         [
-            sys.executable, "-c", code, "--model", str(folders.base),
-            "--adapter", str(folders.adapter), "--out", str(target),
-            "--context", "64", "--chunk", "4", "--tree-size", "6",
+            sys.executable,
+            "-c",
+            code,
+            "--model",
+            str(folders.base),
+            "--adapter",
+            str(folders.adapter),
+            "--out",
+            str(target),
+            "--context",
+            "64",
+            "--chunk",
+            "4",
+            "--tree-size",
+            "6",
         ],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
     assert done.returncode == 2, done.stderr
     assert "cannot write" in one_line(done.stderr.splitlines()[-1] + "\n", "ssmlx.export")
     assert not target.exists() and not list(target.parent.glob(".*"))
@@ -340,7 +370,8 @@ def test_a_folder_of_another_kind_is_not_replaced(make_export, tmp_path, capsys)
 
 def test_bad_input_is_one_line(make_export, tmp_path, capsys, monkeypatch):
     folders = make_export(profile="gpu").folders
-    base, adapter = str(folders.base), str(folders.adapter)
+    base = str(folders.base)
+    adapter = str(folders.adapter)
     capsys.readouterr()  # what the export printed
 
     def refused(*args: str) -> str:

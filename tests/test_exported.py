@@ -17,7 +17,11 @@ from ssmlx.exported.manifest import Manifest, TreeShape, package_digest
 from ssmlx.model.tree import draft_topology, grow_tree, root_tree
 from ssmlx.settings import TreeConfig
 
-STREAMS, NODES, SLOTS, CHUNK, VOCAB = 3, 6, 40, 4, 50
+STREAMS = 3
+NODES = 6
+SLOTS = 40
+CHUNK = 4
+VOCAB = 50
 
 
 def make_manifest(**changes) -> Manifest:
@@ -38,7 +42,9 @@ class Counting:
     """
 
     def __init__(self, manifest: Manifest, right: int = STREAMS) -> None:
-        self.manifest, self.right, self.calls = manifest, right, []
+        self.manifest = manifest
+        self.right = right
+        self.calls = []
 
     def make_state(self):
         return {"tokens": np.full(SLOTS, -1), "positions": np.full(SLOTS, -1)}
@@ -270,13 +276,15 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
 def test_a_manifest_of_the_first_format_grows_the_trees_that_it_lists(tree, tmp_path):
     topology = draft_topology(tree, STREAMS)
     listed = {name: getattr(topology, name).tolist() for name in ("slots", "depths", "paths")}
-    size, count = min(tree.num_nodes(STREAMS), topology.num_nodes), topology.num_candidates
+    size = min(tree.num_nodes(STREAMS), topology.num_nodes)
+    count = topology.num_candidates
     folder = write_export(tmp_path / "out", num_nodes=size, num_kept=size)
     path = folder / "manifest.json"
     values = {**json.loads(path.read_text()), "format": "ssmlx-export/1"}
     values["tree"] = {**listed, "num_candidates": count, "size": size}
     path.write_text(json.dumps(values))
-    read, scores = Manifest.read(folder).tree, np.random.default_rng(0).normal(size=(STREAMS, 9))
+    read = Manifest.read(folder).tree
+    scores = np.random.default_rng(0).normal(size=(STREAMS, 9))
     assert not read.is_conditional
     tokens = mx.arange(STREAMS * count).reshape(STREAMS, count)
     logprobs = mx.array(-np.sort(np.exp(scores[:, :count])), mx.float32)

@@ -109,7 +109,8 @@ def make_base(name, tied=True, bits=None):
 
 def decoded(model, prompt=PROMPT, cache=None, context=(), **settings):
     """Tokens of an answer, and how many each call brought."""
-    config, cache = GenerateConfig(prefill_step_size=5), cache or model.make_cache()
+    config = GenerateConfig(prefill_step_size=5)
+    cache = cache or model.make_cache()
     steps = token_steps(model, prompt, cache, config, context=context, **settings)
     return tiny.first_tokens(steps, LENGTH)
 
@@ -150,7 +151,8 @@ def test_a_cache_goes_on_where_texts_part(name, tied):
         decoded(model, cache=cache, **draft)
         fork = cache.fork(len(PROMPT) - 2)
         cache.trim(len(PROMPT) - 2)
-        known, rest = other[: cache.offset], other[cache.offset :]
+        known = other[: cache.offset]
+        rest = other[cache.offset :]
         for one in (fork, cache):
             assert decoded(model, rest, one, known, **draft)[0] == expected
 
@@ -179,7 +181,8 @@ def test_what_cannot_take_tokens_back_decodes_plainly(name, bits):
 def test_rows_stand_at_places_of_their_own(name, tied):
     """Texts of other lengths, a single token among them, that join one after the other."""
     model = StreamFusedModel(Backbone(make_base(name, tied)))
-    batch, rows = Batch(model), []
+    batch = Batch(model)
+    rows = []
     for prompt in ([3], PROMPT.copy(), PROMPT[:3]):
         cache = model.make_cache()
         prefill(model, prompt[:-1], cache)
@@ -188,7 +191,8 @@ def test_rows_stand_at_places_of_their_own(name, tied):
         for _ in range(WINDOW):
             batch.step()
     for row in rows:
-        prompt, count = row.text[: -len(row.unread)], len(row.unread)
+        prompt = row.text[: -len(row.unread)]
+        count = len(row.unread)
         steps = filter(None, plain_decode(model, prompt, model.make_cache()))
         expected = [step[0] for step in islice(steps, count)]
         assert [token for token, _ in row.unread] == expected and count >= WINDOW
@@ -201,18 +205,21 @@ def test_training_sees_what_decoding_sees(name, tied):
     backbone = Backbone(make_base(name, tied))
     own = tiny.make_adapter(backbone, "streams", seed=1, **tiny.RESIDUAL)
     trained = TrainedModel(backbone, own)
-    count, streams = len(PROMPT), own.config.num_streams
+    count = len(PROMPT)
+    streams = own.config.num_streams
     batch = collate([Example(np.array([*PROMPT, 0]), count)], np.zeros(1, int))
     layout = Layout.of(batch, streams)
     nodes, rows = trained.upper(trained.lower(layout), layout)
-    cache, root = model.make_cache(), root_tree(mx.array(PROMPT[-1:]))
+    cache = model.make_cache()
+    root = root_tree(mx.array(PROMPT[-1:]))
     prefill(model, PROMPT[:-1], cache)
     cache.reserve(tokens=1, scratch=1 + streams)
     inserted = model.insert(model.lower(root, cache), streams)
     found = model.upper(inserted, root, cache, streams, starts=mx.zeros(1, mx.int32))
     expected = mx.concatenate([nodes[:, count - 1 : count], rows], axis=1)
     tiny.assert_close(found, expected, 1e-4)
-    head, norm = trained.head(drafting=True), trained.backbone.final_norm
+    head = trained.head(drafting=True)
+    norm = trained.backbone.final_norm
     drafted = model.backbone.logits(found, model.draft_head)
     tiny.assert_close(drafted, head(norm(expected[0])), 1e-4)
 

@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 
 MOST_SECONDS = 10
 _FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect")
-_watched, _seen = [False], []
+_watched = [False]
+_seen = []
 
 
 def _hook(event, arguments):
@@ -42,7 +43,8 @@ sys.addaudithook(_hook)
 @contextlib.contextmanager
 def trial():
     """What is tried inside ends well, or is refused; in time, and without doing anything else."""
-    _watched[0], started = True, time.monotonic()
+    _watched[0] = True
+    started = time.monotonic()
     try:
         yield
     except InputError as error:
@@ -59,9 +61,12 @@ def tiers(**strategies):
     def both(test):
         def of(count, mark):
             run = settings(
-                max_examples=count, derandomize=True, database=None, deadline=None,
+                max_examples=count,
+                derandomize=True,
+                database=None,
+                deadline=None,
                 suppress_health_check=list(HealthCheck),
-            )(given(**strategies)(test))  # fmt: skip
+            )(given(**strategies)(test))
             return pytest.param(run, marks=mark)
 
         @pytest.mark.parametrize("run", [of(300, pytest.mark.slow), of(2000, pytest.mark.long)])
@@ -80,8 +85,13 @@ def places(tmp_path_factory):
     base = write_base(root / "base")
     adapter = write_tiny_adapter(root / "adapter", base)
     model, tokenizer = ssmlx.load(str(base))
-    return {"base": base, "adapter": adapter, "work": root / "work", "model": model,
-            "tokenizer": tokenizer}  # fmt: skip
+    return {
+        "base": base,
+        "adapter": adapter,
+        "work": root / "work",
+        "model": model,
+        "tokenizer": tokenizer,
+    }
 
 
 def answer(model, tokenizer):
@@ -90,19 +100,22 @@ def answer(model, tokenizer):
 
 
 NUMBERS = st.one_of(
-    st.integers(-2, 70), st.integers(), st.floats(),
+    st.integers(-2, 70),
+    st.integers(),
+    st.floats(),
     st.sampled_from([10**9, 10**12, 10**400, -(2**31), 2**31, 2**63, 1e308, 1e-308, 0.5]),
-)  # fmt: skip
+)
 TEXTS = st.one_of(
     st.text(max_size=8),
     st.sampled_from(["", "llama", "../../etc", "float16", "w1", "{prompt}", "\ud800", "\x00"]),
     st.just("a" * 9999),
-)  # fmt: skip
+)
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
 VALUES = st.recursive(
-    SCALARS, lambda one: st.lists(one, max_size=3) | st.dictionaries(TEXTS, one, max_size=3),
+    SCALARS,
+    lambda one: st.lists(one, max_size=3) | st.dictionaries(TEXTS, one, max_size=3),
     max_leaves=5,
-)  # fmt: skip
+)
 EDITS = st.lists(st.tuples(st.integers(0, 999), VALUES | st.just("<drop>")), min_size=1, max_size=3)
 FLIPS = st.lists(st.tuples(st.integers(0, 2**20), st.integers(0, 255)), min_size=1, max_size=8)
 
@@ -178,9 +191,12 @@ def test_tokenizer(places, edits, flips, file):
 
 
 @tiers(
-    edits=EDITS, flips=MAYBE_FLIPS, weights=st.none() | FLIPS,
-    file=st.sampled_from([STREAMS_FILE, LORA_FILE]), most=st.sampled_from([None, 40, 400]),
-)  # fmt: skip
+    edits=EDITS,
+    flips=MAYBE_FLIPS,
+    weights=st.none() | FLIPS,
+    file=st.sampled_from([STREAMS_FILE, LORA_FILE]),
+    most=st.sampled_from([None, 40, 400]),
+)
 def test_adapter(places, edits, flips, weights, file, most):
     if weights is None:
         folder = written(places["adapter"], places["work"], "streams_config.json", edits, flips)
@@ -213,8 +229,9 @@ PIECES = [
 
 @tiers(
     pieces=st.lists(st.sampled_from(PIECES), max_size=25),
-    kind=st.sampled_from(["text"] * 9 + ["other"]), other=VALUES,
-)  # fmt: skip
+    kind=st.sampled_from(["text"] * 9 + ["other"]),
+    other=VALUES,
+)
 def test_template(places, pieces, kind, other):
     tokenizer = places["tokenizer"]
     before = tokenizer._tokenizer.chat_template
@@ -242,7 +259,8 @@ LINES = [
 
 @tiers(line=st.sampled_from(LINES), edits=EDITS, flips=MAYBE_FLIPS, raw=st.none() | st.binary())
 def test_lines(places, line, edits, flips, raw):
-    file, tokenizer = places["work"].with_suffix(".jsonl"), places["tokenizer"]
+    file = places["work"].with_suffix(".jsonl")
+    tokenizer = places["tokenizer"]
     text = json.dumps(edited(line, edits)).encode()
     file.write_bytes(raw if raw else flipped(text, flips) if flips else text)
     with trial():

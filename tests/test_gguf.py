@@ -15,7 +15,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from ssmlx.loading.gguf import convert_gguf
 from ssmlx.loading.names import ALIASES, cache_dir, fetch_gguf, resolve_model
 
-LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 4, 2, 16
+LAYERS = 2
+WIDTH = 64
+HIDDEN = 96
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 16
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "th", "the", "ĠĠ"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -71,20 +76,28 @@ def make_metadata() -> dict:
 
     kinds = [3, 3, 3] + [1] * (len(WORDS) - len(SPECIAL))
     return {
-        "general.architecture": "llama", "general.file_type": number(1),
-        "llama.embedding_length": number(WIDTH), "llama.feed_forward_length": number(HIDDEN),
-        "llama.block_count": number(LAYERS), "llama.context_length": number(128),
+        "general.architecture": "llama",
+        "general.file_type": number(1),
+        "llama.embedding_length": number(WIDTH),
+        "llama.feed_forward_length": number(HIDDEN),
+        "llama.block_count": number(LAYERS),
+        "llama.context_length": number(128),
         "llama.attention.head_count": number(HEADS),
         "llama.attention.head_count_kv": number(KV_HEADS),
         "llama.attention.layer_norm_rms_epsilon": number(1e-5),
-        "llama.rope.freq_base": number(100000.0), "llama.rope.dimension_count": number(HEAD_DIM),
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm",
+        "llama.rope.freq_base": number(100000.0),
+        "llama.rope.dimension_count": number(HEAD_DIM),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": WORDS,
         "tokenizer.ggml.token_type": mx.array(kinds, dtype=mx.int32),
-        "tokenizer.ggml.merges": ["t h", "th e", "Ġ Ġ"], "tokenizer.ggml.bos_token_id": number(1),
-        "tokenizer.ggml.eos_token_id": number(2), "tokenizer.ggml.padding_token_id": number(2),
-        "tokenizer.ggml.unknown_token_id": number(0), "tokenizer.chat_template": TEMPLATE,
-    }  # fmt: skip
+        "tokenizer.ggml.merges": ["t h", "th e", "Ġ Ġ"],
+        "tokenizer.ggml.bos_token_id": number(1),
+        "tokenizer.ggml.eos_token_id": number(2),
+        "tokenizer.ggml.padding_token_id": number(2),
+        "tokenizer.ggml.unknown_token_id": number(0),
+        "tokenizer.chat_template": TEMPLATE,
+    }
 
 
 def write_gguf(path: Path, weights: dict[str, mx.array], metadata: dict) -> Path:
@@ -196,10 +209,15 @@ def test_tokenizer_settings(tmp_path):
     folder = converted(tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings == {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-        "model_max_length": 128, "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
-        "unk_token": "<|endoftext|>", "pad_token": "<|im_end|>", "chat_template": TEMPLATE,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 128,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "unk_token": "<|endoftext|>",
+        "pad_token": "<|im_end|>",
+        "chat_template": TEMPLATE,
+    }
     _, tokenizer = mlx_lm.load(str(folder))
     assert tokenizer.eos_token_ids == {2}
     message = [{"role": "user", "content": "the"}]

@@ -45,10 +45,14 @@ EVERY_THIRD = tuple(range(1, VOCAB, 3))
 MEDUSAS = [
     ("medusa", changes)
     for changes in (
-        {}, {"num_layers": 2}, {"num_layers": 0}, {"num_heads": 1}, {"shared_heads": (0, 1, 2)},
+        {},
+        {"num_layers": 2},
+        {"num_layers": 0},
+        {"num_heads": 1},
+        {"shared_heads": (0, 1, 2)},
         {"shared_heads": (0, 2)},
     )
-]  # fmt: skip
+]
 SPECULATORS = [
     ("mlp-speculator", changes)
     for changes in (
@@ -117,7 +121,8 @@ def said_by(model, hidden, tokens=None, lm_head=None):
 @pytest.mark.parametrize("vocab", [None, EVERY_THIRD], ids=["whole", "reduced"])
 def test_both_sides_say_the_same(backbone, base, tmp_path, kind, changes, vocab):
     model = random_reference(kind, backbone, vocab, **changes)
-    heads, levels = in_mlx(model, backbone, tmp_path), model.config.num_levels
+    heads = in_mlx(model, backbone, tmp_path)
+    levels = model.config.num_levels
     hidden, tokens = inputs(levels)
     expected = said_by(model, hidden, tokens, load_torch_base(base).lm_head)[:, 0]
     if kind == "medusa":
@@ -176,7 +181,8 @@ def test_shared_heads_use_any_lm_head(tmp_path, tied, quantised, vocab):
     config = head_config("medusa", backbone, vocab, num_heads=2, shared_heads=(0, 1))
     heads = new_reference(config, None if vocab is None else torch.tensor(vocab).int())
     hidden = mx.array(inputs()[0])
-    normed, expected = backbone.final_norm(hidden), backbone.logits(hidden[None])[0]
+    normed = backbone.final_norm(hidden)
+    expected = backbone.logits(hidden[None])[0]
     assert_close(backbone.lm_head(normed[None])[0, 0], expected)
     if vocab is not None:
         expected = expected[mx.array(vocab)]
@@ -186,7 +192,8 @@ def test_shared_heads_use_any_lm_head(tmp_path, tied, quantised, vocab):
 
 @pytest.mark.parametrize("vocab", [None, EVERY_THIRD], ids=["whole", "reduced"])
 def test_new_heads_say_what_the_lm_head_says(base, backbone, vocab):
-    lm, hidden = load_torch_base(base).lm_head, inputs()[0]
+    lm = load_torch_base(base).lm_head
+    hidden = inputs()[0]
     tokens = None if vocab is None else torch.tensor(vocab).int()
     model = new_reference(head_config("medusa", backbone, vocab, num_layers=2), tokens)
     model.start_from(lm.weight)
@@ -202,7 +209,8 @@ def shape(widths=None, **settings):
 
 def all_paths(model, hidden, root, widths=WIDTHS):
     """Every path of the full tree with its log probability, path by path and unbatched."""
-    vocab, found = model.draft_vocab, {}
+    vocab = model.draft_vocab
+    found = {}
 
     def grow(path, score, state, token):
         if len(path) == len(widths):
@@ -263,7 +271,8 @@ def test_the_tree_holds_the_best_nodes(backbone, tmp_path, variant, vocab):
 def test_the_papers_candidates_are_all_there(backbone, tmp_path, candidates):
     """The k best whole paths, whatever shorter paths promise; what is free goes to the next."""
     model = random_reference("mlp-speculator", backbone)
-    heads, tree_of = in_mlx(model, backbone, tmp_path), shape(WIDTHS, candidates=candidates)
+    heads = in_mlx(model, backbone, tmp_path)
+    tree_of = shape(WIDTHS, candidates=candidates)
     for seed in range(6):
         hidden, tokens = inputs(seed=seed)
         every = all_paths(model, hidden, int(tokens[0, 0]))
@@ -278,7 +287,8 @@ def test_the_papers_candidates_are_all_there(backbone, tmp_path, candidates):
 def test_fewer_stages_and_the_settings_own_widths(backbone, tmp_path):
     model = random_reference("mlp-speculator", backbone, top_k_tokens_per_head=WIDTHS)
     heads, (hidden, tokens) = in_mlx(model, backbone, tmp_path), inputs()
-    root, state = mx.array(tokens[0]), mx.array(hidden)
+    root = mx.array(tokens[0])
+    state = mx.array(hidden)
     assert heads.propose_tree(root, state, shape()).num_nodes == 1 + 4 + 5 + 5
     assert heads.propose_tree(root, state, shape(size=99)).num_nodes == 1 + 4 + 12 + 24
     full = heads.propose_tree(root, state, shape((2, 2)))
@@ -296,7 +306,8 @@ def same_weights(left, right):
 
 @pytest.mark.parametrize("form", ["safetensors", "pt", "medusa-2"])
 def test_every_published_form_of_medusa_loads(backbone, base, published, tmp_path, form):
-    folder, expected = published("medusa"), random_reference("medusa", backbone)
+    folder = published("medusa")
+    expected = random_reference("medusa", backbone)
     # What the settings say is not believed.
     (folder / "config.json").write_text('{"medusa_num_heads": 2, "medusa_num_layers": 5}')
     tensors = load_file(folder / SAFE)
@@ -316,12 +327,14 @@ def test_every_published_form_of_medusa_loads(backbone, base, published, tmp_pat
 
 @pytest.mark.parametrize(("kind", "changes"), SPECULATORS)
 def test_published_speculators_come_back(backbone, published, kind, changes):
-    folder, model = published(kind, **changes), random_reference(kind, backbone, **changes)
+    folder = published(kind, **changes)
+    model = random_reference(kind, backbone, **changes)
     assert read_published(folder)[0].kind == "mlp_speculator"
     again = load_published(folder)
     assert again.config.top_k_tokens_per_head == model.config.widths
     assert same_weights(model, again)
-    names, stages = set(load_file(folder / FILES[kind])), model.config.n_predict
+    names = set(load_file(folder / FILES[kind]))
+    stages = model.config.n_predict
     if model.config.tie_weights:
         assert {n for n in names if "proj" in n} == {f"speculator.proj.{i}.weight" for i in (0, 1)}
         assert {n for n in names if "emb" in n} == {"speculator.emb.0.weight"}
@@ -333,8 +346,9 @@ def test_tied_files_may_hold_the_duplicates(published, refusal):
     folder = published("mlp-speculator", tie_weights=True)
     file = folder / FILES["mlp-speculator"]
     tensors = load_file(file)
-    for stage, part in product(range(3), ("emb.{}.weight", "head.{}.weight", "ln.{}.weight",
-                                          "ln.{}.bias")):  # fmt: skip
+    for stage, part in product(
+        range(3), ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias")
+    ):
         shared = tensors[f"speculator.{part.format(0)}"]
         tensors[f"speculator.{part.format(stage)}"] = shared.clone()
     tensors["speculator.proj.2.weight"] = tensors["speculator.proj.1.weight"].clone()
@@ -373,7 +387,8 @@ def test_shards_and_missing_settings(backbone, published):
 def test_the_command_writes_a_folder_that_loads(
     base, backbone, published, tmp_path, capsys, kind, vocab
 ):
-    out, config = tmp_path / "out", head_config(kind, backbone, vocab)
+    out = tmp_path / "out"
+    config = head_config(kind, backbone, vocab)
     command = ["--heads", str(published(kind, vocab)), "--base", str(base), "--out", str(out)]
     assert main(command) == 0
     written = random_reference(kind, backbone, vocab).parameters()

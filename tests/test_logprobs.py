@@ -48,9 +48,12 @@ def theirs(tokens, **settings):
     processors = make_logits_processors(**settings)
     forced = iter(tokens)
     steps = generate_step(
-        mx.array(PROMPT), make_base(), max_tokens=len(tokens), logits_processors=processors,
+        mx.array(PROMPT),
+        make_base(),
+        max_tokens=len(tokens),
+        logits_processors=processors,
         sampler=lambda _: mx.array([next(forced, 0)]),
-    )  # fmt: skip
+    )
     return np.stack([np.array(logprobs) for _, logprobs in steps])
 
 
@@ -70,7 +73,8 @@ def test_they_are_mlx_lms(settings):
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("sampling", ["penalised", *slow("greedy", "sampled")])
 def test_every_drafter_tells_what_plain_decoding_tells(name, sampling):
-    model, settings = streams_model(), SAMPLING[sampling]
+    model = streams_model()
+    settings = SAMPLING[sampling]
     plain = told(answer(model, decoding="plain", **settings))
     segments = answer(model, **settings, **drafter_settings()[name])
     tokens, logprobs, top, likeliest = told(segments)
@@ -97,7 +101,8 @@ def test_typical_acceptance_tells_them_of_what_it_takes():
 
 @pytest.mark.parametrize("cut", [{"max_tokens": 5}, {"stop": "w"}, {"end": 2}])
 def test_an_answer_that_is_cut_tells_them_of_its_tokens_alone(cut):
-    model, end = streams_model(), cut.pop("end", None)
+    model = streams_model()
+    end = cut.pop("end", None)
     free, *_ = told(answer(model))
     tokenizer = make_tokenizer(eos=None if end is None else free[end])
     if "stop" in cut:
@@ -113,7 +118,8 @@ def test_nothing_is_told_or_read_unless_asked(monkeypatch):
         monkeypatch.setattr(
             f"ssmlx.decoding.{room}.to_list", lambda array: reads.append(1) or array.tolist()
         )
-    model, counts = streams_model(), {}
+    model = streams_model()
+    counts = {}
     for asked in (None, 0, 4):
         for decoding in ("plain", "streaming"):
             reads.clear()

@@ -26,7 +26,10 @@ from ssmlx.session import ChatSession
 from ssmlx.settings import GenerateConfig, TreeConfig
 from ssmlx.tuning.memory import MIB, Memory, memory_of
 
-PROMPT, VOCAB, DRAFT_VOCAB, WIDTH = [3, 1, 4, 1, 5], 512, 40, 128
+PROMPT = [3, 1, 4, 1, 5]
+VOCAB = 512
+DRAFT_VOCAB = 40
+WIDTH = 128
 # Large enough that MLX's rounding of small arrays does not count.
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 256, "head_dim": 32, "vocab_size": VOCAB}
 TREE = TreeConfig(kind="best", size=12)
@@ -98,7 +101,8 @@ def test_the_draft_head_is_its_rows_of_the_head(tied, packed):
     memory = memory_of(model, model.make_cache())
     scales = 2 * 4 * WIDTH // 32  # and biases
     assert memory.draft_head == DRAFT_VOCAB * (WIDTH // 2 + scales if packed else 4 * WIDTH)
-    embeddings, ids = 3 * WIDTH * 4, DRAFT_VOCAB * 4
+    embeddings = 3 * WIDTH * 4
+    ids = DRAFT_VOCAB * 4
     assert memory.streams == embeddings + ids
 
 
@@ -192,7 +196,8 @@ def test_weights_are_wired_while_an_answer_is_written(monkeypatch, closed_early)
 def real_peaks(model, tokenizer, tree: TreeConfig, *, bare: bool) -> tuple[Memory, Memory]:
     """The memory of an answer streamed, and of a plain one, without the adapter where `bare`."""
     prompts = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")
-    tokens, told = encode_prompt(prompts[1], model, tokenizer), []
+    tokens = encode_prompt(prompts[1], model, tokenizer)
+    told = []
     for decoding in ("streaming", "plain"):
         config = GenerateConfig(decoding=decoding, max_tokens=64, tree=tree)
         settled()
@@ -233,7 +238,8 @@ def test_with_a_packed_draft_head_streaming_takes_little_more_than_the_base_alon
 def test_an_answer_leaves_nothing_for_the_garbage_collector(settings, monkeypatch):
     """Its cache is freed with it: who waits for a collection may hold many of them meanwhile."""
     monkeypatch.setattr("ssmlx.tuning.plan.Pace", Pace)
-    model, held = make_model(), []
+    model = make_model()
+    held = []
     gc.collect(), gc.disable()
     try:
         for _ in range(4):

@@ -71,7 +71,9 @@ def on_shim(monkeypatch, programs):
 @pytest.fixture
 def speeds(monkeypatch):
     """Seconds that a timed call of MLX's attention and of the kernel's seems to take."""
-    seconds, tried, now = {"mlx": 2.0, "fused": 1.0}, [], [0.0]
+    seconds = {"mlx": 2.0, "fused": 1.0}
+    tried = []
+    now = [0.0]
     real = trial.try_kernel
 
     def through(queries, sides, way):
@@ -143,11 +145,16 @@ def test_kernel_agrees_on_random_sizes(seed, programs):
     rng = np.random.default_rng(seed)
     kv_heads = int(rng.integers(1, 4))
     case = Case(
-        rows=int(rng.integers(1, 80)), extra=int(rng.integers(0, 20)),
-        committed=int(rng.integers(0, 400)), heads=kv_heads * int(rng.integers(1, 5)),
-        kv_heads=kv_heads, density=float(rng.random()), splits=int(rng.integers(1, 4)), order=seed,
+        rows=int(rng.integers(1, 80)),
+        extra=int(rng.integers(0, 20)),
+        committed=int(rng.integers(0, 400)),
+        heads=kv_heads * int(rng.integers(1, 5)),
+        kv_heads=kv_heads,
+        density=float(rng.random()),
+        splits=int(rng.integers(1, 4)),
+        order=seed,
         seed=seed,
-    )  # fmt: skip
+    )
     assert error_of(case, programs) < 1
 
 
@@ -176,7 +183,8 @@ class Recorder:
 def generated(dtype: mx.Dtype = mx.float16, blocks: int = 1) -> list[str]:
     """The sources of all three kernels."""
     record = Recorder()
-    queries, keys = mx.zeros((1, 4, 9, 64), dtype), mx.zeros((1, 2, 40, 64), dtype)
+    queries = mx.zeros((1, 4, 9, 64), dtype)
+    keys = mx.zeros((1, 2, 40, 64), dtype)
     for splits in (1, 2):
         plan = Plan(blocks=blocks, simdgroups=3, row_groups=1, splits=splits)
         attend(queries, keys, keys, mx.zeros((9, 2), mx.uint32), 1.0, plan, record)
@@ -200,7 +208,8 @@ def test_row_number_and_context_need_no_new_source():
     """MLX compiles a source once: nothing that changes from step to step may be in it."""
     record = Recorder()
     for rows, num_keys in ((1, 9), (2, 2), (7, 100), (24, 1000)):
-        queries, keys = mx.zeros((1, 3, rows, 64)), mx.zeros((1, 1, num_keys, 64))
+        queries = mx.zeros((1, 3, rows, 64))
+        keys = mx.zeros((1, 1, num_keys, 64))
         bits = pack_bits(mx.ones((rows, rows), mx.bool_))
         plan = Plan(blocks=1, simdgroups=-(-3 * rows // 8), row_groups=1, splits=1)
         attend(queries, keys, keys, bits, 1.0, plan, record)
@@ -239,7 +248,8 @@ def test_bits_are_the_columns_of_a_row_and_ones_behind_them(rows, columns):
 class Seen:
     """A cache as masks know it: one path of 3 entries, of which 2 count."""
 
-    offset, capacity = 5, 16
+    offset = 5
+    capacity = 16
 
     def path_masks(self, num_rows):
         return [mx.broadcast_to(mx.array([True, True, False]), (num_rows, 3))]
@@ -303,7 +313,8 @@ def test_other_users_of_the_module_get_mlxs_own_attention():
     hooked = module.scaled_dot_product_attention
     assert hooked.__wrapped__ is mlx_lm_base.scaled_dot_product_attention
     assert mx.array_equal(model(tokens), before)
-    queries, keys = mx.random.normal((1, 4, 3, 8)), mx.random.normal((1, 2, 5, 8))
+    queries = mx.random.normal((1, 4, 3, 8))
+    keys = mx.random.normal((1, 2, 5, 8))
     expected = mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.3, mask=None)
     assert mx.array_equal(hooked(queries, keys, keys, None, 0.3, None), expected)
 
@@ -380,8 +391,10 @@ def test_auto_takes_what_was_clearly_faster(seconds, is_taken, on_shim, speeds):
 
 
 def test_a_taken_kernel_says_what_mlx_says(on_shim, speeds):
-    backbone, cache = Backbone(make_base()), TreeCache(3, scratch=6)
-    positions, visible = mx.arange(6), mx.tri(6, dtype=mx.bool_)
+    backbone = Backbone(make_base())
+    cache = TreeCache(3, scratch=6)
+    positions = mx.arange(6)
+    visible = mx.tri(6, dtype=mx.bool_)
     hidden = backbone.embed(mx.arange(6))
 
     def outputs(mask: object) -> mx.array:
@@ -407,7 +420,9 @@ def test_nothing_is_tried_before_the_first_token(on_shim, speeds):
         drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams)
         cache = model.make_cache()
         steps = filter(None, streaming_decode(model, PROMPT, cache, drafter=drafter))
-        before, tokens, calls = len(tried), [*next(steps)], on_shim.calls
+        before = len(tried)
+        tokens = [*next(steps)]
+        calls = on_shim.calls
         assert len(tried) == before
         counts = []
         while len(tokens) < 16:
@@ -468,9 +483,12 @@ def test_plan_covers_every_row_within_a_threadgroups_limits(chip):
     for _ in range(300):
         kv_heads = rng.randint(1, 8)
         sizes = shape(
-            rng.randint(1, 200), kv_heads * rng.randint(1, 8), kv_heads, rng.randint(200, 20000),
+            rng.randint(1, 200),
+            kv_heads * rng.randint(1, 8),
+            kv_heads,
+            rng.randint(200, 20000),
             rng.choice([8, 64, 80, 96, 128]),
-        )  # fmt: skip
+        )
         plan = make_plan(sizes, chip)
         held = 8 * plan.blocks * plan.simdgroups
         assert held * (plan.row_groups - 1) < sizes.queries <= held * plan.row_groups

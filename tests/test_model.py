@@ -106,8 +106,10 @@ def random_lora(seed=0):
 def test_row_lora_acts_on_its_rows_alone(quantised):
     linear = nn.Linear(32, 32)
     linear = nn.QuantizedLinear.from_linear(linear, 32, 4) if quantised else linear
-    scope, lora = RowScope(), random_lora()
-    layer, x = RowLora(linear, lora, scope), mx.random.normal((1, 7, 32), key=mx.random.key(1))
+    scope = RowScope()
+    lora = random_lora()
+    layer = RowLora(linear, lora, scope)
+    x = mx.random.normal((1, 7, 32), key=mx.random.key(1))
     plain = linear(x)
     added = plain + 1.5 * (x @ lora.a @ lora.b)
     assert mx.array_equal(layer(x), plain)
@@ -176,7 +178,8 @@ def test_draft_head_is_rows_of_the_head(bias, tied, quantised):
         base.lm_head.bias = mx.random.normal((tiny.VOCAB,), key=mx.random.key(4))
     if quantised:
         nn.quantize(base, group_size=32, bits=4)
-    backbone, rows = Backbone(base), mx.array(DRAFT_VOCAB)
+    backbone = Backbone(base)
+    rows = mx.array(DRAFT_VOCAB)
     hidden = mx.random.normal((1, 6, 32), key=mx.random.key(3))
     found = backbone.logits(hidden, backbone.draft_head(rows))
     assert found.shape == (6, len(DRAFT_VOCAB))
@@ -262,7 +265,9 @@ def test_an_untrained_condition_changes_nothing(monkeypatch):
 # --- the cache, against one that concatenates ---
 
 
-HEADS, SIZE, DEPTH = 2, 3, 3
+HEADS = 2
+SIZE = 3
+DEPTH = 3
 
 
 class NaiveCache:
@@ -338,7 +343,9 @@ def one_step(cache, naive, rng, draw):
 
     The host counts the path at once, or a step later.
     """
-    split, nodes, streams = draw.randint(0, DEPTH), draw.randint(1, 6), draw.randint(0, 3)
+    split = draw.randint(0, DEPTH)
+    nodes = draw.randint(1, 6)
+    streams = draw.randint(0, 3)
     kept = sorted([0, *draw.sample(range(1, nodes), draw.randint(0, nodes - 1))])
     upper_rows = len(kept) * (1 + streams)
     path_length = draw.randint(1, 4)
@@ -363,8 +370,10 @@ def check_committed(cache, naive, rng):
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("scratch", [0, 24])
 def test_random_sequences_equal_concatenation(seed, scratch):
-    rng, draw = np.random.default_rng(seed), random.Random(seed)
-    cache, naive = TreeCache(DEPTH, scratch=scratch, step=4), NaiveCache()
+    rng = np.random.default_rng(seed)
+    draw = random.Random(seed)
+    cache = TreeCache(DEPTH, scratch=scratch, step=4)
+    naive = NaiveCache()
     for _ in range(12):
         action = draw.choice(["append", "step", "step", "step", "trim"])
         if action == "append":
@@ -386,7 +395,8 @@ def test_random_sequences_equal_concatenation(seed, scratch):
 
 
 def test_a_step_that_is_not_run_is_taken_back():
-    rng, naive = np.random.default_rng(0), NaiveCache()
+    rng = np.random.default_rng(0)
+    naive = NaiveCache()
     cache = TreeCache(DEPTH, scratch=4, step=4)
     cache.reserve(tokens=3, scratch=4)
     append(cache, naive, rng, 3)
@@ -427,7 +437,9 @@ def test_wrong_use_is_refused():
 
 def naive_visibility(tree, num_streams):
     """Equations 1 and 2, row by row."""
-    depths, paths, nodes = tree.depths.tolist(), tree.paths.tolist(), tree.num_nodes
+    depths = tree.depths.tolist()
+    paths = tree.paths.tolist()
+    nodes = tree.num_nodes
     above = [set(path[: depth + 1]) for path, depth in zip(paths, depths, strict=True)]
     owners = [(node, 0) for node in range(nodes)]
     owners += [(node, j) for node in range(nodes) for j in range(1, num_streams + 1)]
@@ -477,11 +489,13 @@ def scratch_mask(visible, committed, paths=()):
 
 
 def test_mask_buffer_equals_a_mask_built_anew():
-    rng, masks = random.Random(1), StepMasks(max_sizes=3)
+    rng = random.Random(1)
+    masks = StepMasks(max_sizes=3)
     draw = np.random.default_rng(1)
     keys = [object() for _ in range(12)]
     contents = {}
-    committed, capacity = 0, 4
+    committed = 0
+    capacity = 4
     for _ in range(300):
         rows = rng.randint(1, 6)
         key = rng.choice([None, *keys])
@@ -510,7 +524,8 @@ def test_a_mask_in_hand_outlives_the_next_write():
 
 def rank_paths(topology):
     """Each node's ranks from the root on, read from slots and paths."""
-    slots, depths = topology.slots.tolist(), topology.depths.tolist()
+    slots = topology.slots.tolist()
+    depths = topology.depths.tolist()
     ranks = [slot % topology.num_candidates for slot in slots]
     return [
         tuple(ranks[node - 1] for node in path[1 : depth + 1])
@@ -520,7 +535,8 @@ def rank_paths(topology):
 
 def token_paths(tree):
     """Each node's tokens from the root's children on."""
-    tokens, depths = tree.tokens.tolist(), tree.depths.tolist()
+    tokens = tree.tokens.tolist()
+    depths = tree.depths.tolist()
     return [
         tuple(tokens[node] for node in path[1 : depth + 1])
         for path, depth in zip(tree.paths.tolist(), depths, strict=True)
@@ -600,7 +616,8 @@ def random_pairs(rng, levels, count, sharpness):
 
 def conditional_scores(logprobs, width):
     """Every path's slots and log probability, of each candidate's `width` best children."""
-    paths, found = {(): 0.0}, {(): 0.0}
+    paths = {(): 0.0}
+    found = {(): 0.0}
     for edges in np.clip(logprobs, MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB):
         paths = {
             (*path, int(slot)): score + edges[path[-1] if path else 0, slot]
@@ -654,7 +671,8 @@ def test_what_no_condition_tells_grows_the_same_tree(config):
         logprobs = np.log(random_probs(np.random.default_rng(seed), 3, 16, 2)).astype(np.float32)
         pairs = np.broadcast_to(logprobs[:, None], (3, 16, 16)).copy()
         count = draft_topology(config, 3).num_candidates
-        tokens, given = distinct_candidates(3, 16)[:, :count], mx.array(logprobs[:, :count])
+        tokens = distinct_candidates(3, 16)[:, :count]
+        given = mx.array(logprobs[:, :count])
         expected = grow_tree(mx.array([1]), tokens, given, config)
         tree = conditional_tree(pairs, config)
         assert set(token_paths(tree)) == set(token_paths(expected))

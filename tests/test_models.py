@@ -34,9 +34,11 @@ from ssmlx.model import opt
 from ssmlx.model.streams import StreamFusedModel, ValueRotation
 from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
 
-VOCAB, CONTEXT = 64, 48
+VOCAB = 64
+CONTEXT = 48
 PROMPT = [5, 2, 3, 11, 7]
-TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]
+TREE_TOKENS = [11, 1, 6, 3, 4, 5, 6]
+TREE_PARENTS = [-1, 0, 0, 1, 2, 2, 4]
 COMMON = {
     "hidden_size": 32, "num_hidden_layers": oracle.LAYERS, "num_attention_heads": 4,
     "max_position_embeddings": CONTEXT, "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1,
@@ -327,12 +329,15 @@ def test_bin_files_that_cannot_be_read(fault, pickled, tmp_path, capsys):
 
 
 def test_draft_logits_of_the_reference_follow_the_model():
-    model, ids = make_reference(draft_vocab=DRAFT_VOCAB), oracle.some_tokens(6, vocab=VOCAB)
+    model = make_reference(draft_vocab=DRAFT_VOCAB)
+    ids = oracle.some_tokens(6, vocab=VOCAB)
     whole = make_reference()
     whole.load_state_dict({k: v for k, v in model.state_dict().items() if k != "draft_vocab"})
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        model, whole = model.to(dtype), whole.to(dtype)
-        found, expected = model(ids), whole(ids)
+        model = model.to(dtype)
+        whole = whole.to(dtype)
+        found = model(ids)
+        expected = whole(ids)
         assert model.draft_vocab.dtype == torch.int32
         assert found.draft_vocab is model.draft_vocab and expected.draft_vocab is None
         assert found.stream_logits.dtype == dtype
@@ -344,7 +349,8 @@ def test_draft_logits_of_the_reference_follow_the_model():
 
 @pytest.mark.parametrize("num_streams", [1, 2, 3])
 def test_values_turn_as_complex_numbers(num_streams):
-    rng, step = np.random.default_rng(0), 0.3
+    rng = np.random.default_rng(0)
+    step = 0.3
     values = rng.normal(size=(1, 2, 4 * (1 + num_streams), 6)).astype(np.float32)
     angles = step * (1 + np.arange(4 * num_streams) % num_streams)
     streams = values[:, :, 4:]
@@ -363,7 +369,8 @@ def test_values_turn_as_complex_numbers(num_streams):
 
 def test_first_stream_hardly_turned_is_a_row_of_the_base_one_place_on():
     """Keys and queries stand at p + 1 whatever becomes of the values."""
-    base, ids = make_base("llama"), oracle.some_tokens(5, vocab=VOCAB)
+    base = make_base("llama")
+    ids = oracle.some_tokens(5, vocab=VOCAB)
     config = {**ROTATION, "rotation_step": 1e-6, "num_msa_layers": oracle.LAYERS, "num_streams": 1}
     model = make_reference(base, lora_rank=0, **config)
     expected = base(torch.cat([ids, ids[:, -1:]], dim=1)).logits[:, -1]
@@ -453,7 +460,8 @@ def tensors_of(folder):
 @pytest.mark.parametrize("design", [DRAFTING, ROTATION, BOTH], ids=["draft", "rotation", "both"])
 def test_round_trip(design, tmp_path):
     reference, adapter, _ = make_pair(tmp_path, **design)
-    saved, written = tensors_of(tmp_path / "checkpoint"), tensors_of(adapter)
+    saved = tensors_of(tmp_path / "checkpoint")
+    written = tensors_of(adapter)
     assert saved.keys() == written.keys()
     assert all(torch.equal(saved[name], written[name]) for name in saved)
     assert ("stream_embeddings" in saved) == ("stream_design" not in design)

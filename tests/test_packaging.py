@@ -56,9 +56,12 @@ def test_wheel_runs_outside_the_checkout(wheel, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(target)}
     for command in COMMANDS:
         done = subprocess.run(
-            [sys.executable, "-m", f"ssmlx.{command}", "--help"], cwd=tmp_path, env=environment,
-            capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", f"ssmlx.{command}", "--help"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         assert "python -m " in done.stdout
     code = "import ssmlx.convert.formats.adapter as a; print(a.__file__)"

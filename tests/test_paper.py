@@ -47,8 +47,15 @@ def figure(value: float) -> dict[str, float]:
 
 def row(name: str, speedup: float = 1.5, per_call: float = 3.0, call: float = 0.02, **more) -> dict:
     kind = name.split()[0]
-    return {"name": name, "kind": kind, "speedup": figure(speedup), "call_seconds": call,
-            "tokens_per_call": figure(per_call), "options": {}, **more}  # fmt: skip
+    return {
+        "name": name,
+        "kind": kind,
+        "speedup": figure(speedup),
+        "call_seconds": call,
+        "tokens_per_call": figure(per_call),
+        "options": {},
+        **more,
+    }
 
 
 def result(*rows: dict, task: str = "sql", top_k: int = 0, draft_call: float | None = None) -> dict:
@@ -157,13 +164,15 @@ NAMES = [
     *(f"rotation-{n}" for n in (2, 4, 8, 16)),
     *(f"rank-{n}" for n in (8, 32, 128)),
 ]
-EXAMPLES, STEPS = 320, 20
+EXAMPLES = 320
+STEPS = 20
 
 
 def write_run(options: list[str], steps: int = STEPS) -> None:
     """What convert.train leaves, had it been run for `steps`; the last is always validated."""
     args = parse_args(options)
-    train, folder = train_config(args), Path(args.out)
+    train = train_config(args)
+    folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"train": train.to_dict(), "examples": EXAMPLES}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings))
@@ -179,9 +188,13 @@ def write_run(options: list[str], steps: int = STEPS) -> None:
 @pytest.fixture
 def trained(tmp_path):
     """The runs that the command's help tells of, in a folder."""
-    script, folder = training.EPILOG.partition("  python -m perf")[0], tmp_path / "runs"
-    for told, own in (("examples:", ""), ("python -m convert.train", "echo"),
-                      ("runs/ablation", str(folder))):  # fmt: skip
+    script = training.EPILOG.partition("  python -m perf")[0]
+    folder = tmp_path / "runs"
+    for told, own in (
+        ("examples:", ""),
+        ("python -m convert.train", "echo"),
+        ("runs/ablation", str(folder)),
+    ):
         script = script.replace(told, own)
     shown = subprocess.check_output(["sh", "-c", script], text=True)
     for line in shown.splitlines():

@@ -17,7 +17,8 @@ from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import TreeConfig
 
 TOKENS = 6
-CHAIN, BEST = TreeConfig(kind="full", width=1), TreeConfig(kind="best", size=12)
+CHAIN = TreeConfig(kind="full", width=1)
+BEST = TreeConfig(kind="best", size=12)
 # 8 times what rounding may be off by, as a share of the larger of two logits.
 NEAR_TIE = {"float16": 8 * 2**-11, "bfloat16": 8 * 2**-8}
 
@@ -70,7 +71,8 @@ def test_every_precision_is_measured(measure, tmp_path, capsys, dtypes):
 
 def test_a_run_goes_on(measure, tmp_path, monkeypatch):
     assert measure("--count", "1", "--dtype", "bfloat16") == 0
-    real, asked = target.Target.answer, []
+    real = target.Target.answer
+    asked = []
     monkeypatch.setattr(target.Target, "answer", lambda *a: asked.append(a) or real(*a))
     assert measure("--dtype", "bfloat16") == 0
     assert len(asked) == 2 * 3 and parts(tmp_path)[0]["prompts"] == 3
@@ -78,7 +80,8 @@ def test_a_run_goes_on(measure, tmp_path, monkeypatch):
 
 def test_a_divergence_counts_with_the_tokens_before_it(measure, tmp_path, monkeypatch, capsys):
     """Two of three answers, parted on purpose at their third token by more than rounding."""
-    real, calls = target.ssmlx_answer, []
+    real = target.ssmlx_answer
+    calls = []
 
     def other(model, tokenizer, prompt, config, **loaded):
         found = real(model, tokenizer, prompt, config, **loaded)
@@ -116,7 +119,8 @@ def test_a_product_is_rounded_once(dtype, bits):
         off = np.abs(np.array(product.astype(mx.float32)) - exact)
         assert (off <= (NEAR_TIE[dtype] / 8 + 1e-5) * np.abs(exact).max()).all()
     tokens = mx.array([3, 0, 23])
-    ours, theirs = rounded[1](tokens), own[1](tokens)
+    ours = rounded[1](tokens)
+    theirs = own[1](tokens)
     assert mx.array_equal(ours, theirs) or bits
     # MLX unpacks in the type itself: a product and a sum, each rounded to the size of a group.
     assert mx.abs(ours - theirs).max() <= 2 * NEAR_TIE[dtype] / 8 * mx.abs(theirs).max()
@@ -143,7 +147,8 @@ def assert_near_tie(base, dtype, found, plain):
     if place is None:
         return len(plain)
     logits = base(mx.array([[3, 1, 4, 1, 5, *plain[:place]]]))[0, -1].astype(mx.float32)
-    ours, theirs = float(logits[found[place]]), float(logits[plain[place]])
+    ours = float(logits[found[place]])
+    theirs = float(logits[plain[place]])
     assert abs(ours - theirs) <= NEAR_TIE[dtype] * max(abs(ours), abs(theirs)), place
     return place
 
@@ -157,7 +162,8 @@ def assert_near_tie(base, dtype, found, plain):
 def test_answers_part_at_near_ties_alone(rounds, bits, width, dtype):
     """By sums that depend on the number of rows, as a GPU's, and by MLX's own."""
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4}
-    same, seeds = 0, range(3 if rounds else 1)
+    same = 0
+    seeds = range(3 if rounds else 1)
     for seed in seeds:
         base = make_base(seed=seed, vocab=997, **sizes)
         base.set_dtype(getattr(mx, dtype))

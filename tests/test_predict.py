@@ -44,8 +44,10 @@ def test_four_bits_want_small_trees_and_sixteen_larger_ones():
         (DraftShape(tree=TreeConfig(size=size), num_streams=4), tokens)
         for size, tokens in ((2, 1.6), (4, 2.2), (8, 2.7), (16, 3.2), (64, 3.3))
     ]
-    found = {bits: predict.predict(replace(LLAMA, bits=bits), CHIPS["M4 Max"], ways, 100)
-             for bits in (4, 16)}  # fmt: skip
+    found = {
+        bits: predict.predict(replace(LLAMA, bits=bits), CHIPS["M4 Max"], ways, 100)
+        for bits in (4, 16)
+    }
     assert [found[bits]["shape"]["tree"]["size"] for bits in (4, 16)] == [4, 8]
     assert all(one["low"] <= one["middle"] <= one["high"] < 3 for one in found.values())
     old = predict.predict(LLAMA, CHIPS["M1 Max"], ways, 100)

@@ -95,8 +95,11 @@ def rows_of(cache):
 
 @pytest.mark.parametrize("name", drafters())
 def test_a_warm_answer_is_the_cold_one_with_every_drafter(name):
-    model, prompts, settings = model_of(), PromptCache(), drafters()[name]
-    start, other = text(40), text(300, seed=1)
+    model = model_of()
+    prompts = PromptCache()
+    settings = drafters()[name]
+    start = text(40)
+    other = text(300, seed=1)
     answer = cold(model, start, decoding="plain")
     cases = {  # a prompt, and how many of its tokens are known by then
         "the first": (start, 0),
@@ -123,7 +126,8 @@ def test_drafters_take_over_from_each_other(sampling):
     """In an order and its reverse: each grows the same text by an answer of its own."""
     model = model_of()
     for names in (list(drafters()), list(drafters())[::-1]):
-        prompts, tokens = PromptCache(), text(30, seed=5)
+        prompts = PromptCache()
+        tokens = text(30, seed=5)
         for turn, name in enumerate(names):
             answer, known = warm(prompts, model, tokens, **drafters()[name], **sampling)
             assert answer == cold(model, tokens, decoding="plain", **sampling), name
@@ -132,7 +136,9 @@ def test_drafters_take_over_from_each_other(sampling):
 
 
 def test_a_full_context_is_warm_too():
-    model, tokenizer, tokens = model_of(), make_tokenizer(), text(505)
+    model = model_of()
+    tokenizer = make_tokenizer()
+    tokens = text(505)
     for decoding in ("plain", "streaming", "plain"):
         prompts = PromptCache()
         for known in (0, 504):
@@ -147,7 +153,9 @@ def test_a_full_context_is_warm_too():
 
 
 def test_who_takes_a_prompt_changes_it_for_nobody():
-    model, prompts, tokens = model_of(), PromptCache(), text(300)
+    model = model_of()
+    prompts = PromptCache()
+    tokens = text(300)
     warm(prompts, model, tokens)
     first, _ = prompts.take(model, tokens)
     before = rows_of(first)
@@ -166,7 +174,8 @@ def test_who_takes_a_prompt_changes_it_for_nobody():
 
 
 def test_the_longest_unused_goes_first_and_may_still_be_in_use():
-    model, length = model_of(), 300
+    model = model_of()
+    length = 300
     unit = PromptCache()
     warm(unit, model, text(length))
     prompts = PromptCache(max_bytes=2 * unit.nbytes)
@@ -186,7 +195,9 @@ def test_the_longest_unused_goes_first_and_may_still_be_in_use():
 
 
 def test_what_another_extends_is_dropped_and_bytes_are_those_held():
-    model, prompts, tokens = model_of(), PromptCache(), text(300)
+    model = model_of()
+    prompts = PromptCache()
+    tokens = text(300)
     warm(prompts, model, tokens[:250])
     warm(prompts, model, tokens)
     warm(prompts, model, tokens[:100])
@@ -207,7 +218,8 @@ def test_prompts_belong_to_weights_and_to_lora_on_every_row():
     backbone = Backbone(make_base())
     base = StreamFusedModel(backbone)
     streams, lora = (make_adapter(backbone, scope, **RESIDUAL) for scope in ("streams", "all"))
-    key, other = PromptKey.of(base), make_adapter(backbone, "all", seed=9)
+    key = PromptKey.of(base)
+    other = make_adapter(backbone, "all", seed=9)
     chat = fuse_streams(backbone, streams, merge_lora=True)
     assert PromptKey.of(chat) == key
     sql = swap_adapter(chat, lora, merge_lora=True)
@@ -226,7 +238,8 @@ def test_prompts_belong_to_weights_and_to_lora_on_every_row():
 
 
 def test_models_share_a_cache_and_each_finds_its_own():
-    prompts, tokens = PromptCache(), text(30)
+    prompts = PromptCache()
+    tokens = text(30)
     for model in (model_of("all"), model_of("streams"), model_of("all", seed=3)):
         for known in (0, 29):
             answer, found = warm(prompts, model, tokens)
@@ -244,7 +257,9 @@ def written(folder):
 def test_a_folder_outlives_the_process(tmp_path, dtype):
     base = make_base()
     base.set_dtype(dtype)
-    model, tokens, folder = StreamFusedModel(Backbone(base)), text(60), tmp_path / "a" / "prompts"
+    model = StreamFusedModel(Backbone(base))
+    tokens = text(60)
+    folder = tmp_path / "a" / "prompts"
     with PromptCache(folder=folder) as first:
         answer, _ = warm(first, model, tokens, decoding="plain")
         assert not folder.exists()
@@ -263,8 +278,10 @@ def test_a_folder_outlives_the_process(tmp_path, dtype):
 
 
 def test_the_longer_of_memory_and_folder_counts(tmp_path):
-    model, tokens = model_of(), text(120)
-    long, short = PromptCache(folder=tmp_path), PromptCache(folder=tmp_path)
+    model = model_of()
+    tokens = text(120)
+    long = PromptCache(folder=tmp_path)
+    short = PromptCache(folder=tmp_path)
     warm(short, model, tokens[:50])
     warm(long, model, tokens)
     long.flush(), long.flush()
@@ -277,7 +294,8 @@ def test_the_longer_of_memory_and_folder_counts(tmp_path):
 
 
 def test_a_folder_is_bounded_and_what_another_extends_is_dropped(tmp_path):
-    model, texts = model_of(), [text(100, seed) for seed in range(4)]
+    model = model_of()
+    texts = [text(100, seed) for seed in range(4)]
     caches = [model.make_cache() for _ in texts]
     one = PromptCache(folder=tmp_path)
     for tokens, cache in zip(texts, caches, strict=True):
@@ -345,7 +363,8 @@ DAMAGES = {
 
 @pytest.fixture(scope="module")
 def prompt_file(tmp_path_factory):
-    model, tokens = model_of(), text(30)
+    model = model_of()
+    tokens = text(30)
     folder = tmp_path_factory.mktemp("prompts")
     with PromptCache(folder=folder) as prompts:
         prompts.put(model, tokens, fill(model, tokens))
@@ -426,7 +445,8 @@ def writer(folder, point, first=100, count=1):
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["half", "fsync"])
 def test_a_killed_writer_leaves_whole_files_alone(tmp_path, point):
-    model, tokens = model_of(), text(60)
+    model = model_of()
+    tokens = text(60)
     with PromptCache(folder=tmp_path) as prompts:
         prompts.put(model, tokens, fill(model, tokens))
     before = snapshot(tmp_path)
@@ -512,7 +532,8 @@ def test_an_engine_is_warm_from_what_another_left(base, folders, tmp_path):
 
 
 def test_generate_keeps_its_prompt(base, folders, tmp_path, capsys, monkeypatch):
-    path, known = tmp_path / "kept", []
+    path = tmp_path / "kept"
+    known = []
     stream_generate = ssmlx.api.stream_generate
 
     def spy(*args, **kwargs):
@@ -520,7 +541,8 @@ def test_generate_keeps_its_prompt(base, folders, tmp_path, capsys, monkeypatch)
         return stream_generate(*args, **kwargs)
 
     monkeypatch.setattr(ssmlx.api, "stream_generate", spy)
-    keep, prompt = ("--prompt-cache", str(path)), words(20)
+    keep = ("--prompt-cache", str(path))
+    prompt = words(20)
     cold = generated(capsys, base, "--prompt", prompt)
     known.clear()
     assert generated(capsys, base, "--prompt", prompt, *keep) == cold

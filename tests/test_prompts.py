@@ -40,7 +40,8 @@ class Model:
 @pytest.fixture
 def tokenizer():
     made = make_tokenizer(eos=END)
-    made._tokenizer.chat_template, made.has_chat_template = TEMPLATE, True
+    made._tokenizer.chat_template = TEMPLATE
+    made.has_chat_template = True
     return made
 
 
@@ -108,8 +109,10 @@ def test_a_users_turn_begins_with_what_its_template_says(tokenizer):
         assert chat_frame(tokenizer).opening == found
 
 
-OWN, PARTS = "w5 w9 {prompt} w12", TURNS[1]["content"]
-FIRST, ANSWER = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
+OWN = "w5 w9 {prompt} w12"
+PARTS = TURNS[1]["content"]
+FIRST = {"role": "user", "content": "w1"}
+ANSWER = {"role": "assistant", "content": "w2"}
 CHATS = [
     (OWN, [FIRST, ANSWER, {"role": "user", "content": "w3"}], {}, [5, 9, 3, 12]),
     (OWN, [FIRST, {**FIRST, "role": "tool"}], {}, [8, 5, 9, 1, 12, 5, 9, 1, 12]),
@@ -131,7 +134,8 @@ def test_an_own_template_asks_the_last_turn_alone(tokenizer, template, turns, mo
     said = "{% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
     tokenizer._tokenizer.chat_template = "w8 {% if tools %}w6 {% endif %}" + said
     assert prompts.turns_tokens(turns, tokenizer, template, **more) == expected
-    model, asked = Model(), {"messages": turns, **more}
+    model = Model()
+    asked = {"messages": turns, **more}
     model.config = SimpleNamespace(prompt_template=template)
     assert encode_prompt(asked, model, tokenizer) == expected
     refused = len(turns) > 1 and prompts.is_alone(turns, template, **more)

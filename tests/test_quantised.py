@@ -24,7 +24,9 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.settings import PruneConfig, TreeConfig
 
-PROMPT, COUNT, WIDTH = [3, 1, 4, 1, 5], 24, 64
+PROMPT = [3, 1, 4, 1, 5]
+COUNT = 24
+WIDTH = 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 128, "head_dim": 16}
 BEST = TreeConfig(kind="best", size=12)
 WAYS = (
@@ -80,7 +82,8 @@ def drafter_settings(name: str, backbone: Backbone) -> dict:
 )
 def test_every_other_drafter_writes_the_same(name, tied):
     make = lambda: packed_base(4, 32, tie_word_embeddings=tied)  # noqa: E731
-    model, target = StreamFusedModel(Backbone(make())), make()
+    model = StreamFusedModel(Backbone(make()))
+    target = make()
     expected = mlx_lm_tokens(target, PROMPT, COUNT)
     found = written(model, **drafter_settings(name, model.backbone))
     assert_same_but_for_a_near_tie(found, expected, target, PROMPT)

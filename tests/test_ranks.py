@@ -29,7 +29,8 @@ from ssmlx.settings import AcceptanceConfig, PruneConfig
 from ssmlx.training.record import LOG_FILE, read_record
 
 ROOT = Path(__file__).parents[1]
-PROMPT, LENGTH = [1, 5, 2, 7], 12
+PROMPT = [1, 5, 2, 7]
+LENGTH = 12
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 SIZES = {
     "whole": {**HEADS, "hidden_size": 48},
@@ -74,7 +75,8 @@ class FakeGroup:
 
 
 def test_models_that_cannot_be_split_are_refused_in_one_line():
-    two, three = FakeGroup(0, 2), FakeGroup(0, 3)
+    two = FakeGroup(0, 2)
+    three = FakeGroup(0, 3)
     assert "cannot split the model type 'phi3'" in refusal(shard, tiny.make_base("phi3"), two)
     assert "num_attention_heads is 4" in refusal(shard, tiny.make_base(), three)
     few = tiny.make_base(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
@@ -128,12 +130,16 @@ def launch(count: int, *command: str, folder: Path, **options) -> list[tuple[int
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, *command],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env={**os.environ, **own, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)},
         )
         for rank in range(count)
-    ]  # fmt: skip
+    ]
     try:
         found = [process.communicate(timeout=300, **options) for process in processes]
     finally:
@@ -261,9 +267,14 @@ def test_mlx_launch_ends_all_when_one_process_fails(base, tmp_path):
     command = [launcher, "-n", 2, "--backend", "ring", "-p", port,
                "--", sys.executable, script, "--model", base, "--prompt", "w1"]  # fmt: skip
     done = subprocess.run(
-        [str(part) for part in command], stdin=subprocess.PIPE, capture_output=True, text=True,
-        timeout=300, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [str(part) for part in command],
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert "ssmlx.generate (rank 1): error: no adapter folder missing" in done.stderr
     assert done.stdout == "" and "Traceback" not in done.stderr
 

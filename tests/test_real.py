@@ -83,9 +83,12 @@ def check(model_of, name, index, width):
     """Tokens and target calls of full trees against PyTorch's."""
     (model, tokenizer), entry = model_of(name), EXPECTED[index]
     tokens, last = answer(
-        model, tokenizer, prompt_tokens(entry["prompt"], model, tokenizer),
-        tree=TreeConfig(kind="full", width=width), max_tokens=64,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        prompt_tokens(entry["prompt"], model, tokenizer),
+        tree=TreeConfig(kind="full", width=width),
+        max_tokens=64,
+    )
     assert tokens == entry["tokens"]
     assert last.target_calls == entry["tree_calls"][str(width)]
     assert last.generation_tokens == len(tokens)
@@ -211,7 +214,9 @@ def paths_of(parents):
 
 def fused_step(model, prompt, tokens, parents):
     """[N, V] main and [N, G, V] stream logits of a tree after `prompt`."""
-    cache, count, streams = model.make_cache(), len(tokens), model.num_streams
+    cache = model.make_cache()
+    count = len(tokens)
+    streams = model.num_streams
     cache.reserve(tokens=len(prompt) + 8, scratch=count * (1 + streams))
     model.backbone.append(mx.array(prompt), cache)
     depths, paths = paths_of(parents)
@@ -269,8 +274,10 @@ def test_states_given_a_token_are_those_of_pytorch(model_of, reference):
 
     from convert.reference.model import Condition
 
-    model, rows = model_of("all")[0], np.random.default_rng(0).normal(0, 2, (5, 576))
-    tokens, hidden = [3, 400, 7, 9000, 40000], rows.astype(np.float32)
+    model = model_of("all")[0]
+    rows = np.random.default_rng(0).normal(0, 2, (5, 576))
+    tokens = [3, 400, 7, 9000, 40000]
+    hidden = rows.astype(np.float32)
     maps = make_condition(8, 576, std=0.1)
     reference.condition = Condition(576, 8, torch.zeros(1))
     for name, array in vars(maps).items():

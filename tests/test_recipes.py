@@ -145,7 +145,8 @@ def test_the_model_continues_its_templates_user_turn():
 
 @pytest.mark.slow  # a random model seldom writes a good prompt
 def test_sampled_prompts_are_new_each_time():
-    model, tokenizer = make_model(), make_tokenizer()
+    model = make_model()
+    tokenizer = make_tokenizer()
     draw = {"batch_size": 32, "seed": 1}
     found = chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
     assert len({questions.normalised(text) for text in found}) == 6
@@ -172,7 +173,8 @@ def test_sampled_prompts_go_to_one_split_each(monkeypatch):
 
 
 def test_two_turn_chats_hold_the_models_own_answer():
-    model, tokenizer = make_model(), TokenizerWrapper(make_tokenizer())
+    model = make_model()
+    tokenizer = TokenizerWrapper(make_tokenizer())
     chats = chat_prompts.two_turn_chats(model, tokenizer, ["w1", "w2 w3"], ["w5", "w6"], 1)
     prefix = tokenizer.apply_chat_template(
         [{"role": "user", "content": "w2 w3"}], add_generation_prompt=True, return_dict=False
@@ -214,7 +216,9 @@ def test_a_comparison_is_made_again_however_often_it_stops(
     rows = [{"prompt": f"name[{i}], food[{i % 7}]", "completion": "w1 w2"} for i in range(40)]
     data = tmp_path / "data"
     (write_data(data / "e2e", rows) / "test.jsonl").write_text(json.dumps(rows[0]))
-    made, stops, calls = [], 0, itertools.count(1)
+    made = []
+    stops = 0
+    calls = itertools.count(1)
     for every in (10**6, 3):
         out = tmp_path / str(every)
         argv = ["--data-dir", str(data), "--out", str(out), "--max-steps", "2", "--only", "e2e"]
@@ -247,7 +251,8 @@ def test_a_comparison_is_made_again_however_often_it_stops(
 
 def test_the_manifest_of_the_comparison_holds():
     manifest = json.loads(comparison.MANIFEST.read_text())
-    steps, made = [comparison.Step(**one) for one in manifest["steps"]], []
+    steps = [comparison.Step(**one) for one in manifest["steps"]]
+    made = []
     read = {name for step in steps for name in step.reads()}  # by each command's own parser
     assert read <= {*manifest["files"]} and len({step.name for step in steps}) == len(steps)
     for name, digest in manifest["files"].items():

@@ -41,7 +41,8 @@ def test_streaming_writes_what_plain_decoding_writes(architecture, scope):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
 def test_scope_streams_leaves_the_base_bit_for_bit(architecture, attention):
-    base, ids = oracle.make_base(architecture, attention=attention), oracle.some_tokens(11, batch=2)
+    base = oracle.make_base(architecture, attention=attention)
+    ids = oracle.some_tokens(11, batch=2)
     causal = torch.full((11, 11), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 11, 11)
     expected = base(ids, attention_mask=causal).logits
     own = base(ids).logits
@@ -76,7 +77,8 @@ def test_scope_all_is_what_peft_computes(architecture, rank_stabilised, tmp_path
 @pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Phi3"])
 def test_sliding_window(architecture):
     window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4}
-    base, ids = oracle.make_base(architecture, **window), oracle.some_tokens(14)
+    base = oracle.make_base(architecture, **window)
+    ids = oracle.some_tokens(14)
     expected = base(ids).logits
     model = oracle.make_model(base=base, adapter_scope="streams")
     assert torch.equal(model(ids).main_logits, expected)
@@ -84,7 +86,8 @@ def test_sliding_window(architecture):
         return
     # Four layers of window 4 reach 12 tokens back; stream j, j places ahead, j tokens less.
     moved = torch.cat([(ids[:, :1] + 1) % oracle.VOCAB, ids[:, 1:]], dim=1)
-    before, after = model(ids), model(moved)
+    before = model(ids)
+    after = model(moved)
     main = (before.main_logits != after.main_logits).any(-1)[0]
     streams = (before.stream_logits != after.stream_logits).any(-1)[0]
     assert main.tolist() == [True] * 13 + [False]
@@ -93,7 +96,8 @@ def test_sliding_window(architecture):
 
 
 def test_early_exit_is_the_head_on_the_insertion_layer():
-    base, ids = oracle.make_base(), oracle.some_tokens(6)
+    base = oracle.make_base()
+    ids = oracle.some_tokens(6)
     states = base(ids, output_hidden_states=True).hidden_states[2]
     model = oracle.make_model(base=base, adapter_scope="streams")
     pair = model.prune_adapter
@@ -107,13 +111,17 @@ def test_stream_visibility_golden():
     visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
     found = stream_visibility(visible, torch.tensor([0, 2]), 2)
     assert found[0].int().tolist() == [
-        [1, 0, 0, 1, 0, 0, 0], [1, 0, 0, 1, 1, 0, 0], [1, 0, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 1, 1],
-    ]  # fmt: skip
+        [1, 0, 0, 1, 0, 0, 0],
+        [1, 0, 0, 1, 1, 0, 0],
+        [1, 0, 1, 0, 0, 1, 0],
+        [1, 0, 1, 0, 0, 1, 1],
+    ]
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2])
 def test_stream_sees_only_earlier_streams(stream):
-    model, ids = oracle.make_model(num_streams=3), oracle.some_tokens(7)
+    model = oracle.make_model(num_streams=3)
+    ids = oracle.some_tokens(7)
     before = model(ids)
     with torch.no_grad():
         model.stream_embeddings[stream] += 0.5
@@ -127,7 +135,8 @@ def test_stream_sees_only_earlier_streams(stream):
 
 
 def test_stream_sees_no_other_nodes_streams():
-    model, ids = oracle.make_model(), oracle.some_tokens(7)
+    model = oracle.make_model()
+    ids = oracle.some_tokens(7)
     everywhere = model(ids)
     for row in range(7):
         alone = model(ids, stream_rows=torch.tensor([row])).stream_logits
@@ -139,7 +148,8 @@ def test_stream_sees_no_other_nodes_streams():
 
 def test_first_stream_is_a_row_of_the_base_one_place_on():
     """With f = identity, P_1 = 0 and no LoRA, stream 1 equals the same token placed at p + 1."""
-    base, ids = oracle.make_base(), oracle.some_tokens(5)
+    base = oracle.make_base()
+    ids = oracle.some_tokens(5)
     model = oracle.make_model(
         base=base, lora=LoraSettings(), num_msa_layers=oracle.LAYERS, num_streams=1
     )
@@ -170,7 +180,9 @@ def test_stream_start(kind):
 def test_training_forward_equals_tree_step(architecture, scope):
     """Every path through a branching tree is a causal sequence of its own."""
     model = oracle.make_model(architecture, adapter_scope=scope)
-    prompt, tokens, parents = [5, 17, 3], [11, 20, 30, 40, 50, 60], [-1, 0, 0, 1, 2, 2]
+    prompt = [5, 17, 3]
+    tokens = [11, 20, 30, 40, 50, 60]
+    parents = [-1, 0, 0, 1, 2, 2]
     input_ids, positions, visible = oracle.tree_inputs(prompt, tokens, parents)
     rows = torch.arange(3, 9)
     step = model(input_ids, positions=positions, visible=visible, stream_rows=rows)
@@ -201,7 +213,8 @@ def test_gradients_reach_what_is_trained_and_nothing_else(kind, scope):
 
 
 def test_new_model_starts_as_the_base():
-    base, ids = oracle.make_base(), oracle.some_tokens(6)
+    base = oracle.make_base()
+    ids = oracle.some_tokens(6)
     expected = base(ids).logits
     model = StreamFusedReference(base, oracle.stream_config(), lora=oracle.LORA)
     assert torch.equal(model(ids).main_logits, expected)
@@ -224,9 +237,15 @@ def test_gradient_checkpointing_is_refused():
 ])  # fmt: skip
 def test_save_load_round_trip(architecture, scope, lora, tmp_path):
     model = oracle.make_model(
-        architecture, lora=lora, adapter_scope=scope, stream_init="residual", stream_init_rank=2,
-        prompt_template="say {prompt}", end_token_ids=(2, 5), base_model="tiny",
-    )  # fmt: skip
+        architecture,
+        lora=lora,
+        adapter_scope=scope,
+        stream_init="residual",
+        stream_init_rank=2,
+        prompt_template="say {prompt}",
+        end_token_ids=(2, 5),
+        base_model="tiny",
+    )
     save_reference(model, tmp_path / "saved")
     again = load_reference(oracle.make_base(architecture), tmp_path / "saved")
     assert again.config == model.config
@@ -239,7 +258,8 @@ def test_save_load_round_trip(architecture, scope, lora, tmp_path):
     save_reference(again, tmp_path / "again")
     for file in (tmp_path / "saved").iterdir():
         if file.suffix == ".safetensors":
-            first, second = read_tensors(file), read_tensors(tmp_path / "again" / file.name)
+            first = read_tensors(file)
+            second = read_tensors(tmp_path / "again" / file.name)
             assert first.keys() == second.keys()
             assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -277,7 +297,8 @@ def test_bases_that_cannot_be_driven_are_refused():
 
 
 def test_wrong_shapes_are_refused():
-    model, ids = oracle.make_model(), oracle.some_tokens(4)
+    model = oracle.make_model()
+    ids = oracle.some_tokens(4)
     with pytest.raises(ValueError, match="positions"):
         model(ids, positions=torch.arange(4))
     with pytest.raises(ValueError, match="visible"):
@@ -286,7 +307,8 @@ def test_wrong_shapes_are_refused():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_load_base_of_hugging_face(tied, tmp_path):
-    base, ids = oracle.make_base(tie_word_embeddings=tied), oracle.some_tokens(5)
+    base = oracle.make_base(tie_word_embeddings=tied)
+    ids = oracle.some_tokens(5)
     base.save_pretrained(tmp_path)
     assert torch.equal(load_base(tmp_path)(ids).logits, base(ids).logits)
 
@@ -295,11 +317,14 @@ def write_mlx_folder(folder, base):
     """Pack a model as mlx-lm does: 4 bits, one module in 8, norms as they are."""
     base.save_pretrained(folder)
     special = "model.layers.1.mlp.down_proj"
-    packed, expected = {}, {}
+    packed = {}
+    expected = {}
     for name, tensor in read_tensors(folder / "model.safetensors").items():
-        array, module = mx.array(tensor.numpy()), name.removesuffix(".weight")
+        array = mx.array(tensor.numpy())
+        module = name.removesuffix(".weight")
         if tensor.ndim == 1:
-            packed[name], expected[name] = array, tensor
+            packed[name] = array
+            expected[name] = tensor
             continue
         options = {"group_size": 32, "bits": 8 if module == special else 4}
         weight, scales, biases = mx.quantize(array, **options)
@@ -318,7 +343,8 @@ def write_mlx_folder(folder, base):
 @pytest.mark.parametrize("tied", [False, True])
 def test_load_base_of_mlx(tied, tmp_path):
     changes = {"tie_word_embeddings": tied, "intermediate_size": 64}
-    base, ids = oracle.make_base(**changes), oracle.some_tokens(5)
+    base = oracle.make_base(**changes)
+    ids = oracle.some_tokens(5)
     expected = write_mlx_folder(tmp_path, base)
     loaded = load_base(tmp_path, attn_implementation="sdpa")
     state = loaded.state_dict()
@@ -331,7 +357,8 @@ def test_load_base_of_mlx(tied, tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_load_base_draws_no_weights_of_its_own(packed, tmp_path):
-    base, file = oracle.make_base(intermediate_size=64), tmp_path / "model.safetensors"
+    base = oracle.make_base(intermediate_size=64)
+    file = tmp_path / "model.safetensors"
     base.save_pretrained(tmp_path)
     if packed:
         write_mlx_folder(tmp_path, base)
@@ -367,7 +394,8 @@ def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
 
 
 PROMPT = [5, 2, 3, 11, 7]
-TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]
+TREE_TOKENS = [11, 1, 6, 3, 4, 5, 6]
+TREE_PARENTS = [-1, 0, 0, 1, 2, 2, 4]
 TINY_VOCAB = 13
 
 

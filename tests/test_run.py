@@ -150,7 +150,8 @@ def stored(folder, *prompts, fresh=False, **settings):
 
 def test_kept_answers_come_back_and_a_line_that_was_cut_short_is_dropped(tmp_path):
     store = stored(tmp_path, [1], [5, 6], a=(1, 2))
-    path, again = store.file.path, stored(tmp_path, a=(1, 2))
+    path = store.file.path
+    again = stored(tmp_path, a=(1, 2))
     whole = path.read_bytes()
     assert [5, 6] in again and [5] not in again and again[[5, 6]] == KEPT
     for cut in (1, 30, len(whole) // 3):

@@ -61,8 +61,12 @@ def places(tmp_path):
         (data / name).write_text('{"prompt": "w1 w2", "completion": "w3"}\n')
     prompts = data / "prompts.jsonl"
     prompts.write_text('{"prompt": "w1 w2"}\n')
-    return {"evil": write_base(tmp_path / "evil"), "data": data, "out": tmp_path / "out",
-            "prompts": prompts}  # fmt: skip
+    return {
+        "evil": write_base(tmp_path / "evil"),
+        "data": data,
+        "out": tmp_path / "out",
+        "prompts": prompts,
+    }
 
 
 @pytest.fixture
@@ -179,7 +183,8 @@ def template_refusal(tokenizer, template) -> str:
 
 
 def test_a_fair_template_says_what_transformers_says(words):
-    words._tokenizer.chat_template, words.has_chat_template = FAIR, True
+    words._tokenizer.chat_template = FAIR
+    words.has_chat_template = True
     expected = words.apply_chat_template(TURNS, tokenize=False)
     with templates.refusing_turns("these"):
         assert words.apply_chat_template(TURNS, tokenize=False) == expected

@@ -22,7 +22,8 @@ from ssmlx.server import __main__ as command
 from ssmlx.server.answering import Answering, Limits
 from ssmlx.server.app import make_app
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 JSON = {"content-type": "application/json"}
 LENGTH = 8
 
@@ -120,7 +121,8 @@ def test_text_completions(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_inside_an_accepted_run_ends_an_answer(client, stream):
     text = said(reply(client, chat()))
-    whole, prediction = text.split(), {"type": "content", "content": text}
+    whole = text.split()
+    prediction = {"type": "content", "content": text}
     body = chat(stop=[" " + whole[4]], logprobs=True, stream=stream)
     for more in ({}, {"prediction": prediction}):
         found = reply(client, {**body, **more})
@@ -188,7 +190,8 @@ def test_what_cannot_be_followed_is_refused_in_a_line(client, stream):
 def test_a_closed_server_says_so_and_holds_no_weights(base):
     engine = ssmlx.Engine(str(base), dtype="float32")
     answering = Answering(engine, {"tiny": None})
-    client, weights = client_of(make_app(answering, ssmlx.GenerateConfig())), ref(engine.model())
+    client = client_of(make_app(answering, ssmlx.GenerateConfig()))
+    weights = ref(engine.model())
     reply(client, chat(max_tokens=2))
     answering.close()
     for path in (CHAT, "/v1/messages", "/v1/messages/count_tokens"):
@@ -209,11 +212,15 @@ def test_pages_of_other_places_cannot_ask(client):
     body = json.dumps(chat())
     rebound = {"host": "evil.example:8080", "origin": "http://evil.example:8080", **JSON}
     for headers, status in (
-        (JSON, 200), (rebound, 403), ({**JSON, "host": "evil.example"}, 403),
-        ({**JSON, "origin": "http://evil.example"}, 403), ({**JSON, "origin": "null"}, 403),
+        (JSON, 200),
+        (rebound, 403),
+        ({**JSON, "host": "evil.example"}, 403),
+        ({**JSON, "origin": "http://evil.example"}, 403),
+        ({**JSON, "origin": "null"}, 403),
         ({**JSON, "origin": "http://localhost.evil.example"}, 403),
-        ({"content-type": "text/plain"}, 415), ({**JSON, "origin": "http://127.0.0.1:3000"}, 200),
-    ):  # fmt: skip
+        ({"content-type": "text/plain"}, 415),
+        ({**JSON, "origin": "http://127.0.0.1:3000"}, 200),
+    ):
         found = client.post(CHAT, content=body, headers=headers)
         assert found.status_code == status, headers
         shared = found.headers.get("access-control-allow-origin")
@@ -224,7 +231,8 @@ def test_pages_of_other_places_cannot_ask(client):
 
 
 def test_keys_are_needed_and_keep_prompts_apart(serve):
-    keys, prompts = [b"first-key", b"other-key"], [PromptCache(), PromptCache()]
+    keys = [b"first-key", b"other-key"]
+    prompts = [PromptCache(), PromptCache()]
     client = client_of(serve(keys=keys, prompts=prompts))
     assert client.get("/health").status_code == client.get("/").status_code == 200
     for wrong in ("", "Bearer first", "Bearer ", "Basic first-key", "Bearer first-key\xe9"):
@@ -255,7 +263,8 @@ def test_prompts_on_disk_outlive_the_server_and_stay_apart(serve, tmp_path):
 async def drive(app, body, on_send=lambda message: None, gone=None, more=False):
     """What an application sends, told as it is sent, which takes so many seconds as `on_send` says;
     its client is gone once `gone` is set, or before there is `more` of its body."""
-    gone, sent = gone or asyncio.Event(), []
+    gone = gone or asyncio.Event()
+    sent = []
     pieces = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": more}]
     if more:
         gone.set()
@@ -283,13 +292,17 @@ def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
     long = chat(words(150), stream=True)
 
     async def in_the_prompt():
-        gone, pieces = asyncio.Event(), count()
+        gone = asyncio.Event()
+        pieces = count()
         told = lambda *_: next(pieces) == 3 and gone.set()  # noqa: E731
         monkeypatch.setattr(answers.Answer, "_tell", told)
         assert await drive(app, long, gone=gone) == [] and next(pieces) < 100
 
     async def in_decoding_and_in_the_queue():
-        held, left, waits, numbers = asyncio.Event(), asyncio.Event(), asyncio.Event(), count()
+        held = asyncio.Event()
+        left = asyncio.Event()
+        waits = asyncio.Event()
+        numbers = count()
         told = lambda _: next(numbers) == 3 and held.set()  # noqa: E731
         first = asyncio.create_task(drive(app, long, told, left))
         await held.wait()
@@ -332,7 +345,8 @@ def test_a_failing_step_ends_its_own_request_alone(serve, monkeypatch):
             yield response
 
     monkeypatch.setattr(api, "responses_of", failing)
-    app, bad = serve(), chat(words(30))
+    app = serve()
+    bad = chat(words(30))
 
     async def both():
         asked = ({**bad, "stream": True}, chat())

@@ -40,7 +40,8 @@ def batches():
 def together(monkeypatch):
     """Two answers go together at once, whatever rows cost; and what calls were made."""
     made = []
-    read, step = batching.prefill, Batch.step
+    read = batching.prefill
+    step = Batch.step
     monkeypatch.setattr(Pace, "outlook", (1.0, 1.0))
     monkeypatch.setattr(StepCosts, "batch_seconds", lambda self, *_: self.plain_seconds(0))
     monkeypatch.setattr(batching, "prefill", lambda *a: made.append("piece") or read(*a))
@@ -77,11 +78,13 @@ def test_threads_hear_what_each_would_hear_alone(ask, together, kind):
     settings = SETTINGS[kind]
     alone = {
         (adapter, text): list(ask(text, adapter, alone=True, **settings))
-        for adapter in ADAPTERS for text in QUESTIONS
-    }  # fmt: skip
+        for adapter in ADAPTERS
+        for text in QUESTIONS
+    }
 
     def some(seed):
-        chance, wrong = random.Random(seed), []
+        chance = random.Random(seed)
+        wrong = []
         for _ in range(4):
             asked = chance.choice(list(alone))
             stop_at = chance.choice([None, None, 0, 1, 3])
@@ -105,7 +108,9 @@ def test_threads_hear_what_each_would_hear_alone(ask, together, kind):
 
 def test_answers_come_and_go_in_any_order(ask, together, batches):
     alone = {text: list(ask(text, alone=True, logprobs=1)) for text in QUESTIONS}
-    chance, open_ones, done = random.Random(0), [], 0
+    chance = random.Random(0)
+    open_ones = []
+    done = 0
     while done < 30:
         if len(open_ones) < 5 and chance.random() < 0.4:
             text = chance.choice(QUESTIONS)
@@ -127,7 +132,8 @@ def test_answers_come_and_go_in_any_order(ask, together, batches):
 def test_an_answer_drafts_again_when_it_is_alone(ask, together):
     settings = {"max_tokens": 60, "drafter": "prompt-lookup"}
     expected = tokens_of(ask(QUESTIONS[0], alone=True, **settings))
-    answer, found = ask(QUESTIONS[0], **settings), []
+    answer = ask(QUESTIONS[0], **settings)
+    found = []
     found.append(next(answer))
     other = ask(QUESTIONS[1])
     for _ in range(4):
@@ -172,7 +178,8 @@ def test_a_slow_reader_stops_nobody(ask, together, batches):
 
 def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
     expected = tokens_of(ask(QUESTIONS[2], alone=True))
-    first, second = ask(QUESTIONS[0]), ask(QUESTIONS[1])
+    first = ask(QUESTIONS[0])
+    second = ask(QUESTIONS[1])
     next(first), next(second), next(first)
     with monkeypatch.context() as broken:
         broken.setattr(Batch, "_launch", lambda self: 1 / 0)
@@ -225,7 +232,8 @@ def test_a_mask_is_told_the_tokens_before(ask, together):
 def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks, cost, goes):
     class Open:
         def __init__(self, outlook):
-            self.rests, self.text = False, [1]
+            self.rests = False
+            self.text = [1]
             self.plan = type("Plan", (), {"pace": type("Pace", (), {"outlook": outlook})})
 
     monkeypatch.setattr(StepCosts, "batch_seconds", lambda self, *_: cost * self.plain_seconds(1))
@@ -238,7 +246,8 @@ def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks
 def test_a_row_that_others_began_goes_on_when_they_are_gone(ask, together):
     """Its prompt was read, and a call made, for readers that left before its own came again."""
     unknown = words(6, 33)
-    others, late = [ask(text, max_tokens=100) for text in QUESTIONS[:2]], ask(unknown)
+    others = [ask(text, max_tokens=100) for text in QUESTIONS[:2]]
+    late = ask(unknown)
     for one in others:
         next(one)
     run(late._turns.take)

@@ -16,7 +16,8 @@ from itertools import cycle, islice, takewhile
 
 import pytest
 
-openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
 
 import httpx2 as httpx
 import mlx.core as mx
@@ -25,7 +26,8 @@ from served import serving
 
 import ssmlx
 
-CHAT, LENGTH = "/v1/chat/completions", 12
+CHAT = "/v1/chat/completions"
+LENGTH = 12
 PROMPTS = [f"w{n} w{2 * n} w{n + 9}" for n in range(20)]
 
 
@@ -169,7 +171,8 @@ console.log(JSON.stringify({ ...said, made }));
 @pytest.fixture(scope="module")
 def node(tmp_path_factory):
     """Runs the clients from npm; skips where there is no node, or no registry."""
-    folder, npm = tmp_path_factory.mktemp("node"), shutil.which("npm")
+    folder = tmp_path_factory.mktemp("node")
+    npm = shutil.which("npm")
     install = [npm, "install", "--no-audit", "--no-fund", "--loglevel=error", *PACKAGES]
     if not npm or subprocess.run(install, cwd=folder).returncode:
         pytest.skip("needs npm, and its registry")
@@ -231,7 +234,8 @@ def test_the_real_model_says_the_same_tokens(tmp_path, task, decoding, length=12
     wanted = [answer(model, tokenizer, one, max_tokens=length)[0] for one in prompts]
     (keys := tmp_path / "keys").write_text("a b c d")
     keys.chmod(0o600)
-    options, parted = ("--adapter", name, "--decoding", decoding, "--api-keys", keys), []
+    options = ("--adapter", name, "--decoding", decoding, "--api-keys", keys)
+    parted = []
 
     def heard(key, number, stream):
         create = openai_of(served, key).chat.completions.create
@@ -253,14 +257,16 @@ def test_the_real_model_says_the_same_tokens(tmp_path, task, decoding, length=12
 
 
 def sent(served, body, times=1):
-    one, data = socket.create_connection(("127.0.0.1", served.port)), json.dumps(body)
+    one = socket.create_connection(("127.0.0.1", served.port))
+    data = json.dumps(body)
     heads = "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(data)}"
     one.sendall("\r\n".join((f"POST {CHAT} HTTP/1.1", *heads, "", data)).encode() * times)
     return one
 
 
 def test_who_does_not_read_delays_nobody(served, wanted):
-    before, body = memory_of(served), asking(stream=True, max_tokens=8000, top_logprobs=20)
+    before = memory_of(served)
+    body = asking(stream=True, max_tokens=8000, top_logprobs=20)
     idle = [sent(served, {**body, "logprobs": True}) for _ in range(4)]
     time.sleep(3)
     found = asked(served, wanted[0][0]), sum(served.gauges())
@@ -286,7 +292,8 @@ def test_who_leaves_in_the_prompt_or_in_decoding(served, wanted):
 
 def test_who_leaves_in_a_tool_call(tiny):
     call = '<tool_call>{"name": "add", "arguments": {"a": "%s"}}</tool_call>' % ("x" * 100_000)
-    answers, heard = [f"Let me see. {call}", "Yes."], b""
+    answers = [f"Let me see. {call}", "Yes."]
+    heard = b""
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     with serving(tiny, "--model", tiny / "tiny", answers=answers) as served:
         with sent(served, asking(model="tiny", stream=True, tools=tools)) as one:
@@ -318,7 +325,8 @@ def test_killed_while_it_writes_prompts_to_disk(tiny, wanted, tmp_path):
 
 
 # What each route is sent, before something is done to it.
-TURNS, CALL = [{"role": "user", "content": "w1"}], {"name": "f", "arguments": '{"a": 1}'}
+TURNS = [{"role": "user", "content": "w1"}]
+CALL = {"name": "f", "arguments": '{"a": 1}'}
 USE = [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]
 RESULT = [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "w1"}]}]
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "w1"}
@@ -383,7 +391,8 @@ def framed(rng, path, data):
     elif kind == 3:
         lines[1] = b"Content-Length: %d" % max(0, len(data) + rng.randrange(-99, 99))
     elif kind < 6:
-        lines[1], whole = CHUNKED, b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+        lines[1] = CHUNKED
+        whole = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
         data = rng.choice((whole, whole[:-3], b"zz\r\n" + whole, b"f" * 16 + b"\r\n" + whole))
     elif kind == 6:  # uvicorn tells the first of several not that its client left: short answers
         data = json.dumps(BODIES[path]).encode()
@@ -393,7 +402,8 @@ def framed(rng, path, data):
 
 
 def hostile(served, seed):
-    rng, got = random.Random(seed), b""
+    rng = random.Random(seed)
+    got = b""
     path, body = rng.choice([*BODIES.items()])
     data, is_http = framed(rng, path, changed(rng, body))
     with socket.create_connection(("127.0.0.1", served.port)) as one:

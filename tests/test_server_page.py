@@ -21,8 +21,11 @@ pytestmark = [
 ]
 QUIET = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
 --disable-component-update --disable-sync"""
-FOCUS, NAME = "document.activeElement", "document.activeElement.ariaLabel"
-CHAT, SAID, FIGURES = "**/completions", ".answer:last-child > .words", ".answer:last-child .foot p"
+FOCUS = "document.activeElement"
+NAME = "document.activeElement.ariaLabel"
+CHAT = "**/completions"
+SAID = ".answer:last-child > .words"
+FIGURES = ".answer:last-child .foot p"
 HOSTILE = """<img src=x onerror="document.title='owned'"> **<b onclick=alert(1)>bold</b>** & &lt;
 
 ```"><script>document.title='owned'</script>
@@ -51,7 +54,9 @@ def page(address):
     """The page; whatever it did, it asked its own server alone, and broke no rule of its policy."""
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
-        page, asked, wrong = browser.new_page(color_scheme="dark"), [], []
+        page = browser.new_page(color_scheme="dark")
+        asked = []
+        wrong = []
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda said: wrong.append(said.text) if "olicy" in said.text else None)

@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 
@@ -41,10 +42,13 @@ def make_tokenizer(parser, *, thinks):
     """Tokens are bytes; it has the markers of a model that calls tools, and maybe thinks."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     own = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
-    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    own.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>")
     fast.add_tokens(["<think>", "</think>"] if thinks else [], special_tokens=True)
-    start, end, call = parser.tool_call_start, parser.tool_call_end, parser.parse_tool_call
+    start = parser.tool_call_start
+    end = parser.tool_call_end
+    call = parser.parse_tool_call
     return TokenizerWrapper(fast, tool_call_start=start, tool_call_end=end, tool_parser=call)
 
 
@@ -59,11 +63,14 @@ class Scripted:
     """In the place of `Answering`: every answer is the same text, some characters at a time, and
     fails at its end without a reason to end."""
 
-    limits, models = Limits(), {"tiny": None}
+    limits = Limits()
+    models: ClassVar = {"tiny": None}
 
     def __init__(self, text="Yes.", size=3, reason="stop", stop=None):
-        self.metrics, self.texts = Metrics(), pieces(text, size)
-        self.reason, self.stop = reason, stop
+        self.metrics = Metrics()
+        self.texts = pieces(text, size)
+        self.reason = reason
+        self.stop = stop
 
     def named(self, ask):
         return replace(ask, model="tiny")
@@ -72,7 +79,8 @@ class Scripted:
         return [1] * 7, ask.config
 
     async def parts(self, ask, user=0):
-        self.ask, parser = ask, Parser(TOKENIZER, ask)
+        self.ask = ask
+        parser = Parser(TOKENIZER, ask)
         said = [one for text in self.texts for one in parser.read(Text(text, 2))]
         end = End(self.reason, replace(LAST, stop=self.stop))
         for one in said + (parser.read(end) if self.reason else []):
@@ -196,7 +204,8 @@ def test_messages(size):
 
 
 def test_turns_of_messages():
-    scripted, text = Scripted(stop="\n"), {"type": "text", "text": "Is it?"}
+    scripted = Scripted(stop="\n")
+    text = {"type": "text", "text": "Is it?"}
     client = clients(scripted)[1]
     call = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [{**text, "text": "3"}]}
@@ -213,12 +222,17 @@ def test_turns_of_messages():
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "\n")
     function = {"name": "add", "arguments": {"a": 1}}
     assert scripted.ask.question == [
-        {"role": "system", "content": "Be brief."}, *USER,
-        {"role": "assistant", "content": "Is it?", "reasoning_content": "Hm",
-         "tool_calls": [{"id": "t1", "type": "function", "function": function}]},
+        {"role": "system", "content": "Be brief."},
+        *USER,
+        {
+            "role": "assistant",
+            "content": "Is it?",
+            "reasoning_content": "Hm",
+            "tool_calls": [{"id": "t1", "type": "function", "function": function}],
+        },
         {"role": "tool", "content": "3", "tool_call_id": "t1", "name": "add"},
         {"role": "user", "content": "Is it?"},
-    ]  # fmt: skip
+    ]
     assert scripted.ask.tools is None and not scripted.ask.template_args["enable_thinking"]
     config = scripted.ask.config
     assert (config.max_tokens, config.temp, config.top_k, config.stop) == (9, 0.5, 3, ("\n",))
@@ -307,7 +321,8 @@ def test_a_schema_is_followed_whatever_the_logits():
     }  # fmt: skip
     noise = np.random.default_rng(0)
     for _ in range(5):
-        constrain, tokens = processor(TOKENIZER, schema), []
+        constrain = processor(TOKENIZER, schema)
+        tokens = []
         while not tokens or tokens[-1] not in TOKENIZER.eos_token_ids:
             logits = mx.array(noise.normal(size=(1, 300)).astype(np.float32))
             masked = constrain(tokens, logits)
@@ -331,7 +346,8 @@ def test_a_model_says_the_same_by_every_route(base, tmp_path):
         response = Response.model_validate(posted(tiny, "responses", body).json())
         tiny.close()
     assert any(tmp_path.rglob("*.safetensors")), "prompts were kept"
-    said, used = chat["choices"][0]["message"]["content"], message["usage"]
+    said = chat["choices"][0]["message"]["content"]
+    used = message["usage"]
     assert said and message["content"][0]["text"] == response.output_text == said
     assert count == chat["usage"]["prompt_tokens"] == response.usage.input_tokens
     assert count == used["input_tokens"] + used["cache_read_input_tokens"]

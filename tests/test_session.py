@@ -29,7 +29,8 @@ def make_session(loaded):
 @pytest.fixture
 def processed(loaded, monkeypatch):
     """Lengths of what is put into the cache outside of trees."""
-    backbone, lengths = loaded[0].backbone, []
+    backbone = loaded[0].backbone
+    lengths = []
     append = backbone.append
 
     def spy(tokens, cache):
@@ -44,7 +45,8 @@ def expected(session, decoding):
     """The answer to the last message by a model that starts from nothing."""
     last = max(i for i, m in enumerate(session.messages) if m["role"] == "user")
     prompt = chat_tokens(session.tokenizer, session.messages[: last + 1])
-    model, tokenizer = session.model, session.tokenizer
+    model = session.model
+    tokenizer = session.tokenizer
     return answer(model, tokenizer, prompt, decoding=decoding, max_tokens=LENGTH)[0]
 
 
@@ -77,7 +79,8 @@ def test_turns_reuse_the_cache_and_answer_as_if_they_did_not(make_session, proce
 
 
 def test_progress_tells_only_what_is_processed(make_session):
-    session, told = make_session(), []
+    session = make_session()
+    told = []
     list(session.reply(words(40)))
     list(session.reply("w3", progress=lambda done, total: told.append((done, total))))
     assert told[0][0] == 0 and told[-1][0] == told[-1][1] < 10
@@ -135,7 +138,8 @@ def test_a_session_closed_while_it_is_asked_says_so(make_session):
     session = make_session()
     list(session.reply("w1"))
     with busy() as pool:
-        closing, asked = pool.submit(session.close), pool.submit(session.reply, "w2")
+        closing = pool.submit(session.close)
+        asked = pool.submit(session.reply, "w2")
     said = str(closing.exception() or asked.exception())  # whichever came first
     assert said in ("None", "this chat is closed; expected an open one; make a new session")
     with pytest.raises(InputError, match="this chat is closed"):
@@ -154,7 +158,8 @@ def test_an_overflowing_turn_is_taken_back(make_session):
 
 
 def test_a_chat_goes_on_until_the_context_is_full(make_session):
-    session, reasons = make_session(), []
+    session = make_session()
+    reasons = []
     with pytest.raises(InputError, match="context"):
         for turn in range(40):
             reasons.append(list(session.reply(words(9, turn)))[-1].finish_reason)
@@ -190,7 +195,8 @@ def test_an_adapters_own_template_asks_every_turn_alone(loaded, monkeypatch):
         assert session.context_tokens <= len(prompt) + 3 and session.compare().same_tokens
     assert session.asks_alone and not ssmlx.ChatSession(*loaded, system="w3").asks_alone
     monkeypatch.setattr(model, "config", replace(own, prompt_template=None))
-    found, turns = tokens_of(session.reply("w4")), {"messages": session.messages[:-1]}
+    found = tokens_of(session.reply("w4"))
+    turns = {"messages": session.messages[:-1]}
     assert found == answer(*loaded, encode_prompt(turns, *loaded), max_tokens=3)[0]
     assert len(session.messages) == 8 and not session.asks_alone
 
@@ -215,7 +221,8 @@ def test_compare_answers_twice_beside_the_chat(make_session, decoding):
     with pytest.raises(InputError, match="nothing was said yet"):
         session.compare()
     list(session.reply("w1 w2"))
-    held, messages = session.context_tokens, list(session.messages)
+    held = session.context_tokens
+    messages = list(session.messages)
     result = session.compare()
     assert result.same_tokens and session.plain_tps == result.plain.generation_tps
     assert result.plain.target_calls == LENGTH >= result.streaming.target_calls

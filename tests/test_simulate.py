@@ -64,7 +64,8 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
         acceptance.KEPT.write_bytes(content)
         refused(simulate, "", "kept.npz is incomplete")
     recorder = object.__new__(acceptance.Recorder)
-    recorder.asked, recorder.others = [{}] * 3, []
+    recorder.asked = [{}] * 3
+    recorder.others = []
     with pytest.raises(InputError, match="--count 3 of as many prompts"):
         recorder.record(512)
 
@@ -75,7 +76,8 @@ class Turns:
     num_drafted = 0
 
     def __init__(self, rungs):
-        self.turns, self.told = cycle(rungs), []
+        self.turns = cycle(rungs)
+        self.told = []
         self.rung = next(self.turns)
 
     def observe(self, num_tokens, *, verified=None, seconds=None):
@@ -86,10 +88,12 @@ class Turns:
 @pytest.mark.parametrize("seed", range(4))
 def test_calls_are_those_of_the_loop(seed):
     """Whatever a pace decides, the simulator's calls verify what those of `streaming_decode` do."""
-    model, rng = make_model(), Random(seed)
+    model = make_model()
+    rng = Random(seed)
     drafter = StreamDrafter(model, TreeConfig(size=4), model.num_streams)
     turns = [rng.choice([None, None, *RUNGS, *RUNGS]) for _ in range(30)]
-    real, played = Turns(turns), Turns(turns)
+    real = Turns(turns)
+    played = Turns(turns)
     steps = streaming_decode(model, [1, 2, 3], model.make_cache(4), drafter=drafter, pace=real)
     list(islice(filter(None, steps), 25))
     play(dict.fromkeys(RUNGS, [0] * 25), machine(), played)

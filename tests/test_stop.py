@@ -92,7 +92,8 @@ STOPS = (
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("stop", STOPS, ids=repr)
 def test_an_answer_ends_where_a_stop_string_begins(kind, stop):
-    tokens, rng = encoded(kind), random.Random(5)
+    tokens = encoded(kind)
+    rng = random.Random(5)
     assert TOKENIZERS[kind].decode(tokens) == TEXT
     for needed in range(1, len(tokens) + 1):
         text = TOKENIZERS[kind].decode(tokens[:needed])
@@ -116,7 +117,8 @@ def test_an_answer_ends_where_a_stop_string_begins(kind, stop):
 @pytest.mark.parametrize("stop", [["aabb"], ["ende", "nd."], ["\n\n\n"], ["🎊"]], ids=repr)
 @pytest.mark.parametrize("ends", ["length", "stop"])
 def test_what_only_began_like_a_stop_string_is_given_out(kind, stop, ends):
-    tokens, rng = encoded(kind), random.Random(3)
+    tokens = encoded(kind)
+    rng = random.Random(3)
     full = [*tokens, END, 1] if ends == "stop" else [*tokens, 1, 1]
     segments = told(kind, cut_at(full, rng), stop, max_tokens=len(tokens) + (ends == "stop"))
     assert "".join(one.text for one in segments) == TEXT

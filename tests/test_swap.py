@@ -37,7 +37,9 @@ from ssmlx.settings import STREAM_SCHEDULES, TreeConfig
 
 LENGTH = 16
 PROMPT = [1, 5, 2, 7]
-MERGED, APART, PACKED = "merged", "apart", "packed"
+MERGED = "merged"
+APART = "apart"
+PACKED = "packed"
 
 
 def make_backbone(kind: str) -> Backbone:
@@ -104,7 +106,8 @@ def expected():
 ])  # fmt: skip
 def test_every_swap_answers_as_a_fresh_load(expected, kind, order):
     backbone = make_backbone(kind)
-    adapters, before = make_adapters(backbone), leaves(backbone)
+    adapters = make_adapters(backbone)
+    before = leaves(backbone)
     model = StreamFusedModel(backbone)
     for name in order:
         model = ssmlx.swap_adapter(model, adapters[name], merge_lora=kind != APART)
@@ -120,8 +123,10 @@ def test_every_swap_answers_as_a_fresh_load(expected, kind, order):
 def test_no_weight_is_copied(kind, scope):
     """Beside merged ones, every array is the base's own; and the base stays as it is."""
     backbone = make_backbone(kind)
-    adapter, before = make(backbone, scope, seed=12), leaves(backbone)
-    modules, merge = dict(backbone.model.named_modules()), kind != APART and scope == "all"
+    adapter = make(backbone, scope, seed=12)
+    before = leaves(backbone)
+    modules = dict(backbone.model.named_modules())
+    merge = kind != APART and scope == "all"
     # Of the packed model, one matrix has a width that no packing takes.
     merged = {path for path in adapter.lora if merge and type(modules[path]) is nn.Linear}
     assert bool(merged) == merge and (merged == adapter.lora.keys()) == (merge and kind == MERGED)
@@ -156,7 +161,9 @@ BAD = {
 
 def spoil(adapter: Adapter, case: str) -> Adapter | str:
     path = "model.layers.2.self_attn.q_proj"
-    a, b, base = adapter.lora[path].a, adapter.lora[path].b, adapter.base
+    a = adapter.lora[path].a
+    b = adapter.lora[path].b
+    base = adapter.base
     changes = {
         "another base": lambda: {"base": replace(base, vocab_size=99)},
         "other weights": lambda: {"base": replace(base, norm_probe=base.norm_probe[:1])},
@@ -178,7 +185,8 @@ def test_a_bad_adapter_leaves_the_model_as_it_was(case, kind, scope, monkeypatch
     bad = spoil(make(backbone, "all", seed=12), case)
     good = make(backbone, scope, seed=1)
     model = ssmlx.swap_adapter(StreamFusedModel(backbone), good, merge_lora=kind == MERGED)
-    held, said = leaves(model.backbone), answers(model)
+    held = leaves(model.backbone)
+    said = answers(model)
     assert BAD[case] in refusal(ssmlx.swap_adapter, model, bad, merge_lora=kind == MERGED)
     assert same_arrays(leaves(model.backbone), held)
     assert answers(model) == said
@@ -188,7 +196,8 @@ def test_a_bad_adapter_leaves_the_model_as_it_was(case, kind, scope, monkeypatch
 def test_models_of_one_base_answer_in_turns(expected, kind):
     """A swap takes nothing from the model that it starts from, nor from an answer that is open."""
     backbone = make_backbone(kind)
-    model, models = StreamFusedModel(backbone), {}
+    model = StreamFusedModel(backbone)
+    models = {}
     for name, adapter in make_adapters(backbone).items():
         model = models[name] = ssmlx.swap_adapter(model, adapter, merge_lora=kind != APART)
     open_answers = {
@@ -227,7 +236,8 @@ def on_the_shelf(shelf, monkeypatch):
 @pytest.fixture
 def loads(monkeypatch):
     """How often a base was loaded."""
-    real, seen = loading.load_base, []
+    real = loading.load_base
+    seen = []
 
     def load_base(path, *options):
         seen.append(path)
@@ -395,7 +405,8 @@ def test_a_conversation_goes_on_under_another_adapter(base, loads, decoding):
     session = chat_session(base, "e2e", decoding=decoding)
     said(session, "w1 w2")
     for name, text in (("chat", "w3"), ("sql", "w4 w5"), (None, "w6")):
-        reused, messages = session.totals.reused_tokens, list(session.messages)
+        reused = session.totals.reused_tokens
+        messages = list(session.messages)
         session.swap_adapter(name)
         assert (session.messages, session.context_tokens) == (messages, 0)
         reply = said(session, text)
@@ -417,7 +428,8 @@ def test_settings_that_the_next_adapter_cannot_follow_refuse_it(base, shelf, tmp
     write_adapter(tmp_path, replace(narrow, config=config, streams=streams))
     session = chat_session(base, "chat", num_streams=2)
     said(session, "w1 w2")
-    held, messages = session.context_tokens, list(session.messages)
+    held = session.context_tokens
+    messages = list(session.messages)
     assert "--num-streams 2; expected 1 to 1" in refusal(session.swap_adapter, tmp_path)
     assert "another base model" in refusal(session.swap_adapter, "foreign")
     assert (session.context_tokens, session.messages) == (held, messages)
@@ -599,7 +611,8 @@ def test_a_lora_without_weights_is_refused(tmp_path):
 def test_what_an_adapter_replaces_is_freed_at_once():
     """Not only when the collector comes by: merged weights are as large as the model's."""
     backbone = make_backbone(MERGED)
-    adapters, model = make_adapters(backbone), StreamFusedModel(backbone)
+    adapters = make_adapters(backbone)
+    model = StreamFusedModel(backbone)
     gc.collect()
     gc.disable()
     try:

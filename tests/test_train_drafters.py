@@ -117,7 +117,8 @@ def near(found, expected, rel=1e-5):
 
 
 def take_steps(objective, count=4):
-    trainer, plan = TorchTrainer(objective, 20), BatchPlan(real.random_examples(16), 8, 0)
+    trainer = TorchTrainer(objective, 20)
+    plan = BatchPlan(real.random_examples(16), 8, 0)
     for step in range(count):
         trainer.advance(plan.batch(step), objective.lower(plan.batch(step)))
     return trainer
@@ -140,9 +141,11 @@ def draft_objective(base, num_layers=KEPT, dtype=torch.float32):
     train = TrainConfig(num_streams=0, num_msa_layers=num_layers, prune_rank=0, learning_rate=0.01)
     sizes = json.loads((base / "config.json").read_text())
     config = StreamConfig(
-        num_streams=0, num_msa_layers=num_layers, num_layers=sizes["num_hidden_layers"],
+        num_streams=0,
+        num_msa_layers=num_layers,
+        num_layers=sizes["num_hidden_layers"],
         hidden_size=sizes["hidden_size"],
-    )  # fmt: skip
+    )
     model = drafters.build_draft(base, config, num_layers)
     freeze_base(model, dtype)
     return drafters.DraftObjective(model, train, None, torch.device("cpu"), dtype)
@@ -163,7 +166,8 @@ def test_a_batch_costs_what_each_example_costs(base, kind, shape, reduced):
     vocab = np.arange(0, real.VOCAB, 2, dtype=np.int32) if reduced else None
     alphas = (1.0, 0.5, 0.25)
     objective = head_objective(base, kind, vocab, alphas, **shape)
-    examples, own = real.random_examples(5), load_base(base)
+    examples = real.random_examples(5)
+    own = load_base(base)
     batch = collate(examples, np.arange(5))
     with torch.no_grad():
         total, parts = objective.loss(batch, objective.lower(batch))
@@ -220,11 +224,13 @@ def test_a_replay_is_what_mlx_would_draft(base, tmp_path, kind, reduced):
     found = objective.replay(batch, objective.lower(batch), 24)
     backbone, _ = load_mlx_base(base, "float32")
     heads = load_heads(converted(objective.model, backbone, tmp_path), backbone)
-    own, calls = load_base(base), 0
+    own = load_base(base)
+    calls = 0
     for example in examples:
         with torch.no_grad():
             every = own.model(torch.from_numpy(example.tokens).long()[None]).last_hidden_state[0]
-        answer, place = example.tokens[example.start :].tolist(), 0
+        answer = example.tokens[example.start :].tolist()
+        place = 0
         calls += 1
         while place + 1 < len(answer):
             hidden = mx.array(every[example.start - 1 + place].numpy())[None]
@@ -252,7 +258,8 @@ def longest(tree, following):
 
 def test_a_draft_model_costs_what_its_first_layers_cost(base):
     """Padded and bucketed, the loss is that of the first layers run by transformers."""
-    objective, examples = draft_objective(base), real.random_examples(5)
+    objective = draft_objective(base)
+    examples = real.random_examples(5)
     batch = collate(examples, np.arange(5))
     with torch.no_grad():
         total, parts = objective.loss(batch, objective.lower(batch), 0)
@@ -339,7 +346,8 @@ BASES = {
 @pytest.mark.parametrize("kind", BASES)
 def test_what_is_written_is_what_was_trained(kind, tmp_path):
     """By transformers, by mlx-lm and by ssmlx's loader: the same logits, frozen parts as before."""
-    base, out = BASES[kind](tmp_path / "base"), tmp_path / "model"
+    base = BASES[kind](tmp_path / "base")
+    out = tmp_path / "model"
     objective = draft_objective(base)
     run = take_steps(objective)
     assert any("norm" in name and "layers" not in name for name in run.named)
@@ -356,7 +364,8 @@ def test_what_is_written_is_what_was_trained(kind, tmp_path):
         assert near(model(mx.array(tokens.numpy())), expected, 1e-4)
     assert json.loads((out / "config.json").read_text())["num_hidden_layers"] == KEPT
     assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
-    before, after = load_base(base).state_dict(), load_file(out / "model.safetensors")
+    before = load_base(base).state_dict()
+    after = load_file(out / "model.safetensors")
     for name in after.keys() - drafters.trained_weights(objective.model).keys():
         assert torch.equal(before[name], after[name])
 
@@ -371,7 +380,8 @@ def test_what_is_written_is_what_was_trained(kind, tmp_path):
 )  # fmt: skip
 def test_what_heads_learn_shows_when_they_draft(base, data, tmp_path, kind, more):
     """From data to heads in MLX, which guess what follows."""
-    run, folder = tmp_path / "run", tmp_path / "heads"
+    run = tmp_path / "run"
+    folder = tmp_path / "heads"
     assert run_trainer(kind, base, data, run, "--epochs", "40", "--tree-size", "8", *more) == 0
     log = read_record(run / LOG_FILE)
     assert log[-1]["tokens_per_call"] > 1.8
@@ -404,16 +414,31 @@ def test_what_a_draft_model_learns_shows_when_it_drafts(base, own_answers, tmp_p
         plain, _ = answer(model, tokenizer, prompt, decoding="plain", max_tokens=10)
         found, last = answer(model, tokenizer, prompt, **settings)
         assert found == plain
-        tokens, calls = tokens + len(found), calls + last.target_calls
+        tokens = tokens + len(found)
+        calls = calls + last.target_calls
     foretold = log[-1]["tokens_per_call"]
     assert tokens / calls == pytest.approx(foretold, rel=1e-3 if dtype == "float32" else 0.1)
 
 
 def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
     """The hidden states are the fine-tuned model's, and both are frozen."""
-    lora, out = tmp_path / "lora", tmp_path / "run"
-    train_lora(base, data, lora, "--num-streams", 0, "--prune-rank", 0, "--epochs", 2,
-               "--learning-rate", 0.01, "--lora-rank", 4)  # fmt: skip
+    lora = tmp_path / "lora"
+    out = tmp_path / "run"
+    train_lora(
+        base,
+        data,
+        lora,
+        "--num-streams",
+        0,
+        "--prune-rank",
+        0,
+        "--epochs",
+        2,
+        "--learning-rate",
+        0.01,
+        "--lora-rank",
+        4,
+    )
     frozen = drafters.load_frozen(base, lora)
     settings = HeadSettings(kind="medusa", num_heads=3)
     train = TrainConfig(num_streams=3, prune_rank=0)
@@ -433,7 +458,8 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
 
 
 def test_stage_2_goes_on_from_stage_1(base, data, own_answers, tmp_path, capsys):
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     kind = "mlp_speculator"
     shape = ("--num-heads", "3", "--inner-dim", "16", "--widths", "4", "2", "1",
              "--draft-vocab-size", "50")  # fmt: skip
@@ -441,7 +467,8 @@ def test_stage_2_goes_on_from_stage_1(base, data, own_answers, tmp_path, capsys)
     start = ["--kind", kind, "--model", str(base), "--out", str(two), "--device", "cpu",
              "--template", "{prompt}", "--valid-count", "4", "--epochs", "1",
              "--stage", "2"]  # fmt: skip
-    init, own = ["--init", str(one)], ["--data", str(own_answers)]
+    init = ["--init", str(one)]
+    own = ["--data", str(own_answers)]
     capsys.readouterr()
     for more, said in (
         (own, "--stage 2 without --init"),
@@ -458,7 +485,8 @@ def test_stage_2_goes_on_from_stage_1(base, data, own_answers, tmp_path, capsys)
     assert isinstance(model, MlpSpeculatorReference)
     assert model.config == load_published(one).config
     assert model.config.widths == (4, 2, 1) and model.config.draft_vocab_size == 50
-    before, after = weights(one), weights(two)
+    before = weights(one)
+    after = weights(two)
     gaps = [(before[name] - after[name]).abs().max().item() for name in before]
     assert 0 < max(gaps) < 0.01  # one step at stage 2's rate
 
@@ -487,7 +515,8 @@ def test_bad_options_are_told_in_one_line(base, data, tmp_path, refused, kind, m
     ("kind", "change"), [("medusa", ("--decay", "0.7")), ("draft", ("--layers", "3"))]
 )
 def test_another_runs_folder_is_refused(base, data, tmp_path, refused, kind, change):
-    out, mine = tmp_path / "run", tmp_path / "base"
+    out = tmp_path / "run"
+    mine = tmp_path / "base"
     mine.symlink_to(base)
     assert run_trainer(kind, mine, data, out, "--max-steps", "2") == 0
     before = (out / TorchTrainer.STATE_FILE).read_bytes()

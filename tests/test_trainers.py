@@ -217,7 +217,10 @@ VARIANTS = [
 ]
 STEPS = [
     pytest.param(
-        architecture, scope, reduced, changes,
+        architecture,
+        scope,
+        reduced,
+        changes,
         id="-".join([architecture, scope, *["reduced"] * reduced, *changes]),
         # The default tier takes half of Llama's, with and without a draft vocabulary by turns.
         marks=[] if architecture == "Llama" and (number + reduced) % 2 else [pytest.mark.slow],
@@ -226,7 +229,7 @@ STEPS = [
     for scope in ("all", "streams")
     for reduced in (False, True)
     for number, changes in enumerate(VARIANTS)
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("architecture", "scope", "reduced", "changes"), STEPS)
@@ -239,7 +242,8 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
         trainer.step = 2  # the rate's, and of the carriers that teach in turn
     batch = some_batch(8, 97, PACKING if "pack" in changes else None)
     assert len(set(batch.pads)) > 2 or len(batch.tokens) < 5
-    lower, theirs_lower = mine.objective.lower(batch), theirs.objective.lower(batch)
+    lower = mine.objective.lower(batch)
+    theirs_lower = theirs.objective.lower(batch)
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         end = pad + length
         assert gap(lower[row, pad:end], theirs_lower[row, pad:end]) < 5e-5
@@ -267,15 +271,18 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
     train = replace(whole.objective.train, train_only="condition")
-    adapter, batch = whole.objective.model.adapter, some_batch(8, 97, packing)
+    adapter = whole.objective.model.adapter
+    batch = some_batch(8, 97, packing)
     model = reference_of(make_torch_base("Llama", attention="sdpa"), adapter)
     train_part(model, "condition")
-    cpu, backbone = torch.device("cpu"), load_base(tmp_path / "base", "float32")[0]
+    cpu = torch.device("cpu")
+    backbone = load_base(tmp_path / "base", "float32")[0]
     mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition"), train, vocab), 10)
     theirs = TorchTrainer(TorchObjective(model, train, vocab, cpu, torch.float32), 10)
     every, losses = whole.gradients(batch, whole.objective.lower(batch))
     assert theirs.objective._states(batch, theirs.objective.lower(batch))["stream"].is_contiguous()
-    lower, theirs_lower = mine.objective.lower(batch), theirs.objective.lower(batch)
+    lower = mine.objective.lower(batch)
+    theirs_lower = theirs.objective.lower(batch)
     own, means = mine.gradients(batch, lower)
     assert own.keys() == theirs.named.keys() == {n for n in every if n.startswith("condition.")}
     assert max(gap(gradient, every[name]) for name, gradient in own.items()) < 1e-4
@@ -290,7 +297,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     window = PACKING.window if packing else 256
     alike = replace(adapter, config=replace(adapter.config, stream_window=window))
     fused = fuse_streams(load_base(tmp_path / "base", "float32")[0], alike, merge_lora=True)
-    ends, second = [], StreamDrafter._second_pass
+    ends = []
+    second = StreamDrafter._second_pass
     monkeypatch.setattr(
         StreamDrafter, "_second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
     )
@@ -324,7 +332,8 @@ def test_pytorchs_loss_and_gradient_are_those_of_cross_entropy(monkeypatch, with
     monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 11)  # several chunks
     torch.manual_seed(0)
     hidden = torch.randn(23, 5, requires_grad=True)
-    weight, bias = torch.randn(11, 5), torch.randn(11) if with_bias else None
+    weight = torch.randn(11, 5)
+    bias = torch.randn(11) if with_bias else None
     weight.requires_grad_(not with_bias)
     targets = torch.randint(0, 11, (23,))
     total, losses = torch_run.LinearCrossEntropy.apply(hidden, weight, bias, targets, 0.3 / 23)
@@ -362,7 +371,8 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
     objective = torch_objective(
         base, vocab, adapter_scope=scope, stream_weights=alphas, prune_weight=0.0
     )
-    examples, batch = real.random_examples(5), some_batch()
+    examples = real.random_examples(5)
+    batch = some_batch()
     losses = {stream: [] for stream in range(4)}
     with torch.no_grad():
         total, parts = objective.loss(batch, objective.lower(batch), 0)
@@ -387,7 +397,8 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
 
 @pytest.mark.parametrize("kind", [STREAM, PRUNE])
 def test_in_turn_every_carrier_teaches(base, kind):
-    objective, batch = torch_objective(base, condition_rank=4), some_batch()
+    objective = torch_objective(base, condition_rank=4)
+    batch = some_batch()
     every = [t for step in range(STRIDE) for t in objective.terms(batch, step) if t.kind == kind]
     rows = np.concatenate([term.rows.flatten() for term in every])
     assert len({*rows}) == len(rows) == batch.carriers.size * (3 if kind == STREAM else 1)
@@ -395,7 +406,8 @@ def test_in_turn_every_carrier_teaches(base, kind):
 
 def test_the_pruning_loss_reaches_its_adapter_alone(base):
     objective = torch_objective(base, stream_weights=(0.0,), main_weight=0.0, prune_weight=1.0)
-    trainer, batch = TorchTrainer(objective, 10), some_batch()
+    trainer = TorchTrainer(objective, 10)
+    batch = some_batch()
     total, parts = objective.loss(batch, objective.lower(batch), 0)
     total.backward()
     assert parts["prune_loss"] > 0
@@ -404,7 +416,8 @@ def test_the_pruning_loss_reaches_its_adapter_alone(base):
 
 
 def test_scope_streams_leaves_the_node_rows_to_the_base(base):
-    objective, batch = mlx_objective(base, adapter_scope="streams"), some_batch(3)
+    objective = mlx_objective(base, adapter_scope="streams")
+    batch = some_batch(3)
     layout = Layout.of(batch, 3)
     nodes, _ = objective.model.upper(objective.model.lower(layout), layout)
     plain = load_base(base, "float32")[0]
@@ -421,8 +434,13 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
     torch.manual_seed(3)
     base = make_torch_base(architecture, attention="sdpa")
     rotation = {"stream_design": design, "rotation_step": 0.1 if design != "embeddings" else 0.0}
-    _, config = settings(base.config.num_hidden_layers, base.config.hidden_size,
-                         prune_rank=0, stream_init="identity", **rotation)  # fmt: skip
+    _, config = settings(
+        base.config.num_hidden_layers,
+        base.config.hidden_size,
+        prune_rank=0,
+        stream_init="identity",
+        **rotation,
+    )
     model = StreamFusedReference(base, config, lora=LoraSettings(2))
     batch = some_batch(4)
     where = {
@@ -453,7 +471,8 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
 
 
 def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
-    batch, found = some_batch(), []
+    batch = some_batch()
+    found = []
     for dtype in ("stored", "float32"):
         backbone = load_frozen(packed_base, dtype)
         kinds = {type(m) for _, m in backbone.layers[-1].named_modules()}
@@ -481,7 +500,8 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, command):
         trained = {p.dtype for p in trainer.named.values()}
         frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
         assert (trained, frozen) == ({torch.float32}, {torch.bfloat16})
-    exact, batch = trainer_of(base, command), some_batch()
+    exact = trainer_of(base, command)
+    batch = some_batch()
     rough = trainer.objective.parts(batch, trainer.objective.lower(batch))
     fine = exact.objective.parts(batch, exact.objective.lower(batch))
     assert rough == pytest.approx(fine, rel=0.05)
@@ -490,8 +510,10 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, command):
 @both
 def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch, command):
     monkeypatch.setattr("ssmlx.training.objective._BATCHES_PER_MARK", 1)
-    objective, examples = trainer_of(base, command).objective, real.random_examples(70)
-    calls, lower = [], objective.lower
+    objective = trainer_of(base, command).objective
+    examples = real.random_examples(70)
+    calls = []
+    lower = objective.lower
 
     def counted(batch):
         if len(calls) == 2:
@@ -511,7 +533,8 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
         store().fill()
     assert sum(calls) == 70  # nothing is computed twice, or left out
     batch = collate(examples, np.array([3, 44, 9]))
-    found, expected = store().get(batch), lower(batch)
+    found = store().get(batch)
+    expected = lower(batch)
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         assert gap(found[row, pad : pad + length], expected[row, pad : pad + length]) < 5e-5
     store("another model").fill()
@@ -525,7 +548,8 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
 
 @both
 def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, command):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     command.train(base, data, whole, "--epochs", "2")
     for stop in (["--max-steps", "4"], ["--max-steps", "7"], []):
         command.train(base, data, parts, "--epochs", "2", *stop)
@@ -538,7 +562,8 @@ def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, comma
 @pytest.mark.slow
 @both
 def test_a_killed_run_goes_on_to_the_same_result(base, data, tmp_path, command):
-    out, more = tmp_path / "killed", ("--epochs", "20", "--save-every", "2")
+    out = tmp_path / "killed"
+    more = ("--epochs", "20", "--save-every", "2")
     arguments = command.argv(base, data, out, *more)
     real.kill_once_there(out / command.state, command.prog, arguments)
     assert 0 < len(read_record(out / LOG_FILE)) < 120
@@ -581,7 +606,8 @@ def test_what_it_learns_shows_when_it_decodes(base, data, tmp_path, command, sco
     """From data to an adapter that answers in fewer calls, and as plain decoding does."""
     if scope == "streams":
         data = own_answers(base, tmp_path / "own")
-    run, more = tmp_path / "run", ("--adapter-scope", scope, "--draft-vocab-size", "60")
+    run = tmp_path / "run"
+    more = ("--adapter-scope", scope, "--draft-vocab-size", "60")
     result = command.train(base, data, run, *more, "--epochs", "60")
     log = read_record(run / LOG_FILE)
     assert log[-1]["tokens_per_call"] > 1.8
@@ -633,7 +659,8 @@ def test_a_run_starts_from_another_runs_weights(base, data, tmp_path, command):
     lora, out, whole, twin = (tmp_path / name for name in ("lora", "out", "whole", "twin"))
     init = ("--init", command.train(base, data, lora, *ALONE, "--max-steps", "4"))
     command.train(base, data, out, *init, "--learning-rate", "1e-30", "--max-steps", "1")
-    first, started = command.weights(lora), command.weights(out)
+    first = command.weights(lora)
+    started = command.weights(out)
     assert first.items() <= started.items()
     assert "stream_embeddings" in started.keys() - first.keys()
     assert any(
@@ -648,7 +675,8 @@ def test_a_run_starts_from_another_runs_weights(base, data, tmp_path, command):
 @pytest.fixture(scope="module")
 def streams(base, data, tmp_path_factory):
     """An adapter without a condition."""
-    out, more = tmp_path_factory.mktemp("streams"), (*OWN, "--draft-vocab-size", "60")
+    out = tmp_path_factory.mktemp("streams")
+    more = (*OWN, "--draft-vocab-size", "60")
     return MLX.train(base, data, out, *more, "--max-steps", "3")
 
 
@@ -663,7 +691,8 @@ def add_condition(command, base, data, init, out, *more):
 
 @both
 def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path, command):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     for out, stops in ((whole, [()]), (parts, [("--max-steps", "3"), ("--max-steps", "7"), ()])):
         for stop in stops:
             assert add_condition(command, base, data, streams, out, *stop) == 0
@@ -675,15 +704,17 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
     assert found.keys() - old.keys() == {f"condition.{n}.weight" for n in ("embed", "gate", "out")}
     assert all(found[name] == np.array(array).tobytes() for name, array in old.items())
     assert np.frombuffer(found["condition.out.weight"], np.float32).any()  # zero when new
-    before, after = load_adapter(streams), load_adapter(whole / MLX.result)
+    before = load_adapter(streams)
+    after = load_adapter(whole / MLX.result)
     assert after.config == replace(before.config, condition_rank=4)
     assert after.config.tokens_per_call
     log = read_record(whole / LOG_FILE)
     assert [name for name in log[0] if "loss" in name] == ["given_1_loss", "given_2_loss"]
     assert log[-1]["given_2_loss"] < log[0]["given_2_loss"]
-    assert answer_of(base, whole, real.words(3), "streaming")[0] == answer_of(
-        base, "none", real.words(3), "plain"
-    )[0]  # fmt: skip
+    assert (
+        answer_of(base, whole, real.words(3), "streaming")[0]
+        == answer_of(base, "none", real.words(3), "plain")[0]
+    )
     packed = ("--pack", "32", "--max-steps", "1")
     assert add_condition(command, base, data, whole, tmp_path / "on", *packed) == 0
     first = command.train(base, data, tmp_path / "first", "--max-steps", "1")
@@ -729,7 +760,8 @@ STARTS = [
 
 @both
 def test_a_start_of_other_settings_is_refused(base, data, tmp_path, capsys, command):
-    first, run = command.train(base, data, tmp_path / "first", "--max-steps", "1"), tmp_path / "run"
+    first = command.train(base, data, tmp_path / "first", "--max-steps", "1")
+    run = tmp_path / "run"
     for more, said in STARTS:
         assert said in command.refusal(capsys, base, data, run, "--init", first, *more)
     assert "nowhere" in command.refusal(capsys, base, data, run, "--init", tmp_path / "nowhere")
@@ -799,7 +831,8 @@ def test_a_full_disk_is_told_in_one_line(base, data, tmp_path, capsys, monkeypat
 
 @both
 def test_another_runs_folder_is_refused(base, data, tmp_path, capsys, command):
-    state, mine = tmp_path / command.state, tmp_path / "base"
+    state = tmp_path / command.state
+    mine = tmp_path / "base"
     mine.symlink_to(base)
     command.train(mine, data, tmp_path, "--max-steps", "3")
     before = state.read_bytes()
@@ -823,13 +856,15 @@ def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, caps
 @pytest.fixture(scope="module")
 def task(base, data, tmp_path_factory):
     """The LoRA of a task, as the command writes it."""
-    out, more = tmp_path_factory.mktemp("task"), ("--num-msa-layers", "3", "--epochs", "4")
+    out = tmp_path_factory.mktemp("task")
+    more = ("--num-msa-layers", "3", "--epochs", "4")
     return MLX.train(base, data, out, *ALONE, *more)
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(5, 2), (2, 3)])  # the third has no example
 def test_parts_of_a_batch_add_up_to_it(base, count, ranks):
-    batch, vocab = some_batch(count), np.arange(0, real.VOCAB, 2, dtype=np.int32)
+    batch = some_batch(count)
+    vocab = np.arange(0, real.VOCAB, 2, dtype=np.int32)
     trainer = MlxTrainer(mlx_objective(base, vocab), 10)
 
     def flat(of: Batch) -> mx.array:
@@ -841,7 +876,8 @@ def test_parts_of_a_batch_add_up_to_it(base, count, ranks):
 
 
 def test_a_step_beside_a_tasks_lora_is_a_step_on_the_merged_model(base, task):
-    batch, found = some_batch(), []
+    batch = some_batch()
+    found = []
     for apart in (False, True):
         backbone = load_base(base, "float32")[0]
         lora = read_task_lora(task, backbone)
@@ -862,12 +898,14 @@ def test_a_step_beside_a_tasks_lora_is_a_step_on_the_merged_model(base, task):
 def test_streams_learn_to_draft_for_a_fine_tuned_model(
     base, packed_base, data, task, tmp_path, capsys, kind
 ):
-    folder, own = base if kind == "whole" else packed_base, (*OWN, "--epochs", "6")
+    folder = base if kind == "whole" else packed_base
+    own = (*OWN, "--epochs", "6")
     result = MLX.train(folder, data, tmp_path, *own, "--task-lora", task)
     assert "holds a run with" in MLX.refusal(capsys, folder, data, tmp_path, *own)
     said = MLX.refusal(capsys, folder, data, tmp_path / "on", *own, "--init", result)
     assert "give --task-lora, or --train-only streams" in said
-    adapter, alone = load_adapter(result), load_adapter(task)
+    adapter = load_adapter(result)
+    alone = load_adapter(task)
     assert adapter.config.adapter_scope == "streams" and alone.config.adapter_scope == "all"
     assert adapter.task_lora.keys() == alone.lora.keys()
     for path, weights in alone.lora.items():
@@ -948,7 +986,8 @@ def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, cap
     moved = [array for name, array in TORCH.weights(run).items() if "lora_B" in name]
     assert any(np.frombuffer(array, np.float32).any() for array in moved)
 
-    adapter, tokens = adapter_of(TORCH, base, run, tmp_path), [3, 9, 4, 7]
+    adapter = adapter_of(TORCH, base, run, tmp_path)
+    tokens = [3, 9, 4, 7]
     model, _ = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     assert model.is_fine_tuned
     ours = model.backbone.logits(model.backbone.append(mx.array(tokens), model.make_cache()))[-1]

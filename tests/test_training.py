@@ -41,8 +41,11 @@ def test_each_form_of_line_gives_its_tokens(tmp_path):
     )
     found = data.read_examples(tmp_path / "train.jsonl", encoder())
     assert [(e.tokens.tolist(), e.start) for e in found] == [
-        ([9, 1, 2, 8, 3, 4, END], 4), ([5, 6, 7, END], 1), ([1, 2, 3, END], 2), ([9, 1, 8, END], 3),
-    ]  # fmt: skip
+        ([9, 1, 2, 8, 3, 4, END], 4),
+        ([5, 6, 7, END], 1),
+        ([1, 2, 3, END], 2),
+        ([9, 1, 8, END], 3),
+    ]
 
 
 def test_a_text_starts_as_decoding_starts_it():
@@ -222,7 +225,8 @@ def test_nonsense_settings_are_refused_by_their_option(changed):
     assert "\n" not in str(error.value)
 
 
-LOW, NONE = ("low_rank", 32), ("identity", 0)
+LOW = ("low_rank", 32)
+NONE = ("identity", 0)
 OF_STREAMS = {"num_streams": 2, "stream_init": "identity", "stream_init_rank": 0}
 
 

@@ -15,7 +15,7 @@ from tiny import (
     make_profile,
     make_tokenizer,
     measured,
-)  # fmt: skip
+)
 
 import ssmlx
 from ssmlx.api import token_steps
@@ -38,7 +38,8 @@ PRUNED = replace(FUSED, prune=PruneConfig(kind="budget", keep=4))
 
 def test_a_step_of_two_passes_is_the_sum_of_its_parts():
     layers = (6 + 1.6 + 0.2) + (2 + 0.8 + 0.1) + (2 + 0.25 + 0.1)
-    heads, beside = (1 + 0.32) + (0.5 + 0.05), 0.2 + 0.016
+    heads = (1 + 0.32) + (0.5 + 0.05)
+    beside = 0.2 + 0.016
     assert COSTS.step_seconds(SECOND, 100) == pytest.approx(layers + heads + beside)
     assert COSTS.breakeven(SECOND, 100) == pytest.approx((layers + heads + beside) / 10.1)
 
@@ -108,11 +109,17 @@ def decode(ladder, learned, tokens, says, *, worse=1.0, flat=0.0, slower=lambda 
     `says` tells how many tokens a tree brings that is verified at some token; extra costs are
     `worse` than expected, or `flat`, and everything is `slower`.
     """
-    pace, took, at, calls, verified = Pace(ladder, learned, plain=PLAIN_SECONDS), 0.0, 0, [], None
+    pace = Pace(ladder, learned, plain=PLAIN_SECONDS)
+    took = 0.0
+    at = 0
+    calls = []
+    verified = None
     while at < tokens:
-        cost, new = 1.0, 1
+        cost = 1.0
+        new = 1
         if verified:
-            cost, new = 1 + (flat or worse * verified.extra), says(at)
+            cost = 1 + (flat or worse * verified.extra)
+            new = says(at)
         took += cost
         calls.append(verified.shape if verified else 1)
         drafted = pace.rung
@@ -120,7 +127,8 @@ def decode(ladder, learned, tokens, says, *, worse=1.0, flat=0.0, slower=lambda 
         pace.observe(new, verified=verified, seconds=seconds)
         if verified and drafted and not pace.rung:
             took += worse * drafted.draft
-        at, verified = at + new, drafted if pace.rung else None
+        at = at + new
+        verified = drafted if pace.rung else None
     return took, calls
 
 
@@ -151,7 +159,8 @@ def test_where_nothing_can_be_timed_the_table_decides():
 @pytest.mark.parametrize("worse", [0.6, 1.0, 1.4])
 @pytest.mark.parametrize("ladder", [CHEAP, DEAR], ids=["cheap", "dear"])
 def test_a_text_that_cannot_be_guessed_costs_little(ladder, worse):
-    learned, total = Learned(), 0.0
+    learned = Learned()
+    total = 0.0
     for _ in range(20):
         took, _ = decode(ladder, learned, 24, lambda at: 1, worse=worse)
         assert took <= 24 / 0.9  # 0.95 on texts that people write: tests/test_simulate.py
@@ -167,9 +176,11 @@ def test_drafting_returns_with_a_text_that_can_be_guessed():
 def test_costs_other_than_expected_are_found_out():
     """Cheaper, trees grow; dearer, they shrink or go; of those as dear the largest is found."""
     for ladder, found, least, most in (
-        (DEAR, {"worse": 0.3}, 4, 8), (DEAR, {"worse": 4.0}, 1, 2),
-        (RISING, {}, 6, 6), (RISING, {"flat": 1.0}, 16, 16),
-    ):  # fmt: skip
+        (DEAR, {"worse": 0.3}, 4, 8),
+        (DEAR, {"worse": 4.0}, 1, 2),
+        (RISING, {}, 6, 6),
+        (RISING, {"flat": 1.0}, 16, 16),
+    ):
         _, calls = decode(ladder, Learned(), 400, lambda at: 3, **found)
         assert least <= max(set(calls[-30:]), key=calls[-30:].count) <= most
 
@@ -203,7 +214,8 @@ def profile(model, tokens_per_call=9.0, shape=SHAPE, **changes):
 def test_a_model_with_a_cache_folder_of_its_own_has_the_profiles_there(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
-    model, other = make_model(seed=2), make_model(seed=2)
+    model = make_model(seed=2)
+    other = make_model(seed=2)
     other.backbone.cache_dir = tmp_path / "own"
     path = store_profile(profile(model, 8.0))
     assert profile_of(model) is not None and profile_of(other) is None
@@ -365,7 +377,8 @@ def test_without_a_profile_nothing_is_tuned(model, capsys):
 def test_what_is_not_asked_for_is_as_the_profile_says(model):
     store_profile(profile(model))
     plan = make_plan(model, max_tokens=5)
-    config, drafter = plan.config, plan.drafter
+    config = plan.config
+    drafter = plan.drafter
     assert (config.tree, config.num_streams) == (SHAPE.tree, 2)
     assert (config.stream_schedule, config.prune) == ("fused", PruneConfig())
     assert config.max_tokens == 5
@@ -452,9 +465,11 @@ def test_of_equal_shapes_the_first_is_taken(model):
 def test_an_answer_is_drafted_as_its_context_says(model):
     store_profile(by_context(model))
     for context, settings, nodes in (
-        (10, {}, 7), (2000, {}, 2), (2000, {"tree": TreeConfig(size=5)}, 5),
+        (10, {}, 7),
+        (2000, {}, 2),
+        (2000, {"tree": TreeConfig(size=5)}, 5),
         (9000, {"decoding": "streaming"}, 2),
-    ):  # fmt: skip
+    ):
         assert make_plan(model, context=context, **settings).drafter.max_nodes == nodes
     assert make_plan(model, context=9000).drafter is None
 
@@ -467,9 +482,12 @@ def test_only_where_nothing_is_asked_for_the_clock_decides(model, monkeypatch):
         plan = make_plan(model)
         assert plan.experience.learned is plan.pace._learned is not None
         for asked in (
-            {"decoding": "streaming"}, {"drafter": "prompt-lookup"}, {"tree": TreeConfig()},
-            {"prune": PruneConfig(kind="threshold")}, {"deterministic": True},
-        ):  # fmt: skip
+            {"decoding": "streaming"},
+            {"drafter": "prompt-lookup"},
+            {"tree": TreeConfig()},
+            {"prune": PruneConfig(kind="threshold")},
+            {"deterministic": True},
+        ):
             plan = make_plan(model, **asked)
             assert plan.experience is None and plan.pace._learned is None
 
@@ -478,7 +496,9 @@ def test_decoding_falls_back_and_says_the_same(model, monkeypatch):
     """Drafts of a tiny random model do not pay where a call costs three plain ones."""
     monkeypatch.setattr("ssmlx.tuning.plan.Pace", Pace)
     store_profile(profile(model, costs=replace(COSTS, lower=flat(60.0, 0.0))))
-    length, answers, lengths = 120, {}, {}
+    length = 120
+    answers = {}
+    lengths = {}
     for decoding in (None, "streaming", "plain"):
         steps = token_steps(model, [3, 1], model.make_cache(), decoding=decoding)
         answers[decoding], lengths[decoding] = first_tokens(steps, length)
@@ -603,9 +623,19 @@ def test_a_loaded_model_is_a_decoder_in_numbers():
     model = make_model(num_hidden_layers=4)
     decoder = Decoder.of(model)
     assert decoder == Decoder(
-        name="llama", hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, layers=4, vocab=13,
-        bits=32, msa_layers=2, num_streams=3, draft_vocab=13,
-    )  # fmt: skip
+        name="llama",
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        head_size=8,
+        inner=48,
+        layers=4,
+        vocab=13,
+        bits=32,
+        msa_layers=2,
+        num_streams=3,
+        draft_vocab=13,
+    )
     shape = DraftShape(tree=TreeConfig(size=4), num_streams=3)
     priced = [costs(decoder, CHIPS["M3 Max"], one) for one in ("low", "high")]
     assert 1 < priced[0].breakeven(shape, 100) <= priced[1].breakeven(shape, 100)

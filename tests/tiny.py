@@ -27,7 +27,9 @@ from ssmlx.settings import StreamConfig
 from ssmlx.tuning.cost import DraftShape, MeasuredShape, StepCosts, Surface
 from ssmlx.tuning.profile import MLX_VERSION, Profile, ProfileKey
 
-LAYERS, WIDTH, VOCAB = 3, 32, 13
+LAYERS = 3
+WIDTH = 32
+VOCAB = 13
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "mistral")
 KINDS = (nn.Linear, nn.QuantizedLinear)
 
@@ -69,14 +71,16 @@ def linears(model: nn.Module, first_layer: int) -> list[str]:
 
 def make_lora(model: nn.Module, first_layer: int, seed: int, scale: float = 2.0):
     """Random LoRA of rank 2 on every linear module from `first_layer` on."""
-    rng, lora = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
+    lora = {}
     modules = dict(model.named_modules())
     for path in linears(model, first_layer):
         linear = modules[path]
         out_size, in_size = linear.weight.shape
         if isinstance(linear, nn.QuantizedLinear):
             in_size = in_size * 32 // linear.bits
-        a, b = rng.normal(0, 0.2, (in_size, 2)), rng.normal(0, 0.2, (2, out_size))
+        a = rng.normal(0, 0.2, (in_size, 2))
+        b = rng.normal(0, 0.2, (2, out_size))
         lora[path] = LoraWeights(mx.array(a, mx.float32), mx.array(b, mx.float32), scale)
     return lora
 
@@ -97,7 +101,8 @@ def make_adapter(
     config = StreamConfig(**{**sizes, "draft_vocab_size": len(draft_vocab), **changes})
     first_layer = config.insertion_layer if lora_from is None else lora_from
     lora = make_lora(backbone.model, first_layer, seed, lora_scale)
-    rng, size = np.random.default_rng(seed + 1), config.hidden_size
+    rng = np.random.default_rng(seed + 1)
+    size = config.hidden_size
 
     def normal(*shape: int) -> mx.array:
         return mx.array(rng.normal(0, 0.3, shape), mx.float32)
@@ -185,7 +190,8 @@ def first_tokens(steps, count: int) -> tuple[list[int], list[int]]:
 
     A prompt's turns, which take none, are passed over.
     """
-    tokens, lengths = [], []
+    tokens = []
+    lengths = []
     for step in filter(None, steps):
         tokens += step
         lengths.append(len(step))
@@ -277,7 +283,8 @@ class FakeClock:
     """A clock that goes on by what `spend` says, and by `tick` whenever it is read."""
 
     def __init__(self, tick: float = 0.0, now: float = 0.0) -> None:
-        self.now, self.tick = now, tick
+        self.now = now
+        self.tick = tick
 
     def __call__(self) -> float:
         self.now += self.tick

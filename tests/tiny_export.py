@@ -18,7 +18,8 @@ from ssmlx.loading.load import load
 from ssmlx.settings import GenerateConfig, PruneConfig
 
 WORDS = 64  # the tokenizer's
-CONTEXT, CHUNK = 64, 4
+CONTEXT = 64
+CHUNK = 4
 # Sizes that the Neural Engine's state takes, and matrices large enough to be compressed.
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "tie_word_embeddings": False}
 

@@ -52,7 +52,8 @@ def cycle_heads(kind: str, backbone, *, vocab=None, num_right: int = LEVELS):
     """
     whole = {} if kind == "medusa" else {"inner_dim": 0}
     heads = random_heads(kind, backbone, vocab=vocab, **whole)
-    count, size = backbone.vocab_size, backbone.hidden_size
+    count = backbone.vocab_size
+    size = backbone.hidden_size
     tokens = np.arange(count) if vocab is None else np.array(vocab)
     tensors = {name: mx.zeros_like(array) for name, array in heads.tensors.items()}
     tensors |= {name: array for name, array in heads.tensors.items() if name == "draft_vocab"}
@@ -95,7 +96,9 @@ def converted(model, backbone, folder):
 
 def token_paths(tree) -> set[tuple[int, ...]]:
     """Every node below the root, as the tokens that lead to it; each is there once."""
-    tokens, paths, depths = tree.tokens.tolist(), tree.paths.tolist(), tree.depths.tolist()
+    tokens = tree.tokens.tolist()
+    paths = tree.paths.tolist()
+    depths = tree.depths.tolist()
     assert depths == sorted(depths) and depths[0] == 0
     found = []
     for node, (path, depth) in enumerate(zip(paths, depths, strict=True)):

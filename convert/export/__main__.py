@@ -34,15 +34,25 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     add_options(
         parser,
-        ("--model", None, "a local folder, a Hub name or an alias (default: %(default)s)",
-         DEFAULT_MODEL),
-        ("--adapter", "NAME|FOLDER", "the streams that draft, and LoRA: a bundled adapter's name "
-         "or a folder (default: those of a fused model folder)", str),
-    )  # fmt: skip
+        (
+            "--model",
+            None,
+            "a local folder, a Hub name or an alias (default: %(default)s)",
+            DEFAULT_MODEL,
+        ),
+        (
+            "--adapter",
+            "NAME|FOLDER",
+            "the streams that draft, and LoRA: a bundled adapter's name "
+            "or a folder (default: those of a fused model folder)",
+            str,
+        ),
+    )
     asset = parser.add_argument_group("asset")
     shapes = parser.add_argument_group("shapes, which are fixed in the asset")
     for one in _options():
-        allowed, default = one.metadata["allowed"], one.default
+        allowed = one.metadata["allowed"]
+        default = one.default
         text = one.metadata["help"] + ("" if default is None else f" (default: {default})")
         flag = allowed.option or "--" + one.name.replace("_", "-")
         named: dict[str, Any] = {"dest": one.name, "default": default, "help": text}
@@ -52,12 +62,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             shapes.add_argument(flag, type=int, metavar="N", **named)
     add_options(
         shapes,
-        ("--tree", None, "full: every combination of K children a level; best: the N likeliest "
-         "nodes (default: %(default)s)", "best", ("full", "best")),
+        (
+            "--tree",
+            None,
+            "full: every combination of K children a level; best: the N likeliest "
+            "nodes (default: %(default)s)",
+            "best",
+            ("full", "best"),
+        ),
         ("--tree-width", "K", "children a level (default: 3 for full, no limit for best)", int),
-        ("--tree-size", "N", "nodes of the best tree, the root included (default: %(default)s)",
-         TreeConfig().size),
-    )  # fmt: skip
+        (
+            "--tree-size",
+            "N",
+            "nodes of the best tree, the root included (default: %(default)s)",
+            TreeConfig().size,
+        ),
+    )
     return parser.parse_args(argv)
 
 

@@ -58,7 +58,8 @@ def turn_values(values: torch.Tensor, heads: int, step: float) -> torch.Tensor:
     """Eq. 7 on the values of a node's streams [1, Hkv * Dh, 1, G]."""
     num_streams = values.shape[3]
     angles = step * torch.arange(1, num_streams + 1, dtype=torch.float32)
-    cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
+    cos = angles.cos().to(values.dtype)
+    sin = angles.sin().to(values.dtype)
     parted = values.reshape(heads, -1, num_streams)
     real, imaginary = parted.chunk(2, dim=1)
     turned = torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=1)
@@ -83,7 +84,9 @@ def attend(
 class AneProfile(Profile):
     """A regular decoder in channels-first layout, on the reference's weights."""
 
-    axis, piece = 3, 16384  # the Neural Engine takes no wider tensor
+    # the Neural Engine takes no wider tensor
+    axis = 3
+    piece = 16384
     linear_of = staticmethod(convolve)
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
@@ -119,7 +122,8 @@ class AneProfile(Profile):
             keys, values = self._visible(index, keys, values, rows, blend)
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
             hidden = hidden + convolve(layer.self_attn.o_proj, mixed)
-            normed, mlp = rms_norm(layer.post_attention_layernorm, hidden, 1), layer.mlp
+            normed = rms_norm(layer.post_attention_layernorm, hidden, 1)
+            mlp = layer.mlp
             gate = mlp.act_fn(convolve(mlp.gate_proj, normed))
             hidden = hidden + convolve(mlp.down_proj, gate * convolve(mlp.up_proj, normed))
         return hidden

@@ -52,16 +52,22 @@ def compress(model: Any, kind: str, graph: Graph) -> Any:
         if kind == "palettised":
             apply = optimize.palettize_weights
             change = optimize.OpPalettizerConfig(
-                mode="kmeans", nbits=4, granularity="per_grouped_channel", group_size=32,
+                mode="kmeans",
+                nbits=4,
+                granularity="per_grouped_channel",
+                group_size=32,
                 weight_threshold=MIN_WEIGHTS,
-            )  # fmt: skip
+            )
         else:
             apply = optimize.linear_quantize_weights
             granularity = "per_channel" if kind == "int8" else "per_block"
             change = optimize.OpLinearQuantizerConfig(
-                mode="linear_symmetric", dtype=kind, granularity=granularity, block_size=32,
+                mode="linear_symmetric",
+                dtype=kind,
+                granularity=granularity,
+                block_size=32,
                 weight_threshold=MIN_WEIGHTS,
-            )  # fmt: skip
+            )
         each = dict.fromkeys(weight_names(model, graph), change)
         return apply(model, optimize.OptimizationConfig(op_name_configs=each))
 
@@ -136,11 +142,14 @@ def weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightErr
             stored = operation.weight.op.materialized_val_inference()
         true = expected[operation.outputs[0].name].astype(np.float64).ravel()
         gap = stored.astype(np.float64).ravel() - true
-        own, size = float(gap @ gap), float(true @ true)
+        own = float(gap @ gap)
+        size = float(true @ true)
         worst = max(worst, math.sqrt(own / size) if size else 0.0)
         largest = max(largest, float(np.abs(gap).max()))
-        squares, total = squares + own, total + size
-        matrices, count = matrices + 1, count + gap.size
+        squares = squares + own
+        total = total + size
+        matrices = matrices + 1
+        count = count + gap.size
     return WeightError(
         matrices=matrices,
         weights=count,

@@ -126,7 +126,8 @@ def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[
     reference = build_reference(folder, adapter, sizes.num_streams)
     _check_context(reference, sizes.num_slots)
     profile = (AneProfile if config.profile == "ane" else GpuProfile)(reference, sizes)
-    num_layers, split = adapter.config.num_layers, adapter.config.insertion_layer
+    num_layers = adapter.config.num_layers
+    split = adapter.config.insertion_layer
     return (
         PrefillGraph(profile, num_layers).eval(),
         DecodeGraph(profile, num_layers, split, reference.draft_vocab).eval(),
@@ -162,7 +163,8 @@ def _write_package(
         with report.stage("convert"):
             packages.write_coreai(graphs, config, package)
         return
-    models, expected = {}, {}
+    models = {}
+    expected = {}
     for graph in graphs:
         with report.stage(f"convert {graph.name}"):
             models[graph.name] = packages.convert_graph(graph, config)
@@ -200,7 +202,8 @@ def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamF
 def _check_context(model: StreamFusedReference, num_slots: int) -> None:
     """Check that the model can look back over the whole cache, and has positions for it."""
     limit = getattr(model.base.config, "max_position_embeddings", None)
-    what, expected = f"--context {num_slots}", f"at most {limit}, the model's own"
+    what = f"--context {num_slots}"
+    expected = f"at most {limit}, the model's own"
     require(limit is None or num_slots <= limit, what, expected=expected, do="choose a smaller one")
     windows = [window for window in model.windows if window is not None]
     require(

@@ -48,8 +48,10 @@ class _SlotKeys:
     def __init__(
         self, keys: torch.Tensor, values: torch.Tensor, rows: Rows, rotation_step: float
     ) -> None:
-        self._keys, self._values = keys, values
-        self._rows, self._rotation_step = rows, rotation_step
+        self._keys = keys
+        self._values = values
+        self._rows = rows
+        self._rotation_step = rotation_step
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
@@ -92,7 +94,11 @@ class GpuProfile(Profile):
             keys, values = rows.caches[2 * layer : 2 * layer + 2]
             slots = _SlotKeys(keys, values, rows, self.config.rotation_step)
             hidden = self.decoder.layers[layer](
-                hidden, attention_mask=mask, position_ids=rows.positions[None],
-                cache=slots, use_cache=True, **rotary,
-            )  # fmt: skip
+                hidden,
+                attention_mask=mask,
+                position_ids=rows.positions[None],
+                cache=slots,
+                use_cache=True,
+                **rotary,
+            )
         return hidden

@@ -67,7 +67,8 @@ class Graph(nn.Module):
 
     def __init__(self, profile: Profile, num_layers: int) -> None:
         super().__init__()
-        self.profile, self.num_layers = profile, num_layers
+        self.profile = profile
+        self.num_layers = num_layers
         layers = [f"{layer:02}" for layer in range(num_layers)]
         self.caches = [f"{kind}_{layer}" for layer in layers for kind in ("keys", "values")]
         self.cache_shape = profile.cache_shape()
@@ -80,7 +81,8 @@ class PrefillGraph(Graph):
 
     def __init__(self, profile: Profile, num_layers: int) -> None:
         super().__init__(profile, num_layers)
-        count, slots = profile.sizes.chunk, profile.sizes.num_slots
+        count = profile.sizes.chunk
+        slots = profile.sizes.num_slots
         names = ("tokens", "positions", "slots")
         mask = Tensor("mask", (1, 1, count, slots), "float")
         self.inputs = (*(Tensor(name, (count,)) for name in names), mask)
@@ -107,7 +109,8 @@ class DecodeGraph(Graph):
         self, profile: Profile, num_layers: int, split: int, vocab: torch.Tensor | None
     ) -> None:
         super().__init__(profile, num_layers)
-        self.split, sizes = split, profile.sizes
+        self.split = split
+        sizes = profile.sizes
         # Eq. 2 among streams: each sees those before it and itself.
         every = torch.full((sizes.num_streams, sizes.num_streams), MASKED)
         own = every.triu(1)[None, None].to(profile.head.weight.dtype)
@@ -118,7 +121,8 @@ class DecodeGraph(Graph):
         self.register_buffer("vocab", vocab, persistent=False)
         ahead = torch.arange(1, sizes.num_streams + 1, dtype=torch.int32)
         self.register_buffer("ahead", ahead, persistent=False)
-        count, kept = sizes.num_nodes, (sizes.num_kept,)
+        count = sizes.num_nodes
+        kept = (sizes.num_kept,)
         drafted = (sizes.num_streams, sizes.tree.num_candidates)
         given = drafted[1:] if sizes.tree.is_conditional else ()
         self.inputs = (
@@ -136,7 +140,8 @@ class DecodeGraph(Graph):
         )
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        profile, sizes = self.profile, self.profile.sizes
+        profile = self.profile
+        sizes = self.profile.sizes
         tokens, positions, slots, mask, parents, depths, ancestors = tensors[:7]
         caches = tensors[7:]
         hidden = profile.embed(tokens, positions)
@@ -145,15 +150,18 @@ class DecodeGraph(Graph):
         if sizes.is_pruned:
             edges = self._edges(hidden, tokens, parents)
             keep = surviving_nodes(edges, depths, ancestors, sizes.num_kept)
-            kept, hidden = (keep,), profile.take(hidden, keep)
+            kept = (keep,)
+            hidden = profile.take(hidden, keep)
             tokens, positions, slots, depths = (x[keep] for x in (tokens, positions, slots, depths))
-            mask, ancestors = mask[:, :, keep], ancestors[keep][:, keep]
+            mask = mask[:, :, keep]
+            ancestors = ancestors[keep][:, keep]
             parents = (parents[keep][:, None] == keep).int().argmax(dim=-1).int()
         nodes = Rows(positions, slots, mask, caches)
         normed = profile.norm(profile.run(hidden, self.split, self.num_layers, nodes))
         targets = profile.head.choose(normed)
         last = last_accepted(tokens, targets, parents, depths, ancestors)
-        root, known = targets[last], None
+        root = targets[last]
+        known = None
         if profile.reference.root_init is not None:
             known = profile.root_states(root, profile.take(normed, last))
         started = profile.start_streams(profile.take(hidden, last), known)
@@ -172,7 +180,8 @@ class DecodeGraph(Graph):
 
     def _upper(self, started: torch.Tensor, nodes: Rows, last: torch.Tensor) -> torch.Tensor:
         """Streams of node `last` through the top layers, and the norm (eqs. 1 and 2)."""
-        profile, streams = self.profile, self.profile.sizes.num_streams
+        profile = self.profile
+        streams = self.profile.sizes.num_streams
         seen = nodes.mask[:, :, last].expand(-1, -1, streams, -1)
         mask = torch.cat([seen, self.own], dim=3)
         rows = Rows(nodes.positions[last] + self.ahead, None, mask, nodes.caches)
@@ -183,7 +192,8 @@ class DecodeGraph(Graph):
         self, streams: torch.Tensor, root: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Candidates of the streams of a node whose next token is `root` [1]."""
-        profile, sizes = self.profile, self.profile.sizes
+        profile = self.profile
+        sizes = self.profile.sizes
         columns, logprobs = profile.draft_head.rank(streams, sizes.tree.num_candidates)
         tokens = columns if self.vocab is None else self.vocab[columns]
         if sizes.tree.is_conditional:
@@ -201,7 +211,8 @@ class Converted(nn.Module):
 
     def __init__(self, graph: Graph, *, stateful: bool) -> None:
         super().__init__()
-        self.function, self.stateful = graph, stateful
+        self.function = graph
+        self.stateful = stateful
         for name in graph.caches if stateful else ():
             self.register_buffer(name, torch.zeros(graph.cache_shape))
 

@@ -82,12 +82,14 @@ class Head(nn.Module):
 
     def rank(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Columns [R, count] int32 and log probabilities [R, count], best first."""
-        best, columns = [], []
+        best = []
+        columns = []
         for first, logits in self.pieces(hidden):
             values, found = logits.topk(min(count, logits.shape[-1]), dim=-1)
             best.append(values)
             columns.append(found.int() + first)
-        logprobs, tokens = best[0], columns[0]
+        logprobs = best[0]
+        tokens = columns[0]
         if len(best) > 1:
             logprobs, order = torch.cat(best, dim=-1).topk(count, dim=-1)
             tokens = torch.cat(columns, dim=-1).gather(1, order)
@@ -117,8 +119,11 @@ class Profile(nn.Module, ABC):
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
         super().__init__()
-        self.base, self.config, self.sizes = model.base, model.config, sizes
-        self.decoder, self.reference = model.decoder, model
+        self.base = model.base
+        self.config = model.config
+        self.sizes = sizes
+        self.decoder = model.decoder
+        self.reference = model
         if model.config.adapter_scope == "all":
             merge_lora(model)
         # Attention modules that do not name it have a KV head for every query head.
@@ -194,7 +199,8 @@ class Profile(nn.Module, ABC):
 
     def start_streams(self, node: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
         """Eq. 3: the G stream rows of one node; see the reference's `insert_streams`."""
-        model, started = self.reference, node
+        model = self.reference
+        started = node
         if model.stream_init is not None:
             started = self.linear_of(model.stream_init, node)
         if self.config.stream_init == "residual":

@@ -65,7 +65,8 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        what, do = f"--context {self.context} with --chunk {self.chunk}", "choose a multiple"
+        what = f"--context {self.context} with --chunk {self.chunk}"
+        do = "choose a multiple"
         require(self.context % self.chunk == 0, what, expected="whole chunks", do=do)
         require(
             self.compression == "none" or (self.target, self.precision) == ("coreml", "float16"),
@@ -78,8 +79,10 @@ class ExportConfig:
         from ssmlx.exported.manifest import TreeShape
         from ssmlx.model.tree import num_candidates
 
-        streams, vocab = config.usable_streams(self.num_streams), config.draft_vocab_size
-        vocab, given = vocab or vocab_size, config.condition_rank > 0
+        streams = config.usable_streams(self.num_streams)
+        vocab = config.draft_vocab_size
+        vocab = vocab or vocab_size
+        given = config.condition_rank > 0
         tree = self.tree.no_wider_than(vocab)
         # As `StreamDrafter` chooses it.
         candidates = min(num_candidates(tree, streams, conditional=given), vocab)
@@ -93,11 +96,15 @@ class ExportConfig:
             expected="prune_adapter.* among its stream weights",
             do="drop --prune-to, or train one",
         )
-        what, do = f"--context {self.context}", "choose a larger one"
+        what = f"--context {self.context}"
+        do = "choose a larger one"
         require(count <= self.context, what, expected=f"room for a tree of {count} nodes", do=do)
         return GraphSizes(
-            num_nodes=count, num_kept=kept, num_streams=streams,
+            num_nodes=count,
+            num_kept=kept,
+            num_streams=streams,
             tree=TreeShape(candidates, count, width, given),
             num_parents=count if count < full else (full - 1) // width,
-            num_slots=self.context, chunk=self.chunk,
-        )  # fmt: skip
+            num_slots=self.context,
+            chunk=self.chunk,
+        )

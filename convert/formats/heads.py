@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
-_SPECULATOR, _SPECULATOR_PREFIX, _WEIGHTS = "mlp_speculator", "speculator.", "model.safetensors"
+_SPECULATOR = "mlp_speculator"
+_SPECULATOR_PREFIX = "speculator."
+_WEIGHTS = "model.safetensors"
 _MEDUSA_NAME = re.compile(r"(\d{1,3})\.(\d{1,3})\.(linear\.weight|linear\.bias|weight)")
 _SPECULATOR_SETTINGS = ("emb_dim", "inner_dim", "n_predict", "vocab_size", "tie_weights",
                         "scale_input")  # fmt: skip

@@ -34,7 +34,8 @@ from .format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEI
 from .model import StreamFusedReference, check_base
 
 _DRAFT_VOCAB = "draft_vocab"
-_STREAMS, _LORA = "stream weights", "PEFT's LoRA weights"
+_STREAMS = "stream weights"
+_LORA = "PEFT's LoRA weights"
 
 
 def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedReference:
@@ -248,7 +249,8 @@ def _lora_settings(adapter: Adapter) -> LoraSettings:
         return LoraSettings()
     sizes = {(weights.a.shape[1], weights.scale) for weights in adapter.lora.values()}
     places = [layer_of(path) for path in adapter.lora]
-    modules, layers = sorted({m for _, m in places}), sorted({n for n, _ in places})
+    modules = sorted({m for _, m in places})
+    layers = sorted({n for n, _ in places})
     require(
         len(sizes) == 1 and len(places) == len(modules) * len(layers),
         "the adapter's LoRA differs from layer to layer",

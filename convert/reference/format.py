@@ -28,8 +28,10 @@ from .. import check_torch
 from ..base import load_pickle
 
 FORMAT = "speculative-streaming-pytorch/1"
-STREAMS_CONFIG, STREAMS_WEIGHTS = "streams_config.json", "streams.safetensors"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+STREAMS_CONFIG = "streams_config.json"
+STREAMS_WEIGHTS = "streams.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _POSITION = "node + j"
 TASK_LORA = "task_lora"
 """Folder of a checkpoint of scope "streams": the LoRA that every row of its model has."""
@@ -134,7 +136,8 @@ def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
         _require(found == expected, path, name, found, repr(expected))
     for name, (default, is_fit, expected) in _LORA_VALUES.items():
         _require(is_fit(values.get(name, default)), path, name, values.get(name), expected)
-    targets, layers = values["target_modules"], values.get("layers_to_transform")
+    targets = values["target_modules"]
+    layers = values.get("layers_to_transform")
     every = range(config.num_layers)
     chosen = list(every) if layers is None else layers if isinstance(layers, list) else [layers]
     are_layers = bool(chosen) and all(_is_whole(layer) and layer in every for layer in chosen)
@@ -173,11 +176,14 @@ def _require(ok: bool, path: Path, name: str, found: Any, expected: str) -> None
 
 
 def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
-    safe, pickled = folder / ADAPTER_WEIGHTS, folder / ADAPTER_PICKLE
+    safe = folder / ADAPTER_WEIGHTS
+    pickled = folder / ADAPTER_PICKLE
     if safe.exists() or not pickled.exists():
-        path, found = safe, read_tensors(safe, "PEFT's LoRA weights")
+        path = safe
+        found = read_tensors(safe, "PEFT's LoRA weights")
     else:
-        path, found = pickled, read_pickle(pickled)
+        path = pickled
+        found = read_pickle(pickled)
     return path, {name.replace(".default.weight", ".weight"): t for name, t in found.items()}
 
 

@@ -113,7 +113,8 @@ class MlpSpeculatorReference(HeadReference):
         self, config: MlpSpeculatorConfig, draft_vocab: torch.Tensor | None = None
     ) -> None:
         super().__init__(config, draft_vocab)
-        width, stages = config.width, range(config.n_predict)
+        width = config.width
+        stages = range(config.n_predict)
         shared = 1 if config.tie_weights else config.n_predict
 
         def each(modules: list[Any]) -> nn.ModuleList:
@@ -151,7 +152,9 @@ class MlpSpeculatorReference(HeadReference):
         `roots` [E] are the tokens decided at `hidden` [E, D], behind the base model's final norm.
         At level i both are [E, widths[0] * ... * widths[i]], path by path.
         """
-        state, tokens = self.first_state(hidden)[:, None], roots[:, None]  # [E, beams, D]
+        # [E, beams, D]
+        state = self.first_state(hidden)[:, None]
+        tokens = roots[:, None]
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for stage, width in enumerate(widths):
             state = self.next_state(stage, state, tokens)

@@ -95,7 +95,8 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.linear = linear
         self.adapter = LowRank(linear.in_features, linear.out_features, rank, linear.weight)
-        self.scale, self.on_nodes = scale, on_nodes
+        self.scale = scale
+        self.on_nodes = on_nodes
         self.rows_are_streams = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +191,8 @@ class _LearnedPositions(_Decoder):
     parts = (("embed_tokens",), ("layers",), ("final_layer_norm",), ("embed_positions",))
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        embedded, table = self.module.embed_tokens(tokens), self.module.embed_positions
+        embedded = self.module.embed_tokens(tokens)
+        table = self.module.embed_positions
         return embedded + nn.functional.embedding(positions + table.offset, table.weight)
 
     def rotary(self, positions: torch.Tensor) -> None:
@@ -234,10 +236,12 @@ class StreamFusedReference(nn.Module):
         )
         if draft_vocab is not None:
             check_draft_vocab(draft_vocab, config, base.config.vocab_size, "the model")
-        self.base, self.config = base.requires_grad_(False), config
+        self.base = base.requires_grad_(False)
+        self.config = config
         self.decoder = _decoder_kind(base)(base)
         self.windows = _sliding_windows(base.config, config.num_layers)
-        like, width = self.decoder.like, config.hidden_size
+        like = self.decoder.like
+        width = config.hidden_size
         self.stream_embeddings: nn.Parameter | None = None
         if config.has_embeddings:
             random = torch.randn(config.num_streams, width, dtype=like.dtype).to(like.device)
@@ -280,7 +284,8 @@ class StreamFusedReference(nn.Module):
                 `visible` unless given.
         """
         hidden = self.hidden_states(input_ids, stream_rows=stream_rows, **where)
-        head, early = self.base.lm_head, hidden.early_exit
+        head = self.base.lm_head
+        early = hidden.early_exit
         return ReferenceOutput(
             head(hidden.main),
             self.draft_logits(hidden.streams),
@@ -293,7 +298,8 @@ class StreamFusedReference(nn.Module):
 
         The head's rows are gathered anew by every call: give it many rows at a time.
         """
-        head, vocab = self.base.lm_head, self.draft_vocab
+        head = self.base.lm_head
+        vocab = self.draft_vocab
         if vocab is None:
             return head(hidden_streams)
         bias = None if head.bias is None else head.bias[vocab]
@@ -349,7 +355,8 @@ class StreamFusedReference(nn.Module):
         norm = self.decoder.norm
         node_rows, speculative_rows, carriers = self._plan(nodes.shape[:2], stream_rows, **where)
         early = None if self.prune_adapter is None else self.early_exit_states(nodes)
-        places, kept = places_of(carriers), []
+        places = places_of(carriers)
+        kept = []
         start = nodes[places]
         for index in range(self.config.insertion_layer, self.config.num_layers):
             keys = _NodeKeys(self.config)
@@ -361,7 +368,9 @@ class StreamFusedReference(nn.Module):
                 do="turn gradient checkpointing off, or use a supported architecture",
             )
             kept.append((index, keys))
-        main, known, streams = norm(nodes), None, start[:, :0]
+        main = norm(nodes)
+        known = None
+        streams = start[:, :0]
         if speculative_rows is not None:
             if self.root_init is not None:
                 assert input_ids is not None, "these streams start from the root too"
@@ -417,7 +426,8 @@ class StreamFusedReference(nn.Module):
     ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
         """The node rows, the stream rows if any, and the node rows that carry streams."""
         batch, length = shape
-        device, num_streams = self.decoder.like.device, self.config.num_streams
+        device = self.decoder.like.device
+        num_streams = self.config.num_streams
         if positions is None:
             positions = torch.arange(length).expand(batch, length)
         if visible is None:
@@ -430,7 +440,8 @@ class StreamFusedReference(nn.Module):
         known = length - (self.root_init is not None)
         carriers = torch.arange(known) if stream_rows is None else stream_rows
         carriers = carriers if num_streams else carriers[..., :0]
-        positions, visible = positions.to(device), visible.to(device)
+        positions = positions.to(device)
+        visible = visible.to(device)
         carriers = carriers.to(device)
         nodes = self._rows(positions, visible, positions)
         if not carriers.shape[-1]:
@@ -446,7 +457,8 @@ class StreamFusedReference(nn.Module):
         self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
     ) -> _Rows:
         """Rotary tables and masks of rows at `positions` that see keys at `key_positions`."""
-        masks, dtype = {}, self.decoder.like.dtype
+        masks = {}
+        dtype = self.decoder.like.dtype
         for window in set(self.windows):
             seen = visible
             if window is not None:
@@ -461,9 +473,13 @@ class StreamFusedReference(nn.Module):
         """[B, R, D] -> [B, R, D] through one of transformers' own layers."""
         rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
         out: torch.Tensor = self.decoder.layers[index](
-            hidden, attention_mask=rows.masks[self.windows[index]], position_ids=rows.positions,
-            cache=keys, use_cache=keys is not None, **rotary,
-        )  # fmt: skip
+            hidden,
+            attention_mask=rows.masks[self.windows[index]],
+            position_ids=rows.positions,
+            cache=keys,
+            use_cache=keys is not None,
+            **rotary,
+        )
         return out
 
     @contextmanager
@@ -479,7 +495,9 @@ class StreamFusedReference(nn.Module):
 
     def _wrap_linears(self) -> dict[str, LoraLinear]:
         """Put LoRA on the chosen linear modules; path below the decoder to the new module."""
-        lora, scope, adapters = self.lora, self.config.adapter_scope, {}
+        lora = self.lora
+        scope = self.config.adapter_scope
+        adapters = {}
         least = self.config.insertion_layer if scope == "streams" else 0
         for index in lora.layers:
             require(
@@ -501,7 +519,8 @@ class StreamFusedReference(nn.Module):
     @torch.no_grad()
     def _check_main_stream(self) -> None:
         """Refuse models that do more around their layers (scaled embeddings, capped logits)."""
-        training, device = self.base.training, self.decoder.like.device
+        training = self.base.training
+        device = self.decoder.like.device
         probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
         self.base.eval()
         expected = self.base(probe, use_cache=False).logits
@@ -527,7 +546,8 @@ def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     angles = step * torch.arange(1, num_streams + 1, dtype=dtype, device=values.device)[:, None]
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     real, imaginary = values.to(dtype).unflatten(2, (-1, num_streams)).chunk(2, dim=-1)
     turned = torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=-1)
     return turned.flatten(2, 3).to(values.dtype)
@@ -585,8 +605,10 @@ def check_base(base: nn.Module, config: StreamConfig) -> None:
     lacking = _decoder_kind(base).lacking(base)
     require(
         lacking is None,
-        f"{type(base).__name__} has no {lacking}", expected=_PLAIN, do="choose another base model",
-    )  # fmt: skip
+        f"{type(base).__name__} has no {lacking}",
+        expected=_PLAIN,
+        do="choose another base model",
+    )
     require(
         not any(isinstance(module, LoraLinear) for module in base.modules()),
         "the base model already carries a reference's LoRA",

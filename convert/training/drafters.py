@@ -86,13 +86,15 @@ class HeadObjective(TorchObjective):
         freeze_base(frozen, dtype)
         vocab = None if model.draft_vocab is None else model.draft_vocab.cpu().numpy()
         super().__init__(frozen, train, vocab, device, dtype)
-        self._frozen, self._widths = frozen, tuple(widths)
+        self._frozen = frozen
+        self._widths = tuple(widths)
         self.model: Any = model.to(device)
 
     @torch.no_grad()
     def lower(self, batch: Batch) -> torch.Tensor:
         """[B, T, D] final-normed hidden states, the same however the heads change."""
-        tokens, nothing = self.tensor(batch.tokens), torch.arange(0, device=self.device)
+        tokens = self.tensor(batch.tokens)
+        nothing = torch.arange(0, device=self.device)
         with precision(self.device, self.dtype):
             hidden = self._frozen.hidden_states(tokens, stream_rows=nothing, **self.where(batch))
         return hidden.main.to(self.dtype)
@@ -144,7 +146,8 @@ class HeadObjective(TorchObjective):
         # All answers side by side: a stage's guesses depend on the path.
         hidden = self._carried(batch, lower)
         texts = [answer.tolist() for *_, answer in batch.answers()]
-        places, calls = [0] * len(texts), len(texts)
+        places = [0] * len(texts)
+        calls = len(texts)
         widths = tuple(min(width, self.draft_vocab_size) for width in self._widths)
         while True:
             rows = [row for row, text in enumerate(texts) if places[row] + 1 < len(text)]
@@ -174,19 +177,22 @@ def accepted_depth(
     `tokens` and the log probabilities of `edges` are of level i [widths[0] * ... * widths[i]],
     path by path.
     """
-    sums, above = [], np.zeros(1)
+    sums = []
+    above = np.zeros(1)
     for own, width in zip(edges, widths, strict=True):
         above = np.repeat(above, width) + np.clip(own, MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
         sums.append(above)
     every = np.concatenate(sums)
     least = np.sort(every)[-min(keep - 1, len(every))] if keep > 1 else np.inf
-    beam, depth = 0, 0
+    beam = 0
+    depth = 0
     for level, width, wanted in zip(range(len(widths)), widths, following, strict=False):
         children = np.arange(beam * width, (beam + 1) * width)
         agreeing = children[tokens[level][children] == wanted]
         if not len(agreeing) or sums[level][agreeing[0]] < least:
             break
-        beam, depth = int(agreeing[0]), depth + 1
+        beam = int(agreeing[0])
+        depth = depth + 1
     return depth
 
 
@@ -237,7 +243,8 @@ def chain_calls(agrees: np.ndarray, num_draft_tokens: int) -> int:
 
     `agrees` [A] says whether the draft model's likeliest token is the answer's.
     """
-    place, calls = 0, 1
+    place = 0
+    calls = 1
     while place + 1 < len(agrees):
         # The call before gave the token at `place`; the chain goes on from it.
         chain = agrees[place + 1 : place + 1 + num_draft_tokens]

@@ -83,10 +83,14 @@ class TorchObjective(Objective):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.model, self.train = model, train
-        self.device, self.dtype, self.draft_vocab = device, dtype, draft_vocab
+        self.model = model
+        self.train = train
+        self.device = device
+        self.dtype = dtype
+        self.draft_vocab = draft_vocab
         head = model.base.lm_head
-        weight, bias = head.weight.detach(), getattr(head, "bias", None)
+        weight = head.weight.detach()
+        bias = getattr(head, "bias", None)
         rows = slice(None) if draft_vocab is None else torch.from_numpy(draft_vocab).long()
         own = weight[rows].contiguous(), None if bias is None else bias[rows]
         self._lm_heads = {MAIN: (weight, bias), STREAM: own, GIVEN: own, PRUNE: (weight, bias)}
@@ -120,10 +124,12 @@ class TorchObjective(Objective):
         self, batch: Batch, lower: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Eq. 5's weighted sum, of `lower` [B, T, D], and each of its parts in nats a token."""
-        states, found = self._states(batch, lower), []
+        states = self._states(batch, lower)
+        found = []
         for term in self.terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
-            rows, targets = flat[self.tensor(term.rows)], self.tensor(term.targets)
+            rows = flat[self.tensor(term.rows)]
+            targets = self.tensor(term.targets)
             if term.kind == PRUNE:
                 with precision(self.device, self.dtype):
                     rows = self.model.early_exit_states(rows)
@@ -153,7 +159,8 @@ class TorchObjective(Objective):
         parts: dict[str, float] = {}
         for name, alpha, rows, (weight, bias), targets in terms:
             there = targets != IGNORED
-            rows, targets = rows[there], targets[there]
+            rows = rows[there]
+            targets = targets[there]
             scale = alpha / max(1, len(targets))
             part, losses = LinearCrossEntropy.apply(rows, weight, bias, targets, scale)
             total = total + part
@@ -170,7 +177,8 @@ class TorchObjective(Objective):
         with precision(self.device, self.dtype):
             logits = self.logits(streams, STREAM).float()
         best = logits.log_softmax(-1).topk(count)
-        tokens, logprobs = best.indices, best.values
+        tokens = best.indices
+        logprobs = best.values
         if self.draft_vocab is not None:
             tokens = self.tensor(self.draft_vocab)[tokens]
         if self.is_conditional:
@@ -220,7 +228,9 @@ class TorchTrainer(Trainer):
     objective: TorchObjective
 
     def __init__(self, objective: TorchObjective, num_steps: int) -> None:
-        self.objective, self.num_steps, self.step = objective, num_steps, 0
+        self.objective = objective
+        self.num_steps = num_steps
+        self.step = 0
         self.named = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
         train = objective.train
         rest = [p for name, p in self.named.items() if name != "stream_embeddings"]
@@ -354,8 +364,10 @@ def stream_attention(
     of the stream rows. Of the additive `mask` [B, 1, K * G, T + K * G] the stream part is not read.
     """
     batch, heads, rows, width = query.shape
-    kv_heads, num_nodes = key.shape[1], key.shape[2] - rows
-    groups, num_carriers = heads // kv_heads, rows // num_streams
+    kv_heads = key.shape[1]
+    num_nodes = key.shape[2] - rows
+    groups = heads // kv_heads
+    num_carriers = rows // num_streams
     # [B, Hkv, groups, K, G, Dh]: a KV head's query heads side by side
     parted = (query * scale).view(batch, kv_heads, groups, num_carriers, num_streams, width)
     folded = parted.reshape(batch, kv_heads, groups * rows, width)

@@ -19,8 +19,10 @@ class Screen:
     """A line for each answer, which shows its end while it grows; in the end, whole answers."""
 
     def __init__(self, questions: list[str]) -> None:
-        self.questions, self.texts = questions, [""] * len(questions)
-        self._live, self._drawn = sys.stderr.isatty(), 0
+        self.questions = questions
+        self.texts = [""] * len(questions)
+        self._live = sys.stderr.isatty()
+        self._drawn = 0
 
     def add(self, number: int, text: str) -> None:
         self.texts[number] += text

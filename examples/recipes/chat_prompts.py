@@ -89,7 +89,8 @@ def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict
         if (key := opening(text)) not in seen:
             seen.add(key)
             fresh.append(text)
-    splits, start = {}, 0
+    splits = {}
+    start = 0
     for split in ("test", "valid", "train"):
         splits[split] = fresh[start : start + COUNTS[split].sampled]
         start += COUNTS[split].sampled
@@ -109,7 +110,8 @@ def sample_prompts(
     from huggingface_hub.utils import tqdm
 
     sampling = Sampling(seed=seed, **SAMPLING)
-    prefix, stop = user_prefix(tokenizer), continuations.end_tokens(model, tokenizer)
+    prefix = user_prefix(tokenizer)
+    stop = continuations.end_tokens(model, tokenizer)
     found: dict[str, str] = {}
     with tqdm(total=count, unit="prompt", desc="sampling", disable=None, leave=False) as bar:
         for batch in itertools.count():

@@ -72,7 +72,8 @@ def check_equal(steps: Sequence[Step]) -> None:
 
 def check_file(name: str, files: dict[str, str | None], args: argparse.Namespace) -> None:
     """Hold a file against its digest, which is filled in where it is None."""
-    path, expected = ROOT / place(name, args), files[name]
+    path = ROOT / place(name, args)
+    expected = files[name]
     do = "take the steps before it, or give --data-dir"
     require(path.is_file(), f"{path} does not exist", expected="data to learn from", do=do)
     files[name] = digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -102,7 +103,8 @@ def _main(args: argparse.Namespace) -> int:
     source = record if record.is_file() else MANIFEST
     manifest = read_json(source, "a manifest of steps")
     with reading(source, PROG):
-        files, steps = manifest["files"], [Step(**step) for step in manifest["steps"]]
+        files = manifest["files"]
+        steps = [Step(**step) for step in manifest["steps"]]
         for step in steps:  # what was set to None is to be learned from anew
             step.finished &= None not in [files[name] for name in step.reads()]
     check_equal(steps)
@@ -123,7 +125,8 @@ def _main(args: argparse.Namespace) -> int:
             if name in step.reads() or not name.startswith(("OUT/", "DATA/")):
                 check_file(name, files, args)
         if not step.finished:
-            words, step.commit = step.words(args), machine()["commit"]
+            words = step.words(args)
+            step.commit = machine()["commit"]
             told = f"{number} of {len(chosen)}, {step.name}: python -m {shlex.join(words)}"
             print(told, file=sys.stderr)
             keep()

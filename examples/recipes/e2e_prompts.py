@@ -74,7 +74,8 @@ def recombine(
     Half of the draws come from `more`, where it has the attribute. Fewer prompts than `count` come
     where there are no more.
     """
-    draw, seen = random.Random(seed), set(taken)
+    draw = random.Random(seed)
+    seen = set(taken)
     values: dict[str, list[str]] = {}
     for attributes in known:
         for name, value in attributes:
@@ -110,7 +111,8 @@ def _main(args: argparse.Namespace) -> None:
         [prompt.get("prompt", "") for prompt in read_prompts(args.data / f"{name}.jsonl", "--data")]
         for name in ("train", "valid", "test")
     )
-    own, held_out = list(dict.fromkeys(own)), [text for texts in others for text in texts]
+    own = list(dict.fromkeys(own))
+    held_out = [text for texts in others for text in texts]
     known = [parse_attributes(text) for text in own]
     more = more_values([parse_attributes(text) for text in held_out])
     new = recombine(known, args.count, {*own, *held_out}, args.seed, more)

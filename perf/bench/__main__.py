@@ -54,7 +54,8 @@ Now = Callable[[], float]
 CONTEXTS = (2000,)
 CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
 MOST_ROUNDS = 12  # at each length of context
-SAFETY, BAR = 1.3, "{l_bar}{bar}"
+SAFETY = 1.3
+BAR = "{l_bar}{bar}"
 LEARNED = ("costs", "texts", "saved")
 
 
@@ -76,7 +77,8 @@ PARTS = (Part("chat", "chat", 96, 0.3), Part("e2e", "e2e", 64, 0.25), Part("sql"
 def deadlines(now: float, seconds: float, weights: Mapping[str, float]) -> dict[str, float]:
     """When each part should end, by weight and in order, of `seconds` from now: what one leaves,
     later ones get."""
-    ends, whole = accumulate(weights.values()), sum(weights.values())
+    ends = accumulate(weights.values())
+    whole = sum(weights.values())
     return {name: now + seconds * end / whole for name, end in zip(weights, ends, strict=True)}
 
 
@@ -108,7 +110,9 @@ def rounds(
 
     No round is begun that would probably end after the deadline.
     """
-    longest, found, is_cold = 0.0, list[dict[str, TimedAnswer]](), True
+    longest = 0.0
+    found = list[dict[str, TimedAnswer]]()
+    is_cold = True
     began = now()
     shown = tqdm(total=max(1, deadline - began), desc=label, bar_format=BAR, disable=None)
     for turn, prompt in enumerate([prompts[0], *prompts]):
@@ -141,7 +145,9 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
         "minutes": args.minutes,
         "answers": [],
     }
-    left_out, needed, contexts = [], -inf, dict[int, Any].fromkeys(args.contexts)
+    left_out = []
+    needed = -inf
+    contexts = dict[int, Any].fromkeys(args.contexts)
     for part in parts:
         begun = time.perf_counter()
         if begun + needed > max(ends.values()):
@@ -155,15 +161,19 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
             result["weights"] = weights_text(target)
             given = streams, prompts[0], ends["rows"]
             result |= on_mlx_thread(partial(machine_result, *given))
-        end, label = ends[part.adapter], experiment.name
+        end = ends[part.adapter]
+        label = experiment.name
         found = rounds(target, experiment.systems, prompts, end, label=label)
         needed = max(needed, loaded + found.seconds)
         learned = experience_of(streams).learned
         answers = figures_of(
-            experiment, target, prompts, found,
+            experiment,
+            target,
+            prompts,
+            found,
             decision=make_plan(streams, context=len(prompts[0])).decision,
             learned={name: to_json(getattr(learned, name)) for name in LEARNED},
-        )  # fmt: skip
+        )
         result["answers"].append(answers)
         for length in args.contexts if part is parts[-1] else ():
             end = ends[str(length)]

@@ -21,14 +21,20 @@ from ssmlx.tuning.plan import make_plan
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 TURNS = (3, 40)  # of all numbers of rows: at least and at most
-CHAINS, CHAIN_TURNS = (200, 3200), 5  # tiny kernels that wait for each other
-LAUNCH_STEPS, LAUNCH_ROOM, PAUSE = 16, 4096, 0.02  # steps, tokens of a cache, seconds
+# tiny kernels that wait for each other
+CHAINS = (200, 3200)
+CHAIN_TURNS = 5
+# steps, tokens of a cache, seconds
+LAUNCH_STEPS = 16
+LAUNCH_ROOM = 4096
+PAUSE = 0.02
 
 
 def machine_result(model: StreamFusedModel, prompt: list[int], deadline: float) -> dict[str, Any]:
     """T(n) / T(1) of whole forwards of a tree's rows, in turns until the deadline, and seconds of a
     launch, beside what was predicted for this chip; and `launches_result`."""
-    context, chip = USUAL_CONTEXT, this_chip()
+    context = USUAL_CONTEXT
+    chip = this_chip()
     cache = filled_cache(model, prompt, context, max(ROWS))
 
     def forward(tree: Tree) -> mx.array:
@@ -41,7 +47,8 @@ def machine_result(model: StreamFusedModel, prompt: list[int], deadline: float) 
     once = sum(medians(calls, 1)[0].values())
     turns = min(max(int((deadline - time.perf_counter()) / once), TURNS[0]), TURNS[1])
     found, noise = medians(calls, turns)
-    costs, seconds = expected_costs(model), list(found.values())
+    costs = expected_costs(model)
+    seconds = list(found.values())
     forwards = (costs.lower, costs.upper, costs.head)
     predicted = [sum(one.at(row, context) for one in forwards) for row in ROWS]
     rows = {

@@ -44,19 +44,22 @@ def report(result: Row) -> str:
 
 def _machine_lines(result: Row) -> Iterator[str]:
     """Rows, launches, the attention kernel, and where caches are written."""
-    rows, launches = result["rows"], result["launches"]
+    rows = result["rows"]
+    launches = result["launches"]
     both = rows["ratios"], rows["predicted"]
     yield (
         f"== rows of a whole forward, {rows['bits']}-bit weights, behind {rows['context']} tokens: "
         f"medians of {rows['turns']} turns, {rows['noise']:.0%} noise; predicted for {rows['chip']}"
     )
-    yield from aligned([
-        ["rows", *map(str, rows["rows"])],
-        ["ms", *(f"{1e3 * one:.1f}" for one in rows["seconds"])],
-        ["T(n)/T(1)", *(f"{one:.2f}" for one in both[0])],
-        ["predicted", *(f"{one:.2f}" for one in both[1])],
-        ["found/predicted", *(f"{a / b:.2f}" for a, b in zip(*both, strict=True))],
-    ])  # fmt: skip
+    yield from aligned(
+        [
+            ["rows", *map(str, rows["rows"])],
+            ["ms", *(f"{1e3 * one:.1f}" for one in rows["seconds"])],
+            ["T(n)/T(1)", *(f"{one:.2f}" for one in both[0])],
+            ["predicted", *(f"{one:.2f}" for one in both[1])],
+            ["found/predicted", *(f"{a / b:.2f}" for a, b in zip(*both, strict=True))],
+        ]
+    )
     yield (
         f"one row: {rows['one_over_predicted']:.2f} times the time predicted; "
         f"a launch: {1e6 * rows['launch']:.2f} us, published {1e6 * rows['launch_predicted']:.2f}; "
@@ -77,7 +80,8 @@ def _machine_lines(result: Row) -> Iterator[str]:
 
 def _trial_text(one: Row) -> str:
     """Such as `4x256 21/15 us taken`: rows and keys at most, MLX's time and the kernel's."""
-    shape, end = f"{one['rows']}x{one['keys']}", "taken" if one["taken"] else "left"
+    shape = f"{one['rows']}x{one['keys']}"
+    end = "taken" if one["taken"] else "left"
     mlx = 1e6 * one["seconds"]
     return (
         f"{shape} {mlx:.0f}/{mlx / one['gain']:.0f} us {end}" if one["agrees"] else f"{shape} WRONG"

@@ -89,7 +89,8 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
     results: list[Result] = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         result = read_json(path, "a result")
-        what, do = f"{path} holds no result of perf.compare", "move it elsewhere, or measure again"
+        what = f"{path} holds no result of perf.compare"
+        do = "move it elsewhere, or measure again"
         require(isinstance(result.get("tasks"), list), what, expected="an entry 'tasks'", do=do)
         with reading(path, "perf.compare"):
             parity_points([result]), sampling_curves([result]), tree_curves([result])
@@ -138,7 +139,8 @@ def tree_curves(results: Sequence[Result]) -> Curves:
     curves: dict[Curve, dict[int, Point]] = defaultdict(dict)
     for _, task in tasks_of(results, greedy=True):
         for row in task["systems"]:
-            options, tree = row["options"], row["options"].get("tree") or {}
+            options = row["options"]
+            tree = row["options"].get("tree") or {}
             if row["kind"] == "streams" and tree.get("kind") == "full" and row["speedup"]:
                 prune = options["prune"]
                 how = {
@@ -172,9 +174,15 @@ def draw_parity(points: Sequence[Parity], caption: str, path: Path) -> None:
         speedups = [theoretical_speedup(one, ratio) for one in ratios]
         axes.plot(ratios, speedups, color=PAPER_COLOUR, alpha=shade, lw=1.6)
         axes.annotate(
-            f"ζ/β = {ratio:g}", (100, speedups[-1]), (4, 0), textcoords="offset points",
-            va="center", fontsize=7, color=PAPER_TEXT, annotation_clip=False,
-        )  # fmt: skip
+            f"ζ/β = {ratio:g}",
+            (100, speedups[-1]),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            color=PAPER_TEXT,
+            annotation_clip=False,
+        )
     axes.axhline(1.0, color="#2b2d42", lw=0.8, ls=":")
     parity = f"the paper's parity: ratio 10, ζ = {theoretical_speedup(10, 1.0):g} β"
     axes.plot(10, 1.0, marker="x", color=PAPER_TEXT, ls="none", label=parity)
@@ -186,8 +194,12 @@ def draw_parity(points: Sequence[Parity], caption: str, path: Path) -> None:
         draw_line(axes, {point.latency_ratio: point.measured}, fmt="o", color=colour, label=label)
         axes.plot(point.latency_ratio, point.predicted, "D", mfc="none", color=colour)
     top = max([5.0, *(1.15 * max(p.measured.high, p.predicted) for p in points)])
-    axes.set(xlim=(0, 100), ylim=(0, top), xlabel="latency ratio, $C_{target} / C_{draft}$",
-             ylabel="speed-up of streams over a draft model")  # fmt: skip
+    axes.set(
+        xlim=(0, 100),
+        ylim=(0, top),
+        xlabel="latency ratio, $C_{target} / C_{draft}$",
+        ylabel="speed-up of streams over a draft model",
+    )
     axes.legend(frameon=False, fontsize=8, loc="upper right")
     axes.set_title(f"Figure 4: eq. 6 with gamma = {GAMMA}, and our measurements", fontsize=10)
     finish(figure, caption, path)
@@ -222,8 +234,15 @@ def draw_curves(curves: Curves, title: str) -> Any:
 def draw_trees(curves: Curves, caption: str, path: Path) -> None:
     figure, both = draw_curves(curves, "Figure 5: full trees of k tokens a stream")
     both[0].axhspan(1.0, 2.0, color=PAPER_COLOUR, alpha=0.2, lw=0)
-    both[0].annotate("the paper's axis, 1 to 2", (0.99, 1.97), xycoords=("axes fraction", "data"),
-                     ha="right", va="top", fontsize=8, color=PAPER_TEXT)  # fmt: skip
+    both[0].annotate(
+        "the paper's axis, 1 to 2",
+        (0.99, 1.97),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="top",
+        fontsize=8,
+        color=PAPER_TEXT,
+    )
     for axes in both:
         axes.set(xlabel="k, tokens sampled a stream", xlim=(0.7, 6.3), xticks=range(1, 7))
     finish(figure, caption, path)
@@ -237,9 +256,14 @@ def draw_sampling(curves: Curves, caption: str, path: Path) -> None:
         if (row.dataset, row.model) == (E2E, OPT):
             for axes, value in zip(both, (row.speedup, row.call_reduction), strict=True):
                 axes.plot([-12, 0], [value, value], color=PAPER_COLOUR, lw=2)
-                axes.annotate(f"{PAPER_NAMES[row.method]} {value:.2f}", (-11.5, value), (0, 2),
-                              textcoords="offset points", fontsize=6.5,
-                              color=PAPER_TEXT)  # fmt: skip
+                axes.annotate(
+                    f"{PAPER_NAMES[row.method]} {value:.2f}",
+                    (-11.5, value),
+                    (0, 2),
+                    textcoords="offset points",
+                    fontsize=6.5,
+                    color=PAPER_TEXT,
+                )
     for axes in both:
         axes.set(xlabel="k of top-k sampling", xlim=(-12, 54), xticks=range(10, 60, 10))
         axes.set_ylim(0, max(4.2, axes.get_ylim()[1]))
@@ -250,7 +274,8 @@ def _main(args: argparse.Namespace) -> None:
     installed = find_spec("matplotlib") is not None
     require(installed, "matplotlib is not installed", expected="it", do="pip install matplotlib")
     for folder in args.results:
-        what, do = f"--results {folder} is no folder", "check the path"
+        what = f"--results {folder} is no folder"
+        do = "check the path"
         require(folder.is_dir(), what, expected="folders with compare.json in or below them", do=do)
     make_folder(args.out)
     found = read_results(args.results)
@@ -271,11 +296,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(PROG, __doc__)
     add_options(
         parser,
-        ("--results", "FOLDER", "where results are, in these folders and below (default: "
-         "perf/results)", [RESULTS]),
-        ("--out", "FOLDER", "for figure-4.png and so on (default: perf/figures)",
-         ROOT / "perf" / "figures"),
-    )  # fmt: skip
+        (
+            "--results",
+            "FOLDER",
+            "where results are, in these folders and below (default: perf/results)",
+            [RESULTS],
+        ),
+        (
+            "--out",
+            "FOLDER",
+            "for figure-4.png and so on (default: perf/figures)",
+            ROOT / "perf" / "figures",
+        ),
+    )
     args = parser.parse_args(argv)
     return run(lambda: _main(args), PROG)
 

@@ -67,7 +67,8 @@ def read_run(folder: Path) -> TrainedVariant | None:
     entries = [one for one in read_record(folder / LOG_FILE) if "tokens_per_call" in one]
     if not entries:
         return None
-    settings, last = read_json(folder / SETTINGS_FILE, "a run's settings"), entries[-1]
+    settings = read_json(folder / SETTINGS_FILE, "a run's settings")
+    last = entries[-1]
     config = TrainConfig.from_dict(settings["train"])
     return TrainedVariant(
         name=folder.name,
@@ -88,7 +89,8 @@ def read_run(folder: Path) -> TrainedVariant | None:
 def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
     folders = sorted(path.parent for path in folder.glob(f"*/{SETTINGS_FILE}"))
     runs = [found for path in folders if (found := read_run(path)) is not None]
-    what, expected = f"no finished run in {folder}", "one folder a run of `python -m convert.train`"
+    what = f"no finished run in {folder}"
+    expected = "one folder a run of `python -m convert.train`"
     require(any(one.is_finished for one in runs), what, expected=expected, do="train some first")
     shared: dict[str, Any] = {}
     for path in folders:
@@ -141,8 +143,13 @@ def draw_ablation(
         _line(right, points, label=f"f of rank η, Ns = {count}", color="#33658a")
         for one in plain:
             if (one.design, one.num_layers) == ("embeddings", count):
-                right.axhline(one.tokens_per_call, ls="--", lw=1.2, color="#0b6e4f",
-                              label=f"f = identity, Ns = {count}")  # fmt: skip
+                right.axhline(
+                    one.tokens_per_call,
+                    ls="--",
+                    lw=1.2,
+                    color="#0b6e4f",
+                    label=f"f = identity, Ns = {count}",
+                )
     _label(right, [one.rank for one in with_rank], "rank η of f")
     figure.suptitle(
         f"{title}: {shared['examples']:,} examples, epochs: {shared['epochs']:g}, "
@@ -155,8 +162,15 @@ def draw_ablation(
 def _line(axes: Any, points: Mapping[int, float], *, above: bool = True, **style: Any) -> None:
     axes.plot(list(points), list(points.values()), marker="o", **style)
     for x, y in points.items():
-        axes.annotate(f"{y:.2f}", (x, y), (0, 7 if above else -15), textcoords="offset points",
-                      ha="center", fontsize=8, color=style["color"])  # fmt: skip
+        axes.annotate(
+            f"{y:.2f}",
+            (x, y),
+            (0, 7 if above else -15),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=style["color"],
+        )
 
 
 def _label(axes: Any, places: Iterable[int], label: str) -> None:
@@ -173,9 +187,14 @@ def _label(axes: Any, places: Iterable[int], label: str) -> None:
 def show(args: argparse.Namespace) -> None:
     runs, shared = read_runs(args.runs)
     make_folder(args.out)
-    title, result = args.runs.resolve().name, {"shared": shared, "runs": [asdict(r) for r in runs]}
-    publish(result, args.out / "ablation", ablation_report(runs),
-            lambda _, path: draw_ablation(runs, shared, title, path))  # fmt: skip
+    title = args.runs.resolve().name
+    result = {"shared": shared, "runs": [asdict(r) for r in runs]}
+    publish(
+        result,
+        args.out / "ablation",
+        ablation_report(runs),
+        lambda _, path: draw_ablation(runs, shared, title, path),
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -61,7 +61,8 @@ class Experiment:
         target = Target(self.weights)
         adapter = self.weights.adapter
         template = adapter.config.prompt_template if adapter else None
-        plain, tokenizer = target.plain, target.tokenizer
+        plain = target.plain
+        tokenizer = target.tokenizer
         prompts = [encode_prompt(one.asked, plain, tokenizer, template) for one in self.examples]
         for prompt in prompts:
             check_prompt(plain, len(prompt))
@@ -149,7 +150,8 @@ def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[
 
 
 def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
-    experiment, weights = measured.experiment, measured.experiment.weights
+    experiment = measured.experiment
+    weights = measured.experiment.weights
     shared = _figures(experiment, measured.first(PLAIN))
     systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
     return {
@@ -176,7 +178,8 @@ def _figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
 
 def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -> dict[str, Any]:
     """A system's line of the tables; `shared` is the metric of plain decoding's answers."""
-    prompts, first = measured.answers[system.name], measured.first(system.name)
+    prompts = measured.answers[system.name]
+    first = measured.first(system.name)
     plain = measured.first(PLAIN)
     is_shared = all(a.answer.tokens == b.answer.tokens for a, b in zip(first, plain, strict=True))
     differences = differences_of(measured, system)
@@ -278,7 +281,8 @@ def difference(
     """Where two answers to a prompt part, and by how little the target chose there: the "gap"
     between its logits of the two tokens, None where none was found, the larger "logit", and
     "near_tie", whether the precision's rounding may have decided."""
-    experiment, shorter = measured.experiment, min(len(plain), len(other))
+    experiment = measured.experiment
+    shorter = min(len(plain), len(other))
     pairs = zip(plain, other, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
     found = {"prompt": index, "token": place, "gap": None, "logit": None, "near_tie": False}
@@ -286,7 +290,8 @@ def difference(
         return found
     text = mx.array([measured.prompts[index] + plain[:place]])
     logits = measured.target.mlx_model(text)[0, -1].astype(mx.float32)
-    ours, theirs = to_float(logits[plain[place]]), to_float(logits[other[place]])
+    ours = to_float(logits[plain[place]])
+    theirs = to_float(logits[other[place]])
     gap = abs(ours - theirs)
     larger = max(abs(ours), abs(theirs))
     limit = _NEAR_TIE[experiment.weights.activations] * larger

@@ -82,45 +82,64 @@ def add_experiment_options(
     data = parser.add_argument_group("data")
     shown = f" (default: {' '.join(tasks)})" if tasks else ""
     task = (saved or data).add_argument(
-        "--task", choices=tuple(TASKS), default=tasks or None, nargs="+" if tasks else None,
+        "--task",
+        choices=tuple(TASKS),
+        default=tasks or None,
+        nargs="+" if tasks else None,
         help=f"what to ask{shown}",
-    )  # fmt: skip
+    )
     task.required = saved is None and not tasks
     add_options(
         data,
-        ("--data", "FILE.jsonl", "a JSON object a line: prompt, and completion or references "
-         "(default: the task's test.jsonl in --data-dir, or without it what ships in "
-         "examples/data)", Path),
+        (
+            "--data",
+            "FILE.jsonl",
+            "a JSON object a line: prompt, and completion or references "
+            "(default: the task's test.jsonl in --data-dir, or without it what ships in "
+            "examples/data)",
+            Path,
+        ),
         ("--data-dir", "FOLDER", "holds TASK/test.jsonl", Path),
         ("--count", "N", "the first N prompts (default: all)", int),
-    )  # fmt: skip
+    )
     weights = parser.add_argument_group("weights")
     add_base(weights)
     weights.add_argument(
-        "--dtype", choices=(*target.FLOATS, *target.PACKED), nargs="+" if dtypes else None,
+        "--dtype",
+        choices=(*target.FLOATS, *target.PACKED),
+        nargs="+" if dtypes else None,
         default=dtypes or "float32",
         help="of all weights, packed ones with float16 activations; in 16 bits near ties may part "
         f"(default: {' '.join(dtypes) or 'float32'})",
-    )  # fmt: skip
+    )
     given = {kind: "MODEL" if kind == DRAFT_MODEL else "FOLDER" for kind in target.CHECKPOINTS}
     add_options(
         weights,
-        ("--adapter", "NAME|FOLDER", "streams and LoRA; `none` for the base alone (default: the "
-         "bundled adapter of the task's name, where there is one)", str),
+        (
+            "--adapter",
+            "NAME|FOLDER",
+            "streams and LoRA; `none` for the base alone (default: the "
+            "bundled adapter of the task's name, where there is one)",
+            str,
+        ),
         *((f"--{kind}", word, f"what `{kind}` drafts with", str) for kind, word in given.items()),
-    )  # fmt: skip
+    )
     group = parser.add_argument_group("run")
     most = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
     add_options(
         group,
-        ("--systems", "SYSTEM", f"which of {', '.join(SYSTEMS)}; or {DEFAULT}: where nothing is "
-         "asked for; or trees: streams with every kind of tree and pruning; mlx-lm and plain "
-         f"always take part (default: {'all' if systems == SYSTEMS else ', '.join(systems)})",
-         list(systems)),
+        (
+            "--systems",
+            "SYSTEM",
+            f"which of {', '.join(SYSTEMS)}; or {DEFAULT}: where nothing is "
+            "asked for; or trees: streams with every kind of tree and pruning; mlx-lm and plain "
+            f"always take part (default: {'all' if systems == SYSTEMS else ', '.join(systems)})",
+            list(systems),
+        ),
         ("--max-tokens", None, f"longest answer (default: {most})", int),
         ("--temp", None, "sampling temperature; 0 is greedy (default: 0)", 0.0),
         ("--fresh", None, "use no answers of an earlier run", bool),
-    )  # fmt: skip
+    )
     add_counts(
         group,
         ("repeats", repeats, "times that every prompt is answered"),
@@ -135,8 +154,10 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
     for flag, value in (("--top-k", args.top_k), ("--seed", args.seed)):
         require(
             args.temp != 0 or not value,
-            f"{flag} would do nothing here", expected="--temp", do=f"drop {flag}",
-        )  # fmt: skip
+            f"{flag} would do nothing here",
+            expected="--temp",
+            do=f"drop {flag}",
+        )
     # Under a seed, so that every drafter must write the same.
     seed = args.seed if args.temp else None
     sampling = SamplingConfig(temp=args.temp, top_k=args.top_k, seed=seed)
@@ -167,10 +188,17 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
     alone = [System(target.DRAFT_ALONE, target.DRAFT_ALONE, one.config) for one in drafts[:1]]
     make_folder(args.out)
     return Experiment(
-        name=f"{name}-{task.name}", weights=weights, systems=[*taking_part, *alone],
-        examples=examples, task=task, repeats=args.repeats, out=args.out, fresh=args.fresh,
-        data=data.name, left_out=left_out,
-    )  # fmt: skip
+        name=f"{name}-{task.name}",
+        weights=weights,
+        systems=[*taking_part, *alone],
+        examples=examples,
+        task=task,
+        repeats=args.repeats,
+        out=args.out,
+        fresh=args.fresh,
+        data=data.name,
+        left_out=left_out,
+    )
 
 
 class _SystemParser(Parser):
@@ -193,12 +221,17 @@ def parse_systems(
         name, kind, config = _parse_system(text)
         require(
             name not in systems,
-            f"--systems names {text!r} twice", expected="each once", do="drop one",
-        )  # fmt: skip
+            f"--systems names {text!r} twice",
+            expected="each once",
+            do="drop one",
+        )
         config = replace(
-            config, max_tokens=max_tokens,
-            temp=sampling.temp, top_k=sampling.top_k, seed=sampling.seed,
-        )  # fmt: skip
+            config,
+            max_tokens=max_tokens,
+            temp=sampling.temp,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+        )
         systems[name] = System(name, kind, config)
     return list(systems.values())
 
@@ -206,7 +239,8 @@ def parse_systems(
 def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
     """`draft-model width=2 --tree full`: a drafter with its keys, options of ssmlx.generate."""
     words = text.split()
-    kind, flags = next(iter(words), ""), [n for n, word in enumerate(words) if word[0] == "-"]
+    kind = next(iter(words), "")
+    flags = [n for n, word in enumerate(words) if word[0] == "-"]
     require(
         kind in (*SYSTEMS, DEFAULT) and not (kind in (MLX_LM, PLAIN, DEFAULT) and words[1:]),
         f"--systems {text!r}",
@@ -226,7 +260,8 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
         if key.partition("=")[0] in _RESERVED:
             parser.error(f"{key} is not a system's to choose here")
     args = parser.parse_args(words[first:])
-    args.decoding, args.drafter = "streaming", " ".join(words[:first])
+    args.decoding = "streaming"
+    args.drafter = " ".join(words[:first])
     # What its name says, on every machine: no profile of this one decides.
     return name, kind, generate_config(args).with_default_shape()
 

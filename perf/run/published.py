@@ -8,9 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-E2E, OPT = "E2E-NLG", "OPT-1.3b"
+E2E = "E2E-NLG"
+OPT = "OPT-1.3b"
 DATASETS = {"sql": "SqlContext", "e2e": E2E, "dialogsum": "DialogSum"}
-STREAMS, MEDUSA, TWO_MODEL = "SS (ours)", "Medusa", "Two-model SD"
+STREAMS = "SS (ours)"
+MEDUSA = "Medusa"
+TWO_MODEL = "Two-model SD"
 METHODS = {"streams": STREAMS, "medusa": MEDUSA, "draft-model": TWO_MODEL}
 
 Span = tuple[float, float]

@@ -31,7 +31,9 @@ class RoundedEmbedding(nn.Embedding):
 
     def __init__(self, embedding: Any, dtype: str) -> None:
         nn.Module.__init__(self)
-        self.weight, self._dtype = _unpacked(embedding), dtype  # its name: it can be copied
+        # its name: it can be copied
+        self.weight = _unpacked(embedding)
+        self._dtype = dtype
 
     def __call__(self, x: mx.array) -> mx.array:
         """[...] to [..., D]."""

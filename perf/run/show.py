@@ -23,7 +23,8 @@ COLOURS = {
     "lookahead": "#4f9da6",
     "prompt-lookup": "#86bbd8",
 }
-PAPER_COLOUR, PAPER_TEXT = "#e09f3e", "#9a6410"
+PAPER_COLOUR = "#e09f3e"
+PAPER_TEXT = "#9a6410"
 _NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0}
 
 
@@ -142,7 +143,8 @@ def _draw_panel(axes: Any, task: Row, panel: Panel) -> None:
     """A bar a system with its interval, its figure behind that, and the paper's range around."""
     rows = task["systems"]
     found = [estimate(row[panel.figure] or _NOTHING) for row in rows]
-    values, places = [one.value for one in found], range(len(rows))
+    values = [one.value for one in found]
+    places = range(len(rows))
     for place, row in zip(places, rows, strict=True):
         paper = speeds(task["task"], METHODS.get(row["kind"], ""))
         if paper:
@@ -150,20 +152,28 @@ def _draw_panel(axes: Any, task: Row, panel: Panel) -> None:
             style = {"color": PAPER_COLOUR, "alpha": 0.35, "lw": 0, "zorder": 0}
             axes.barh(place, high - low, left=low, height=0.86, **style)
             axes.annotate(
-                f"paper {low:.2f} to {high:.2f}", (1.0, place),
-                xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=7.5,
+                f"paper {low:.2f} to {high:.2f}",
+                (1.0, place),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="center",
+                fontsize=7.5,
                 color=PAPER_TEXT,
-            )  # fmt: skip
+            )
     axes.barh(places, values, height=0.56, color=[COLOURS[row["kind"]] for row in rows])
     errors = list(zip(*(one.errors for one in found), strict=True))
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
     for place, one, row in zip(places, found, rows, strict=True):
         text = "-" if row[panel.figure] is None else f"{one.value:.2f}"
         axes.annotate(
-            text, (max(one.high, one.value), place), (6, 0),
-            textcoords="offset points", va="center", fontsize=9,
+            text,
+            (max(one.high, one.value), place),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
             bbox={"facecolor": "white", "alpha": 0.75, "pad": 0.6, "edgecolor": "none"},
-        )  # fmt: skip
+        )
     axes.set_xlabel(panel.label, fontsize=9)
     axes.set_xlim(0, 1.65 * axes.dataLim.x1 or 1)
     axes.tick_params(labelsize=8)

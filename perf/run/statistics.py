@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-RESAMPLES, SEED = 5000, 0
+RESAMPLES = 5000
+SEED = 0
 FEW = 30  # prompts below which an interval says too little
 
 

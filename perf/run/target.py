@@ -35,8 +35,11 @@ from ssmlx.tuning.plan import make_plan
 
 from .rounding import round_products
 
-MLX_LM, PLAIN, STREAMS = "mlx-lm", "plain", "streams"
-DRAFT_MODEL, DRAFT_ALONE = "draft-model", "draft model alone"
+MLX_LM = "mlx-lm"
+PLAIN = "plain"
+STREAMS = "streams"
+DRAFT_MODEL = "draft-model"
+DRAFT_ALONE = "draft model alone"
 CHECKPOINTS = (*HEAD_DRAFTERS, DRAFT_MODEL)
 """Kinds of systems that draft with weights of their own."""
 FLOATS = ("float32", "float16", "bfloat16")
@@ -91,7 +94,8 @@ class Target:
     """A loaded model with what decodes it."""
 
     def __init__(self, weights: Weights) -> None:
-        self.weights, adapter = weights, weights.adapter
+        self.weights = weights
+        adapter = weights.adapter
         model, settings = load_in(weights.dtype, weights.base)
         self.tokenizer = load_tokenizer(weights.base, settings)
         backbone = Backbone(self._computing(on_same_arrays(model)))
@@ -151,14 +155,17 @@ class Target:
     @contextmanager
     def endless(self) -> Iterator[None]:
         """No token ends an answer inside the block, so that all answers are equally long."""
-        streams, ends = self.drafting(STREAMS).model, self.tokenizer.eos_token_ids
+        streams = self.drafting(STREAMS).model
+        ends = self.tokenizer.eos_token_ids
         config = streams.config
         assert config is not None
-        streams.config, self.tokenizer.eos_token_ids = replace(config, end_token_ids=()), set()
+        streams.config = replace(config, end_token_ids=())
+        self.tokenizer.eos_token_ids = set()
         try:
             yield
         finally:
-            streams.config, self.tokenizer.eos_token_ids = config, ends
+            streams.config = config
+            self.tokenizer.eos_token_ids = ends
 
     def _answer(self, system: System, prompt: list[int]) -> TimedAnswer:
         if system.kind == MLX_LM:
@@ -167,7 +174,8 @@ class Target:
             model = self.drafting(DRAFT_MODEL).loaded["draft_model"].model
             return mlx_lm_answer(model, self.tokenizer, prompt, system.config)
         own = self.drafting(system.kind)
-        draft, loaded = own.loaded.get("draft_model"), {**own.loaded}
+        draft = own.loaded.get("draft_model")
+        loaded = {**own.loaded}
         if draft is not None:
             # It starts every answer with an empty cache.
             loaded["draft_model"] = DraftModel(draft.model, draft.name)
@@ -190,17 +198,20 @@ class Target:
             return Drafting(self.plain)
         folder = self.weights.checkpoints[kind]
         if kind == DRAFT_MODEL:
-            size, dtype = self.plain.backbone.vocab_size, self.weights.activations
+            size = self.plain.backbone.vocab_size
+            dtype = self.weights.activations
             draft = load_draft_model(str(folder), self.tokenizer, size, dtype=dtype)
             return Drafting(self.plain, {"draft_model": draft})
         heads = load_heads(folder, self.plain)
-        what, expected = f"--{kind} {folder} holds heads for {heads.drafter}", f"heads for {kind}"
+        what = f"--{kind} {folder} holds heads for {heads.drafter}"
+        expected = f"heads for {kind}"
         require(heads.drafter == kind, what, expected=expected, do=f"give it as --{heads.drafter}")
         return Drafting(self.plain, {"heads": heads})
 
     def _with_streams(self) -> Drafting:
         """The adapter's streams, with its LoRA unless that is in the target."""
-        adapter, backbone = self.weights.adapter, self._backbone()
+        adapter = self.weights.adapter
+        backbone = self._backbone()
         assert adapter is not None
         streams = cast_streams(adapter.streams, backbone.dtype)
         scope = RowScope(0) if adapter.config.adapter_scope == "all" else RowScope()
@@ -213,7 +224,8 @@ class Target:
 
 def load_in(dtype: str, base: Path) -> tuple[nn.Module, dict[str, Any]]:
     """A model with weights of one of `FLOATS` or `PACKED`, and its config.json."""
-    bits, failure = PACKED.get(dtype), f"{base} cannot be loaded as a model"
+    bits = PACKED.get(dtype)
+    failure = f"{base} cannot be loaded as a model"
     model, settings = load_weights(base, "stored" if bits else dtype, failure)
     if bits and settings.get("quantization", {}).get("bits") != bits:
         model = cast_model(model, "float32")
@@ -236,7 +248,8 @@ def added_parameters(adapter: Adapter) -> int:
 
 def read_own_lora(folder: Path) -> Adapter:
     adapter = load_adapter(folder)
-    what, do = f"{folder} has no LoRA of its own: it is a fused model", "convert without --fuse"
+    what = f"{folder} has no LoRA of its own: it is a fused model"
+    do = "convert without --fuse"
     require(bool(adapter.lora), what, expected="an adapter folder", do=do)
     return adapter
 
@@ -249,12 +262,15 @@ def mlx_lm_answer(
     if config.temp:
         mx.random.seed(config.seed or 0)
         sampler = make_sampler(config.temp, top_k=config.top_k)
-    tokens, times = [], [time.perf_counter()]
+    tokens = []
+    times = [time.perf_counter()]
     responses = mlx_lm.stream_generate(
         model, tokenizer, prompt, max_tokens=config.max_tokens, sampler=sampler
     )
     for response in responses:
         times.append(time.perf_counter())
         tokens.append(response.token)
-    started, first, last = times[0], times[1], times[-1]
+    started = times[0]
+    first = times[1]
+    last = times[-1]
     return TimedAnswer(tokens, len(tokens), last - first, first - started)

@@ -63,8 +63,10 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
     """The first `count` examples of a data file; all for None."""
     require(
         count is None or count > 0,
-        f"--count {count}", expected="1 or more", do="give a larger number",
-    )  # fmt: skip
+        f"--count {count}",
+        expected="1 or more",
+        do="give a larger number",
+    )
     examples = []
     for number, row in enumerate(read_prompts(path, "--data"), 1):
         references = row.get("references") or [row.get("completion")]
@@ -86,7 +88,8 @@ def normalise_sql(text: str) -> str:
 
 def exact_match(answer: str, references: Sequence[str]) -> tuple[float, float]:
     """(100 or 0, the same in any case): is the answer one of the references?"""
-    found, expected = normalise_sql(answer), [normalise_sql(text) for text in references]
+    found = normalise_sql(answer)
+    expected = [normalise_sql(text) for text in references]
     any_case = found.casefold() in [text.casefold() for text in expected]
     return 100.0 * (found in expected), 100.0 * any_case
 

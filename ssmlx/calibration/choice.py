@@ -22,7 +22,8 @@ from .costs import config_of
 from .guesses import RecordedAnswer
 from .timing import TimedAnswer, in_turns, ssmlx_answer
 
-PLAIN, CHOSEN = "plain", "chosen"
+PLAIN = "plain"
+CHOSEN = "chosen"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +177,8 @@ def shapes_to_check(
 ) -> dict[str, PricedShape]:
     """The chosen shape, and others that it should beat: the default, a small tree, and the other
     schedule, as far as they are others."""
-    shape, streams = chosen.shape, max(one.shape.num_streams for one in candidates)
+    shape = chosen.shape
+    streams = max(one.shape.num_streams for one in candidates)
     schedule = "second-pass" if shape.stream_schedule == "fused" else "fused"
     wanted = {
         "default": DraftShape(tree=TreeConfig(), num_streams=streams),
@@ -216,7 +218,8 @@ def compare(
         priced = shapes.get(name)
         per_call = priced.tokens_per_call if priced else 1.0
         call_seconds = priced.step_seconds if priced else plain_seconds
-        expected, measured = per_call / call_seconds, tokens / seconds
+        expected = per_call / call_seconds
+        measured = tokens / seconds
         found.append(
             {
                 "name": name,

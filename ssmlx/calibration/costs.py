@@ -27,8 +27,11 @@ from . import CONTEXTS
 
 ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 20, 24, 32, 48, 64)
 FUSED_NODES = (1, 2, 4, 8, 12, 16, 24, 32)
-WARM_ROUNDS, WARM_CALLS, PLAIN_CALLS = 1, 2, 4
-STEP_SIZES, STEP_PROMPTS = (4, 16, 48), 3
+WARM_ROUNDS = 1
+WARM_CALLS = 2
+PLAIN_CALLS = 4
+STEP_SIZES = (4, 16, 48)
+STEP_PROMPTS = 3
 
 Clock = Callable[[], float]
 Point = tuple[str, int, int]
@@ -111,7 +114,8 @@ def layer_calls(model: StreamFusedModel, cache: TreeCache, context: int, plan: C
         calls["lower", rows, context] = partial(model.lower, tree, cache)
         calls["upper", rows, context] = partial(upper, tree, hidden, 0)
     for nodes in plan.fused_nodes:
-        rows, streams = nodes * (1 + model.num_streams), model.num_streams
+        rows = nodes * (1 + model.num_streams)
+        streams = model.num_streams
         calls["fused", rows, context] = partial(upper, *likely_tree(model, nodes), streams)
     return calls
 
@@ -144,7 +148,8 @@ def head_calls(model: StreamFusedModel, plan: CostPlan) -> Calls:
 def likely_tree(model: StreamFusedModel, size: int) -> tuple[Tree, mx.array]:
     """A best tree of `size` nodes as streams draft it, where each rank is half as likely as the
     one before; and some hidden states of its nodes."""
-    streams, config = model.num_streams, TreeConfig(kind="best", size=size)
+    streams = model.num_streams
+    config = TreeConfig(kind="best", size=size)
     count = min(draft_topology(config, streams).num_candidates, model.draft_vocab_size)
     config = replace(config, width=count)
     tokens = mx.broadcast_to(mx.arange(count, dtype=mx.int32), (streams, count))
@@ -156,7 +161,8 @@ def likely_tree(model: StreamFusedModel, size: int) -> tuple[Tree, mx.array]:
 
 def _some_hidden(model: StreamFusedModel, rows: int) -> mx.array:
     """[1, R, D]"""
-    key, shape = mx.random.key(rows), (1, rows, model.backbone.hidden_size)
+    key = mx.random.key(rows)
+    shape = (1, rows, model.backbone.hidden_size)
     hidden = mx.random.normal(shape, key=key).astype(model.backbone.dtype)
     mx.eval(hidden)
     return hidden
@@ -210,7 +216,8 @@ def plain_call(model: StreamFusedModel, cache: TreeCache, clock: Clock) -> float
 
 def overhead(clock: Clock = time.perf_counter, repeats: int = 50) -> float:
     """Seconds that handing over any work takes, which every forward above holds once."""
-    one, times = mx.array(1.0), []
+    one = mx.array(1.0)
+    times = []
     for _ in range(repeats):
         started = clock()
         mx.eval(one + 1)

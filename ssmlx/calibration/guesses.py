@@ -106,14 +106,16 @@ def guesses_along(
     Where they are scored given those before, of as many as when decoding. A `cache` that is given
     holds a part of the prompt or more, and is left holding it.
     """
-    cache, streams = cache or model.make_cache(), model.num_streams
+    cache = cache or model.make_cache()
+    streams = model.num_streams
     cache.trim(min(cache.offset, len(prompt) - 1))
     prefill(model, prompt[cache.offset : -1], cache)
     topology = full_topology(1, len(answer) - 1)
     nodes = mx.array([prompt[-1], *answer[:-1]], mx.int32)
     tree = Tree(nodes, topology.depths, topology.paths, topology.num_internal, topology)
     cache.reserve(tokens=1, scratch=tree.num_nodes * (1 + streams))
-    hidden, known = model.lower(tree, cache), None
+    hidden = model.lower(tree, cache)
+    known = None
     if model.starts_from_root:
         known = model.root_states(mx.array([answer]), model.upper(hidden, tree, cache, 0))
     hidden = model.insert(hidden, streams, known)
@@ -121,10 +123,13 @@ def guesses_along(
     rows = model.upper(hidden, tree, cache, streams, starts=mx.array(starts, mx.int32))
     rows = rows[:, tree.num_nodes :]
     most = RESCORED if model.is_conditional else count
-    count, parts = min(count, most, model.draft_vocab_size), []
-    at_once, vocab = max(1, _LOGIT_ROWS // streams), DraftVocab(model, prompt)
+    count = min(count, most, model.draft_vocab_size)
+    parts = []
+    at_once = max(1, _LOGIT_ROWS // streams)
+    vocab = DraftVocab(model, prompt)
     for first in range(0, len(answer), at_once):
-        own, roots = rows[:, first * streams :][:, : at_once * streams], answer[first:][:at_once]
+        own = rows[:, first * streams :][:, : at_once * streams]
+        roots = answer[first:][:at_once]
         tokens, logprobs = vocab.rank(own, mx.array(roots), count)
         mx.eval(tokens, logprobs)
         parts.append((np.array(tokens, np.int32), np.array(logprobs, np.float32)))
@@ -140,7 +145,8 @@ def copies_along(
 ) -> tuple[mx.array, mx.array]:
     """What `Copies` makes of guesses along `answer`, if every token of it were a call's."""
     length, streams, _ = tokens.shape
-    ends, guessed = len(prompt) + mx.arange(length), (mx.array(tokens), mx.array(logprobs))
+    ends = len(prompt) + mx.arange(length)
+    guessed = (mx.array(tokens), mx.array(logprobs))
     copied = TextOnDevice([*prompt, *answer]).continuation(ends, streams)
     behind = np.array([*answer[1:], *[PAD_TOKEN - 1] * streams], np.int32)
     said = mx.array(sliding_window_view(behind, streams))

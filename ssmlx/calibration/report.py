@@ -20,7 +20,8 @@ def result_of(
     model: StreamFusedModel, profile: Profile, choice: Choice, checks: Sequence[Result]
 ) -> dict[str, Any]:
     assert model.config is not None
-    key, guesses = profile.key, choice.guesses
+    key = profile.key
+    guesses = choice.guesses
     return {
         "where": f"{key.machine} ({key.backend}), mlx {profile.mlx}, {profile.made}",
         "dtype": key.dtype,
@@ -90,7 +91,8 @@ def check_lines(checks: Sequence[Result]) -> list[str]:
 
 
 def report(result: Result) -> str:
-    chosen, candidates = result["chosen"], result["candidates"]
+    chosen = result["chosen"]
+    candidates = result["candidates"]
     fastest = sorted(candidates, key=lambda one: -one["tokens_per_second"])[:_SHOWN_SHAPES]
     shape = str(from_json(DraftShape, chosen["shape"]))
     plain = "plain decoding; the best draft would be " if chosen["speedup"] <= 1 else ""
@@ -117,8 +119,10 @@ def report(result: Result) -> str:
     if result["checks"]:
         parts.append(["expected / measured", *check_lines(result["checks"])])
     if result["noise"] > BUSY:
-        parts.append([
-            f"timings varied by {100 * result['noise']:.0f} %: something else was running, "
-            "calibrate again when the machine has nothing else to do"
-        ])  # fmt: skip
+        parts.append(
+            [
+                f"timings varied by {100 * result['noise']:.0f} %: something else was running, "
+                "calibrate again when the machine has nothing else to do"
+            ]
+        )
     return "\n\n".join("\n".join(lines) for lines in parts)

@@ -43,7 +43,8 @@ def ssmlx_answer(
 
 def answer_of(responses: Iterable[GenerationResponse]) -> TimedAnswer:
     segments = list(responses)
-    tokens, last = [token for one in segments for token in one.tokens], segments[-1]
+    tokens = [token for one in segments for token in one.tokens]
+    last = segments[-1]
     return TimedAnswer(
         tokens, last.target_calls, last.decode_seconds, last.prefill_seconds, last.draft_calls
     )

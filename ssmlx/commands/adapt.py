@@ -29,13 +29,19 @@ it, or to begin anew."""
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Let a model learn to draft for itself, on this machine.", EPILOG)
     parser.add_argument(
-        "--model", required=True, metavar="MODEL",
+        "--model",
+        required=True,
+        metavar="MODEL",
         help="a folder (mlx-lm or Hugging Face layout), a Hub name, or an alias",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--data", type=Path, action="append", default=[], metavar="FILE",
+        "--data",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
         help="prompts such as it will be asked; repeatable",
-    )  # fmt: skip
+    )
     add_options(
         parser,
         ("--hours", "H", "how long this may take (default: %(default)s)", 1.0),
@@ -43,7 +49,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--memory-gb", "X", "memory that this may take (default: 70 %% of the machine's)", float),
         ("--seed", "N", "another one, other questions (default: %(default)s)", 0),
         ("--give-way", None, "wait while others keep the machine busy, or on battery", bool),
-    )  # fmt: skip
+    )
     return parser.parse_args(argv)
 
 
@@ -52,9 +58,11 @@ def name_of(args: argparse.Namespace) -> str:
     name = args.name or re.sub(r"[^\w.-]+", "-", Path(told).name.lower())
     ok = re.fullmatch(r"[\w-][\w.-]*", name) and name not in (NO_ADAPTER, *bundled_adapters())
     require(
-        bool(ok), f"--name {name}", expected="letters, digits, dots and dashes, and no name of "
-        "an adapter that ships", do="give another --name",
-    )  # fmt: skip
+        bool(ok),
+        f"--name {name}",
+        expected="letters, digits, dots and dashes, and no name of an adapter that ships",
+        do="give another --name",
+    )
     return name
 
 

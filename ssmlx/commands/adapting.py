@@ -63,18 +63,27 @@ from .train import STORE_FILE
 
 PAYS = 1.1
 """The predicted speed-up from which on the training is worth its time."""
-SAMPLED_EVERY, SAMPLED_TEMP = 4, 0.8
-HELD_OUT, CHECKED, CHECKED_TOKENS = 32, 8, 64
+SAMPLED_EVERY = 4
+SAMPLED_TEMP = 0.8
+HELD_OUT = 32
+CHECKED = 8
+CHECKED_TOKENS = 64
 MOST_PROMPT = 1024  # tokens
-FILES, SHIPPED, OWN = "your files", "shipped prompts", "own questions"
-_DATA, _ENDED = "data", "ended"  # of a round's folder
+FILES = "your files"
+SHIPPED = "shipped prompts"
+OWN = "own questions"
+# of a round's folder
+_DATA = "data"
+_ENDED = "ended"
 _ROUND_SEEDS = 1000
 CACHE_BYTES = 1 << 29
 """Freed memory that MLX may keep."""
 _BUSY_SECONDS = 10
 CALIBRATED = CostPlan(rows=ROWS[:9], fused_nodes=(1, 2), contexts=CONTEXTS[:2], repeats=3)
 """What is timed at the end: trees of up to 16 nodes, not far into a text."""
-PLAIN, DRAFTED, LOOKUP = "plain", "drafted", "lookup"
+PLAIN = "plain"
+DRAFTED = "drafted"
+LOOKUP = "lookup"
 WAYS = {
     PLAIN: GenerateConfig(decoding="plain"),
     DRAFTED: GenerateConfig(),
@@ -91,14 +100,16 @@ class Asked:
 
 def waiting(give_way: bool) -> Callable[[], None]:
     """What waits until the machine is free, where that is asked for."""
-    looked, own = time.monotonic(), time.process_time()
+    looked = time.monotonic()
+    own = time.process_time()
 
     def wait() -> None:
         nonlocal looked, own
         while give_way and time.monotonic() - looked > _BUSY_SECONDS:
             used = (time.process_time() - own) / (time.monotonic() - looked)
             others = os.getloadavg()[0] - max(1.0, used)
-            looked, own = time.monotonic(), time.process_time()
+            looked = time.monotonic()
+            own = time.process_time()
             if others < (os.cpu_count() or 1) / 2 and "battery" not in power_source().lower():
                 return
             time.sleep(_BUSY_SECONDS)
@@ -129,7 +140,9 @@ class Run:
     """The stages, to be called in this order."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, prog: str) -> None:
-        self.prog, self.args, self.folder = prog, args, folder
+        self.prog = prog
+        self.args = args
+        self.folder = folder
         self.wait = waiting(args.give_way)
         files = [row for file in args.data for row in read_prompts(file, "--data")]
         path = resolve_model(args.model, Fetch(progress=DownloadBar()))
@@ -148,9 +161,13 @@ class Run:
         self.speaker = Speaker(self.backbone.model, self.words, 1, args.seed, self.wait)
         template = None if self.words.has_chat_template else "{prompt}"
         self.options = RunOptions(
-            data=folder / _DATA, out=folder, model=args.model, template=template,
-            valid_count=HELD_OUT, tree_size=6,
-        )  # fmt: skip
+            data=folder / _DATA,
+            out=folder,
+            model=args.model,
+            template=template,
+            valid_count=HELD_OUT,
+            tree_size=6,
+        )
         self.files = self._asked(FILES, files)
         shipped = [{"prompt": text} for text in written_prompts(args.seed)["train"]]
         self.shipped = self._asked(SHIPPED, shipped)
@@ -174,7 +191,8 @@ class Run:
 
     def prepare(self) -> None:
         """Choose sizes, measure and plan; or go on with what was planned, and say either."""
-        decoder, chip = Decoder.of(StreamFusedModel(self.backbone)), ladder.this_chip()
+        decoder = Decoder.of(StreamFusedModel(self.backbone))
+        chip = ladder.this_chip()
         path = self.folder / PLAN_FILE
         is_known = path.exists()
         if is_known:
@@ -201,7 +219,9 @@ class Run:
                 "settings": self.settings, "train": train.to_dict(), "rates": asdict(rates),
                 "began": time.time(),
             }  # fmt: skip
-        self.known, self.train, self.rates = known, train, Rates(**known["rates"])
+        self.known = known
+        self.train = train
+        self.rates = Rates(**known["rates"])
         self.speaker = replace(self.speaker, batch_size=self.rates.together)
         self.rounds = [Plan(**one) for one in known.get("rounds", [])]
         self._plan()
@@ -212,11 +232,14 @@ class Run:
 
     def _plan(self) -> None:
         """A round more where there are hours for it."""
-        hours, planned = self.args.hours, self.rounds[-1].hours if self.rounds else 0.0
+        hours = self.args.hours
+        planned = self.rounds[-1].hours if self.rounds else 0.0
         require(
-            hours >= planned, f"--hours {hours:g}", expected=f"{planned:g} or more, which "
-            f"{self.folder} is planned for", do="give these, another --name, or delete the folder",
-        )  # fmt: skip
+            hours >= planned,
+            f"--hours {hours:g}",
+            expected=f"{planned:g} or more, which {self.folder} is planned for",
+            do="give these, another --name, or delete the folder",
+        )
         if hours == planned:
             print("goes on with what was planned")
         else:
@@ -227,8 +250,9 @@ class Run:
             require(
                 plan.answers > least,
                 f"--hours {hours:g} is enough for {plan.answers} answers",
-                expected=f"more than {least}", do="give more",
-            )  # fmt: skip
+                expected=f"more than {least}",
+                do="give more",
+            )
             self.rounds.append(replace(plan, hours=hours))
         print(self._plan_told())
 
@@ -243,7 +267,8 @@ class Run:
         )
 
     def _plan_told(self) -> str:
-        plan, rates = self.rounds[-1], self.rates
+        plan = self.rounds[-1]
+        rates = self.rates
         before = self.rounds[-2].answers if self.rounds[1:] else 0
         more, beside = ("more ", f" of all {plan.answers:,}") if before else ("", "")
         minutes = (plan.answer_seconds + plan.train_seconds) / 60
@@ -297,14 +322,16 @@ class Run:
         """Have the model answer as much more as is planned, and write the examples."""
         seed = self.args.seed + number * _ROUND_SEEDS
         speaker = replace(self.speaker, seed=seed)
-        old, valid = self._rows(number - 1, "train"), self._rows(number - 1, "valid")
+        old = self._rows(number - 1, "train")
+        valid = self._rows(number - 1, "valid")
         known = {tuple(row["prompt_tokens"]) for row in (*old, *valid)}
 
         def new(asked: Sequence[Asked]) -> list[Asked]:
             return [one for one in asked if tuple(one.tokens) not in known]
 
         wanted = plan.answers - (self.rounds[number - 1].answers if number else 0)
-        files, shipped = new(self.files)[:wanted], new(self.shipped)
+        files = new(self.files)[:wanted]
+        shipped = new(self.shipped)
         left = wanted - len(files)
         own = max(left // 3, left - len(shipped)) if self.words.has_chat_template else 0
         with self._part(number, "questions.part", plan) as part:
@@ -318,10 +345,14 @@ class Run:
         with self._part(number, "answers.part", plan) as part:
             answers = speaker.answer(texts, ANSWER_TOKENS, part)
         rows: list[dict[str, Any]] = [
-            {"source": one.source, "asked": one.text,
-             "prompt_tokens": text.prompt, "completion_tokens": tokens}
+            {
+                "source": one.source,
+                "asked": one.text,
+                "prompt_tokens": text.prompt,
+                "completion_tokens": tokens,
+            }
             for one, text, tokens in zip(mixed, texts, answers, strict=True)
-        ]  # fmt: skip
+        ]
         if not valid:  # greedy ones
             valid = [row for row, text in zip(rows, texts, strict=True) if not text.temp]
             valid = valid[:HELD_OUT]
@@ -337,9 +368,11 @@ class Run:
 
     def _learn(self, number: int, plan: Plan) -> None:
         """Train the streams, from those of the rounds before on, and keep the best."""
-        folder, best = self._round(number), self.folder / TRAINED_FOLDER
+        folder = self._round(number)
+        best = self.folder / TRAINED_FOLDER
         before = folder / "start"  # the adapter of which this round makes a better one
-        every, start = self._steps(plan), None
+        every = self._steps(plan)
+        start = None
         train = replace(self.train, epochs=float(plan.epochs))
         if number and best.exists():
             if not before.exists():
@@ -348,9 +381,12 @@ class Run:
             train = replace(train, train_only="streams")
             start = with_new_parts(load_adapter(before), train)
         options = replace(
-            self.options, out=folder, data=folder / _DATA,
-            valid_every=max(1, every // 5), save_every=max(1, every // 40),
-        )  # fmt: skip
+            self.options,
+            out=folder,
+            data=folder / _DATA,
+            valid_every=max(1, every // 5),
+            save_every=max(1, every // 40),
+        )
         job, _ = prepare(options, train, start)
         twin = self.backbone.twin()
         adapter = start or new_adapter(twin, job.config, train, job.draft_vocab)
@@ -358,15 +394,18 @@ class Run:
         objective = MlxObjective(model, train, job.draft_vocab)
         with wired_limit(twin.model):
             run_to_end(
-                job, MlxTrainer(objective, job.num_steps),
-                prog=self.prog, dtype=str(twin.dtype).removeprefix("mlx.core."),
+                job,
+                MlxTrainer(objective, job.num_steps),
+                prog=self.prog,
+                dtype=str(twin.dtype).removeprefix("mlx.core."),
                 identity=job.identity(str(twin.dtype), init=before if start else None),
                 write=lambda validate: model.write(best, validate),
-                keep_best=True, wait=self.wait,
+                keep_best=True,
+                wait=self.wait,
                 lower=lambda: job.stored_lower(
                     objective, STORE_FILE, job.lower_identity(str(twin.dtype))
                 ),
-            )  # fmt: skip
+            )
         (folder / STORE_FILE).unlink(missing_ok=True)
 
     def check(self) -> None:
@@ -379,7 +418,8 @@ class Run:
         model, _ = load(self.settings["model"], adapter=folder, dtype=self.dtype)
         rows = self._rows(len(self.rounds) - 1, "valid")
         self._calibrate(model, rows)
-        seconds, calls = dict.fromkeys(WAYS, 0.0), dict.fromkeys(WAYS, 0)
+        seconds = dict.fromkeys(WAYS, 0.0)
+        calls = dict.fromkeys(WAYS, 0)
         tokens = same = 0
         for row in bar(rows[:CHECKED], "checking"):
             said = {}

@@ -63,7 +63,8 @@ class PromptFile:
         from ..answers import run
         from ..prompts import common_prefix
 
-        cache, count = self.cache, common_prefix(self.tokens, tokens[:-1])
+        cache = self.cache
+        count = common_prefix(self.tokens, tokens[:-1])
         if cache is None or count == 0:
             return model.make_cache(), 0
         return run(lambda: cache.fork(count)), count
@@ -73,7 +74,8 @@ class PromptFile:
         from ..answers import run
 
         if self.path is not None and self.tokens[: len(tokens)] != tuple(tokens):
-            self.tokens, self._is_new = tuple(tokens), True
+            self.tokens = tuple(tokens)
+            self._is_new = True
             self.cache = run(lambda: cache.fork(len(tokens)))
 
     def write(self, model: StreamFusedModel) -> bool:
@@ -112,7 +114,8 @@ def _main(args: argparse.Namespace) -> None:
     from ..loading.prompt_files import PromptFolder, read_header
 
     path = args.folder or _default_folder()
-    found, expected = f"{path} is no folder", "the folder of a `PromptCache`"
+    found = f"{path} is no folder"
+    expected = "the folder of a `PromptCache`"
     require(args.folder is None or path.is_dir(), found, expected=expected, do="check the path")
     # A server with keys has a folder for each in it.
     inner = sorted(one for one in path.glob("*") if re.fullmatch("[0-9a-f]{16}", one.name))
@@ -130,7 +133,8 @@ def _main(args: argparse.Namespace) -> None:
     for file, stat in reversed(files):
         try:
             header = read_header(file)
-            key, count = header.key, len(header.tokens)
+            key = header.key
+            count = len(header.tokens)
             about = f"{count} tokens of {key.model}, {key.dtype}, LoRA {key.lora[:8]}"
         except InputError:
             about = "damaged"

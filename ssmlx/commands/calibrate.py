@@ -35,23 +35,46 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     told = "(default: %(default)s)"
     add_options(
         parser.add_argument_group("streams, as --drafter tells ssmlx.generate"),
-        ("--draft-head", None, f"weights of the head that guesses: head= {told}", DRAFT_HEADS[0],
-         DRAFT_HEADS),
-        ("--attention", None, f"what computes it on rows of trees: attention= {told}",
-         ATTENTIONS[0], ATTENTIONS),
-    )  # fmt: skip
+        (
+            "--draft-head",
+            None,
+            f"weights of the head that guesses: head= {told}",
+            DRAFT_HEADS[0],
+            DRAFT_HEADS,
+        ),
+        (
+            "--attention",
+            None,
+            f"what computes it on rows of trees: attention= {told}",
+            ATTENTIONS[0],
+            ATTENTIONS,
+        ),
+    )
     group = parser.add_argument_group("calibration")
     add_options(
         group,
-        ("--data", "FILE.jsonl", "prompts such as the adapter will be asked: a JSON object with "
-         f"`prompt` or `messages` a line (default: {PROMPTS_FILE} in the adapter's folder)", Path),
-        ("--out", "FOLDER", "for calibrate-ADAPTER.json and .txt (default: calibration in "
-         "the cache folder)", cache_dir() / "calibration"),
-        ("--contexts", "L", "committed tokens behind which forwards are timed "
-         "(default: %(default)s)", list(CONTEXTS)),
+        (
+            "--data",
+            "FILE.jsonl",
+            "prompts such as the adapter will be asked: a JSON object with "
+            f"`prompt` or `messages` a line (default: {PROMPTS_FILE} in the adapter's folder)",
+            Path,
+        ),
+        (
+            "--out",
+            "FOLDER",
+            "for calibrate-ADAPTER.json and .txt (default: calibration in the cache folder)",
+            cache_dir() / "calibration",
+        ),
+        (
+            "--contexts",
+            "L",
+            "committed tokens behind which forwards are timed (default: %(default)s)",
+            list(CONTEXTS),
+        ),
         ("--no-store", None, "show the choice, and keep the one that is in use", bool),
         ("--noisy", None, f"keep it even if timings varied by more than {100 * BUSY:.0f} %%", bool),
-    )  # fmt: skip
+    )
     add_counts(
         group,
         ("count", 24, "prompts to learn from, the last of the data"),
@@ -66,8 +89,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def plan_of(args: argparse.Namespace) -> Any:
     from ..calibration.costs import CostPlan
 
-    for flag, least in (("repeats", args.repeats), ("contexts", min(args.contexts)),
-                        ("max-tokens", args.max_tokens)):  # fmt: skip
+    for flag, least in (
+        ("repeats", args.repeats),
+        ("contexts", min(args.contexts)),
+        ("max-tokens", args.max_tokens),
+    ):
         require(least >= 1, f"--{flag} {least}", expected="1 or more", do="give more")
     rows = tuple(row for row in CostPlan.rows if row <= args.largest_tree)
     found = f"--largest-tree {args.largest_tree}"

@@ -186,7 +186,8 @@ def adapter(rest: str, chat: Chat) -> str:
 
 
 def current_adapter(chat: Chat) -> str:
-    session, config = chat.session, chat.session.model.config
+    session = chat.session
+    config = chat.session.model.config
     drafter = session.plan.kind
     if config is None:
         return f"no adapter: {f'{drafter} drafts' if drafter else 'plain decoding'}"

@@ -32,12 +32,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     options.add_prompt_options(group)
     options.add_options(
         group,
-        ("--template", "TEXT", "the model's chat template (chat), none (raw), or a text with "
-         "{prompt}, \\n for new lines (default: the adapter's own, then chat, then raw)",
-         options.template_text),
-        ("--logprobs", "N", "with --jsonl: log probabilities of each token and the N likeliest",
-         int),
-    )  # fmt: skip
+        (
+            "--template",
+            "TEXT",
+            "the model's chat template (chat), none (raw), or a text with "
+            "{prompt}, \\n for new lines (default: the adapter's own, then chat, then raw)",
+            options.template_text,
+        ),
+        (
+            "--logprobs",
+            "N",
+            "with --jsonl: log probabilities of each token and the N likeliest",
+            int,
+        ),
+    )
     options.add_prompt_cache_option(group, "the prompt, or what all prompts begin with,")
     options.add_options(
         group.add_mutually_exclusive_group(),
@@ -77,7 +85,8 @@ def _main(args: argparse.Namespace) -> None:
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
     for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:
-        answer, bar = [], options.PromptBar()
+        answer = []
+        bar = options.PromptBar()
         cache, known = kept.take(model, tokens)
         started = {"cache": cache, "context": tokens[:known], "progress": bar}
         for one in stream_generate(model, tokenizer, tokens[known:], config, **drafts, **started):

@@ -47,9 +47,13 @@ def output_of(*command: str) -> str:
     """What a command prints; nothing where it is missing or fails."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True,
+            command,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
             env={**os.environ, "LC_ALL": "C"},
-        )  # fmt: skip
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
@@ -59,7 +63,8 @@ def power_source() -> str:
     """ "AC power", "battery" or "unknown"."""
     if platform.system() == "Darwin":
         said = output_of("pmset", "-g", "batt")
-        on_mains, drained = "'AC Power'" in said, "'Battery Power'" in said
+        on_mains = "'AC Power'" in said
+        drained = "'Battery Power'" in said
     else:
         supplies = list(POWER_SUPPLY.iterdir()) if POWER_SUPPLY.is_dir() else []
         on_mains = any(_read(one / "online").strip() == "1" for one in supplies)

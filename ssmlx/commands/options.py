@@ -230,53 +230,99 @@ def add_model_options(
     default = f"{default_adapter}, where it belongs to the model" if default_adapter else "none"
     add_options(
         parser.add_argument_group("model"),
-        ("--model", "MODEL", "a folder (mlx-lm or Hugging Face layout), a Hub name such as "
-         "org/name or org/name@revision, or an alias (default: %(default)s)", DEFAULT_MODEL),
-        ("--adapter", "ADAPTER", "the streams that draft, and LoRA: one that ships with ssmlx "
-         f"({bundled}), a trained folder, org/name or org/name@revision of the Hub, or none "
-         f"(default: the model's own, or {default})",
-         adapters),
-        ("--dtype", "TYPE", "stored, or the weights unpacked and cast to float32, float16 or "
-         "bfloat16 (default: auto, as stored on a GPU and float32 on the CPU)", DTYPES[0], DTYPES),
-    )  # fmt: skip
+        (
+            "--model",
+            "MODEL",
+            "a folder (mlx-lm or Hugging Face layout), a Hub name such as "
+            "org/name or org/name@revision, or an alias (default: %(default)s)",
+            DEFAULT_MODEL,
+        ),
+        (
+            "--adapter",
+            "ADAPTER",
+            "the streams that draft, and LoRA: one that ships with ssmlx "
+            f"({bundled}), a trained folder, org/name or org/name@revision of the Hub, or none "
+            f"(default: the model's own, or {default})",
+            adapters,
+        ),
+        (
+            "--dtype",
+            "TYPE",
+            "stored, or the weights unpacked and cast to float32, float16 or "
+            "bfloat16 (default: auto, as stored on a GPU and float32 on the CPU)",
+            DTYPES[0],
+            DTYPES,
+        ),
+    )
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("decoding")
     add_options(
         group,
-        ("--decoding", "HOW", "streaming: verify what a drafter proposes; plain: a token a pass "
-         "(default: whichever the clock finds faster, from call to call)", str, DECODINGS),
+        (
+            "--decoding",
+            "HOW",
+            "streaming: verify what a drafter proposes; plain: a token a pass "
+            "(default: whichever the clock finds faster, from call to call)",
+            str,
+            DECODINGS,
+        ),
         ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
-        ("--template-args", "JSON", "what else the chat template reads, such as "
-         '\'{"enable_thinking": false}\'', _json_object),
-    )  # fmt: skip
+        (
+            "--template-args",
+            "JSON",
+            "what else the chat template reads, such as '{\"enable_thinking\": false}'",
+            _json_object,
+        ),
+    )
     group.add_argument(
-        "--stop", type=template_text, action="append", metavar="TEXT",
+        "--stop",
+        type=template_text,
+        action="append",
+        metavar="TEXT",
         help="ends the answer, and is not in it; \\n for a new line; repeatable",
-    )  # fmt: skip
+    )
     group = parser.add_argument_group("sampling (exact with every drafter)")
     add_options(
         group,
         ("--temp", "T", "temperature; 0 is greedy (default: 0)", 0.0),
-        ("--top-p", "P", "sample from the likeliest tokens that together have probability P",
-         float),
-        ("--min-p", "P", "sample from tokens with at least P of the likeliest one's probability",
-         float),
+        (
+            "--top-p",
+            "P",
+            "sample from the likeliest tokens that together have probability P",
+            float,
+        ),
+        (
+            "--min-p",
+            "P",
+            "sample from tokens with at least P of the likeliest one's probability",
+            float,
+        ),
         ("--top-k", "K", "sample from the K likeliest tokens", int),
         ("--seed", "N", "repeats an answer, plain or streaming, with any drafter, in float32", int),
-        ("--penalty", "NAME=X", 'repetition=X, presence=X or frequency=X; "repetition=1.2 '
-         f'context=64" looks at 64 recent tokens (default: {_DEFAULTS.repetition_context_size}); '
-         "repeatable", list),
-    )  # fmt: skip
+        (
+            "--penalty",
+            "NAME=X",
+            'repetition=X, presence=X or frequency=X; "repetition=1.2 '
+            f'context=64" looks at 64 recent tokens (default: {_DEFAULTS.repetition_context_size}'
+            "); repeatable",
+            list,
+        ),
+    )
     group.add_argument(
-        "--deterministic", action="store_true", default=None,
+        "--deterministic",
+        action="store_true",
+        default=None,
         help="the same calls each time: no clock, no calibration, and seed 0",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--logit-bias", type=_token_bias, action="append", metavar="ID=X",
+        "--logit-bias",
+        type=_token_bias,
+        action="append",
+        metavar="ID=X",
         help="add X to the logit of the token with this id; repeatable",
-    )  # fmt: skip
+    )
     add_drafting_options(parser)
 
 
@@ -295,30 +341,58 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     title = "What drafts, and its own settings with their defaults:"
     add_options(
         parser.add_argument_group("drafting (streaming only)", "\n".join([title, *rows, _LEGEND])),
-        ("--drafter", '"NAME ..."', 'such as "lookahead window=7" (default: streams, where there '
-         "are any)", str),
-    )  # fmt: skip
+        (
+            "--drafter",
+            '"NAME ..."',
+            'such as "lookahead window=7" (default: streams, where there are any)',
+            str,
+        ),
+    )
     tuned = "Without these, trees follow the chip and the clock, or what ssmlx.calibrate measured."
     add_tree_options(parser.add_argument_group("draft tree", tuned))
 
 
 def add_tree_options(group: argparse._ArgumentGroup) -> None:
-    tree, prune = TreeConfig(), PruneConfig()
+    tree = TreeConfig()
+    prune = PruneConfig()
     add_options(
         group,
-        ("--num-streams", "G", "tokens that streams draft ahead (default: all that were trained)",
-         int),
-        ("--tree", None, "of streams and Medusa heads. full: every combination of K children a "
-         "level; best: the N likeliest nodes (default: best)", str, ("full", "best")),
-        ("--tree-width", "K", f"children a level (default: {tree.full_width} for full, no limit "
-         "for best)", int),
-        ("--tree-size", "N", f"nodes of the best tree, the root included (default: {tree.size})",
-         int),
-        ("--prune", "HOW", "drop unlikely nodes before the upper layers, by early exit: budget "
-         "keeps the M likeliest, threshold=P those with a probability of P given their parent "
-         f"(default: off; P: {prune.threshold})", str),
+        (
+            "--num-streams",
+            "G",
+            "tokens that streams draft ahead (default: all that were trained)",
+            int,
+        ),
+        (
+            "--tree",
+            None,
+            "of streams and Medusa heads. full: every combination of K children a "
+            "level; best: the N likeliest nodes (default: best)",
+            str,
+            ("full", "best"),
+        ),
+        (
+            "--tree-width",
+            "K",
+            f"children a level (default: {tree.full_width} for full, no limit for best)",
+            int,
+        ),
+        (
+            "--tree-size",
+            "N",
+            f"nodes of the best tree, the root included (default: {tree.size})",
+            int,
+        ),
+        (
+            "--prune",
+            "HOW",
+            "drop unlikely nodes before the upper layers, by early exit: budget "
+            "keeps the M likeliest, threshold=P those with a probability of P given their parent "
+            f"(default: off; P: {prune.threshold})",
+            str,
+        ),
         ("--prune-to", "M", f"nodes that a budget keeps (default: {prune.keep})", int),
-    )  # fmt: skip
+    )
 
 
 def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
@@ -387,8 +461,10 @@ def _penalties(texts: Iterable[str]) -> dict[str, Any]:
         for name, value in given.items():
             require(
                 f"{name}_penalty" not in settings,
-                f"--penalty {name}= twice", expected="each once", do="drop one",
-            )  # fmt: skip
+                f"--penalty {name}= twice",
+                expected="each once",
+                do="drop one",
+            )
             settings[f"{name}_penalty"] = value
             if context is not None:
                 settings[f"{name}_context_size"] = context
@@ -431,14 +507,19 @@ def load_all(
     takes them; `default_adapter` as for `load_target`, where nothing else is to draft."""
     from ..model.ranks import launched
 
-    config, drafter, group = generate_config(args), drafter_option(args.drafter), launched()
+    config = generate_config(args)
+    drafter = drafter_option(args.drafter)
+    group = launched()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         _refuse("--prompt-cache", "a model that is not split over processes")
     wants_streams = drafter.kind in (None, "streams")
     model, tokenizer = load_target(
-        args, default_adapter if wants_streams else None,
-        draft_head=drafter.draft_head, attention=drafter.attention, group=group,
-    )  # fmt: skip
+        args,
+        default_adapter if wants_streams else None,
+        draft_head=drafter.draft_head,
+        attention=drafter.attention,
+        group=group,
+    )
     if model.num_streams == 0:
         streams = "a model with streams, that is an --adapter"
         reject(args, ("num_streams", *_PRUNE_OPTIONS), streams)
@@ -449,7 +530,8 @@ def load_all(
 
 def load_drafts(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
     """What --drafter names to draft with, as `ssmlx.stream_generate` takes it."""
-    drafter, drafts = drafter_option(args.drafter), dict[str, Any]()
+    drafter = drafter_option(args.drafter)
+    drafts = dict[str, Any]()
     if drafter.draft_model is not None:
         from ..drafters.draft_model import load_draft_model
 
@@ -484,9 +566,13 @@ def load_target(
 
     metal.use(attention)
     model, tokenizer = load(
-        args.model, adapter=args.adapter, dtype=args.dtype, draft_head=draft_head,
-        progress=DownloadBar(), group=group,
-    )  # fmt: skip
+        args.model,
+        adapter=args.adapter,
+        dtype=args.dtype,
+        draft_head=draft_head,
+        progress=DownloadBar(),
+        group=group,
+    )
     if args.adapter is None and default_adapter and model.num_streams == 0:
         args.adapter = default(model, default_adapter)
         if args.adapter is not None:
@@ -511,9 +597,12 @@ def first_shows() -> Iterator[None]:
 
 @contextmanager
 def on_screen() -> Iterator[None]:
-    handler, logger, bars = logging.StreamHandler(), logging.getLogger("ssmlx"), shown.set(True)
+    handler = logging.StreamHandler()
+    logger = logging.getLogger("ssmlx")
+    bars = shown.set(True)
     handler.setFormatter(logging.Formatter("ssmlx: %(message)s"))
-    level, propagates = logger.level, logger.propagate
+    level = logger.level
+    propagates = logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False  # a library's handler on the root would say each line again

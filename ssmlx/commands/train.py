@@ -43,11 +43,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = training_parser(PROG, description, EPILOG, "an adapter", task_lora)
     group = parser.add_argument_group("machine")
     group.add_argument(
-        "--dtype", choices=DTYPES, default="auto",
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
         help="of the frozen weights and the arithmetic; what is trained stays in float32. stored: "
         "as they are, 4-bit weights packed. auto: on a GPU, packed weights as stored and others in "
         "bfloat16; on the CPU float32 (default: %(default)s)",
-    )  # fmt: skip
+    )
     add_cache_option(group, "the frozen lower layers' results")
     return parser.parse_args(argv)
 
@@ -61,7 +63,8 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    options, train = run_options(args), train_config(args)
+    options = run_options(args)
+    train = train_config(args)
 
     from mlx_lm.generate import wired_limit
 
@@ -89,12 +92,14 @@ def _run(args: argparse.Namespace) -> None:
     lower_identity = job.lower_identity(str(backbone.dtype), *kept, *task)
     with wired_limit(backbone.model):
         run_to_end(
-            job, trainer,
-            prog=PROG, dtype=str(backbone.dtype).removeprefix("mlx.core."),
+            job,
+            trainer,
+            prog=PROG,
+            dtype=str(backbone.dtype).removeprefix("mlx.core."),
             identity=job.identity(str(backbone.dtype), *task, init=args.init),
             write=lambda validate: model.write(options.out / TRAINED_FOLDER, validate),
             lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
-        )  # fmt: skip
+        )
 
 
 main = command(PROG, parse_args, _main)

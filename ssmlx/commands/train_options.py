@@ -45,12 +45,22 @@ def training_parser(
     add_run_options(parser)
     add_options(
         parser,
-        ("--init", "FOLDER", f"{init} whose weights this run starts from; what it lacks starts "
-         "anew. With --train-only an adapter, by name or folder", Path),
-        ("--task-lora", "FOLDER", f"{task_lora}, which the model is to have on every row while "
-         "streams learn to draft for it (--adapter-scope streams): its answers stay exactly what "
-         "they are", Path),
-    )  # fmt: skip
+        (
+            "--init",
+            "FOLDER",
+            f"{init} whose weights this run starts from; what it lacks starts "
+            "anew. With --train-only an adapter, by name or folder",
+            Path,
+        ),
+        (
+            "--task-lora",
+            "FOLDER",
+            f"{task_lora}, which the model is to have on every row while "
+            "streams learn to draft for it (--adapter-scope streams): its answers stay exactly "
+            "what they are",
+            Path,
+        ),
+    )
     for title, names in _GROUPS.items():
         add_settings(parser, title, names, shown=_SHOWN)
     return parser
@@ -74,7 +84,8 @@ def add_settings(
         default: Any = (defaults or {}).get(name, one.default)
         says = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
         if shown and name in shown:
-            default, says = None, shown[name]
+            default = None
+            says = shown[name]
         settings: dict[str, Any] = {"default": default, "help": one.metadata["help"]}
         if one.metadata.get("allowed") and one.metadata["allowed"].choices:
             settings["choices"] = one.metadata["allowed"].choices
@@ -92,19 +103,30 @@ def add_run_options(parser: argparse.ArgumentParser, *, with_trees: bool = True)
     """Data, folder, model, template, and how often to save and to validate (on trees, or not)."""
     group = parser.add_argument_group("run")
     group.add_argument(
-        "--data", type=Path, required=True, metavar="FOLDER",
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
         help="train.jsonl and valid.jsonl, as mlx-lm's LoRA training takes them",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER",
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
         help="where checkpoint, log and picture go; the same command again resumes a stopped run",
-    )  # fmt: skip
+    )
     add_options(
         group,
         ("--model", None, "the base model (default: %(default)s)", DEFAULT_MODEL),
-        ("--template", None, "chat, the model's chat template; raw; or a text with {prompt}, with "
-         "\\n for a new line, by which each prompt is asked alone (default: %(default)s)", "chat"),
-    )  # fmt: skip
+        (
+            "--template",
+            None,
+            "chat, the model's chat template; raw; or a text with {prompt}, with "
+            "\\n for a new line, by which each prompt is asked alone (default: %(default)s)",
+            "chat",
+        ),
+    )
     for one in fields(RunOptions):
         if one.name == "tree_size" and not with_trees:
             parser.set_defaults(tree_size=one.default)
@@ -164,7 +186,8 @@ def _of_start(args: argparse.Namespace) -> dict[str, Any]:
     ranks = {name: found.get(name, 0) or getattr(args, name) for name in new}
     for name, rank in ranks.items():
         asked = getattr(args, name)
-        what, expected = f"--{name.replace('_', '-')} {asked}", f"{rank}, as {folder} has it"
+        what = f"--{name.replace('_', '-')} {asked}"
+        expected = f"{rank}, as {folder} has it"
         require(asked in (0, rank), what, expected=expected, do="give that")
     return {name: found[name] for name in names if name in found} | ranks
 

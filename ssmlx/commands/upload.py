@@ -27,7 +27,8 @@ from .options import add_options, command, make_parser
 if TYPE_CHECKING:
     from ..loading.adapter import Adapter
 
-PROG, CARD = "ssmlx.upload", "README.md"
+PROG = "ssmlx.upload"
+CARD = "README.md"
 EPILOG = """examples:
   python -m ssmlx.upload --adapter runs/mine --repo me/streams --dry-run
   python -m ssmlx.upload --adapter runs/mine --repo me/streams --private
@@ -71,7 +72,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--yes-private", None, "send what was learned from data of yours, too", bool),
         ("--yes", None, "do not ask", bool),
         ("--dry-run", None, "show what would be sent, and send nothing", bool),
-    )  # fmt: skip
+    )
     return parser.parse_args(argv)
 
 
@@ -79,7 +80,8 @@ def _main(args: argparse.Namespace) -> int:
     from ..loading.adapter import load_adapter
 
     folder = resolve_adapter(args.adapter) or Path(args.adapter)
-    adapter, contents = load_adapter(folder), adapter_contents(folder)
+    adapter = load_adapter(folder)
+    contents = adapter_contents(folder)
     figures = json.loads(contents.get(FIGURES_FILE, b"{}"))
     name = HUB_NAME.fullmatch(args.repo)
     is_name = name is not None and name[2] is None
@@ -106,9 +108,11 @@ def _main(args: argparse.Namespace) -> int:
 def adapter_contents(folder: Path) -> dict[str, bytes]:
     """The contents of what makes the adapter in a folder, by name, and of nothing beside it."""
     values = read_json(folder / CONFIG_FILE, "the settings of an adapter")
-    found, expected = f"{folder} is a whole model", "an adapter"
+    found = f"{folder} is a whole model"
+    expected = "an adapter"
     require(not values.get("fused"), found, expected=expected, do="send what it was fused from")
-    files, more = [CONFIG_FILE, *adapter_weights(values)], [FIGURES_FILE]
+    files = [CONFIG_FILE, *adapter_weights(values)]
+    more = [FIGURES_FILE]
     if LORA_FILES["all"] in files:
         more.append(LORA_SETTINGS)
     files += [file for file in more if (folder / file).is_file()]
@@ -150,7 +154,8 @@ def card(repo: str, adapter: Adapter, figures: Mapping[str, Any], licence: str |
         expected="what ssmlx.adapt writes",
         do="measure again, or remove it",
     )
-    base, rows = str(parts["base"]["model"]), []
+    base = str(parts["base"]["model"])
+    rows = []
     for title, part in parts.items():
         for name, value in part.items():
             pairs = value.items() if isinstance(value, dict) else ()
@@ -162,13 +167,16 @@ def card(repo: str, adapter: Adapter, figures: Mapping[str, Any], licence: str |
         head |= {"base_model": on_hub[1], "base_model_relation": "adapter"}
     head |= {"license": licence} if licence else {}
     return _CARD.format(
-        repo=repo, base=base, rows="\n".join(rows),
+        repo=repo,
+        base=base,
+        rows="\n".join(rows),
         head="\n".join(f"{name}: {json.dumps(value)}" for name, value in head.items()),
         told="LoRA changes its answers." if adapter.every_row_lora else "Its answers stay.",
         measured=f"From [{FIGURES_FILE}]({FIGURES_FILE}); tokens per target call, after the "
-        "prompt's, are by nodes of the tree." if figures
+        "prompt's, are by nodes of the tree."
+        if figures
         else "It was not measured, nor is it told what it was trained on.",
-    )  # fmt: skip
+    )
 
 
 def _is_wanted(args: argparse.Namespace) -> bool:
@@ -186,7 +194,8 @@ def _send(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
     """Send all of it as one commit, or nothing; gives the commit."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    api, repo = HfApi(), args.repo
+    api = HfApi()
+    repo = args.repo
     try:
         api.create_repo(repo, private=args.private or None, exist_ok=True)
         info = api.model_info(repo)

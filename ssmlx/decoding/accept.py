@@ -62,7 +62,8 @@ def accept_typical(
     """
     expect_shape("target tokens", target_tokens, tree.num_nodes)
     expect_shape("log probabilities", logprobs, tree.num_nodes, None)
-    parents, drafted = tree.parents, mx.maximum(tree.tokens, 0)
+    parents = tree.parents
+    drafted = mx.maximum(tree.tokens, 0)
     entropy = -mx.where(logprobs > -mx.inf, mx.exp(logprobs) * logprobs, 0.0).sum(axis=1)
     bound = mx.minimum(config.epsilon, config.delta * mx.exp(-entropy))
     edges = logprobs[parents, drafted]
@@ -70,7 +71,8 @@ def accept_typical(
     accepted = (likely | (tree.depths == 0))[tree.paths].all(axis=1)
     likelihood = mx.exp(tree.path_sums(edges))
     last = mx.where(accepted, tree.depths + likelihood / 2, -1).argmax(keepdims=True)
-    path, num_accepted = tree.paths[last][0], tree.depths[last]
+    path = tree.paths[last][0]
+    num_accepted = tree.depths[last]
     correction = target_tokens[last]
     following = mx.concatenate([tree.tokens[path[1:]], correction])
     new_tokens = mx.where(indices(path.shape[0]) < num_accepted, following, correction)

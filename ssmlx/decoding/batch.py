@@ -48,7 +48,8 @@ class Row:
 
     def choose(self, token: mx.array, logits: mx.array) -> Chosen:
         """What follows `token` [1], of `logits` [1, V]."""
-        sampler, only = self.sampler, indices(1)
+        sampler = self.sampler
+        only = indices(1)
         assert self.tail is not None
         places = places_of(root_tree(token), mx.array([self.place], mx.int32), self.tail)
         if self.mask is not None:
@@ -96,7 +97,8 @@ class Batch:
 
     def join(self, row: Row) -> None:
         """Give an answer a row in the calls to come."""
-        row.rests, row.place = False, len(row.text) - 1
+        row.rests = False
+        row.place = len(row.text) - 1
         row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
         self._joining.append(row)
 
@@ -159,10 +161,13 @@ class Batch:
             self._caches = self._caches or merged
         newest = mx.array([row.text[-1] for row in rows], mx.int32)
         self._newest = mx.concatenate([self._newest, newest])
-        self._rows, self._joining = self.members, []
+        self._rows = self.members
+        self._joining = []
 
     def _launch(self) -> None:
-        rows, newest, backbone = self._rows, self._newest, self._model.backbone
+        rows = self._rows
+        newest = self._newest
+        backbone = self._model.backbone
         if self.shares_calls:
             logits = backbone.model(newest[:, None], cache=self._caches)[:, -1]
         else:

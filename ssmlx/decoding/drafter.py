@@ -57,7 +57,8 @@ class Verified:
         accepted = self.acceptance
         arrays = [accepted.num_accepted, accepted.new_tokens, *more]
         flat = to_list(mx.concatenate([array.astype(mx.int32) for array in arrays]))
-        parts, first = [], 1
+        parts = []
+        first = 1
         for array in arrays[1:]:
             parts.append(flat[first : first + array.size])
             first += array.size
@@ -128,7 +129,8 @@ def top_columns(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
     rows, size = values.shape
     # Of a block: a power of two, of which most vocabularies' sizes are multiples.
     width = 1 << (math.isqrt(size // count).bit_length() - 1)
-    columns, found = indices(size)[None], values
+    columns = indices(size)[None]
+    found = values
     if width > 1:
         whole = size // width * width
         maxima = values[:, :whole].reshape(rows, -1, width).max(axis=-1)

@@ -189,13 +189,15 @@ def step(
 
     `tail` [C] holds the last tokens before the tree's root, for samplers that need them.
     """
-    num_streams, split = drafter.num_streams, model.insertion_layer
+    num_streams = drafter.num_streams
+    split = model.insertion_layer
     tail = last_tokens((), sampler.context_size) if tail is None else tail
     cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
 
     nodes = model.node_rows(tree, cache)
     hidden = model.lower(tree, cache, nodes)
-    position, known = cache.length, sampler if acceptance.kind == "exact" else GREEDY
+    position = cache.length
+    known = sampler if acceptance.kind == "exact" else GREEDY
     noise = known.noise(position, tree.paths.shape[1])
     kept, hidden, kept_index = prune_tree(model, tree, hidden, prune, noise)
     rows = model.insert(hidden, num_streams)
@@ -254,7 +256,9 @@ def streaming_decode(
 
     The prompt's last token is the first tree: a bare root, whose step drafts like any other.
     """
-    prune, pace, watch = prune or PruneConfig(), pace or Pace(), Stopwatch()
+    prune = prune or PruneConfig()
+    pace = pace or Pace()
+    watch = Stopwatch()
     text = [*context, *prompt]
     unknown = [PAD_TOKEN] * (cache.offset - len(context))
     cache.trim(cache.offset)
@@ -303,12 +307,16 @@ def drafting_spell(
     waits for, and is given out before anything else is started, drafting too; what waits for the
     text has drafted by then, and a draft model has read the prompt.
     """
-    verified, rung = None, pace.rung
+    verified = None
+    rung = pace.rung
     assert rung is not None
-    result, drafted = build(root_tree(root), tail, rung), None
+    result = build(root_tree(root), tail, rung)
+    drafted = None
     launch = watch.launch(result.decided(), cache.state)
     while True:
-        before, upcoming, next_rung = cache.hold(), None, pace.rung
+        before = cache.hold()
+        upcoming = None
+        next_rung = pace.rung
         assert next_rung is not None
         if builds_ahead and drafted is not None:
             upcoming = build(result.next_tree, result.tail, next_rung)
@@ -329,7 +337,8 @@ def drafting_spell(
             yield from watch.away(new_tokens)
             if pace.rung is None:
                 return result.acceptance.correction, result.tail
-            next_rung, drafted = pace.rung, result.drafted()
+            next_rung = pace.rung
+            drafted = result.drafted()
             mx.async_eval(drafted)
             upcoming = build(result.next_tree, result.tail, next_rung)
             mx.eval(drafted)  # The first drafting may have read all that the cache holds.
@@ -341,7 +350,9 @@ def drafting_spell(
             yield from watch.away(new_tokens)
         metal.settle()
         release_outgrown(cache, len(new_tokens))
-        result, verified, rung = upcoming, rung, next_rung
+        result = upcoming
+        verified = rung
+        rung = next_rung
 
 
 def plain_spell(

@@ -18,18 +18,24 @@ import numpy as np
 
 from .drafter import Drafter
 
-ANSWER_LOSS, SHORT_ANSWER = 0.6, 24
+ANSWER_LOSS = 0.6
+SHORT_ANSWER = 24
 """Plain calls that an answer may be behind plain decoding, for every so many tokens."""
-REFILL, MOST_SAVED = 0.012, 2.0
+REFILL = 0.012
+MOST_SAVED = 2.0
 """Plain calls that trials may lose: so many more a token, and so many at most."""
 CREDIT = 10.0
 """Calls whose expected gain an answer may be behind, where drafting should pay."""
-MARGIN, STAY = 1.03, 1.03
+MARGIN = 1.03
+STAY = 1.03
 """Times plain decoding's speed from which on drafting begins; and what the present rung is
 favoured by."""
 TEXT_DOUBT = 0.15
 """What an adapter's tokens per call may be wrong by on a text."""
-_BASE, _SLOPE, _RUNG, _TIMING = 0.3, 0.4, 0.25, 0.2
+_BASE = 0.3
+_SLOPE = 0.4
+_RUNG = 0.25
+_TIMING = 0.2
 """Standard deviations: plain calls that a call takes beyond a table's, what rows cost over it and
 a rung over that, and plain calls that a timing is off."""
 TIMED = 2
@@ -37,9 +43,13 @@ TIMED = 2
 STALE = 512
 """Tokens after which plain calls are timed again."""
 _SURPRISE = 0.3
-_PRIOR, _MEMORY = 10.0, 150.0  # accepted drafts: what is known beforehand counts as, and at most
+# accepted drafts: what is known beforehand counts as, and at most
+_PRIOR = 10.0
+_MEMORY = 150.0
 _FADES = 0.93
-_PER_CALL, _PER_TOKEN = 0.95, 0.985  # what is left of what a text said, a call and a plain token on
+# what is left of what a text said, a call and a plain token on
+_PER_CALL = 0.95
+_PER_TOKEN = 0.985
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -133,13 +143,17 @@ class Pace:
         context: str = "",
     ) -> None:
         self._ladder = ladder or [Rung(verify=1.0, draft=0.0, tokens=1.0)]
-        self._learned, self._plain, self._context = learned, plain, context
+        self._learned = learned
+        self._plain = plain
+        self._context = context
         self._tokens = 0
         self._lost = 0.0  # plain calls that this answer is behind plain decoding
         self._accepted = self._expected = 0.0  # drafts, of late
         self._doubt = 0.0  # whether this text is like those before
         self._surprises = self._untimed = 0  # the latter: plain calls that are yet to be timed
-        self._has_timed, self._is_timed = False, True  # plain calls; the last that was drafted for
+        # plain calls; the last that was drafted for
+        self._has_timed = False
+        self._is_timed = True
         self.num_drafted = 0
         self._prices = {} if learned is None else learned.prices(self._ladder)
         self.rung: Rung | None = None
@@ -149,7 +163,8 @@ class Pace:
     def outlook(self) -> tuple[float, float]:
         """Tokens that a call should bring of this text, and plain calls that it takes; both are 1
         where plain decoding is fastest, or nobody knows."""
-        known, learned = [(1.0, 1.0)], self._learned
+        known = [(1.0, 1.0)]
+        learned = self._learned
         if learned is not None:
             theta, _ = self._theta(learned)
             for rung, price in self._prices.items():
@@ -171,7 +186,8 @@ class Pace:
             return
         took = self._time(learned, verified, seconds)
         decay = _PER_TOKEN**num_tokens if verified is None else _PER_CALL
-        self._accepted, self._expected = decay * self._accepted, decay * self._expected
+        self._accepted = decay * self._accepted
+        self._expected = decay * self._expected
         # The more of this text is known, the less counts what others were like.
         self._doubt = self._doubt * decay if verified is None else 1 - _FADES * (1 - self._doubt)
         if verified is None:
@@ -182,7 +198,8 @@ class Pace:
         self._count(learned, num_tokens, took)
         self._tokens += num_tokens
         learned.tokens_since += num_tokens
-        before, self.rung = self.rung, self._decide(learned)
+        before = self.rung
+        self.rung = self._decide(learned)
         if verified and before and self.rung is None:  # The next tree is drafted already.
             self._count(learned, 0, self._prices[before].draft)
 
@@ -226,7 +243,8 @@ class Pace:
             self._surprises += 1
             if learned.tokens_since > TIMED:  # has the machine become slower, or the call?
                 if self._surprises >= 2:
-                    self._untimed, self._surprises = TIMED + 1, 0
+                    self._untimed = TIMED + 1
+                    self._surprises = 0
                 return took
         else:
             self._surprises = 0
@@ -244,14 +262,16 @@ class Pace:
 
     def _decide(self, learned: Learned) -> Rung | None:
         if not self._has_timed and (learned.tokens_since > STALE or not self._knows_plain(learned)):
-            self._has_timed, self._untimed = True, TIMED + 1
+            self._has_timed = True
+            self._untimed = TIMED + 1
         if self._untimed:
             return None
         theta, read = self._theta(learned)
         allowed = ANSWER_LOSS * max(1.0, self._tokens / SHORT_ANSWER)
         best: tuple[float, Rung | None] = (MARGIN, None)
         for rung, price in self._prices.items():
-            tokens, cost = 1 + theta * (rung.tokens - 1), 1 + price.extra
+            tokens = 1 + theta * (rung.tokens - 1)
+            cost = 1 + price.extra
             speed = tokens / cost * (STAY if rung is self.rung else 1.0)
             # A text that is guessed well makes up for a bad beginning.
             if speed > best[0] and self._lost <= CREDIT * (tokens - cost):

@@ -65,7 +65,9 @@ def last_tokens(tokens: Sequence[int], size: int) -> mx.array:
 
 def places_of(tree: Tree, first: mx.array, tail: mx.array) -> Places:
     """The places of a tree's nodes: its root's is `first` [1], after the tokens `tail` [C]."""
-    num_nodes, num_levels, size = tree.num_nodes, tree.paths.shape[1], tail.shape[0]
+    num_nodes = tree.num_nodes
+    num_levels = tree.paths.shape[1]
+    size = tail.shape[0]
     if size == 0:
         return Places(first, tree.depths, num_levels, mx.broadcast_to(tail, (num_nodes, 0)))
     before = mx.broadcast_to(tail, (num_nodes, size))
@@ -78,7 +80,8 @@ class Sampling:
     """The target's decisions under `SamplingConfig`, whose logit bias must keep to `vocab_size`."""
 
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
-        self.config, self._vocab_size = config, vocab_size
+        self.config = config
+        self._vocab_size = vocab_size
         self.context_size = config.context_size  # C, recent tokens that it needs of each row
         bias = config.logit_bias or {}
         if bias and max(bias) >= vocab_size:
@@ -163,9 +166,17 @@ class Sampling:
             size = logits.shape[1]
             width = min(size, max(count, self._top_k or NUM_CANDIDATES))
             tokens, scores, open_rows = rank_kept(
-                logits, self._scale, self._bounds, self._seed, places.first, places.depths,
-                places.num_levels, width, self._top_k or size, self._has_nucleus,
-            )  # fmt: skip
+                logits,
+                self._scale,
+                self._bounds,
+                self._seed,
+                places.first,
+                places.depths,
+                places.num_levels,
+                width,
+                self._top_k or size,
+                self._has_nucleus,
+            )
             best = mx.argsort(-scores, axis=-1)[:, :count]
             return mx.take_along_axis(tokens, best, axis=-1), open_rows
         if self.config.temp > 0:

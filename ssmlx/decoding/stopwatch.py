@@ -9,7 +9,8 @@ import mlx.core as mx
 
 Told = TypeVar("Told")
 now = time.perf_counter
-_BLOCKS, _WAITS = 0.4, 0.2
+_BLOCKS = 0.4
+_WAITS = 0.2
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,11 @@ class Stopwatch:
         """What a launched call has to say, and the seconds that it took, if they are known."""
         started = now()
         found = read()
-        done, since, away = now(), self._last_read or launch.at, self._away
-        self._last_read, self._away = done, 0.0
+        done = now()
+        since = self._last_read or launch.at
+        away = self._away
+        self._last_read = done
+        self._away = 0.0
         if launch.others != Stopwatch.launches - self._own:
             return found, None
         if launch.seconds >= _BLOCKS * (done - launch.at):

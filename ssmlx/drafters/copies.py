@@ -13,7 +13,8 @@ from ..model.shapes import indices
 from ..model.tree import PAD_TOKEN
 
 NGRAM = 3  # most tokens that are looked up; fewer where so many stand nowhere
-COPIED, GOES_ON = 0.15, 0.4
+COPIED = 0.15
+GOES_ON = 0.4
 """How likely the text is to go on as it did before; and to go on with it, where it has begun to."""
 DOUBT = 2.0  # guesses of an answer that weigh as much as these numbers
 Guesses = tuple[mx.array, mx.array]
@@ -28,7 +29,9 @@ class TextOnDevice:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
         # Before the text stands what equals nothing, so that it can be shifted.
-        known, room = [PAD_TOKEN - 1] * (NGRAM - 1), _ROOM + -len(tokens) % _ROOM  # few sizes
+        # few sizes
+        known = [PAD_TOKEN - 1] * (NGRAM - 1)
+        room = _ROOM + -len(tokens) % _ROOM
         self._tokens = mx.array([*known, *tokens, *[PAD_TOKEN] * room], mx.int32)
 
     def write(self, tokens: mx.array, place: mx.array) -> None:
@@ -53,7 +56,8 @@ class Copies:
     """Mixes copies into the guesses of every call, and learns from it how far to trust them."""
 
     def __init__(self, text: Sequence[int]) -> None:
-        self._text, self._told = TextOnDevice(text), untold()
+        self._text = TextOnDevice(text)
+        self._told = untold()
         self._before: tuple[mx.array, ...] | None = None  # what the last tree was made of
 
     def among(
@@ -134,8 +138,10 @@ def _told_after(
 
 @mx.compile
 def _continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
-    size, length = text.shape[0] - NGRAM + 1, mx.array(0)
-    places, own = indices(size), text[last + indices(NGRAM)]
+    size = text.shape[0] - NGRAM + 1
+    length = mx.array(0)
+    places = indices(size)
+    own = text[last + indices(NGRAM)]
     agrees = places < last
     for n in reversed(range(NGRAM)):
         agrees = agrees & (text[n : n + size] == own[:, n : n + 1])

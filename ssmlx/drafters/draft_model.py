@@ -45,7 +45,8 @@ class DraftModel:
     """
 
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
-        self.model, self.name = model, name
+        self.model = model
+        self.name = name
         mx.eval(arrays_of(model))
         for layer, cache in enumerate(_make_cache(model)):
             require(
@@ -94,7 +95,8 @@ class DraftCache:
     """A draft model's keys and values of one text."""
 
     def __init__(self, draft: DraftModel) -> None:
-        self._draft, self._layers = draft, _make_cache(draft.model)
+        self._draft = draft
+        self._layers = _make_cache(draft.model)
         self.text: list[int] = []
         self.drafter: Callable[[], object] = lambda: None
 
@@ -122,7 +124,8 @@ class DraftCache:
         Two embeddings of one vocabulary may be padded to sizes of their own: what one lacks is
         never drafted.
         """
-        known, wanted = self._draft.vocab_size, self._draft.target_vocab_size
+        known = self._draft.vocab_size
+        wanted = self._draft.target_vocab_size
         logits = self._draft.model(mx.minimum(tokens, known - 1)[None], cache=self._layers)[:, -1]
         if known < wanted:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
@@ -142,12 +145,15 @@ class DraftModelDrafter:
     of each place: where both distributions are alike, so are the draws.
     """
 
-    num_streams, cache_bytes = 0, 0
+    num_streams = 0
+    cache_bytes = 0
     waits = True
 
     def __init__(self, model: DraftModel, config: DraftModelConfig, sampling: Sampling) -> None:
         width = min(config.width, model.vocab_size, model.target_vocab_size)
-        self._model, self._sampling, self._width = model, sampling, width
+        self._model = model
+        self._sampling = sampling
+        self._width = width
         self.num_levels = config.num_draft_tokens
         self._topology = comb_topology(width, self.num_levels)
         self.max_nodes = self._topology.num_nodes
@@ -156,7 +162,8 @@ class DraftModelDrafter:
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         self._cache = self._model.take_cache(tokens, self)
-        self._chain, self.draft_calls = mx.zeros(0, mx.int32), 0
+        self._chain = mx.zeros(0, mx.int32)
+        self.draft_calls = 0
         for turn in self._cache.start(tokens):
             yield turn
             self.draft_calls += 1
@@ -227,9 +234,11 @@ def check_vocabulary(
 ) -> None:
     """Check that a drafted token means to the target what it means to the draft model."""
     do = "choose a draft model of the same family"
-    ours, theirs = own.get_vocab(), tokenizer.get_vocab()
+    ours = own.get_vocab()
+    theirs = tokenizer.get_vocab()
     words = [word for word in {**ours, **theirs} if ours.get(word) != theirs.get(word)]
-    word, last = min(words, default=""), max(ours.values(), default=0)
+    word = min(words, default="")
+    last = max(ours.values(), default=0)
     require(
         not words,
         f"{draft.name} has another token map: {len(words)} tokens differ, such as {word!r} "

@@ -117,13 +117,17 @@ class DraftingHeads:
 class HeadDrafter:
     """Drafts from heads on the newest accepted node; `tree` is as their `fitting` takes it."""
 
-    num_streams, draft_calls, cache_bytes = 0, 0, 0
+    num_streams = 0
+    draft_calls = 0
+    cache_bytes = 0
     waits = False
 
     def __init__(
         self, backbone: Backbone, heads: DraftingHeads, tree: Any, sampling: Sampling = GREEDY
     ) -> None:
-        self._backbone, self._heads, self._tree = backbone, heads, heads.fitting(tree)
+        self._backbone = backbone
+        self._heads = heads
+        self._tree = heads.fitting(tree)
         self._sampling = sampling
         self.num_levels, self.max_nodes = heads.tree_size(self._tree)
         self.num_parameters = heads.num_parameters

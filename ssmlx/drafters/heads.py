@@ -24,7 +24,8 @@ from .medusa import MedusaConfig, MedusaHeads
 from .mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 
 FORMAT = "ssmlx-heads/1"
-CONFIG_FILE, WEIGHTS_FILE = "heads_config.json", "heads.safetensors"
+CONFIG_FILE = "heads_config.json"
+WEIGHTS_FILE = "heads.safetensors"
 _KINDS: dict[HeadKind, tuple[type[HeadConfig], type[DraftingHeads]]] = {
     "medusa": (MedusaConfig, MedusaHeads),
     "mlp_speculator": (MlpSpeculatorConfig, MlpSpeculator),

@@ -35,7 +35,8 @@ class NgramPool:
     """N-grams by their first token; those that were seen longest ago are forgotten."""
 
     def __init__(self, per_key: int, max_keys: int = MAX_KEYS) -> None:
-        self._per_key, self._max_keys = per_key, max_keys
+        self._per_key = per_key
+        self._max_keys = max_keys
         self._ngrams: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -63,11 +64,15 @@ class LookaheadDrafter:
     Its trees must reach the target whole: pruning would stop the iterations.
     """
 
-    num_streams, num_parameters, draft_calls, cache_bytes = 0, 0, 0, 0
+    num_streams = 0
+    num_parameters = 0
+    draft_calls = 0
+    cache_bytes = 0
     waits = True
 
     def __init__(self, config: LookaheadConfig) -> None:
-        self._config, self._num_rows = config, config.ngram - 1
+        self._config = config
+        self._num_rows = config.ngram - 1
         self.num_levels = config.window + config.ngram - 2
         self._max_nodes = 1 + (config.window + config.guesses) * self._num_rows
         self.max_nodes = padded_size(self._max_nodes)
@@ -75,7 +80,8 @@ class LookaheadDrafter:
 
     def start(self, tokens: Sequence[int]) -> None:
         """See `Drafter.start`. The first window is drawn from the text, always the same."""
-        config, rng = self._config, random.Random(0)
+        config = self._config
+        rng = random.Random(0)
         self._pool = NgramPool(config.guesses)
         if config.pool_from_prompt:
             for first in range(len(tokens) - config.ngram + 1):
@@ -103,7 +109,8 @@ class LookaheadDrafter:
     def _draft(self, root: int) -> Tree:
         trie = Trie(root, self._max_nodes)
         # The window's nodes first: each has its place, however many guesses there are.
-        nodes, node = [[0] * self._config.window for _ in range(self._num_rows)], 0
+        nodes = [[0] * self._config.window for _ in range(self._num_rows)]
+        node = 0
         for column in range(self._config.window):
             below = node
             for level, row in enumerate(self._window):

@@ -25,7 +25,10 @@ class PromptLookupDrafter:
     With a reference, continuations are its own alone, and it follows the prompt as the answer does.
     """
 
-    num_streams, num_parameters, draft_calls, cache_bytes = 0, 0, 0, 0
+    num_streams = 0
+    num_parameters = 0
+    draft_calls = 0
+    cache_bytes = 0
     waits = True
 
     def __init__(self, config: PromptLookupConfig) -> None:

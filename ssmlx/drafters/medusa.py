@@ -60,7 +60,8 @@ class MedusaHeads(DraftingHeads):
         self, config: MedusaConfig, tensors: Mapping[str, mx.array], backbone: Backbone
     ) -> None:
         super().__init__(config, tensors, backbone)
-        heads, vocab = range(config.num_heads), self.draft_vocab
+        heads = range(config.num_heads)
+        vocab = self.draft_vocab
         self._shared = list(config.shared_heads)
         self._own = [head for head in heads if head not in self._shared]
 

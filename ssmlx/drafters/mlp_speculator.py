@@ -164,8 +164,10 @@ class MlpSpeculator(DraftingHeads):
         """
         expect_shape("hidden state", hidden, 1, self.config.emb_dim)
         expect_shape("root", root, 1)
-        state, tokens = self.first_state(hidden), root
-        node_tokens, edges = [root], [mx.zeros(1)]
+        state = self.first_state(hidden)
+        tokens = root
+        node_tokens = [root]
+        edges = [mx.zeros(1)]
         for index, width in enumerate(widths):
             state, logits = self.stage(index, state, tokens)
             logits = with_noise(logits, None if noise is None else noise[index])
@@ -178,7 +180,8 @@ class MlpSpeculator(DraftingHeads):
 
     def fitting(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
         """`tree`, its widths no more than there are tokens to guess; what it lacks is published."""
-        asked, stages = tree.widths, self.config.n_predict
+        asked = tree.widths
+        stages = self.config.n_predict
         widths = tuple(self.config.widths if asked is None else asked)
         fits = 1 <= len(widths) <= stages
         widths = tuple(min(width, self.config.num_guessed) for width in widths)
@@ -202,7 +205,8 @@ class MlpSpeculator(DraftingHeads):
         self, root: mx.array, hidden: mx.array, tree: SpeculatorTreeConfig, noise: Noise = None
     ) -> Tree:
         tree = self.fitting(tree)
-        widths, size = tuple(tree.widths or ()), self.tree_size(tree)[1]
+        widths = tuple(tree.widths or ())
+        size = self.tree_size(tree)[1]
         topology = widths_topology(widths)
         tokens, edges = self.rank_paths(root, hidden, widths, noise)
         full = Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)

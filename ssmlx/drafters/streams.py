@@ -29,7 +29,9 @@ class DraftVocab:
     """
 
     def __init__(self, model: StreamFusedModel, text: Sequence[int] = ()) -> None:
-        self._model, self.tokens, self.nbytes = model, model.draft_vocab, 0
+        self._model = model
+        self.tokens = model.draft_vocab
+        self.nbytes = 0
         self._heads = [model.draft_head or model.backbone.lm_head]
         if not text or self.tokens is None:
             return
@@ -54,7 +56,8 @@ class DraftVocab:
         first stream its tokens are given the root. Conditional ones share the mass of all K anew.
         `noise` [A * G, Vd] is known of what they guess, see `Sampling.noise`.
         """
-        model, places = self._model, roots.shape[0]
+        model = self._model
+        places = roots.shape[0]
         normed = model.backbone.final_norm(hidden).squeeze(0)
         parts = [head(normed) for head in self._heads]
         logits = mx.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
@@ -109,9 +112,12 @@ class StreamDrafter:
         self.num_streams = num_streams if schedule == "fused" else 0
         # A stream cannot rank more candidates than there are tokens that it may draft.
         tree = tree.no_wider_than(model.draft_vocab_size)
-        self._model, self._tree, self._path = model, tree, 1 + num_streams
+        self._model = model
+        self._tree = tree
+        self._path = 1 + num_streams
         count = num_candidates(tree, num_streams, conditional=model.is_conditional)
-        self._num_candidates, self._sampling = min(count, model.draft_vocab_size), sampling
+        self._num_candidates = min(count, model.draft_vocab_size)
+        self._sampling = sampling
         self.max_nodes = tree.num_nodes(num_streams)
         self.num_parameters = model.streams.num_parameters if model.streams else 0
         # What the text was told, where that is another: a cycle would keep caches alive.
@@ -132,17 +138,20 @@ class StreamDrafter:
     def start(self, tokens: Sequence[int]) -> None:
         layers = range(self._model.insertion_layer, self._model.num_layers)
         self._cache = StreamCache(layers, scratch=self.num_levels + 2 * self._path)
-        self._copies, self._vocab = Copies(tokens), DraftVocab(self._model, tokens)
+        self._copies = Copies(tokens)
+        self._vocab = DraftVocab(self._model, tokens)
 
     def propose(self, verified: Verified) -> Tree:
         stream_hidden = verified.stream_hidden if self.num_streams else self._second_pass(verified)
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
-        root, vocab = verified.root, (self._owner or self)._vocab
+        root = verified.root
+        vocab = (self._owner or self)._vocab
         noise = self._sampling.noise(verified.root_place, self.num_levels, vocab.tokens)
         tokens, logprobs = vocab.rank(stream_hidden, root, self._num_candidates, noise)
         guesses = tokens.squeeze(0), logprobs.squeeze(0)
         if self._model.is_conditional:
-            done, copies = verified.acceptance, (self._owner or self)._copies
+            done = verified.acceptance
+            copies = (self._owner or self)._copies
             place = verified.position + 1
             guesses = copies.among(guesses, done.new_tokens, done.num_accepted, place)
         return grow_tree(root, *guesses, self._tree)
@@ -151,7 +160,9 @@ class StreamDrafter:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
         cache = (self._owner or self)._cache
         cache.follow(verified.cache, self.num_levels, self._model.window_start(verified.cache))
-        last, hidden, known = verified.acceptance.last, verified.insertion_hidden, None
+        last = verified.acceptance.last
+        hidden = verified.insertion_hidden
+        known = None
         if self._model.starts_from_root:
             known = self._model.root_states(verified.root[None], verified.last_hidden)
         position = verified.position + verified.acceptance.num_accepted

@@ -15,7 +15,9 @@ class Trie:
     """
 
     def __init__(self, root: int, max_nodes: int) -> None:
-        self.tokens, self.parents, self.depths = [root], [0], [0]
+        self.tokens = [root]
+        self.parents = [0]
+        self.depths = [0]
         self._max_nodes = max_nodes
         self._children: dict[tuple[int, int], int] = {}
 
@@ -53,8 +55,10 @@ class Trie:
         paths = np.repeat(np.arange(size, dtype=np.int32)[:, None], num_levels + 1, axis=1)
         paths[:, 0] = 0
         for new, old in enumerate(order):
-            above, depth = index[self.parents[old]], self.depths[old]
-            tokens[new], depths[new] = self.tokens[old], depth
+            above = index[self.parents[old]]
+            depth = self.depths[old]
+            tokens[new] = self.tokens[old]
+            depths[new] = depth
             paths[new, :depth] = paths[above, :depth]
         internal = 1 + int(index[self.parents].max())
         tree = Tree(mx.array(tokens), mx.array(depths), mx.array(paths), internal)

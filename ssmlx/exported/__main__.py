@@ -24,10 +24,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_counts(parser, ("max-tokens", 256, "longest answer"))
     add_options(
         parser,
-        ("--compute-units", None, "of Core ML (default: those that the model was exported for)",
-         str, COMPUTE_UNITS),
+        (
+            "--compute-units",
+            None,
+            "of Core ML (default: those that the model was exported for)",
+            str,
+            COMPUTE_UNITS,
+        ),
         ("--jsonl", None, "print one JSON object a prompt, and nothing else", bool),
-    )  # fmt: skip
+    )
     return parser.parse_args(argv)
 
 

@@ -51,7 +51,8 @@ def load(
     """
     folder = Path(folder)
     manifest = Manifest.read(folder)
-    found, do = f"compute_units={compute_units} of Core AI", "leave it out"
+    found = f"compute_units={compute_units} of Core AI"
+    do = "leave it out"
     is_idle = compute_units is not None and manifest.target != "coreml"
     require(not is_idle, found, expected="it with Core ML alone", do=do)
     package = manifest.package(folder)
@@ -93,7 +94,8 @@ def stream_generate(
     """
     tokens = encode(prompt, model.tokenizer) if isinstance(prompt, str) else list(prompt)
     cache = cache if cache is not None else model.make_cache()
-    num_cached, manifest = cache.offset, model.manifest
+    num_cached = cache.offset
+    manifest = model.manifest
     _check_prompt(manifest, num_cached, len(tokens))
     require(max_tokens >= 1, f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
     room = manifest.num_slots - manifest.num_nodes

@@ -13,7 +13,8 @@ import numpy as np
 from ..errors import InputError, check_choice, first_line, not_installed, require
 from .manifest import Manifest
 
-PREFILL, DECODE = "prefill", "decode"
+PREFILL = "prefill"
+DECODE = "decode"
 FUNCTIONS = (PREFILL, DECODE)
 NEW = "_new"
 COMPUTE_UNITS = ("all", "cpu-and-gpu", "cpu-and-ne", "cpu-only")
@@ -36,7 +37,8 @@ class CarriedCache:
     `call` makes outputs of a function's name and inputs."""
 
     def __init__(self, call: Callable[[str, Arrays], Arrays], manifest: Manifest) -> None:
-        self._call, self._manifest = call, manifest
+        self._call = call
+        self._manifest = manifest
 
     def make_state(self) -> dict[str, np.ndarray]:
         return self._manifest.empty_cache()
@@ -64,7 +66,8 @@ class CoreMLState:
 
 def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None = None) -> Backend:
     """Run an .mlpackage with Core ML itself, which only macOS has."""
-    what, do = "Core ML runs on macOS alone", "copy the exported folder to a Mac"
+    what = "Core ML runs on macOS alone"
+    do = "copy the exported folder to a Mac"
     require(sys.platform == "darwin", what, expected="macOS 15 or later", do=do)
     units = compute_units or DEFAULT_UNITS[manifest.profile]
     check_choice("--compute-units", units, COMPUTE_UNITS)
@@ -96,7 +99,8 @@ class CoreAIBackend:
         from coreai.authoring import AIModelAsset
         from coreai.runtime import NDArray
 
-        self._array, self._manifest = NDArray, manifest
+        self._array = NDArray
+        self._manifest = manifest
         self._loop = asyncio.new_event_loop()
         context = AIModelAsset.load(package).executable()
         model = self._loop.run_until_complete(context.__aenter__())

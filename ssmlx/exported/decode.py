@@ -30,7 +30,9 @@ class SlotCache:
     """The cache of one sequence."""
 
     def __init__(self, state: Any, num_slots: int) -> None:
-        self.state, self.offset, self.text = state, 0, list[int]()
+        self.state = state
+        self.offset = 0
+        self.text = list[int]()
         self._used = np.zeros(num_slots, bool)
 
     def free(self, count: int) -> np.ndarray:
@@ -87,11 +89,16 @@ def step_inputs(
 
     Nodes that the tree lacks see themselves alone.
     """
-    size, count = manifest.num_nodes, tree.num_nodes
+    size = manifest.num_nodes
+    count = tree.num_nodes
     own = np.arange(size, dtype=np.int32)
-    tokens, depths = np.zeros(size, np.int32), np.full(size, -1, np.int32)
-    parents, ancestors = own.copy(), np.eye(size, dtype=bool)
-    tokens[:count], depths[:count], parents[:count] = tree.tokens, tree.depths, tree.parents
+    tokens = np.zeros(size, np.int32)
+    depths = np.full(size, -1, np.int32)
+    parents = own.copy()
+    ancestors = np.eye(size, dtype=bool)
+    tokens[:count] = tree.tokens
+    depths[:count] = tree.depths
+    parents[:count] = tree.parents
     ancestors[:count, :count] = tree.ancestors
     return {
         "tokens": tokens,
@@ -123,7 +130,8 @@ def step(
     targets = found["target_tokens"][: len(kept)]
     accepted = accept(tree, mx.array(targets))
     path = np.array(accepted.path)[: int(np.array(accepted.num_accepted)[0]) + 1]
-    last, drafted = int(path[-1]), int(found["last"][0])
+    last = int(path[-1])
+    drafted = int(found["last"][0])
     if last != drafted:
         raise RuntimeError(
             f"the model drafted for node {drafted} and the host accepted node {last}: "
@@ -146,7 +154,8 @@ def streaming_decode(
     The prompt follows what `cache` holds, which is left holding all but the last token yielded.
     """
     prefill(backend, manifest, prompt[:-1], cache)
-    tree, copies = root_tree(mx.array(prompt[-1:])), Copies([*cache.text, *prompt[-1:]])
+    tree = root_tree(mx.array(prompt[-1:]))
+    copies = Copies([*cache.text, *prompt[-1:]])
     while cache.offset + manifest.num_nodes <= manifest.num_slots:
         # The tree is small: what is done with it stays on the CPU, away from the exported model.
         with mx.stream(mx.cpu):

@@ -16,7 +16,8 @@ from ..settings import MAX_DRAFT_TOKENS, MAX_SIZE, TreeConfig, from_json, read_j
 FORMAT = "ssmlx-export/2"
 FORMATS = (FORMAT, "ssmlx-export/1")
 """The first one's trees say the same, and list all nodes that there can be besides."""
-MANIFEST, REPORT = "manifest.json", "report.json"
+MANIFEST = "manifest.json"
+REPORT = "report.json"
 PACKAGES = {"coreml": "model.mlpackage", "coreai": "model.aimodel"}
 _DO = "export it again with this version of ssmlx"
 
@@ -92,7 +93,9 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def _faults(self) -> dict[str, bool]:
-        tree, slots, shape = self.tree.config, self.num_slots, self.cache_shape
+        tree = self.tree.config
+        slots = self.num_slots
+        shape = self.cache_shape
         return {
             f"profile {self.profile!r}": self.profile not in ("gpu", "ane"),
             f"target {self.target!r}": self.target not in PACKAGES,

@@ -70,7 +70,8 @@ def check_draft_vocab(
     found: Any, config: StreamConfig, vocab_size: int, source: str | Path
 ) -> None:
     """Raises InputError unless `found`, of MLX or of PyTorch, is [Vd] rising int32 tokens."""
-    dtype, size = str(found.dtype).rpartition(".")[2], config.draft_vocab_size
+    dtype = str(found.dtype).rpartition(".")[2]
+    size = config.draft_vocab_size
     tokens = found.tolist() if dtype == "int32" else []
     if dtype != "int32" or tuple(found.shape) != (size,):
         fault = f"a draft_vocab of {dtype} {list(found.shape)}"
@@ -193,7 +194,8 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
             save_tensors(folder / LORA_FILES[scope], lora_tensors(lora))
     if lora := adapter.every_row_lora:
         # With this, mlx-lm itself loads the LoRA.
-        places, weights = [layer_of(path) for path in lora], next(iter(lora.values()))
+        places = [layer_of(path) for path in lora]
+        weights = next(iter(lora.values()))
         settings = {
             "fine_tune_type": "lora",
             "num_layers": adapter.config.num_layers - min(layer for layer, _ in places),
@@ -214,14 +216,16 @@ def _scale_of(lora: Mapping[str, LoraWeights]) -> float | None:
 
 def load_adapter(folder: Path) -> Adapter:
     """Read an adapter folder, or the streams of a fused model folder."""
-    values, path = _read_settings(folder), folder / CONFIG_FILE
+    values = _read_settings(folder)
+    path = folder / CONFIG_FILE
     config = StreamConfig.from_dict(values)
     identity = BaseIdentity.read(path, values)
     streams = read_streams(folder / STREAMS_FILE, config, identity.vocab_size)
 
     def read(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
         scale: Any = values.get(scale_name)
-        what, expected = f"{path} has {scale_name} {scale!r}", f"a number, {SCALE.text()}"
+        what = f"{path} has {scale_name} {scale!r}"
+        expected = f"a number, {SCALE.text()}"
         require(SCALE.holds(scale, whole=False), what, expected=expected, do=_AGAIN)
         return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
 
@@ -242,7 +246,8 @@ def read_identity(folder: Path) -> BaseIdentity:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    what, do = f"no adapter folder {folder}", "check --adapter, or convert a checkpoint"
+    what = f"no adapter folder {folder}"
+    do = "check --adapter, or convert a checkpoint"
     require(folder.is_dir(), what, expected="a folder that `python -m convert` wrote", do=do)
     values = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
     require(
@@ -284,6 +289,7 @@ def read_lora(folder: Path, option: str) -> dict[str, LoraWeights]:
         do="convert a PEFT checkpoint with `python -m convert` first",
     )
     lora = read_lora_file(folder / LORA_FILE, _TASK_LORA, float(scale))
-    what, do = f"{folder / LORA_FILE} is empty", "use a LoRA's own file"
+    what = f"{folder / LORA_FILE} is empty"
+    do = "use a LoRA's own file"
     require(bool(lora), what, expected="pairs of lora_a and lora_b", do=do)
     return lora

@@ -19,14 +19,16 @@ from .names import CONFIG_FILE, Fetch, bundled_adapters, own_adapters, resolve_a
 
 def check_base(adapter: Adapter, backbone: Backbone) -> None:
     """Raises InputError where the adapter was made for another model than `backbone`."""
-    config, base = adapter.config, adapter.base
+    config = adapter.config
+    base = adapter.base
     base.require_same(
         BaseIdentity.of(backbone),
         "the adapter belongs",
         expected=f"{config.base_model or 'the model it was converted for'}, not {backbone.name}",
         do="choose that model with --model, or another --adapter",
     )
-    own, true = (config.num_layers, config.hidden_size), (base.num_layers, base.hidden_size)
+    own = (config.num_layers, config.hidden_size)
+    true = (base.num_layers, base.hidden_size)
     what = f"the adapter's settings say {own[0]} layers of width {own[1]}"
     expected = f"{true[0]} of width {true[1]}, as its base model has"
     require(own == true, what, expected=expected, do="convert the checkpoint again")
@@ -64,7 +66,8 @@ def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> S
     base = backbone.base()
     _ = base.digest  # before layers are changed
     backbone = base.twin()
-    model, dtype = backbone.model, backbone.dtype
+    model = backbone.model
+    dtype = backbone.dtype
     for lora in (adapter.every_row_lora, adapter.stream_lora):
         check_lora(model, lora, Path("the adapter"))
     every_row = RowScope(0)
@@ -117,7 +120,8 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
 
     Reads their settings, no weights. One whose settings cannot be read belongs to no model.
     """
-    identity, found = BaseIdentity.of(model.backbone), {}
+    identity = BaseIdentity.of(model.backbone)
+    found = {}
     for name, folder in {**own_adapters(), **bundled_adapters()}.items():
         with suppress(InputError):
             if read_identity(folder).difference(identity) is None:
@@ -128,7 +132,8 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
 def default_adapter(model: StreamFusedModel, bundled: str) -> str | None:
     """What drafts for a model that brings no streams: an adapter that was made from it, the newest
     one, or the bundled one of this name; None where neither belongs to it."""
-    fitting, folder = adapters_for(model), model.backbone.folder
+    fitting = adapters_for(model)
+    folder = model.backbone.folder
     own = own_adapters(folder) if folder is not None else {}
     return next((name for name in (*own, bundled) if name in fitting), None)
 

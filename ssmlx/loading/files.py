@@ -219,7 +219,8 @@ def save_tensors(
 ) -> None:
     """Write a safetensors file; raises InputError where it would hold what is no number."""
     odd = next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
-    found, do = f"{odd} has NaN or infinity in {path.name}", "choose a wider --dtype, or train anew"
+    found = f"{odd} has NaN or infinity in {path.name}"
+    do = "choose a wider --dtype, or train anew"
     require(odd is None, found, expected="finite weights", do=do)
     try:
         mx.save_safetensors(str(path), dict(tensors), metadata)

@@ -46,7 +46,8 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
     config = _model_config(meta)
     weights = _rename(tensors, config)
     config |= _weights_config(weights)
-    tokenizer, tokenizer_config = _tokenizer(meta), _tokenizer_config(meta)
+    tokenizer = _tokenizer(meta)
+    tokenizer_config = _tokenizer_config(meta)
     out_dir.mkdir(parents=True, exist_ok=True)
     save_tensors(out_dir / "model.safetensors", weights, {"format": "mlx"})
     tokenizer.save(str(out_dir / "tokenizer.json"))
@@ -56,7 +57,8 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
 
 
 def _model_config(meta: _Metadata) -> dict[str, Any]:
-    width, heads = meta["llama.embedding_length"], meta["llama.attention.head_count"]
+    width = meta["llama.embedding_length"]
+    heads = meta["llama.attention.head_count"]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

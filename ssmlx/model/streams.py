@@ -84,7 +84,8 @@ class ValueRotation:
 
     def __init__(self, num_streams: int, step: float) -> None:
         angles = step * mx.arange(1, num_streams + 1)[:, None]
-        self._cos, self._sin = evaluated(mx.cos(angles)), evaluated(mx.sin(angles))
+        self._cos = evaluated(mx.cos(angles))
+        self._sin = evaluated(mx.sin(angles))
 
     def __call__(self, values: mx.array, num_nodes: int, num_streams: int) -> mx.array:
         """[1, Hkv, M * (1 + G), Dh] values of a step's rows, those of streams turned."""
@@ -95,7 +96,8 @@ class ValueRotation:
 
     def turn(self, values: mx.array, num_streams: int | None = None) -> mx.array:
         """[B, Hkv, M * G, Dh] values of stream rows alone, turned; by all angles unless told G."""
-        cos, sin = self._cos[:num_streams], self._sin[:num_streams]
+        cos = self._cos[:num_streams]
+        sin = self._sin[:num_streams]
         batch, num_heads, _, head_size = values.shape
         streams = values.reshape(batch, num_heads, -1, cos.shape[0], head_size)
         real, imaginary = mx.split(streams.astype(mx.float32), 2, axis=-1)
@@ -202,7 +204,8 @@ class StreamFusedModel:
 
     def node_rows(self, tree: Tree, cache: TreeCache) -> NodeRows:
         """Positions and mask of the tree's nodes, without streams."""
-        key, takes_bits = tree.topology, self._takes_bits
+        key = tree.topology
+        takes_bits = self._takes_bits
         mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)
         positions = Positions(tree.depths + cache.length)
         return NodeRows(positions, self._by_layer(mask, positions, tree.num_nodes, cache))
@@ -228,7 +231,8 @@ class StreamFusedModel:
         Of stream rows behind the final norm, `normed` [..., D]; `tokens` are [..., K].
         """
         assert self.streams is not None and self.streams.condition is not None
-        condition, embedded = self.streams.condition, self.backbone.token_embeddings(previous)
+        condition = self.streams.condition
+        embedded = self.backbone.token_embeddings(previous)
         rows = self.backbone.head_rows(tokens)
         mixed = condition.mix(normed[..., None, :], embedded)
         scores = mixed @ (rows @ condition.out).swapaxes(-1, -2)
@@ -311,7 +315,8 @@ class StreamFusedModel:
         if starts is None:
             mask = cache.upper_masks.step_mask(visible, cache, tree.topology, self._takes_bits)
         else:
-            own, committed = positions.array, indices(cache.offset)
+            own = positions.array
+            committed = indices(cache.offset)
             later = [mx.full(path.length, cache.offset, mx.int32) for path in cache.paths]
             columns = mx.concatenate([own, *later, committed])
             dense = cache.upper_masks.mask(visible, cache, tree.topology)

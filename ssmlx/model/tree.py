@@ -248,7 +248,8 @@ def grow_conditional(
     levels, count = tokens.shape
     width = min(count, config.full_width if config.kind == "full" else config.width or count)
     if config.kind == "best":
-        levels, width = min(levels, config.size - 1), 1 if config.size == 2 else width
+        levels = min(levels, config.size - 1)
+        width = 1 if config.size == 2 else width
     if levels == 0:
         return root_tree(root)
     if config.kind == "full" or width == 1:
@@ -264,13 +265,17 @@ def _beam(
     root: mx.array, tokens: mx.array, logprobs: mx.array, levels: int, size: int, width: int
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Tokens, depths, paths and ancestors of the best tree of `grow_conditional`."""
-    count, children = tokens.shape[1], []
+    count = tokens.shape[1]
+    children = []
     if width < count:
         ranked = _ranked(logprobs, width)
         logprobs = mx.take_along_axis(logprobs, ranked, axis=-1)
         children = _by_level(ranked)
-    edges, layout = _by_level(clip_edges(logprobs)), _layout(levels, size, count, width)
-    chosen, slots, scores = [layout.nodes[:1]], [layout.nodes[:1]], [layout.root_score]
+    edges = _by_level(clip_edges(logprobs))
+    layout = _layout(levels, size, count, width)
+    chosen = [layout.nodes[:1]]
+    slots = [layout.nodes[:1]]
+    scores = [layout.root_score]
     for level, kept in enumerate(layout.counts):
         below = edges[level][slots[-1]]
         below = (below + scores[-1][:, None] if level else below).flatten()
@@ -305,7 +310,8 @@ def _by_level(array: mx.array) -> list[mx.array]:
 
 def _ranked_tree(root: mx.array, tokens: mx.array, ranked: mx.array, topology: Topology) -> Tree:
     """Of every node the best children, as a fixed topology; arrays as in `grow_conditional`."""
-    slots, nodes = indices(1), [root]
+    slots = indices(1)
+    nodes = [root]
     rows = zip(_by_level(ranked), _by_level(tokens), strict=True)
     for children, own_tokens in list(rows)[: topology.paths.shape[1] - 1]:
         slots = children[slots].flatten()

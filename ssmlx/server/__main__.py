@@ -28,17 +28,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("server")
     options.add_options(
         group,
-        ("--host", "ADDRESS", "address to listen at (default: %(default)s, this machine alone)",
-         "127.0.0.1"),
+        (
+            "--host",
+            "ADDRESS",
+            "address to listen at (default: %(default)s, this machine alone)",
+            "127.0.0.1",
+        ),
         ("--port", "N", "port, 0 for any that is free (default: %(default)s)", 8080),
         ("--allow-host", "NAME", "another name that it may be called by; repeatable", list),
-        ("--api-keys", "FILE", "keys that requests need, one a line, in a file that only you can "
-         "read; each has its own prompt cache", Path),
+        (
+            "--api-keys",
+            "FILE",
+            "keys that requests need, one a line, in a file that only you can "
+            "read; each has its own prompt cache",
+            Path,
+        ),
         ("--prompt-cache", "FOLDER", "keep processed prompts on disk, too", Path),
         ("--max-open", "N", "answers at once; more wait (default: %(default)s)", 8),
         ("--max-waiting", "N", "requests that may wait (default: %(default)s)", 64),
         ("--timeout", "S", "seconds that a request may take (default: %(default)s)", 600.0),
-    )  # fmt: skip
+    )
     options.add_model_options(parser, "chat", list)
     options.add_decoding_options(parser, max_tokens=16384)
     return parser.parse_args(argv)
@@ -62,7 +71,8 @@ def listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         found = f"nothing can listen at {host}, port {port} ({error})"
-        expected, do = "an address of this machine, and a free port", "choose another"
+        expected = "an address of this machine, and a free port"
+        do = "choose another"
         raise InputError(found, expected=expected, do=do) from error
 
 
@@ -76,7 +86,8 @@ def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
 
 
 def _main(args: argparse.Namespace) -> None:
-    config, keys = options.generate_config(args), read_keys(args.api_keys)
+    config = options.generate_config(args)
+    keys = read_keys(args.api_keys)
     drafter = options.drafter_option(args.drafter)
     try:
         import uvicorn
@@ -99,7 +110,8 @@ def _main(args: argparse.Namespace) -> None:
     models: dict[str, str | None] = {name: None}
     for one in args.adapter or ():
         key = f"{name}:{Path(one).resolve().name if Path(one).exists() else one}"
-        found, do = f"two adapters are called {key}", "rename one, or give its run's folder"
+        found = f"two adapters are called {key}"
+        do = "rename one, or give its run's folder"
         require(key not in models, found, expected="a name for each", do=do)
         models[key] = one
     drafts = options.load_drafts(args, engine.model(), engine.tokenizer)

@@ -88,8 +88,10 @@ class Answering:
 
     def __post_init__(self) -> None:
         self.prompts = self.prompts or (self.engine.prompt_cache,)
-        self.metrics, self._batches = Metrics(), Batches()
-        self._slots, self._waiting = asyncio.Semaphore(self.limits.open), 0
+        self.metrics = Metrics()
+        self._batches = Batches()
+        self._slots = asyncio.Semaphore(self.limits.open)
+        self._waiting = 0
         self._tokenizing = threading.Lock()
 
     def close(self) -> None:
@@ -118,7 +120,8 @@ class Answering:
             tokenizer = self.engine.tokenizer
             for choice in range(ask.choices):
                 own = replace(config, seed=((config.seed or 0) + choice) % 2**63)
-                parser, last = Parser(tokenizer, ask, prompt), None
+                parser = Parser(tokenizer, ask, prompt)
+                last = None
                 async with await asyncio.to_thread(self._begun, ask, prompt, own, user) as answer:
                     async for last in answer:
                         told = logprobs_of(tokenizer, last)
@@ -154,7 +157,8 @@ class Answering:
     def prepared(self, ask: Ask) -> tuple[list[int], GenerateConfig]:
         """The prompt's tokens, and how to answer it."""
         self._check_open()
-        config, tokenizer = ask.config, self.engine.tokenizer
+        config = ask.config
+        tokenizer = self.engine.tokenizer
         if config.seed is None:
             config = replace(config, seed=secrets.randbits(31))
         with self._tokenizing:
@@ -229,11 +233,16 @@ class Parser:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, ask: Ask, prompt: Sequence[int] = ()) -> None:
-        self._tokenizer, self._tools = tokenizer, ask.tools
-        self._call, self._is_behind_marker, self._has_called = "", False, False
-        self._name, machine = "normal", TextStateMachine()
+        self._tokenizer = tokenizer
+        self._tools = ask.tools
+        self._call = ""
+        self._is_behind_marker = False
+        self._has_called = False
+        self._name = "normal"
+        machine = TextStateMachine()
         if ask.is_chat and ask.schema is None:  # a template may open reasoning at the prompt's end
-            machine, end = make_text_state_machine(tokenizer), tokenizer.decode([*prompt[-16:]])
+            machine = make_text_state_machine(tokenizer)
+            end = tokenizer.decode([*prompt[-16:]])
             opens = tokenizer.has_thinking and end.rstrip().endswith(tokenizer.think_start)
             self._name = tokenizer.response_initial_state or ("reasoning" if opens else "normal")
         self._state = machine.make_state(self._name)
@@ -260,7 +269,8 @@ class Parser:
         for name, text in segments:
             if name != self._name:
                 found += self._calls() if self._name == "tool" else []
-                self._name, self._is_behind_marker = name, True
+                self._name = name
+                self._is_behind_marker = True
             if name == "tool":
                 self._call += text
             elif name == "reasoning":
@@ -272,7 +282,8 @@ class Parser:
 
     def _calls(self, *, is_cut: bool = False) -> list[Part]:
         """The calls in the text between markers, or that text."""
-        text, self._call = self._call, ""
+        text = self._call
+        self._call = ""
         try:
             if is_cut or self._tools is None:
                 raise ValueError("it is no call")
@@ -287,7 +298,8 @@ class Parser:
 
 def _tool_call(parsed: Mapping[str, Any]) -> ToolCall:
     """Raises an error of some kind where what was parsed is no call."""
-    name, arguments = parsed["name"], parsed.get("arguments", {})
+    name = parsed["name"]
+    arguments = parsed.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parse_json(arguments)
     if not isinstance(arguments, dict) or not isinstance(name, str):

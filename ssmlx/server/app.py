@@ -77,7 +77,8 @@ class Routes:
         return JSONResponse({"object": "list", "data": known})
 
     async def ask(self, request: Request) -> Response:
-        user, path = self._user(request), request.url.path
+        user = self._user(request)
+        path = request.url.path
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
@@ -154,8 +155,11 @@ class Reply(StreamingResponse):
     take what is sent."""
 
     def __init__(self, answering: Answering, ask: Ask, teller: Teller, user: int) -> None:
-        self._limits, self._parts = answering.limits, answering.parts(ask, user)
-        self._teller, self._stream, self._is_begun = teller, ask.stream, False
+        self._limits = answering.limits
+        self._parts = answering.parts(ask, user)
+        self._teller = teller
+        self._stream = ask.stream
+        self._is_begun = False
         kind = "text/event-stream" if ask.stream else "application/json"
         super().__init__((), media_type=kind, headers={"Cache-Control": "no-cache"})
 

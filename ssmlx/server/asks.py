@@ -89,7 +89,8 @@ def check(ok: bool, found: str, expected: str) -> None:
 
 def number(body: Body, name: str, least: float, most: float) -> Any:
     """A number of a request's body, a whole one if `least` is; None where it is absent or null."""
-    value, allowed = body.get(name), Allowed(least=least, most=most)
+    value = body.get(name)
+    allowed = Allowed(least=least, most=most)
     ok = value is None or allowed.holds(value, whole=isinstance(least, int))
     check(ok, f"{name} is {quoted(value)}", allowed.text())
     return value
@@ -113,7 +114,8 @@ def parts_of(content: Any, name: str = "content") -> list[Any]:
 
 def text_of(content: Any) -> str:
     """What a text says, or parts that are texts."""
-    parts, kinds = parts_of(content), ["text", "input_text", "output_text", "reasoning_text"]
+    parts = parts_of(content)
+    kinds = ["text", "input_text", "output_text", "reasoning_text"]
     for part in parts:
         ok = part.get("type") in kinds and isinstance(part.get("text"), str)
         check(ok, f"content has {quoted(part)}", "text")

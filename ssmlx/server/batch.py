@@ -50,7 +50,8 @@ class _Group:
     """The open answers of one model, and the batch that some of them have a row in."""
 
     def __init__(self, model: StreamFusedModel) -> None:
-        self.batch, self._costs = Batch(model), known_costs(model)
+        self.batch = Batch(model)
+        self._costs = known_costs(model)
         self.open: list[_Answer] = []
         self.together = False
 
@@ -97,12 +98,21 @@ class Batches:
     ) -> Iterator[list[int]]:
         """As `api.planned_steps`, beside others; with a `mask`, always without drafts."""
         cache.trim(cache.offset)
-        key, text = PromptKey.of(model), [*context, *prompt]
+        key = PromptKey.of(model)
+        text = [*context, *prompt]
         group = self._groups.get(key) or self._groups.setdefault(key, _Group(model))
         row = _Answer(
-            model, plan.sampling, cache, text, ends, mask, len(text),
-            plan=plan, group=group, todo=prompt[:-1],
-        )  # fmt: skip
+            model,
+            plan.sampling,
+            cache,
+            text,
+            ends,
+            mask,
+            len(text),
+            plan=plan,
+            group=group,
+            todo=prompt[:-1],
+        )
         try:
             yield from self._read_prompt(row)
             while True:
@@ -170,7 +180,8 @@ class Batches:
 
     def _together(self, row: _Answer, told: list[TokenLogprobs] | None) -> Iterator[list[int]]:
         """Its tokens by the calls of a batch, until answers no longer go together."""
-        group, batch = row.group, row.group.batch
+        group = row.group
+        batch = row.group.batch
         while row.unread or row.error or row.mask or group.together:
             while not row.unread:
                 if row.error is not None:

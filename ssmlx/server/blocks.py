@@ -42,7 +42,8 @@ class _Turns(list[dict[str, Any]]):
         getattr(self, does)(*fields)
 
     def say(self, role: Any, content: Any) -> None:
-        turn, said = self._turn("system" if role == "developer" else role), asks.text_of(content)
+        turn = self._turn("system" if role == "developer" else role)
+        said = asks.text_of(content)
         turn["content"] = "\n\n".join(one for one in (turn["content"], said) if one)
 
     def think(self, content: Any) -> None:
@@ -53,7 +54,8 @@ class _Turns(list[dict[str, Any]]):
         """`arguments` are an object, or its JSON."""
         ok = isinstance(id, str) and isinstance(name, str) and isinstance(arguments, str | dict)
         asks.check(ok, f"a call of {quoted(name)}", "an id, a name and arguments")
-        self._names[id], function = name, {"name": name, "arguments": arguments}
+        self._names[id] = name
+        function = {"name": name, "arguments": arguments}
         calls = self._turn("assistant").setdefault("tool_calls", [])
         calls.append({"id": id, "type": "function", "function": function})
 
@@ -212,14 +214,19 @@ class Responses:
     """Runs are the items of a response's output."""
 
     def __init__(self, ask: Ask) -> None:
-        self._items, self._sequence = list[dict[str, Any]](), count()
+        self._items = list[dict[str, Any]]()
+        self._sequence = count()
         self.reply: dict[str, Any] = {"id": f"resp_{token_hex(12)}", "object": "response"}
         self.reply |= {"created_at": int(time()), "status": "in_progress", "model": ask.model}
         self.reply |= {"output": self._items, "error": None, "parallel_tool_calls": True}
         self.reply |= {"store": False, "tools": [], "tool_choice": "auto"}
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
-        thought, kind, item, held, name = 0, "", dict[str, Any](), dict[str, Any](), ""
+        thought = 0
+        kind = ""
+        item = dict[str, Any]()
+        held = dict[str, Any]()
+        name = ""
         async for does, part in _runs(parts):
             match does:
                 case "begins":
@@ -261,7 +268,8 @@ class Responses:
         return "output_text", item, held, "text"
 
     def _end(self, end: End, thought: int) -> None:
-        last, is_cut = end.last, end.reason == "length"
+        last = end.last
+        is_cut = end.reason == "length"
         cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}
         usage = {"input_tokens": last.prompt_tokens, "input_tokens_details": cached}
         usage["output_tokens"] = last.generation_tokens

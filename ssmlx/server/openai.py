@@ -21,7 +21,8 @@ _SETTINGS = {
 
 
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
-    choice, turns = body.get("tool_choice"), asks.parts_of(body.get("messages"), "messages")
+    choice = body.get("tool_choice")
+    turns = asks.parts_of(body.get("messages"), "messages")
     asks.check(bool(turns), "messages is empty", "a turn at least")
     turns = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in turns]
     kind = choice.get("type") if isinstance(choice, dict) else choice
@@ -56,7 +57,8 @@ def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[st
     found = {_SETTINGS[name]: body[name] for name in given} | {"logprobs": logprobs}
     if asks.number(body, "seed", -(2**63), 2**63 - 1) is not None:
         found["seed"] %= 2**63
-    stop, bias = body.get("stop"), asks.typed(body, "logit_bias", dict, {})
+    stop = body.get("stop")
+    bias = asks.typed(body, "logit_bias", dict, {})
     found["stop"] = [stop] if isinstance(stop, str) else asks.typed(body, "stop", list, config.stop)
     ids = all(one.isdecimal() and len(one) < 10 for one in bias)
     asks.check(ids, f"logit_bias is {quoted(bias)}", "token ids")
@@ -75,7 +77,8 @@ def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[st
 
 def _schema(form: Body) -> Body | None:
     """A format's, which may be a level down; {} for any object, None for text."""
-    kind, named = form.get("type", "text"), form.get("json_schema", form)
+    kind = form.get("type", "text")
+    named = form.get("json_schema", form)
     if kind in ("text", "json_object"):
         return None if kind == "text" else {}
     schema = named.get("schema") if isinstance(named, dict) else None
@@ -88,11 +91,14 @@ def _schema(form: Body) -> Body | None:
 class Texts:
     """Tells choices of plain texts: a chunk a part."""
 
-    prefix, kind, kind_of_chunk = "cmpl-", "text_completion", "text_completion"
+    prefix = "cmpl-"
+    kind = "text_completion"
+    kind_of_chunk = "text_completion"
 
     def __init__(self, ask: Ask) -> None:
         options = asks.typed(ask.body, "stream_options", dict, {})
-        self._has_usage, self._ends = options.get("include_usage"), list[End]()
+        self._has_usage = options.get("include_usage")
+        self._ends = list[End]()
         self.reply: dict[str, Any] = {"id": self.prefix + token_hex(12), "object": self.kind}
         self.reply |= {"created": int(time()), "model": ask.model, "choices": []}
 
@@ -114,7 +120,9 @@ class Texts:
 
     def _choice(self, part: Part) -> dict[str, Any]:
         """What a part brings to its choice, after it was added to the whole one."""
-        index, choices, logprobs = len(self._ends), self.reply["choices"], None
+        index = len(self._ends)
+        choices = self.reply["choices"]
+        logprobs = None
         if index == len(choices):
             choices.append({"index": index, "logprobs": None})
         if isinstance(part, Text) and part.logprobs is not None:
@@ -132,14 +140,17 @@ class Texts:
 
     def _logprobs(self, told: list[dict[str, Any]]) -> dict[str, Any]:
         tops = [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in told]
-        tokens, logprobs = [one["token"] for one in told], [one["logprob"] for one in told]
+        tokens = [one["token"] for one in told]
+        logprobs = [one["logprob"] for one in told]
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
 
 
 class Chats(Texts):
     """Tells choices of messages."""
 
-    prefix, kind, kind_of_chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl-"
+    kind = "chat.completion"
+    kind_of_chunk = "chat.completion.chunk"
 
     def _said(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
         delta: dict[str, Any] = {} if "message" in whole else {"role": "assistant"}
@@ -172,7 +183,8 @@ def _added(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 def _usage(ends: Sequence[End]) -> dict[str, Any]:
     """Over all choices, of one prompt."""
-    prompt, completion = ends[0].last.prompt_tokens, sum(end.last.generation_tokens for end in ends)
+    prompt = ends[0].last.prompt_tokens
+    completion = sum(end.last.generation_tokens for end in ends)
     right = sum(min(end.timings["draft_n_accepted"], end.predicted) for end in ends)
     guesses = {"accepted_prediction_tokens": right}
     guesses["rejected_prediction_tokens"] = sum(end.predicted for end in ends) - right

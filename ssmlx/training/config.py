@@ -26,7 +26,8 @@ from ..settings import (
 
 Schedule = Literal["linear", "cosine", "constant"]
 Part = Literal["streams", "condition"]
-PARTS, SCHEDULES = get_args(Part), get_args(Schedule)
+PARTS = get_args(Part)
+SCHEDULES = get_args(Schedule)
 STREAM_INIT_RANK = 32
 DRAFT_VOCAB_SIZE = 16384
 _MAX_RANK = 4096
@@ -141,29 +142,46 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._choose_f()
         check_settings(self, do=_DO)
-        rotated, identity = self.stream_design == "value_rotation", self.stream_init == "identity"
+        rotated = self.stream_design == "value_rotation"
+        identity = self.stream_init == "identity"
         weights = f"one weight, or {self.num_streams}"
         has_condition = self.condition_rank > 0
         for name, ok, expected in (
             ("rotation_step", rotated == (self.rotation_step > 0), "0 unless streams rotate"),
             ("stream_init_rank", identity == (self.stream_init_rank == 0), "0 for identity"),
-            ("num_streams", self.num_streams > 0 or self.adapter_scope == "all",
-             "1 or more where LoRA acts on streams alone"),
-            ("num_streams", self.num_streams > 0 or not self.train_only,
-             "1 or more where streams are what is trained"),
-            ("condition_rank", self.num_streams > 0 or not has_condition,
-             "0 where there are no streams"),
-            ("root_init_rank", self.num_streams > 0 or not self.root_init_rank,
-             "0 where there are no streams"),
-            ("condition_rank", has_condition or not self.keeps_streams,
-             "1 or more, such as 64, where the condition is what is trained"),
+            (
+                "num_streams",
+                self.num_streams > 0 or self.adapter_scope == "all",
+                "1 or more where LoRA acts on streams alone",
+            ),
+            (
+                "num_streams",
+                self.num_streams > 0 or not self.train_only,
+                "1 or more where streams are what is trained",
+            ),
+            (
+                "condition_rank",
+                self.num_streams > 0 or not has_condition,
+                "0 where there are no streams",
+            ),
+            (
+                "root_init_rank",
+                self.num_streams > 0 or not self.root_init_rank,
+                "0 where there are no streams",
+            ),
+            (
+                "condition_rank",
+                has_condition or not self.keeps_streams,
+                "1 or more, such as 64, where the condition is what is trained",
+            ),
             ("stream_weights", len(self.stream_weights) in (1, self.num_streams or 1), weights),
-        ):  # fmt: skip
+        ):
             found = f"--{name.replace('_', '-')} {getattr(self, name)}"
             require(ok, found, expected=expected, do=_DO)
 
     def _choose_f(self) -> None:
-        kind, rank = self.stream_init, self.stream_init_rank
+        kind = self.stream_init
+        rank = self.stream_init_rank
         if kind is None:
             embedded = self.stream_design == "embeddings" and self.num_streams > 0
             kind = "low_rank" if embedded and rank != 0 else "identity"

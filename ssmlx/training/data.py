@@ -70,7 +70,8 @@ class Encoder:
             ValueError: the line has none of the forms above.
         """
         if "completion_tokens" in line:
-            prompt, answer = list(line["prompt_tokens"]), list(line["completion_tokens"])
+            prompt = list(line["prompt_tokens"])
+            answer = list(line["completion_tokens"])
         elif "completion" in line and isinstance(line.get("prompt"), str):
             asked = [{"role": "user", "content": line["prompt"]}]
             prompt, answer = self._chat([*asked, {"content": line["completion"]}], None)
@@ -81,7 +82,8 @@ class Encoder:
             prompt, answer = self._chat(turns, line.get("tools"))
         elif isinstance(line.get("text"), str):
             text = encode(line["text"], self.tokenizer) if line["text"] else []
-            prompt, answer = text[:1], [*text[1:], *self._answer("")]
+            prompt = text[:1]
+            answer = [*text[1:], *self._answer("")]
         else:
             raise ValueError(f"it has {', '.join(line) or 'no fields'}")
         if not prompt or not answer:
@@ -102,7 +104,8 @@ class Encoder:
         whole = of_turns(turns, tools=tools, add_generation_prompt=False)
         if whole[: len(prompt)] != prompt:
             raise ValueError("its tool calls do not stand where the template starts an answer")
-        answer, end = whole[len(prompt) :], self.end_token
+        answer = whole[len(prompt) :]
+        end = self.end_token
         if end is not None and end in answer:
             del answer[answer.index(end) + 1 :]
         return prompt, answer
@@ -148,7 +151,8 @@ def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) 
     Where the answers have fewer kinds of token, those of the prompts follow, then the lowest
     ids. Tokens that are left out can never be guessed, only be decided by the target.
     """
-    answers, prompts = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.int64)
+    answers = np.zeros(vocab_size, np.int64)
+    prompts = np.zeros(vocab_size, np.int64)
     for example in examples:
         np.add.at(answers, example.tokens[example.start :], 1)
         np.add.at(prompts, example.tokens[: example.start], 1)
@@ -197,7 +201,9 @@ class Packing:
         if len(examples) == 1:
             return examples[0]
         text: list[int] = []
-        turns, size, opening = [], len(self.frame.opening), list(self.frame.opening)
+        turns = []
+        size = len(self.frame.opening)
+        opening = list(self.frame.opening)
         for example in examples:
             own = example.tokens.tolist()
             opens = [n for n in range(example.start) if size and own[n : n + size] == opening]
@@ -336,8 +342,11 @@ class BatchPlan:
         size: int = 1,
         packing: Packing | None = None,
     ) -> None:
-        self._examples, self._batch_size, self._seed = examples, batch_size, seed
-        self._part, self._packing = (rank, size), packing
+        self._examples = examples
+        self._batch_size = batch_size
+        self._seed = seed
+        self._part = (rank, size)
+        self._packing = packing
         self._epoch = -1
         self._batches: list[np.ndarray] = []
         self._joined: set[int] = set()
@@ -356,7 +365,8 @@ class BatchPlan:
 
     def _mix(self) -> None:
         """Choose half of the batches to be packed, their examples mixed, whatever their lengths."""
-        rng, batches = np.random.default_rng([self._seed, self._epoch, 1]), self._batches
+        rng = np.random.default_rng([self._seed, self._epoch, 1])
+        batches = self._batches
         chosen = rng.permutation(len(batches))[: (len(batches) + 1) // 2]
         mixed = rng.permutation(np.concatenate([batches[place] for place in chosen]))
         ends = np.cumsum([len(batches[place]) for place in chosen])

@@ -196,7 +196,8 @@ def prepare(
         )
         return examples
 
-    examples, valid = read("train.jsonl"), read("valid.jsonl")[: options.valid_count]
+    examples = read("train.jsonl")
+    valid = read("valid.jsonl")[: options.valid_count]
     if start is None:
         longest = max(len(example.tokens) for example in examples)
         config = replace(config, stream_window=max(config.stream_window, longest))
@@ -257,7 +258,8 @@ def run_to_end(
     options' tree, or `replay_size`. With `keep_best`, what is untrained is validated too, and that
     is written which brought most tokens per call, whenever it does. `wait` is called before steps.
     """
-    out, options = job.options.out, job.options
+    out = job.options.out
+    options = job.options
     make_folder(out)
     state = out / trainer.STATE_FILE
     settings: dict[str, Any] = {
@@ -276,14 +278,16 @@ def run_to_end(
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
     lower_of = lower()
-    objective, size = trainer.objective, replay_size or options.tree_size
+    objective = trainer.objective
+    size = replay_size or options.tree_size
     batches = in_order(job.valid, _VALIDATION_BATCH)
     texts = [collate(job.valid, one.indices, job.packing) for one in batches if job.packing]
     validate, of_packed = (Validation(objective, one, size) for one in (batches, texts))
     last = min(options.max_steps or job.num_steps, job.num_steps)
     rule = job.train.batch_size, job.train.seed, *trainer.part, job.packing
     plan = BatchPlan(job.examples, *rule)
-    first, result = trainer.step, None
+    first = trainer.step
+    result = None
     if keep_best and not record.entries:
         record.add({"step": 0, **validate()})
     best = max((entry.get("tokens_per_call", 0.0) for entry in record.entries), default=0.0)
@@ -298,7 +302,8 @@ def run_to_end(
             _say(entry, job.num_steps)
         record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
         if keep_best and entry.get("tokens_per_call", 0.0) > best:
-            best, result = entry["tokens_per_call"], write(validate)
+            best = entry["tokens_per_call"]
+            result = write(validate)
         if trainer.step % options.save_every == 0 or trainer.step == last:
             trainer.save(state, identity)
     if not keep_best:
@@ -360,10 +365,12 @@ def check_init(
     require(
         not loses_task,
         f"the streams in {source} draft beside the LoRA of a task",
-        expected="that LoRA on every row", do="give --task-lora, or --train-only streams",
-    )  # fmt: skip
+        expected="that LoRA on every row",
+        do="give --task-lora, or --train-only streams",
+    )
     for name in _OF_STREAMS if found.num_streams else ():
-        before, now = getattr(found, name), getattr(wanted, name)
+        before = getattr(found, name)
+        now = getattr(wanted, name)
         require(
             before == now,
             f"the streams in {source} have {name} {before}",

@@ -29,7 +29,7 @@ from ..loading.adapter import (
     stream_tensors,
     streams_of,
     write_adapter,
-)  # fmt: skip
+)
 from ..loading.attach import check_base
 from ..loading.files import new_folder
 from ..model.backbone import Backbone, LMHead
@@ -125,7 +125,8 @@ class _View:
     ) -> None:
         self.offset = rows.positions
         self.kept: tuple[mx.array, mx.array] | None = None
-        self._nodes, self._rotation = nodes, rotation
+        self._nodes = nodes
+        self._rotation = rotation
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self._rotation is not None:
@@ -149,7 +150,8 @@ class TrainedModel:
 
     def __init__(self, backbone: Backbone, adapter: Adapter, part: Part | None = None) -> None:
         check_base(adapter, backbone)
-        self.backbone, self.config = backbone, adapter.config
+        self.backbone = backbone
+        self.config = adapter.config
         self._adapter = adapter
         attach_lora(backbone.model, adapter.task_lora, RowScope(0), merge=True, dtype=mx.float32)
         self._scope = RowScope(0 if self.config.adapter_scope == "all" else None)
@@ -180,7 +182,8 @@ class TrainedModel:
         self.weights = weights
         every = {**self._start, **weights}
         for path, module in self._loras.items():
-            module.lora_a, module.lora_b = every[f"{path}.lora_a"], every[f"{path}.lora_b"]
+            module.lora_a = every[f"{path}.lora_a"]
+            module.lora_b = every[f"{path}.lora_b"]
         vocab = self._adapter.streams.draft_vocab
         self._fused.streams = replace(streams_of(every), draft_vocab=vocab)
 
@@ -195,7 +198,8 @@ class TrainedModel:
 
     def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
         """Last hidden states before the norm, of `nodes` [B, T, D] and of streams [B, K * G, D]."""
-        started, views = nodes, []
+        started = nodes
+        views = []
         for index in range(self.config.insertion_layer, self.config.num_layers):
             views.append((index, _View(layout.nodes)))
             nodes = self._run(index, nodes, layout.nodes, views[-1][1])
@@ -205,7 +209,8 @@ class TrainedModel:
             if self._fused.starts_from_root:
                 roots = layout.tokens[texts, carriers + 1]
                 known = self._fused.root_states(roots, nodes[texts, carriers])
-            states, count = started[texts, carriers], self.config.num_streams
+            states = started[texts, carriers]
+            count = self.config.num_streams
             states = self._fused.start_streams(states, count, known)
             with self._scope.starting_at(0):
                 for index, view in views:
@@ -285,7 +290,8 @@ def write_trained(folder: Path, adapter: Adapter, validate: Validation) -> Path:
 
 def with_new_parts(adapter: Adapter, train: TrainConfig) -> Adapter:
     """The adapter with all that is to be trained: what it lacks changes nothing yet."""
-    streams, size = adapter.streams, adapter.config.hidden_size
+    streams = adapter.streams
+    size = adapter.config.hidden_size
     condition = streams.condition or new_condition(train, size)
     root_init = streams.root_init or new_root_init(train, size)
     config = replace(
@@ -309,7 +315,8 @@ def new_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) ->
 
 
 def new_condition(train: TrainConfig, size: int) -> Condition | None:
-    rank, rng = train.condition_rank, np.random.default_rng([train.seed, 1])
+    rank = train.condition_rank
+    rng = np.random.default_rng([train.seed, 1])
     if not rank:
         return None
     embed, gate = (_uniform(rng, rank, size, size) for _ in range(2))
@@ -328,7 +335,8 @@ def new_adapter(
 
     The rest is drawn from the run's seed, alike on every machine.
     """
-    rng, size = np.random.default_rng(train.seed), config.hidden_size
+    rng = np.random.default_rng(train.seed)
+    size = config.hidden_size
     scale = train.lora_alpha / train.lora_rank
     embeddings = None
     if config.has_embeddings:

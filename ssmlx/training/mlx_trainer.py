@@ -79,7 +79,8 @@ def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.a
     over a whole vocabulary the small ones are lost, losses come out some 1e-4 too low, and
     gradients of likely tokens are off by percents.
     """
-    rows, whole = len(logits), logits.shape[1] // _BLOCK * _BLOCK
+    rows = len(logits)
+    whole = logits.shape[1] // _BLOCK * _BLOCK
     top = logits.max(axis=-1, keepdims=True)
     powers = mx.exp(logits - top)
     sums = [powers[:, :whole].reshape(rows, -1, _BLOCK).sum(axis=-1), powers[:, whole:]]
@@ -112,8 +113,11 @@ class MlxObjective(Objective):
     def __init__(
         self, model: TrainedModel, train: TrainConfig, draft_vocab: np.ndarray | None
     ) -> None:
-        self.model, self.train, self.draft_vocab = model, train, draft_vocab
-        self.vocab_size, self.hidden_size = model.backbone.vocab_size, model.config.hidden_size
+        self.model = model
+        self.train = train
+        self.draft_vocab = draft_vocab
+        self.vocab_size = model.backbone.vocab_size
+        self.hidden_size = model.config.hidden_size
         self.state_bytes = model.backbone.dtype.size
 
     def lower(self, batch: Batch) -> mx.array:
@@ -143,7 +147,8 @@ class MlxObjective(Objective):
         """
         self.model.bind(weights)
         states = self._states(batch, lower)
-        total, means = mx.array(0.0), {}
+        total = mx.array(0.0)
+        means = {}
         terms = self.terms(batch, step)
         whole = {term.name: term.num_targets for term in self.terms(batch.whole or batch, step)}
         for drafting in (False, True):
@@ -176,7 +181,8 @@ class MlxObjective(Objective):
 
     def ranked(self, batch: Batch, lower: mx.array, count: int) -> tuple[np.ndarray, np.ndarray]:
         rows = self._states(batch, lower)[STREAM].reshape(-1, self.hidden_size)
-        pieces, streams = [], self.train.num_streams
+        pieces = []
+        streams = self.train.num_streams
         roots = mx.array(np.maximum(batch.targets(0), 0).flatten())
         places = max(1, _ROWS_AT_ONCE // streams)
         for first in range(0, len(roots), places):
@@ -202,7 +208,9 @@ class MlxObjective(Objective):
         whole: Mapping[str, int],
     ) -> tuple[mx.array, mx.array]:
         """The weighted sum over terms that share a head, and each row's loss."""
-        rows, targets, scales = [], [], []
+        rows = []
+        targets = []
+        scales = []
         model = self.model
         for term in terms:
             there = term.targets >= 0
@@ -269,7 +277,9 @@ class MlxTrainer(Trainer):
     objective: MlxObjective
 
     def __init__(self, objective: MlxObjective, num_steps: int, group: Group | None = None) -> None:
-        self.objective, self.num_steps, self.step = objective, num_steps, 0
+        self.objective = objective
+        self.num_steps = num_steps
+        self.step = 0
         self._group = group
         self.part = (group.rank(), group.size()) if group else (0, 1)
         self.weights = objective.model.weights

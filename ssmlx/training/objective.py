@@ -23,7 +23,10 @@ from ..tuning.replay import Guesses, Replay, replay
 from .config import TrainConfig
 from .data import Batch, Example, draft_indices, in_order
 
-MAIN, STREAM, GIVEN, PRUNE = "main", "stream", "given", "prune"
+MAIN = "main"
+STREAM = "stream"
+GIVEN = "given"
+PRUNE = "prune"
 STRIDE = 4
 """One carrier in so many, a different one each step, teaches the pruning adapter, and streams
 beside a condition what they guess without it: perf/README.md, "Objectives"."""
@@ -105,7 +108,8 @@ class Objective(ABC):
 
     def terms(self, batch: Batch, step: int) -> list[Term]:
         """The parts of eq. 5; `step` decides which carriers teach the pruning adapter."""
-        train, found = self.train, []
+        train = self.train
+        found = []
         node_rows = np.arange(batch.tokens.size).reshape(batch.tokens.shape)
         node_rows = np.take_along_axis(node_rows, batch.carriers, axis=1)
         main_targets = batch.targets(0)
@@ -124,7 +128,8 @@ class Objective(ABC):
                 before = batch.targets(stream - 1)
                 found.append(Term(f"given_{stream}", GIVEN, rows, targets, alpha, before))
         if train.prune_rank and train.prune_weight and not train.keeps_streams:
-            rows, targets = node_rows[:, some], main_targets[:, some]
+            rows = node_rows[:, some]
+            targets = main_targets[:, some]
             found.append(Term(PRUNE, PRUNE, rows, targets, train.prune_weight))
         return found
 
@@ -156,7 +161,8 @@ class Validation:
     """Held-out examples: their losses, and the target calls that decoding them would take."""
 
     def __init__(self, objective: Objective, batches: Sequence[Batch], size: int) -> None:
-        self._objective, self._size = objective, size
+        self._objective = objective
+        self._size = size
         self._batches = [(batch, objective.lower(batch)) for batch in batches]
 
     def __call__(self) -> dict[str, float]:
@@ -202,7 +208,9 @@ class LowerStore:
     def __init__(
         self, path: Path, examples: Sequence[Example], objective: Objective, identity: str = ""
     ) -> None:
-        self._examples, self._objective, self._identity = examples, objective, identity
+        self._examples = examples
+        self._objective = objective
+        self._identity = identity
         ends = np.cumsum([len(example.tokens) for example in examples])
         self._starts = np.concatenate([[0], ends[:-1]])
         shape = int(ends[-1]), objective.state_size
@@ -226,7 +234,8 @@ class LowerStore:
 
     def fill(self, label: str = "") -> None:
         """Compute what is not there yet, in batches that depend on the examples alone."""
-        batches, done = in_order(self._examples, _BATCH_SIZE), self._read_mark().get("batches", 0)
+        batches = in_order(self._examples, _BATCH_SIZE)
+        done = self._read_mark().get("batches", 0)
         if done == len(batches):
             return
         try:  # a write through the mapping, where the disk is full, would end the process

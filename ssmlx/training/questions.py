@@ -24,7 +24,9 @@ NUMBERS = {"a": (2, 12), "b": (24, 480), "c": (3, 20), "d": (13, 99)}
 OPENING_WORDS = 8
 
 # Of a prompt that the model makes up itself.
-SHORTEST, LONGEST = 8, 400  # characters
+# characters
+SHORTEST = 8
+LONGEST = 400
 LEAST_ASCII = 0.97
 _SPECIAL = re.compile(r"<\|[^>]*\|>|<[a-z_]+>")
 _MARKER = "\u2063user text\u2063"

@@ -9,7 +9,8 @@ from typing import Any
 from ..loading.files import write_whole
 from ..tuning.report import finish, new_figure
 
-LOG_FILE, PICTURE_FILE = "log.jsonl", "curves.png"
+LOG_FILE = "log.jsonl"
+PICTURE_FILE = "curves.png"
 _WINDOW = 20  # steps whose mean is drawn
 
 
@@ -53,14 +54,23 @@ def draw(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
     _draw_losses(left, entries)
     left.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title=title)
     left.legend(
-        frameon=False, fontsize=8, title="dashed: held out", title_fontsize=8,
-        loc="upper left", bbox_to_anchor=(1, 1),
-    )  # fmt: skip
+        frameon=False,
+        fontsize=8,
+        title="dashed: held out",
+        title_fontsize=8,
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+    )
     steps, values = _points(entries, "tokens_per_call")
     if steps:
         right.plot(steps, values, marker="o", color="tab:green")
-        right.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(-4, 7),
-                       textcoords="offset points", ha="right")  # fmt: skip
+        right.annotate(
+            f"{values[-1]:.2f}",
+            (steps[-1], values[-1]),
+            xytext=(-4, 7),
+            textcoords="offset points",
+            ha="right",
+        )
     right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
     finish(figure, "", picture)
 
@@ -72,7 +82,8 @@ def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
         steps, values = _points(entries, name)
         smooth = [fmean(values[max(0, i - _WINDOW + 1) : i + 1]) for i in range(len(values))]
         (line,) = axes.plot(steps, smooth, label=name.removesuffix("_loss"), linewidth=1.2)
-        held_out, style = _points(entries, f"valid_{name}"), {"linewidth": 1, "alpha": 0.8}
+        held_out = _points(entries, f"valid_{name}")
+        style = {"linewidth": 1, "alpha": 0.8}
         axes.plot(*held_out, "--", marker=".", color=line.get_color(), **style)
 
 

@@ -61,10 +61,17 @@ class Sizes:
 
     def train(self, **more: Any) -> TrainConfig:
         return TrainConfig(
-            num_streams=self.num_streams, num_msa_layers=self.num_layers,
-            adapter_scope="streams", root_init_rank=64, condition_rank=64,
-            stream_weights=(1.0,), schedule="cosine", learning_rate=1e-3, prune_rank=0, **more,
-        )  # fmt: skip
+            num_streams=self.num_streams,
+            num_msa_layers=self.num_layers,
+            adapter_scope="streams",
+            root_init_rank=64,
+            condition_rank=64,
+            stream_weights=(1.0,),
+            schedule="cosine",
+            learning_rate=1e-3,
+            prune_rank=0,
+            **more,
+        )
 
 
 def choose_sizes(decoder: Decoder, chip: Chip) -> Sizes:
@@ -76,9 +83,13 @@ def choose_sizes(decoder: Decoder, chip: Chip) -> Sizes:
 
 def _drafting(decoder: Decoder, layers: int, streams: int) -> Decoder:
     return replace(
-        decoder, msa_layers=layers, num_streams=streams, is_conditional=True,
-        starts_from_root=True, draft_vocab=min(decoder.vocab, DRAFT_VOCAB_SIZE),
-    )  # fmt: skip
+        decoder,
+        msa_layers=layers,
+        num_streams=streams,
+        is_conditional=True,
+        starts_from_root=True,
+        draft_vocab=min(decoder.vocab, DRAFT_VOCAB_SIZE),
+    )
 
 
 def predicted(
@@ -98,9 +109,13 @@ def predicted(
     middle = speedups("middle")
     nodes = max(middle, key=middle.__getitem__)
     return Sizes(
-        num_layers=layers, num_streams=streams, nodes=nodes,
-        low=speedups("high")[nodes], middle=middle[nodes], high=speedups("low")[nodes],
-    )  # fmt: skip
+        num_layers=layers,
+        num_streams=streams,
+        nodes=nodes,
+        low=speedups("high")[nodes],
+        middle=middle[nodes],
+        high=speedups("low")[nodes],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +136,10 @@ def expected_rates(decoder: Decoder, chip: Chip, sizes: Sizes) -> Rates:
     Learning a token takes a row of it, and one of each stream forth and back, through the layers
     that have streams, and the draft head forth and back, once and for one token in `STRIDE` twice.
     """
-    layers, streams = sizes.num_layers, sizes.num_streams
-    drafting, together = _drafting(decoder, layers, streams), _TOGETHER[0]
+    layers = sizes.num_layers
+    streams = sizes.num_streams
+    drafting = _drafting(decoder, layers, streams)
+    together = _TOGETHER[0]
     row = row_costs(chip, decoder.bits)[MOST_ROWS] / MOST_ROWS
     layer = row * chip.seconds(decoder.layer_bytes())
     head = row * chip.seconds(decoder.head_bytes(drafting.draft_vocab))
@@ -130,8 +147,10 @@ def expected_rates(decoder: Decoder, chip: Chip, sizes: Sizes) -> Rates:
         answer=together / costs(drafting, chip).batch_seconds(together, USUAL_CONTEXT),
         token=layers * layer * (1 + 2 * streams) + 2 * (1 + 1 / STRIDE) * streams * head,
         lower=(decoder.layers - layers) * layer,
-        batch_size=_BATCHES[0], together=together, memory=0,
-    )  # fmt: skip
+        batch_size=_BATCHES[0],
+        together=together,
+        memory=0,
+    )
 
 
 def memory_here() -> int:
@@ -164,7 +183,8 @@ def measure(
     Raises:
         InputError: not even one example at a time fits.
     """
-    rng, size = np.random.default_rng(train.seed), train.draft_vocab_size
+    rng = np.random.default_rng(train.seed)
+    size = train.draft_vocab_size
     known = size or backbone.vocab_size  # tokens that are learnt, as nearly all of an answer's are
     tokens = rng.integers(0, known, prompt_tokens + ANSWER_TOKENS).astype(np.int32)
     together, answer, for_answers = _answer_rate(speaker, tokens[:prompt_tokens].tolist(), most)
@@ -172,7 +192,8 @@ def measure(
     vocab = np.arange(size, dtype=np.int32) if size else None
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab))
     objective = MlxObjective(model, train, vocab)
-    trainer, peaks = MlxTrainer(objective, 100), {}
+    trainer = MlxTrainer(objective, 100)
+    peaks = {}
     for count in _PROBED:
         batch = collate([Example(tokens, prompt_tokens)] * count, np.arange(count))
         with _watched() as lower:
@@ -214,11 +235,13 @@ class _Spent:
 
 @contextmanager
 def _watched() -> Iterator[_Spent]:
-    spent, start = _Spent(), time.perf_counter()
+    spent = _Spent()
+    start = time.perf_counter()
     mx.clear_cache()
     mx.reset_peak_memory()
     yield spent
-    spent.seconds, spent.peak = time.perf_counter() - start, mx.get_peak_memory()
+    spent.seconds = time.perf_counter() - start
+    spent.peak = mx.get_peak_memory()
 
 
 def _largest(
@@ -253,14 +276,19 @@ class Plan:
 
         More passes where answers take longer to make.
         """
-        asking, tokens = 1 + _QUESTION_SHARE, USUAL_TOKENS
+        asking = 1 + _QUESTION_SHARE
+        tokens = USUAL_TOKENS
         made = tokens / rates.answer * asking
-        frozen, learnt = rates.lower * (prompt_tokens + tokens), rates.token * tokens
+        frozen = rates.lower * (prompt_tokens + tokens)
+        learnt = rates.token * tokens
         epochs = min(_MOST_EPOCHS, max(1, round(made / learnt)))
         trained = frozen + epochs * learnt
         seconds = (1 - RESERVE) * 3600 * hours
         answers = before + int((seconds - before * trained) / (made + trained))
         return cls(
-            hours=hours, answers=answers, epochs=epochs,
-            answer_seconds=(answers - before) * made, train_seconds=answers * trained,
-        )  # fmt: skip
+            hours=hours,
+            answers=answers,
+            epochs=epochs,
+            answer_seconds=(answers - before) * made,
+            train_seconds=answers * trained,
+        )

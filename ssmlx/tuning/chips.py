@@ -43,7 +43,9 @@ ROOT_KERNELS = 11
 """More of them where streams start from the root too."""
 MOST_ROWS = 128
 _ROWS = (*range(1, 18), 20, 24, 28, 32, 33, 48, 64, 65, 96, 97, MOST_ROWS)
-_FAR, _TILE, _NEAR = 8192, 32, 1.0
+_FAR = 8192
+_TILE = 32
+_NEAR = 1.0
 _BOUNDS: Mapping[str, Any] = {"low": (min, 0.85), "middle": (median, 1.0), "high": (max, 1.15)}
 """What is taken of all that was published, and the median error of those left out of it."""
 
@@ -73,7 +75,8 @@ class Chip:
     def far_from(self, other: str) -> float:
         """How unlike another chip it is."""
         ultra = self.name.endswith("Ultra") != other.endswith("Ultra")
-        one, two = self.generation, CHIPS[other].generation
+        one = self.generation
+        two = CHIPS[other].generation
         return inf if (one == 0) != (two == 0) else abs(one - two) + 1.5 * ultra
 
     def launch(self) -> float:
@@ -114,14 +117,16 @@ def launched(chip: Chip, one: Mapping[str, Any]) -> float:
 
 def _points(one: Mapping[str, Any]) -> list[float]:
     """r at the rows of a measurement: without launches, and without a round's `draft` a row."""
-    fixed, draft = launched(CHIPS[one["chip"]], one), one.get("draft", 0.0)
+    fixed = launched(CHIPS[one["chip"]], one)
+    draft = one.get("draft", 0.0)
     both = zip(one["rows"], one["cost"], strict=True)
     return [max(1.0, (cost - draft * (row - 1) - fixed) / (1 - fixed)) for row, cost in both]
 
 
 def _known(one: Mapping[str, Any], row: int) -> bool:
     """Whether a measurement tells of so many rows: at them, or on both sides and not far off."""
-    rows, place = one["rows"], bisect_left(one["rows"], row)
+    rows = one["rows"]
+    place = bisect_left(one["rows"], row)
     return place < len(rows) and (rows[place] == row or rows[place] <= 4 * rows[place - 1])
 
 
@@ -160,7 +165,8 @@ def row_costs(chip: Chip, bits: int, bound: Bound = "middle", without: str = "")
     last = max(known)
     for row in range(last + 1, MOST_ROWS + 1):
         known[row] = known[last] * ceil(row / _TILE) / ceil(last / _TILE)
-    rows, found = list(known), list(known.values())
+    rows = list(known)
+    found = list(known.values())
     return tuple(accumulate((interpolate(rows, found, row) for row in range(MOST_ROWS + 1)), max))
 
 
@@ -181,7 +187,8 @@ def left_out() -> dict[str, list[float]]:
     """Errors of T(n) / T(1) by origin, predicted over published - 1, each without that origin."""
     errors: dict[str, list[float]] = {}
     for one in published()["rows"]:
-        chip, own = CHIPS[one["chip"]], origin(one["source"])
+        chip = CHIPS[one["chip"]]
+        own = origin(one["source"])
         if chip.generation and one.get("shares_reads", chip.shares_reads) == chip.shares_reads:
             for row, cost in zip(one["rows"][1:], one["cost"][1:], strict=True):
                 found = ratio(chip, one, row, without=own) + one.get("draft", 0.0) * (row - 1)
@@ -214,8 +221,10 @@ class Decoder:
     @classmethod
     def of(cls, model: StreamFusedModel) -> Self:
         """That of a loaded model."""
-        backbone, args = model.backbone, model.backbone.args
-        hidden, layers = backbone.hidden_size, len(backbone.layers)
+        backbone = model.backbone
+        args = model.backbone.args
+        hidden = backbone.hidden_size
+        layers = len(backbone.layers)
         heads = getattr(args, "num_attention_heads", hidden // 64)
         modules = backbone.layers[-1].modules()
         packed = [one.bits for one in modules if hasattr(one, "bits")]
@@ -259,7 +268,9 @@ class Decoder:
 
 def costs(decoder: Decoder, chip: Chip, bound: Bound = "middle") -> StepCosts:
     """What steps should cost, in the form that measured costs have."""
-    upper, streams, launch = decoder.msa_layers, decoder.num_streams, chip.launch()
+    upper = decoder.msa_layers
+    streams = decoder.num_streams
+    launch = chip.launch()
     r, (attention,) = row_costs(chip, decoder.bits, bound), published()["attention"]
 
     kernels = STEP_KERNELS + CONDITION_KERNELS * decoder.is_conditional
@@ -279,7 +290,8 @@ def costs(decoder: Decoder, chip: Chip, bound: Bound = "middle") -> StepCosts:
         points = [(row, context) for row in rows for context in (0, _FAR)]
         return Surface.of({point: layers * layer(*point) + more for point in points})
 
-    whole_head, beside = head(decoder.vocab, _ROWS), Surface.of({(1, 0): kernels * launch})
+    whole_head = head(decoder.vocab, _ROWS)
+    beside = Surface.of({(1, 0): kernels * launch})
     return StepCosts(
         plain=run(decoder.layers, [1], whole_head.at(1)),
         lower=run(decoder.layers - upper, _ROWS),

@@ -111,7 +111,10 @@ def interpolate(known: Sequence[float], values: Sequence[float], at: float) -> f
     if len(known) == 1 or at <= known[0]:
         return values[0]
     right = min(bisect_right(known, at), len(known) - 1)
-    x0, x1, y0, y1 = known[right - 1], known[right], values[right - 1], values[right]
+    x0 = known[right - 1]
+    x1 = known[right]
+    y0 = values[right - 1]
+    y1 = values[right]
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
@@ -131,7 +134,9 @@ class StepCosts:
 
     def forward_seconds(self, shape: DraftShape, context: float) -> float:
         """The forwards of a step; ValueError where it prunes and nothing was measured of that."""
-        nodes, kept, streams = shape.num_nodes, shape.num_kept, shape.num_streams
+        nodes = shape.num_nodes
+        kept = shape.num_kept
+        streams = shape.num_streams
         seconds = self.lower.at(nodes, context) + self.head.at(kept)
         seconds += self.draft_seconds(shape, context)
         if shape.stream_schedule == "fused":

@@ -27,7 +27,9 @@ class Experience:
     """What was learned of a model with its adapter on this machine, and its file."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._written, self._is_new = path, time.monotonic(), False
+        self.path = path
+        self._written = time.monotonic()
+        self._is_new = False
         self.learned = _read(path)
         atexit.register(self.write)
 
@@ -41,7 +43,8 @@ class Experience:
         """Write what is new."""
         if not self._is_new:
             return
-        self._written, self._is_new = time.monotonic(), False
+        self._written = time.monotonic()
+        self._is_new = False
         learned = to_json(self.learned)
         values = {name: learned[name] for name in _KEPT}
         try:

@@ -67,6 +67,7 @@ def tokens_of(shape: DraftShape, config: StreamConfig) -> float:
 
 
 def priced(shape: DraftShape, tokens: float, costs: StepCosts, context: float) -> Rung:
-    plain, draft = costs.plain_seconds(context), costs.draft_seconds(shape, context)
+    plain = costs.plain_seconds(context)
+    draft = costs.draft_seconds(shape, context)
     verify = costs.step_seconds(shape, context) - draft
     return Rung(shape=shape, verify=verify / plain, draft=draft / plain, tokens=tokens)

@@ -80,7 +80,8 @@ def make_plan(
     # Machines that share a model have to draft alike.
     if kind == "streams" and config.leaves_shape_open and model.backbone.group is None:
         return _streams_plan(model, config, sampling, loaded, context)
-    done, drafter = config.with_default_shape(), None
+    done = config.with_default_shape()
+    drafter = None
     if kind is not None:
         drafter = _make_drafter(model, done, kind, sampling, draft_model, heads)
     return Plan(
@@ -111,12 +112,16 @@ def _streams_plan(
         # Whether drafting pays, the clock tells; but not where calls are to be the same.
         pays = not config.deterministic or best.speed > 1
     else:
-        costs, measured = tuning.costs, tuning.best(context)
+        costs = tuning.costs
+        measured = tuning.best(context)
         best = ladder.priced(measured.shape, measured.tokens_per_call, costs, behind)
-        rungs, pays = [best], tuning.drafting_pays(context)
+        rungs = [best]
+        pays = tuning.drafting_pays(context)
     drafts = pays or not config.leaves_all_open
     paced = drafts and config.leaves_all_open and not config.deterministic
-    drafter, pace, experience = None, Pace(), None
+    drafter = None
+    pace = Pace()
+    experience = None
     if drafts:
         largest = replace(config, **vars((rungs[-1] if paced else best).shape))
         drafter = _make_drafter(model, largest, "streams", sampling)
@@ -244,7 +249,8 @@ def _decision(
         dropped = config.prune is not None and config.prune.kind == "threshold"
         shape = shape_of(config, model)
         return f"streams draft: {shape}" + (", unlikely nodes dropped" if dropped else "")
-    nodes, levels = drafter.max_nodes, drafter.num_levels
+    nodes = drafter.max_nodes
+    levels = drafter.num_levels
     return f"{kind} drafts: at most {nodes} nodes a call, {levels} tokens ahead"
 
 

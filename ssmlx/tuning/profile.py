@@ -137,7 +137,8 @@ def _adapter_digest(model: StreamFusedModel) -> str:
 
 def store_profile(profile: Profile) -> Path:
     """Write a profile where it will be found, whole or not at all; the path."""
-    path, text = profile.key.path(), json.dumps({"format": FORMAT, **to_json(profile)}, indent=1)
+    path = profile.key.path()
+    text = json.dumps({"format": FORMAT, **to_json(profile)}, indent=1)
     make_folder(path.parent)
     try:
         write_whole(path, f"{text}\n".encode())
@@ -185,7 +186,8 @@ def _checked(values: dict[str, Any], key: ProfileKey, model: StreamFusedModel) -
         raise ValueError(f"it was measured with mlx {profile.mlx}, this is {MLX_VERSION}")
     can_prune = model.streams is not None and model.streams.prune is not None
     for one in profile.shapes:
-        streams, pruned = one.shape.num_streams, one.shape.is_pruned
+        streams = one.shape.num_streams
+        pruned = one.shape.is_pruned
         if not 1 <= streams <= model.num_streams or (pruned and not can_prune):
             raise ValueError("the adapter cannot draft what it says")
         if not (one.tokens_per_call > 0 and profile.speedup() > 0 and one.shape.num_nodes > 0):

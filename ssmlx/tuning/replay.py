@@ -62,7 +62,8 @@ def advance(depths: Sequence[Ints]) -> Replay:
     """Tokens and calls after the prompt's, from how far the draft before each token [A] holds."""
     tokens = calls = 0
     for held in depths:
-        place, last = 0, len(held) - 1
+        place = 0
+        last = len(held) - 1
         tokens += last
         while place < last:
             place += 1 + int(held[place])
@@ -87,7 +88,8 @@ def true_slots(guesses: Guesses) -> Ints:
 def true_edges(guesses: Guesses) -> tuple[Ints, Floats]:
     """[A, G] `true_slots`, `NEVER` where the token before has none either, and [A, G, C] the log
     probabilities of each stream's candidates there."""
-    slots, edges = true_slots(guesses), guesses.edges
+    slots = true_slots(guesses)
+    edges = guesses.edges
     before = np.concatenate([np.zeros_like(slots[:, :1]), slots[:, :-1]], axis=1)
     if edges.shape[2] == 1:  # not given the one before
         before[:] = 0
@@ -115,13 +117,16 @@ def best_scores(edges: Floats, size: int) -> Floats:
     """[A, n] log probabilities of the nodes below the root among which the best of a tree of `size`
     nodes are, found as by `grow_conditional`, of `edges` [A, G, C or 1, C]."""
     length, levels, _, count = edges.shape
-    scores, slots, found = np.zeros((length, 1), np.float32), np.zeros((length, 1), int), []
+    scores = np.zeros((length, 1), np.float32)
+    slots = np.zeros((length, 1), int)
+    found = []
     for level in range(min(levels, size - 1)):
         own = edges[:, level]
         rows = own if own.shape[1] == 1 else np.take_along_axis(own, slots[:, :, None], axis=1)
         below = (scores[:, :, None] + rows).reshape(length, -1)
         kept = min(size - 1 - level, below.shape[1])
         best = np.argpartition(-below, kept - 1, axis=1)[:, :kept]
-        scores, slots = np.take_along_axis(below, best, axis=1), best % count
+        scores = np.take_along_axis(below, best, axis=1)
+        slots = best % count
         found.append(scores)
     return np.concatenate([np.zeros((length, 0), np.float32), *found], axis=1)

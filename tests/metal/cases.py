@@ -53,9 +53,13 @@ class Case:
     def plan(self) -> Plan:
         """The plan of a base chip, but for `splits`."""
         shape = AttentionShape(
-            rows=self.rows, heads=self.heads, kv_heads=self.kv_heads, keys=self.keys,
-            head_size=self.head_size, dtype=self.dtype,
-        )  # fmt: skip
+            rows=self.rows,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            keys=self.keys,
+            head_size=self.head_size,
+            dtype=self.dtype,
+        )
         plan = make_plan(shape, BASE_CHIP)
         return replace(plan, splits=self.splits or plan.splits)
 
@@ -110,7 +114,8 @@ def reference(case: Case, data: Data) -> np.ndarray:
         _float64(raw, case.dtype) for raw in (data.queries, data.keys, data.values)
     )
     group = case.heads // case.kv_heads
-    keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
+    keys = np.repeat(keys, group, axis=1)
+    values = np.repeat(values, group, axis=1)
     mask = np.ones((case.rows, case.keys), bool)
     mask[:, : case.rows + case.extra] = data.visible
     scores = np.where(mask, data.scale * queries @ keys.swapaxes(2, 3), -np.inf)

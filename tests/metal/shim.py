@@ -74,7 +74,8 @@ class Printed:
     """What C++ prints meanwhile, which Python's own redirection does not see."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.text = path, ""
+        self.path = path
+        self.text = ""
 
     def __enter__(self) -> Printed:
         self._stdout = os.dup(1)
@@ -174,11 +175,14 @@ class Program:
         Raises:
             KernelFailedError: the run ended with a message.
         """
-        filled = {n: np.full(s, np.nan, t) if t != np.uint16 else np.full(s, 0xFFFF, t)
-                  for n, (s, t) in outputs.items()}  # fmt: skip
+        filled = {
+            n: np.full(s, np.nan, t) if t != np.uint16 else np.full(s, 0xFFFF, t)
+            for n, (s, t) in outputs.items()
+        }
         arrays = [_array_of(b.name, inputs, filled) for b in buffers_of(self.source)]
         with tempfile.TemporaryDirectory() as folder:
-            written, read = Path(folder) / "in", Path(folder) / "out"
+            written = Path(folder) / "in"
+            read = Path(folder) / "out"
             is_output = [b.name in filled for b in buffers_of(self.source)]
             _write_launch(written, arrays, is_output, (*grid, *threadgroup, order))
             _execute([self.binary, written, read])
@@ -202,7 +206,8 @@ def _array_of(
 def _write_launch(
     path: Path, arrays: list[np.ndarray], is_output: list[bool], head: tuple[int, ...]
 ) -> None:
-    layout, data = [], []
+    layout = []
+    data = []
     for array, output in zip(arrays, is_output, strict=True):
         base = array if array.base is None else array.base
         assert base.flags.c_contiguous
@@ -227,10 +232,12 @@ def _execute(command: list[Any], seconds: float = 120) -> str:
 
 
 def _split(raw: bytes, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    found, at = {}, 0
+    found = {}
+    at = 0
     for name, array in outputs.items():
         part = np.frombuffer(raw, array.dtype, array.size, at)
-        found[name], at = part.reshape(array.shape), at + array.nbytes
+        found[name] = part.reshape(array.shape)
+        at = at + array.nbytes
     return found
 
 
@@ -245,7 +252,8 @@ def build(source: str, folder: Path, flags: tuple[str, ...] = ()) -> Program:
     options = (*FLAGS, *QUIET, *flags)
     text = to_cpp(source)
     name = hashlib.sha256(f"{text}{shim}{options}{COMPILER}".encode()).hexdigest()[:16]
-    binary, said = folder / name, folder / f"{name}.txt"
+    binary = folder / name
+    said = folder / f"{name}.txt"
     if not said.exists():
         (folder / f"{name}.cpp").write_text(text)
         command = [COMPILER, *options, f"-I{INCLUDE}", folder / f"{name}.cpp", "-o", binary]
@@ -271,8 +279,11 @@ class Shim:
         strided: dict[str, np.ndarray] | None = None,
         flags: tuple[str, ...] = (),
     ) -> None:
-        self.folder, self.order, self.calls = folder, order, 0
-        self.strided, self.flags = strided or {}, flags
+        self.folder = folder
+        self.order = order
+        self.calls = 0
+        self.strided = strided or {}
+        self.flags = flags
 
     def __call__(self, kernel: Kernel, call: Call) -> list[mx.array]:
         self.calls += 1

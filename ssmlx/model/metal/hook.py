@@ -70,7 +70,8 @@ class TreeMask:
     """
 
     def __init__(self, visible: mx.array, dense: Callable[[], mx.array]) -> None:
-        self.visible, self._dense = visible, dense
+        self.visible = visible
+        self._dense = dense
 
     @cached_property
     def bits(self) -> mx.array:
@@ -138,7 +139,8 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
     """
     if not is_on():
         return None
-    shape, is_auto = AttentionShape.of(queries.shape, keys.shape, queries.dtype), _chosen == "auto"
+    shape = AttentionShape.of(queries.shape, keys.shape, queries.dtype)
+    is_auto = _chosen == "auto"
     (plan, bucket), trial = _planned(shape), Trial(agrees=False)
     if is_supported(shape):
         if bucket not in _trials and is_auto:

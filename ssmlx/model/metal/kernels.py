@@ -105,9 +105,13 @@ class Kernel:
     def build(self) -> Callable[..., list[mx.array]]:
         """MLX's callable; keys and values are read where they lie, without a copy."""
         built: Any = mx.fast.metal_kernel(
-            name=self.name, input_names=self.inputs, output_names=self.outputs, source=self.source,
-            header=FUNCTIONS.read_text(encoding="utf-8"), ensure_row_contiguous=False,
-        )  # fmt: skip
+            name=self.name,
+            input_names=self.inputs,
+            output_names=self.outputs,
+            source=self.source,
+            header=FUNCTIONS.read_text(encoding="utf-8"),
+            ensure_row_contiguous=False,
+        )
         return built  # type: ignore[no-any-return]
 
 
@@ -192,7 +196,8 @@ def attend(
     stats = (plan.splits, num_rows, num_heads)
     shapes = [(*stats, head_size), stats, stats]
     parts = run(ATTEND_SPLIT, Call(**walk, output_shapes=shapes, output_dtypes=3 * [mx.float32]))
-    grid, threadgroup = (LANES, num_rows * num_heads, 1), (LANES, BLOCK_ROWS, 1)
+    grid = (LANES, num_rows * num_heads, 1)
+    threadgroup = (LANES, BLOCK_ROWS, 1)
     (out,) = run(
         MERGE, Call(inputs=parts, template=template, grid=grid, threadgroup=threadgroup, **whole)
     )

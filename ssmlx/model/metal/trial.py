@@ -17,7 +17,8 @@ from .plan import AttentionShape, Plan
 clock = time.perf_counter
 MIN_GAIN = 1.05
 """Times MLX's speed from which on the kernel is taken."""
-TURNS, MAX_SECONDS = 3, 0.03
+TURNS = 3
+MAX_SECONDS = 0.03
 """Turns that count at least, and the time after which there are no more."""
 _ROWS_IN_A_CALL = 32_768  # keys that a timed call reads, in one attention or in several
 # Largest differences from MLX's attention of normally distributed values.
@@ -66,7 +67,8 @@ def both_ways(shape: AttentionShape, visible: mx.array, plan: Plan) -> tuple[Way
     """MLX's and the kernel's; masks are made beforehand, as once for all layers of a step."""
     scale = shape.head_size**-0.5
     committed = mx.ones((shape.rows, shape.keys - visible.shape[1]), mx.bool_)
-    mask, bits = mx.concatenate([visible, committed], axis=1), pack_bits(visible)
+    mask = mx.concatenate([visible, committed], axis=1)
+    bits = pack_bits(visible)
     mx.eval(mask, bits)
     return (
         partial(mx.fast.scaled_dot_product_attention, scale=scale, mask=mask),
@@ -95,12 +97,15 @@ def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
         gap = to_float(mx.abs(ours(queries, *side) - expected).max().astype(mx.float32))
         reason = f"differs from MLX's by {gap:.2g}"
     except (RuntimeError, ValueError) as error:
-        gap, reason = math.inf, f"does not run ({error})".replace("\n", " ")
+        gap = math.inf
+        reason = f"does not run ({error})".replace("\n", " ")
     if not gap <= _TOLERANCES[shape.dtype]:  # nor where it is no number
         logging.getLogger("ssmlx").warning("the fused attention kernel %s; MLX's is used", reason)
         return Trial(agrees=False)
     sides = [side] * max(1, min(8, _ROWS_IN_A_CALL // shape.keys))
-    best, turn, began = [math.inf, math.inf], 0, clock()
+    best = [math.inf, math.inf]
+    turn = 0
+    began = clock()
     while turn < TURNS or clock() - began < MAX_SECONDS:
         for index, way in enumerate((theirs, ours)):
             started = clock()

@@ -44,7 +44,8 @@ class ChatApp(toga.App):
         else:
             config = ssmlx.GenerateConfig(max_tokens=MAX_TOKENS)
             self.chat = self.engine.chat(config, adapter=CHAT)
-            self.status.text, self.ask_button.enabled = "Ready", True
+            self.status.text = "Ready"
+            self.ask_button.enabled = True
 
     def _load(self) -> ssmlx.Engine:
         cache = self.paths.cache
@@ -61,14 +62,17 @@ class ChatApp(toga.App):
         """Stream the answer to the question into the window."""
         question = self.question.value.strip()
         if question and self.ask_button.enabled:
-            self.question.value, self.ask_button.enabled = "", False
+            self.question.value = ""
+            self.ask_button.enabled = False
             self._say(f"> {question}\n")
             try:
                 await self._show_answer(question)
             except ssmlx.InputError as error:
                 self.status.text = str(error)
             self._say("\n\n")
-            self._answer, self.stop_button.enabled, self.ask_button.enabled = None, False, True
+            self._answer = None
+            self.stop_button.enabled = False
+            self.ask_button.enabled = True
 
     async def _show_answer(self, question: str) -> None:
         self._answer = await asyncio.to_thread(self._start, question, self.adapter.value)
