@@ -17,8 +17,9 @@ from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import root_tree
-from .loop import Ends, choose, never, settle
-from .sampling import Sampling, TokenLogprobs, last_tokens, places_of, tell_logprobs
+from .call import choose, settle
+from .loop import Stops, never_stops
+from .sampling import Sampling, TokenLogprobs, last_tokens, places_of, record_logprobs
 
 MOST_UNREAD = 32
 """Tokens that a reader may be behind its row."""
@@ -26,7 +27,7 @@ MOST_UNREAD = 32
 Mask = Callable[[Sequence[int], mx.array], mx.array]
 """The tokens of an answer so far, and logits [1, V], to the logits that its next one is of."""
 Chosen = tuple[mx.array, mx.array | None]
-"""A token [1], and what `Sampling.told` has of it."""
+"""A token [1], and what `Sampling.token_logprobs` has of it."""
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class Row:
     sampler: Sampling
     cache: TreeCache  # empty while it is in a batch
     text: list[int]  # that is known, tokens that were not read yet among it
-    ends: Ends = never
+    stops: Stops = never_stops
     mask: Mask | None = None
     first: int = 0  # where in `text` the answer begins
     unread: deque[tuple[int, list[TokenLogprobs]]] = field(default_factory=deque)
@@ -57,7 +58,7 @@ class Row:
         chosen = choose(self.model, logits, sampler, places)
         chosen = settle(self.model, chosen, logits, sampler, places, only)
         self.tail = places.tail_at(only)
-        return chosen, sampler.told(logits, places, only, chosen)
+        return chosen, sampler.token_logprobs(logits, places, only, chosen)
 
     def key_values(self) -> list[KVCache]:
         """What its cache holds, as mlx-lm keeps it for each layer."""
@@ -193,11 +194,11 @@ class Batch:
             if row is None:
                 continue
             logprobs: list[TokenLogprobs] = []
-            tell_logprobs(logprobs, [token], more)
+            record_logprobs(logprobs, [token], more)
             row.text.append(token)
             row.unread.append((token, logprobs))
-            # Of one token alone `ends` may be asked before it is read.
-            is_over = len(row.unread) == 1 and row.ends([token])
+            # Of one token alone `stops` may be asked before it is read.
+            is_over = len(row.unread) == 1 and row.stops([token])
             row.rests = is_over or len(row.unread) >= MOST_UNREAD
         for row in [row for row in self._rows if row.rests]:
             self.leave(row)

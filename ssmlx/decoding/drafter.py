@@ -4,19 +4,34 @@ The drafters themselves are the files of `ssmlx/drafters/`.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
 
 from ..model.cache import TreeCache
-from ..model.shapes import indices, to_list
+from ..model.shapes import indices
 from ..model.tree import Tree
 from .accept import Acceptance
+from .controller import DraftShape
 
 Noise = mx.array | None
 """What is known of the decisions that are guessed, see `Sampling.noise`."""
+Taps = Mapping[int, mx.array]
+"""Hidden states by layer: [1, R, D] as they enter layer n, R rows."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter needs of the target's calls beside the last hidden states."""
+
+    streams: int = 0
+    """G, speculative streams that each node of a verified tree carries (the paper's schedule)."""
+    taps: tuple[int, ...] = ()
+    """Layers whose input it reads: of the prompt, and of the nodes of every tree."""
+    host_tokens: bool = False
+    """Whether it drafts from tokens on the host, so that a call is read before it drafts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +43,14 @@ class Verified:
     target_tokens: mx.array
     acceptance: Acceptance  # how far the tree held
     node_hidden: mx.array  # [1, M, D] last hidden states of the nodes, before the final norm
-    # [1, G, D] those of the last accepted node's streams, where the step carried streams
+    # [1, G, D] those of the last accepted node's streams, where the call carried streams
     stream_hidden: mx.array
     insertion_hidden: mx.array  # [1, M, D] hidden states of the nodes before the insertion layer
-    position: mx.array  # [1] the root's place in the text
-    cache: TreeCache  # its newest path is the accepted one
+    position: mx.array  # [1] the root's position in the text
+    cache: TreeCache  # holds the accepted path: as its newest path, or committed already
+    taps: Taps = field(
+        default_factory=dict
+    )  # [1, M, D] what entered the layers that were asked for
 
     @property
     def root(self) -> mx.array:
@@ -40,8 +58,8 @@ class Verified:
         return self.acceptance.correction
 
     @property
-    def root_place(self) -> mx.array:
-        """[1] the place of `root` in the text."""
+    def root_position(self) -> mx.array:
+        """[1] the position of `root` in the text."""
         return self.position + self.acceptance.num_accepted + 1
 
     @property
@@ -49,56 +67,63 @@ class Verified:
         """[1, 1, D] last hidden state of the last accepted node, which predicted `root`."""
         return self.node_hidden[:, self.acceptance.last]
 
-    def read(self, *more: mx.array) -> list[list[int]]:
-        """The tokens that the call advanced by, and each of `more` [*], on the host.
-
-        One read, which waits for the target.
-        """
-        accepted = self.acceptance
-        arrays = [accepted.num_accepted, accepted.new_tokens, *more]
-        flat = to_list(mx.concatenate([array.astype(mx.int32) for array in arrays]))
-        parts = []
-        first = 1
-        for array in arrays[1:]:
-            parts.append(flat[first : first + array.size])
-            first += array.size
-        parts[0] = parts[0][: flat[0] + 1]
-        return parts
+    def accepted_taps(self) -> Taps:
+        """[1, P, D] of the accepted path alone; rows after `num_accepted` repeat the last."""
+        return {layer: rows[:, self.acceptance.path] for layer, rows in self.taps.items()}
 
 
 class Drafter(Protocol):
-    """Proposes the tree that the next step verifies.
+    """Proposes the tree that the next call verifies.
 
-    All attributes but `draft_calls` and `cache_bytes` never change. Siblings of a tree carry
-    different tokens; a node of token `tree.PAD_TOKEN` fills a tree up to a usual size and is never
-    accepted.
+    Siblings of a tree carry different tokens; a node of token `tree.PAD_TOKEN` fills a tree up to a
+    usual size and is never accepted. Whatever is proposed, the answer is the target's own.
 
     Attributes:
-        num_streams: streams that a step must carry for this drafter.
-        num_levels: levels below the root of the trees that it proposes, at most.
-        max_nodes: nodes of the trees that it proposes, at most, padding included.
+        largest: the largest tree that it proposes, padding included.
+        needs: what it needs of the target's calls.
         num_parameters: parameters that it needs beside the target's and LoRA's.
         draft_calls: forward passes of a model other than the target, since `start`.
         cache_bytes: bytes that it keeps of the text itself, beside those of a draft model.
-        waits: whether `propose` reads what the target decided, which waits for it.
     """
 
-    num_streams: int
-    num_levels: int
-    max_nodes: int
-    num_parameters: int
-    draft_calls: int
-    waits: bool
+    @property
+    def largest(self) -> DraftShape: ...
+
+    @property
+    def needs(self) -> Needs: ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    @property
+    def draft_calls(self) -> int: ...
 
     @property
     def cache_bytes(self) -> int: ...
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]] | None:
-        """Begin, or go on behind calls that it has not seen: `tokens` are the text so far, of which
-        those that nobody knows are `PAD_TOKEN`. Where that takes calls, in `prefill_turns`."""
+        """Begin an answer: `tokens` are the text so far, unknown ones `PAD_TOKEN`.
 
-    def propose(self, verified: Verified) -> Tree:
-        """The tree below `verified.root`. What reads values of `verified` waits for the target."""
+        The loop calls it once an answer, when the drafter is first asked for a tree; where it needs
+        taps, before the prompt is processed. Where that takes calls of a model, it yields an empty
+        list before each.
+        """
+
+    def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
+        """The text has gone on by `tokens`, which stand from `position` on.
+
+        A drafter that needs host tokens follows every call at once; others follow when they next
+        draft, but for the tokens of calls that they drafted behind, which `propose` showed them.
+        `taps` hold, for each token, what entered the tapped layers at the position before it; None
+        where the calls did not keep them.
+        """
+
+    def propose(self, verified: Verified, shape: DraftShape) -> Tree:
+        """The tree of `shape` below `verified.root`.
+
+        What reads values of `verified` waits for the target: only drafters that need host tokens
+        do, and the loop has read them by then.
+        """
 
 
 def rank_candidates(

@@ -99,8 +99,8 @@ class Sampling:
         # Whether `settle` has to follow `choose`.
         self.leaves_open = self._filters and not self._top_k and vocab_size > NUM_CANDIDATES
         # Whether the likeliest token is all that anybody asks for.
-        told = config.logprobs is not None
-        self.is_argmax = not (config.temp or bias or self.context_size or told)
+        wants_logprobs = config.logprobs is not None
+        self.is_argmax = not (config.temp or bias or self.context_size or wants_logprobs)
         self._scale = mx.array(1 / (config.temp or 1))
         lowest = math.log(config.min_p) if config.min_p > 0 else -math.inf
         self._bounds = mx.array([config.top_p, lowest])
@@ -185,7 +185,7 @@ class Sampling:
             return mx.argmax(logits, axis=-1, keepdims=True), mx.array(False)
         return top_columns(logits, count)[0], mx.array(False)
 
-    def told(
+    def token_logprobs(
         self, logits: mx.array, places: Places, rows: mx.array, tokens: mx.array
     ) -> mx.array | None:
         """[P, 1 + 2 T] float32 of the `tokens` [P] after `rows` [P] of the logits [R, V].
@@ -204,17 +204,20 @@ class Sampling:
         return own
 
 
-def tell_logprobs(
-    told: list[TokenLogprobs] | None, tokens: Sequence[int], rows: mx.array | None
+def record_logprobs(
+    recorded: list[TokenLogprobs] | None, tokens: Sequence[int], rows: mx.array | None
 ) -> None:
-    """Add an entry for each token to `told`, of the `rows` of `Sampling.told`, which are read."""
-    if told is None or rows is None:
+    """Add an entry for each token to `recorded`, by the `rows` that `Sampling.token_logprobs` gave.
+
+    Reads the rows, where there are any.
+    """
+    if recorded is None or rows is None:
         return
     for token, (logprob, *more) in zip(tokens, to_list(rows), strict=False):
         pairs = zip(more[: len(more) // 2], more[len(more) // 2 :], strict=True)
         # A bias can rule tokens out.
         top = tuple((int(one), found) for one, found in pairs if found > -math.inf)
-        told.append(TokenLogprobs(token, logprob, top))
+        recorded.append(TokenLogprobs(token, logprob, top))
 
 
 GREEDY = Sampling(SamplingConfig(), 0)

@@ -1,4 +1,4 @@
-"""How long a call takes, told from outside: by whoever launches it and waits for its result."""
+"""How long a target call takes, measured by whoever launches it and waits for its result."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,20 +7,22 @@ from typing import ClassVar, TypeVar
 
 import mlx.core as mx
 
-Told = TypeVar("Told")
+Result = TypeVar("Result")
 now = time.perf_counter
 _BLOCKS = 0.4
+"""Share of a call's time in launching it from which on the backend computes while it launches."""
 _WAITS = 0.2
+"""Share of a call's time that the host waits for it, below which the device may have been idle."""
 
 
 @dataclass(frozen=True)
-class Launch:
+class PendingCall:
     """A call that is under way."""
 
-    at: float
-    seconds: float  # that launching took
+    launched_at: float
+    launch_seconds: float
     others: int  # calls that other loops had launched
-    is_first: bool  # behind a drafting that nothing was read of yet
+    is_first: bool  # follows drafting of which nothing was read yet
 
 
 class Stopwatch:
@@ -34,35 +36,36 @@ class Stopwatch:
     launches: ClassVar[int] = 0  # of all loops
 
     def __init__(self) -> None:
-        self._last_read = self._away = 0.0
+        self._last_read = 0.0
+        self._untimed = 0.0
         self._own = 0
 
-    def launch(self, *arrays: object, is_first: bool = False) -> Launch:
-        """Have `arrays` computed."""
+    def launch(self, *arrays: object, is_first: bool = False) -> PendingCall:
+        """Start computing `arrays`."""
         Stopwatch.launches += 1
         self._own += 1
         started = now()
         mx.async_eval(*arrays)
         others = Stopwatch.launches - self._own
-        return Launch(started, now() - started, others, is_first)
+        return PendingCall(started, now() - started, others, is_first)
 
-    def read(self, launch: Launch, read: Callable[[], Told]) -> tuple[Told, float | None]:
-        """What a launched call has to say, and the seconds that it took, if they are known."""
+    def read(self, call: PendingCall, read: Callable[[], Result]) -> tuple[Result, float | None]:
+        """What `read` returns, and the seconds that the call took; None where they are unknown."""
         started = now()
         found = read()
         done = now()
-        since = self._last_read or launch.at
-        away = self._away
+        since = self._last_read or call.launched_at
+        untimed = self._untimed
         self._last_read = done
-        self._away = 0.0
-        if launch.others != Stopwatch.launches - self._own:
+        self._untimed = 0.0
+        if call.others != Stopwatch.launches - self._own:
             return found, None
-        if launch.seconds >= _BLOCKS * (done - launch.at):
-            return found, None if launch.is_first else done - since - away
+        if call.launch_seconds >= _BLOCKS * (done - call.launched_at):
+            return found, None if call.is_first else done - since - untimed
         return found, done - since if done - started >= _WAITS * (done - since) else None
 
-    def away(self, tokens: Told) -> Iterator[Told]:
-        """Give out `tokens`."""
+    def yield_untimed(self, tokens: Result) -> Iterator[Result]:
+        """Give out `tokens`; the time until somebody asks for more is nobody's call."""
         left = now()
         yield tokens
-        self._away += now() - left
+        self._untimed += now() - left

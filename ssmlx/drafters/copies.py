@@ -60,6 +60,11 @@ class Copies:
         self._told = untold()
         self._before: tuple[mx.array, ...] | None = None  # what the last tree was made of
 
+    def follow(self, tokens: Sequence[int], position: int) -> None:
+        """The text has gone on by `tokens` from `position` on, of which nothing was guessed."""
+        self._text.write(mx.array(tokens, mx.int32), mx.array([position], mx.int32))
+        self._before = None
+
     def among(
         self, guesses: Guesses, said: mx.array, num_accepted: mx.array, place: mx.array
     ) -> Guesses:

@@ -13,12 +13,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
 from ..bars import Progress
-from ..decoding.drafter import Verified
+from ..decoding.controller import DraftShape
+from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import Places, Sampling, last_tokens
 from ..errors import require
 from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import Fetch, resolve_model
 from ..model.backbone import arrays_of
+from ..model.shapes import to_list
 from ..model.tree import Tree, comb_topology
 from ..prompts import common_prefix
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
@@ -109,13 +111,14 @@ class DraftCache:
         return int(self._layers[0].offset)
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
-        """Make the cache hold `tokens`, as much of it as it can keep; a turn before each pass."""
-        common = common_prefix(self.text[: self.offset], tokens)
-        self.note((), common)
+        """Make the cache hold all of `tokens` but the newest; an empty list before each pass."""
+        kept = common_prefix(self.text[: self.offset], tokens[:-1])
+        trim_prompt_cache(self._layers, self.offset - kept)
         self.text = list(tokens)
-        for first in range(common, len(tokens), PREFILL_STEP_SIZE):
+        for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
             yield []
-            self.logits(mx.array(list(tokens[first : first + PREFILL_STEP_SIZE])))
+            last = min(first + PREFILL_STEP_SIZE, len(tokens) - 1)
+            self.logits(mx.array(self.text[first:last]))
             mx.eval([layer.state for layer in self._layers])
 
     def logits(self, tokens: mx.array) -> mx.array:
@@ -131,10 +134,20 @@ class DraftCache:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]
 
-    def note(self, tokens: Sequence[int], held: int) -> None:
-        """The text has gone on by `tokens`; keep `held` of all its tokens in the cache."""
+    def go_on(self, tokens: Sequence[int], held: int) -> None:
+        """The text has gone on by `tokens`, of which the cache holds the first `held` already."""
+        known = len(self.text) + held
         self.text.extend(tokens)
-        trim_prompt_cache(self._layers, self.offset - held)
+        trim_prompt_cache(self._layers, max(0, self.offset - known))
+
+    def unprocessed(self) -> mx.array:
+        """[R] the newest tokens of the text, which the cache does not hold; long runs of others
+        are processed."""
+        while len(self.text) - self.offset > PREFILL_STEP_SIZE:
+            first = self.offset
+            self.logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
+            mx.eval([layer.state for layer in self._layers])
+        return mx.array(self.text[self.offset :], mx.int32)
 
 
 class DraftModelDrafter:
@@ -145,22 +158,23 @@ class DraftModelDrafter:
     of each place: where both distributions are alike, so are the draws.
     """
 
-    num_streams = 0
+    name = "draft-model"
+    needs = Needs(host_tokens=True)
     cache_bytes = 0
-    waits = True
 
     def __init__(self, model: DraftModel, config: DraftModelConfig, sampling: Sampling) -> None:
         width = min(config.width, model.vocab_size, model.target_vocab_size)
         self._model = model
         self._sampling = sampling
         self._width = width
-        self.num_levels = config.num_draft_tokens
-        self._topology = comb_topology(width, self.num_levels)
-        self.max_nodes = self._topology.num_nodes
+        levels = config.num_draft_tokens
+        self._topology = comb_topology(width, levels)
+        self.largest = DraftShape(self.name, self._topology.num_nodes, levels)
         self.num_parameters = model.num_parameters
         self.draft_calls = 0
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
+        """See `Drafter.start`."""
         self._cache = self._model.take_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)
         self.draft_calls = 0
@@ -168,28 +182,30 @@ class DraftModelDrafter:
             yield turn
             self.draft_calls += 1
 
-    def propose(self, verified: Verified) -> Tree:
-        """See `Drafter.propose`. Waits for the target, to know how much of the cache holds."""
-        new_tokens, chain = verified.read(self._chain)
-        cache = self._cache
-        # The cache holds the text that it last drafted from and all of its chain but the last
-        # token. At least the newest token is left to process, whose logits are needed.
-        common = common_prefix(chain[:-1], new_tokens[:-1])
-        cache.note(new_tokens, len(cache.text) + common)
-        rows = self._draft(mx.array(new_tokens[common:]))
+    def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
+        """See `Drafter.follow`. What the text has of the last chain stays in the cache."""
+        chain = to_list(self._chain) if self._chain.size else []
+        # The cache holds the text that the chain was drafted from and all of the chain but its
+        # last token. At least the newest token is left to process, whose logits are needed.
+        self._cache.go_on(tokens, common_prefix(chain[:-1], tokens[:-1]))
+        self._chain = mx.zeros(0, mx.int32)
+
+    def propose(self, verified: Verified, shape: DraftShape) -> Tree:
+        """See `Drafter.propose`."""
+        rows = self._draft(self._cache.unprocessed())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
         return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
 
     def _draft(self, tokens: mx.array) -> list[mx.array]:
-        """The candidates [W] of each level, best first, after `tokens` [R]."""
+        """The candidates [W] of each level, best first, after `tokens` [R], the newest ones."""
         sampling = self._sampling
         size = sampling.context_size
         text = self._cache.text
         recent = last_tokens(text, size)[None]
         rows: list[mx.array] = []
-        for level in range(self.num_levels):
+        for level in range(self.largest.levels):
             logits = self._cache.logits(tokens)
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import mlx.core as mx
 
-from ..decoding.drafter import Noise, Verified
+from ..decoding.controller import DraftShape
+from ..decoding.drafter import Needs, Noise, Taps, Verified
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
 from ..model.backbone import Backbone
@@ -117,10 +118,9 @@ class DraftingHeads:
 class HeadDrafter:
     """Drafts from heads on the newest accepted node; `tree` is as their `fitting` takes it."""
 
-    num_streams = 0
+    needs = Needs()
     draft_calls = 0
     cache_bytes = 0
-    waits = False
 
     def __init__(
         self, backbone: Backbone, heads: DraftingHeads, tree: Any, sampling: Sampling = GREEDY
@@ -129,13 +129,19 @@ class HeadDrafter:
         self._heads = heads
         self._tree = heads.fitting(tree)
         self._sampling = sampling
-        self.num_levels, self.max_nodes = heads.tree_size(self._tree)
+        levels, nodes = heads.tree_size(self._tree)
+        self.largest = DraftShape(heads.drafter, nodes, levels)
         self.num_parameters = heads.num_parameters
 
     def start(self, tokens: Sequence[int]) -> None:
         """Nothing to do: heads see the newest hidden state and their own guesses alone."""
 
-    def propose(self, verified: Verified) -> Tree:
+    def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
+        """Nothing to do, as in `start`."""
+
+    def propose(self, verified: Verified, shape: DraftShape) -> Tree:
+        """See `Drafter.propose`."""
         hidden = self._backbone.final_norm(verified.last_hidden)[0]
-        noise = self._sampling.noise(verified.root_place, self.num_levels, self._heads.draft_vocab)
+        levels = self.largest.levels
+        noise = self._sampling.noise(verified.root_position, levels, self._heads.draft_vocab)
         return self._heads.propose_tree(verified.root, hidden, self._tree, noise)

@@ -22,8 +22,10 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from ..decoding.drafter import Verified
+from ..decoding.controller import DraftShape
+from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import OPEN
+from ..model.shapes import to_list
 from ..model.tree import Tree
 from ..settings import LookaheadConfig
 from .trie import Trie, padded_size
@@ -64,18 +66,18 @@ class LookaheadDrafter:
     Its trees must reach the target whole: pruning would stop the iterations.
     """
 
-    num_streams = 0
+    name = "lookahead"
+    needs = Needs(host_tokens=True)
     num_parameters = 0
     draft_calls = 0
     cache_bytes = 0
-    waits = True
 
     def __init__(self, config: LookaheadConfig) -> None:
         self._config = config
         self._num_rows = config.ngram - 1
-        self.num_levels = config.window + config.ngram - 2
         self._max_nodes = 1 + (config.window + config.guesses) * self._num_rows
-        self.max_nodes = padded_size(self._max_nodes)
+        levels = config.window + config.ngram - 2
+        self.largest = DraftShape(self.name, padded_size(self._max_nodes), levels)
         self.start((0,))
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -86,27 +88,29 @@ class LookaheadDrafter:
         if config.pool_from_prompt:
             for first in range(len(tokens) - config.ngram + 1):
                 self._pool.add(tokens[first : first + config.ngram])
+        self._root = tokens[-1]
         self._window = [rng.choices(tokens, k=config.window) for _ in range(self._num_rows)]
         self._tree: Tree | None = None
         self._last_level: list[int] = []
 
-    def propose(self, verified: Verified) -> Tree:
-        """See `Drafter.propose`. Waits for the target, whose tokens are the next iterates."""
-        new_tokens, target_tokens = verified.read(verified.target_tokens)
-        if self._tree is not None:
-            if verified.tree.num_nodes != self._tree.num_nodes:
-                raise ValueError("lookahead's tree was pruned, so its iterations cannot go on")
+    def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
+        """See `Drafter.follow`."""
+        self._root = tokens[-1]
+
+    def propose(self, verified: Verified, shape: DraftShape) -> Tree:
+        """See `Drafter.propose`. The target's tokens behind its own tree are the next iterates."""
+        if self._tree is not None and verified.tree.num_nodes == self._tree.num_nodes:
             # One Jacobi step: every level takes the place of the one above it.
             # A token that was left open is as good a guess as others.
-            last = [max(token, OPEN - token) for token in target_tokens]
+            last = [max(token, OPEN - token) for token in to_list(verified.target_tokens)]
             rows = [*self._window, [last[node] for node in self._last_level]]
             for ngram in zip(*rows, strict=True):
                 self._pool.add(ngram)
             self._window = rows[1:]
-        self._tree = self._draft(new_tokens[-1])
+        self._tree = self._draft(self._root, shape.levels)
         return self._tree
 
-    def _draft(self, root: int) -> Tree:
+    def _draft(self, root: int, num_levels: int) -> Tree:
         trie = Trie(root, self._max_nodes)
         # The window's nodes first: each has its place, however many guesses there are.
         nodes = [[0] * self._config.window for _ in range(self._num_rows)]
@@ -118,6 +122,6 @@ class LookaheadDrafter:
             node = nodes[0][column]
         for rest in self._pool.after(root):
             trie.add(rest)
-        tree, index = trie.tree(self.num_levels)
+        tree, index = trie.tree(num_levels)
         self._last_level = [index[node] for node in nodes[-1]]
         return tree

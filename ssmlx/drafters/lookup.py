@@ -7,7 +7,8 @@ see `copies`.
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..decoding.drafter import Verified
+from ..decoding.controller import DraftShape
+from ..decoding.drafter import Needs, Taps, Verified
 from ..model.tree import Tree
 from ..settings import PromptLookupConfig
 from .trie import Trie, padded_size
@@ -25,19 +26,20 @@ class PromptLookupDrafter:
     With a reference, continuations are its own alone, and it follows the prompt as the answer does.
     """
 
-    num_streams = 0
+    name = "prompt-lookup"
+    needs = Needs(host_tokens=True)
     num_parameters = 0
     draft_calls = 0
     cache_bytes = 0
-    waits = True
 
     def __init__(self, config: PromptLookupConfig) -> None:
-        self.num_levels = config.num_draft_tokens
-        self.max_nodes = padded_size(config.size)
+        nodes = padded_size(config.size)
+        self.largest = DraftShape(self.name, nodes, config.num_draft_tokens)
         self._config = config
         self.start(())
 
     def start(self, tokens: Sequence[int]) -> None:
+        """See `Drafter.start`."""
         self._text: list[int] = []
         self._ends: dict[tuple[int, ...], deque[int]] = defaultdict(
             lambda: deque(maxlen=MAX_MATCHES + 1)
@@ -48,20 +50,23 @@ class PromptLookupDrafter:
             self._source = len(self._text)
         self._extend(tokens)
 
-    def propose(self, verified: Verified) -> Tree:
-        """See `Drafter.propose`. Waits for the target, for its tokens are what is looked up."""
-        (new_tokens,) = verified.read()
-        self._extend(new_tokens)
+    def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
+        """See `Drafter.follow`."""
+        self._extend(tokens)
+
+    def propose(self, verified: Verified, shape: DraftShape) -> Tree:
+        """See `Drafter.propose`."""
         text = self._text
+        levels = shape.levels
         trie = Trie(text[-1], self._config.size)
         for end in self._matches():
             period = len(text) - end
-            following = text[end : min(end + self.num_levels, self._source or len(text))]
-            count = len(following) if self._source else self.num_levels
+            following = text[end : min(end + levels, self._source or len(text))]
+            count = len(following) if self._source else levels
             trie.add([following[index % period] for index in range(count)])
             if trie.is_full:
                 break
-        tree, _ = trie.tree(self.num_levels if len(trie.tokens) > 1 else 0)
+        tree, _ = trie.tree(levels if len(trie.tokens) > 1 else 0)
         return tree
 
     def _extend(self, tokens: Iterable[int]) -> None:

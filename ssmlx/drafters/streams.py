@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
-from ..decoding.drafter import Noise, Verified, rank_candidates, with_noise
+from ..decoding.controller import DraftShape
+from ..decoding.drafter import Needs, Noise, Taps, Verified, rank_candidates, with_noise
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
 from ..model.backbone import head_bytes
@@ -89,10 +91,17 @@ class StreamDrafter:
     there. Conditional streams have what followed the text's last tokens before to copy as well.
 
     Streams guess greedy text. Where the target samples, they guess what `sampling` makes of it.
+
+    Args:
+        model: the target with its streams.
+        tree: the largest tree; smaller best trees may be asked for.
+        num_streams: G, levels of that tree.
+        schedule: when the streams run.
+        sampling: how the target decides.
     """
 
+    name = "streams"
     draft_calls = 0
-    waits = False
 
     def __init__(
         self,
@@ -108,62 +117,72 @@ class StreamDrafter:
             expected=f"schedule={model.schedules[0]}, after it is decided",
             do="give that, or another --adapter",
         )
-        self.num_levels = num_streams
-        self.num_streams = num_streams if schedule == "fused" else 0
+        self.needs = Needs(streams=num_streams if schedule == "fused" else 0)
         # A stream cannot rank more candidates than there are tokens that it may draft.
-        tree = tree.no_wider_than(model.draft_vocab_size)
+        self._tree = tree.no_wider_than(model.draft_vocab_size)
+        self.largest = DraftShape(self.name, self._tree.num_nodes(num_streams), num_streams)
         self._model = model
-        self._tree = tree
-        self._path = 1 + num_streams
-        count = num_candidates(tree, num_streams, conditional=model.is_conditional)
-        self._num_candidates = min(count, model.draft_vocab_size)
         self._sampling = sampling
-        self.max_nodes = tree.num_nodes(num_streams)
         self.num_parameters = model.streams.num_parameters if model.streams else 0
-        # What the text was told, where that is another: a cycle would keep caches alive.
-        self._owner: StreamDrafter | None = None
+        self._num_candidates: dict[DraftShape, int] = {}
         self.start(())
-
-    def beside(self, tree: TreeConfig, num_streams: int, schedule: StreamSchedule) -> StreamDrafter:
-        """One of no more streams, to draft in turns with this one, whose cache it shares."""
-        other = StreamDrafter(self._model, tree, num_streams, schedule, self._sampling)
-        other._owner = self._owner or self
-        return other
 
     @property
     def cache_bytes(self) -> int:
-        begun = self._owner or self
-        return begun._cache.nbytes + begun._cache.mask_bytes + begun._vocab.nbytes
+        """See `Drafter`."""
+        return self._cache.nbytes + self._cache.mask_bytes + self._vocab.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
+        """See `Drafter.start`."""
         layers = range(self._model.insertion_layer, self._model.num_layers)
-        self._cache = StreamCache(layers, scratch=self.num_levels + 2 * self._path)
+        levels = self.largest.levels
+        self._cache = StreamCache(layers, scratch=levels + 2 * (1 + levels))
         self._copies = Copies(tokens)
         self._vocab = DraftVocab(self._model, tokens)
 
-    def propose(self, verified: Verified) -> Tree:
-        stream_hidden = verified.stream_hidden if self.num_streams else self._second_pass(verified)
-        expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
+    def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
+        """See `Drafter.follow`. Keys and values are the target's own: only the text is new."""
+        self._copies.follow(tokens, position)
+
+    def propose(self, verified: Verified, shape: DraftShape) -> Tree:
+        """See `Drafter.propose`."""
+        if self.needs.streams:
+            stream_hidden = verified.stream_hidden[:, : shape.levels]
+        else:
+            stream_hidden = self._second_pass(verified, shape.levels)
+        expect_shape("stream hidden states", stream_hidden, 1, shape.levels, None)
+        tree = self._tree
+        if shape != self.largest:
+            tree = replace(tree, kind="best", size=shape.nodes)
         root = verified.root
-        vocab = (self._owner or self)._vocab
-        noise = self._sampling.noise(verified.root_place, self.num_levels, vocab.tokens)
-        tokens, logprobs = vocab.rank(stream_hidden, root, self._num_candidates, noise)
+        noise = self._sampling.noise(verified.root_position, shape.levels, self._vocab.tokens)
+        count = self._candidates(shape, tree)
+        tokens, logprobs = self._vocab.rank(stream_hidden, root, count, noise)
         guesses = tokens.squeeze(0), logprobs.squeeze(0)
         if self._model.is_conditional:
-            done = verified.acceptance
-            copies = (self._owner or self)._copies
-            place = verified.position + 1
-            guesses = copies.among(guesses, done.new_tokens, done.num_accepted, place)
-        return grow_tree(root, *guesses, self._tree)
+            accepted = verified.acceptance
+            position = verified.position + 1
+            guesses = self._copies.among(
+                guesses, accepted.new_tokens, accepted.num_accepted, position
+            )
+        return grow_tree(root, *guesses, tree)
 
-    def _second_pass(self, verified: Verified) -> mx.array:
+    def _candidates(self, shape: DraftShape, tree: TreeConfig) -> int:
+        """Tokens of each stream that may stand in a tree of `shape`."""
+        if shape not in self._num_candidates:
+            count = num_candidates(tree, shape.levels, conditional=self._model.is_conditional)
+            self._num_candidates[shape] = min(count, self._model.draft_vocab_size)
+        return self._num_candidates[shape]
+
+    def _second_pass(self, verified: Verified, num_streams: int) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
-        cache = (self._owner or self)._cache
-        cache.follow(verified.cache, self.num_levels, self._model.window_start(verified.cache))
+        cache = self._cache
+        cache.follow(verified.cache, num_streams, self._model.window_start(verified.cache))
         last = verified.acceptance.last
-        hidden = verified.insertion_hidden
         known = None
         if self._model.starts_from_root:
             known = self._model.root_states(verified.root[None], verified.last_hidden)
         position = verified.position + verified.acceptance.num_accepted
-        return self._model.second_pass(hidden, last, position, cache, self.num_levels, known)
+        return self._model.second_pass(
+            verified.insertion_hidden, last, position, cache, num_streams, known
+        )

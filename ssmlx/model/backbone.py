@@ -55,6 +55,9 @@ _DIGEST_VALUES = 64
 LMHead = Callable[[mx.array], mx.array]
 """Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
 
+Tapped = dict[int, mx.array | None]
+"""Hidden states [1, R, D] by the layer that they enter; None until a run fills them in."""
+
 Mask = mx.array | TreeMask | WindowMasks | CausalMasks
 """Who sees whom: a bool array [.., R, keys], a `TreeMask` where the backbone takes them, or one of
 these for each layer."""
@@ -362,11 +365,18 @@ class Backbone:
         return self._decoder.embed_tokens(tokens)
 
     def run(
-        self, hidden: mx.array, first: int, last: int, mask: Mask, views: list[Any]
+        self,
+        hidden: mx.array,
+        first: int,
+        last: int,
+        mask: Mask,
+        views: list[Any],
+        tapped: Tapped | None = None,
     ) -> mx.array:
         """[1, R, D] output of layers `first` to `last` - 1 for their input `hidden`.
 
-        `views` are the cache objects of these layers.
+        `views` are the cache objects of these layers; `tapped` is filled with what enters those
+        layers that are its keys.
         """
         more: dict[str, Any] = {}
         if self._scales_queries:
@@ -376,6 +386,8 @@ class Backbone:
             if isinstance(mask, WindowMasks | CausalMasks):
                 own, *hidden_keys = mask.of(self.windows[number])
                 view = view.without(*hidden_keys)
+            if tapped is not None and number in tapped:
+                tapped[number] = hidden
             hidden = self.layers[number](hidden, mask=own, cache=view, **more)
         return hidden
 
@@ -458,10 +470,11 @@ class Backbone:
         """What rank 0 has for `arrays`, where the model is split over ranks; else themselves."""
         return from_first(arrays, self.group)
 
-    def append(self, tokens: mx.array, cache: TreeCache) -> mx.array:
+    def append(self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None) -> mx.array:
         """[1, R, D] last hidden states of `tokens` [R], which join the cache.
 
-        Of a model that decodes plainly alone, what `logits` makes no others of.
+        Of a model that decodes plainly alone, what `logits` makes no others of. `tapped` is filled
+        as by `run`.
         """
         count = tokens.shape[0]
         if isinstance(cache, StateCache):
@@ -472,7 +485,7 @@ class Backbone:
         views = [cache.append_view(layer) for layer in range(num_layers)]
         mask = CausalMasks(count, cache.offset, dense=not self._takes_names)
         embedded = self.embed(tokens, mx.arange(count) + cache.offset)
-        hidden = self.run(embedded, 0, num_layers, mask, views)
+        hidden = self.run(embedded, 0, num_layers, mask, views, tapped)
         cache.advance(count)
         return hidden
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
-from .backbone import Backbone, LMHead, Mask
+from .backbone import Backbone, LMHead, Mask, Tapped
 from .cache import RowsCache, StateCache, StreamCache, TreeCache
 from .condition import Condition, unit
 from .lora import RowScope
@@ -210,15 +210,38 @@ class StreamFusedModel:
         positions = Positions(tree.depths + cache.length)
         return NodeRows(positions, self._by_layer(mask, positions, tree.num_nodes, cache))
 
-    def lower(self, tree: Tree, cache: TreeCache, nodes: NodeRows | None = None) -> mx.array:
+    def append(
+        self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Last hidden states [1, R, D] of `tokens` [R], which join the cache, and those before the
+        insertion layer [1, R, D]; `tapped` is filled as by `Backbone.run`."""
+        split = self.insertion_layer
+        tapped = {} if tapped is None else tapped
+        if not 0 < split < self.num_layers:  # no streams
+            hidden = self.backbone.append(tokens, cache, tapped)
+            return hidden, hidden
+        found: Tapped = {split: None, **tapped}
+        hidden = self.backbone.append(tokens, cache, found)
+        tapped.update({layer: found[layer] for layer in tapped})
+        inserted = found[split]
+        assert inserted is not None
+        return hidden, inserted
+
+    def lower(
+        self,
+        tree: Tree,
+        cache: TreeCache,
+        nodes: NodeRows | None = None,
+        tapped: Tapped | None = None,
+    ) -> mx.array:
         """[1, N, D] hidden states of the tree's nodes before the insertion layer.
 
-        `nodes` are `node_rows`, where they are known.
+        `nodes` are `node_rows`, where they are known; `tapped` is filled as by `Backbone.run`.
         """
         nodes = nodes or self.node_rows(tree, cache)
         views = [cache.view(layer, nodes.positions) for layer in range(self.insertion_layer)]
         hidden = self.backbone.embed(tree.tokens, nodes.positions.array)
-        return self.backbone.run(hidden, 0, self.insertion_layer, nodes.mask, views)
+        return self.backbone.run(hidden, 0, self.insertion_layer, nodes.mask, views, tapped)
 
     def early_exit_logits(self, hidden: mx.array) -> mx.array:
         """[R, V] early-exit logits H(o(M_l)) of `hidden` [1, R, D] (section 3.2.3)."""
@@ -287,6 +310,7 @@ class StreamFusedModel:
         num_streams: int,
         nodes: NodeRows | None = None,
         starts: mx.array | None = None,
+        tapped: Tapped | None = None,
     ) -> mx.array:
         """[1, M * (1 + G), D] last hidden states of nodes and streams (eqs. 1 and 2).
 
@@ -298,13 +322,14 @@ class StreamFusedModel:
             nodes: this tree's `node_rows`, where they are known.
             starts: [M] the first token behind the sinks that each node's streams see; what
                 `window_start` says of `cache` unless told.
+            tapped: filled as by `Backbone.run`, the streams' rows among them.
         """
         num_nodes = tree.num_nodes
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
         if num_streams == 0:
             nodes = nodes or self.node_rows(tree, cache)
             views = [cache.view(n, nodes.positions) for n in self._upper_layers]
-            return self._run_upper(rows, nodes.mask, views, None)
+            return self._run_upper(rows, nodes.mask, views, None, tapped)
         positions = Positions(stream_positions(tree.depths + cache.length, num_streams))
         rotate = None
         if self.rotation is not None:
@@ -324,7 +349,7 @@ class StreamFusedModel:
             mask = in_window(dense, columns, firsts)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         by_layer = self._by_layer(mask, positions, rows.shape[1], cache)
-        return self._run_upper(rows, by_layer, views, num_nodes)
+        return self._run_upper(rows, by_layer, views, num_nodes, tapped)
 
     def window_start(self, cache: TreeCache, position: int | None = None) -> int:
         """The first token behind the sinks that streams of a node at `position` see.
@@ -385,10 +410,15 @@ class StreamFusedModel:
         return range(self.insertion_layer, self.num_layers)
 
     def _run_upper(
-        self, rows: mx.array, mask: Mask, views: list[Any], first_stream: int | None
+        self,
+        rows: mx.array,
+        mask: Mask,
+        views: list[Any],
+        first_stream: int | None,
+        tapped: Tapped | None = None,
     ) -> mx.array:
         layers = self._upper_layers
         if self._scope.first == 0:  # LoRA acts on every row
-            return self.backbone.run(rows, layers.start, layers.stop, mask, views)
+            return self.backbone.run(rows, layers.start, layers.stop, mask, views, tapped)
         with self._scope.starting_at(first_stream):
-            return self.backbone.run(rows, layers.start, layers.stop, mask, views)
+            return self.backbone.run(rows, layers.start, layers.stop, mask, views, tapped)

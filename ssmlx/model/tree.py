@@ -71,6 +71,11 @@ class Tree:
     # the fixed topology, or None where this tree's shape was chosen on the device
     topology: Topology | None = None
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What has to be computed of it."""
+        return [self.tokens, self.depths, self.paths]
+
     def __post_init__(self) -> None:
         (num_nodes,) = self.tokens.shape
         expect_shape("tree depths", self.depths, num_nodes)
