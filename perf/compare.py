@@ -16,8 +16,8 @@ from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts, turns_key
 from ssmlx.settings import read_json
-from ssmlx.tuning.memory import MIB
-from ssmlx.tuning.report import Columns, table
+from ssmlx.generation.memory import MIB
+from ssmlx.report import Columns, table
 
 from .run import show
 from .run.experiment import failures, result_of, task_result

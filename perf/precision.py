@@ -15,7 +15,7 @@ import mlx.core as mx
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import write_result
 from ssmlx.model.shapes import to_float
-from ssmlx.tuning.report import Columns
+from ssmlx.report import Columns
 
 from .compare import difference_text
 from .run.experiment import Experiment, Measured, differences_of, failures, result_of

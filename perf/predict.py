@@ -31,7 +31,7 @@ from ssmlx.tuning import chips
 from ssmlx.tuning.chips import CHIPS, Bound, Chip, Decoder, costs
 from ssmlx.tuning.cost import DraftShape
 from ssmlx.tuning.ladder import USUAL_CONTEXT, shapes, tokens_of
-from ssmlx.tuning.report import Columns, table
+from ssmlx.report import Columns, table
 
 from .run.options import adapter_with_streams, add_out
 

@@ -38,7 +38,7 @@ from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import resolve_model
 from ssmlx.settings import PREFILL_STEP_SIZE
-from ssmlx.tuning.report import Columns, table
+from ssmlx.report import Columns, table
 
 from .run.options import add_base, add_out, check_counts
 from .run.results import ROOT, machine_load

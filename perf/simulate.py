@@ -30,7 +30,7 @@ from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.settings import StreamConfig, read_json
 from ssmlx.tuning.chips import CHIPS, costs
 from ssmlx.tuning.ladder import priced, shapes, text_kind, tokens_of
-from ssmlx.tuning.report import Columns, table
+from ssmlx.report import Columns, table
 
 from .acceptance import read_kept
 from .predict import LABEL, MODELS, ON, drafting

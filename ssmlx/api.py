@@ -15,18 +15,18 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from .answers import Answer, Prefilled, run, wired
 from .bars import Progress
-from .decoding.loop import Ends, never, plain_decode, streaming_decode
+from .decoding.loop import CallCounts
 from .decoding.sampling import TokenLogprobs
 from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
 from .errors import InputError, quoted, require
+from .generation.memory import Memory, memory_of
+from .generation.plan import decode_plan, make_plan
 from .model.cache import TreeCache
 from .model.shapes import to_int
 from .model.streams import StreamFusedModel
 from .prompts import encode
-from .settings import GenerateConfig, PruneConfig, Settings
-from .tuning.memory import Memory, memory_of
-from .tuning.plan import Plan, make_plan
+from .settings import GenerateConfig, Settings
 
 FinishReason = Literal["stop", "length", "context"]
 
@@ -193,51 +193,11 @@ def token_steps(
     On the thread that reads them, and no other.
     """
     plan = make_plan(model, config, context=cache.offset + len(prompt), **more)
-    return filter(None, planned_steps(plan, model, prompt, cache, context=context))
-
-
-def planned_steps(
-    plan: Plan,
-    model: StreamFusedModel,
-    prompt: list[int],
-    cache: TreeCache,
-    *,
-    context: Sequence[int] = (),
-    ends: Ends = never,
-    told: list[TokenLogprobs] | None = None,
-) -> Iterator[list[int]]:
-    """The decoding loop of a plan; its turns in the prompt yield empty lists."""
-    require(
-        len(context) == cache.offset or not (context or plan.reads_text),
-        f"{len(context)} tokens of context for a cache of {cache.offset}",
-        expected="the whole text, which drafters and penalties read",
-        do="give context=, the tokens in the cache",
-    )
-    shared: dict[str, Any] = {
-        "context": context,
-        "sampler": plan.sampling,
-        "prefill_step_size": plan.config.prefill_step_size,
-        "told": told,
-    }
-    if plan.drafter is None:
-        return plain_decode(model, prompt, cache, **shared)
-    # Now, while the cache may be empty: its buffers would be copied as trees grow.
-    cache.reserve(tokens=0, scratch=plan.scratch)
-    return streaming_decode(
-        model,
-        prompt,
-        cache,
-        drafter=plan.drafter,
-        prune=plan.config.prune or PruneConfig(),
-        acceptance=plan.config.acceptance,
-        ends=ends,
-        pace=plan.pace,
-        **shared,
-    )
+    return filter(None, decode_plan(plan, model, prompt, cache, context=context))
 
 
 Decode = Callable[..., Iterator[list[int]]]
-"""A decoding loop, as `planned_steps` is one."""
+"""A decoding loop, as `decode_plan` is one."""
 
 
 class Given(Settings, total=False):
@@ -335,7 +295,7 @@ def segments_of(
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
     done: Callable[[list[GenerationResponse]], None] | None = None,
-    decode: Decode = planned_steps,
+    decode: Decode = decode_plan,
     **drafts: Any,
 ) -> Iterator[GenerationResponse | Prefilled]:
     """The turns of an answer, for the thread that runs MLX; the arguments are `stream_generate`'s.
@@ -360,16 +320,26 @@ def segments_of(
     text = Text(tokenizer.detokenizer, config.stop)
     budget = Budget(text, end_token_ids(model, tokenizer), config.max_tokens, room)
     plan = make_plan(model, config, context=num_prompt, **drafts)
-    told: list[TokenLogprobs] | None = None if config.logprobs is None else []
-    steps = decode(plan, model, tokens, cache, context=context, ends=budget.ends, told=told)
+    logprobs: list[TokenLogprobs] | None = None if config.logprobs is None else []
+    counts = CallCounts()
+    steps = decode(
+        plan,
+        model,
+        tokens,
+        cache,
+        context=context,
+        stops=budget.ends,
+        logprobs=logprobs,
+        counts=counts,
+    )
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
         return {
             "peak_memory": mx.get_peak_memory() / 1e9,
-            "draft_calls": plan.drafter.draft_calls if plan.drafter else 0,
+            "draft_calls": plan.draft_calls,
             "lossy": plan.lossy,
-            "drafted_tokens": plan.pace.num_drafted,
-            "memory": memory_of(model, cache, plan.drafter, plan.loaded) if reason else None,
+            "drafted_tokens": counts.drafted_nodes,
+            "memory": memory_of(model, cache, plan.drafters, plan.loaded) if reason else None,
         }
 
     def turns() -> Iterator[GenerationResponse | Prefilled]:
@@ -385,7 +355,7 @@ def segments_of(
                         yield Prefilled(cache.offset - num_cached, total)
                     whole = chain([first], filter(None, steps))
                     for response in responses_of(
-                        whole, budget, num_prompt, num_cached, measured, started, told
+                        whole, budget, num_prompt, num_cached, measured, started, logprobs
                     ):
                         if done is not None:
                             given.append(response)
@@ -394,8 +364,7 @@ def segments_of(
                 try:
                     # Whoever uses the cache next must find no work of this answer in it.
                     mx.eval(cache.state)
-                    if plan.experience is not None:
-                        plan.experience.keep()
+                    plan.finish()
                 finally:  # a failed call's work may fail again
                     if done is not None:
                         done(given)
@@ -420,13 +389,13 @@ def responses_of(
     num_cached: int,
     measured: Callable[[FinishReason | None], dict[str, Any]],
     started: float | None = None,
-    told: list[TokenLogprobs] | None = None,
+    recorded: list[TokenLogprobs] | None = None,
 ) -> Iterator[GenerationResponse]:
     """An answer's segments, of the tokens of each target call, up to where `budget` ends it.
 
     `measured` gives the other fields of a segment, of the reason why it is the last, if it is. The
     answer began when it `started` (of `time.perf_counter`), or begins now. A step's log
-    probabilities are taken out of `told`.
+    probabilities are taken out of `recorded`.
     """
     started = first_done = time.perf_counter() if started is None else started
     for calls, step in enumerate(steps, 1):
@@ -444,13 +413,13 @@ def responses_of(
             decode_seconds=now - first_done,
             cached_tokens=num_cached,
             stop=budget.text.ended_by,
-            logprobs=None if told is None else tuple(told[: len(step)]),
+            logprobs=None if recorded is None else tuple(recorded[: len(step)]),
             **measured(reason),
         )
         if reason:
             return
-        if told is not None:
-            told.clear()
+        if recorded is not None:
+            recorded.clear()
 
 
 def generate(

@@ -5,15 +5,19 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
 import mlx.core as mx
 
 from .answers import Answer, Prefilled, run, wired
-from .api import GenerationResponse, segments_of, with_seed
+from .api import Decode, GenerationResponse, segments_of, with_seed
 from .bars import Progress
+from .decoding.batch import Mask
 from .errors import require
+from .generation.batching import Batches
+from .generation.plan import decode_plan
 from .loading.adapter import load_adapter
 from .loading.attach import default_adapter, fuse_streams
 from .loading.load import load
@@ -36,7 +40,8 @@ class Engine:
             for segment in engine.stream("Why is the sky blue?", max_tokens=100):
                 print(segment.text, end="")
 
-    Any thread and any event loop may ask; answers that are open at once take turns, call by call.
+    Any thread and any event loop may ask. Answers that are open at once take turns, call by call,
+    or share calls with a row each, whichever should bring more tokens (`generation.batching`).
     Every adapter stands on the one base, whose weights they share, so each answer may have another
     one and nothing is switched between them.
 
@@ -70,6 +75,7 @@ class Engine:
         self._base = own.backbone.base()
         self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
         self._loading = threading.Lock()
+        self._batches = Batches()
         self._open: weakref.WeakSet[Answer[GenerationResponse] | ChatSession] = weakref.WeakSet()
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
         for adapter in adapters:
@@ -125,6 +131,7 @@ class Engine:
         template_args: Mapping[str, Any] | None = None,
         drafts: Mapping[str, Any] | None = None,
         prompt_cache: PromptCache | None = None,
+        mask: Mask | None = None,
         **settings: Unpack[Settings],
     ) -> Answer[GenerationResponse]:
         """Answer a question, segment by segment; what it begins with may be known already.
@@ -136,10 +143,11 @@ class Engine:
             adapter: a name or a folder; the engine's default unless given, "none" for the base.
             progress: told (tokens processed, tokens in all) while the prompt is processed.
             tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
-            drafts: `draft_model` or `heads`, as `ssmlx.stream_generate` takes them; and `decode`,
-                the loop that stands in for `api.planned_steps`.
+            drafts: `draft_model` or `heads`, as `ssmlx.stream_generate` takes them.
             prompt_cache: prompts that this answer may begin with and adds to; the engine's own
                 unless given.
+            mask: given the answer's tokens so far and the logits [1, V] of the next one, returns
+                the logits to decide by, such as those that a grammar allows; drafting is off then.
 
         Raises:
             InputError: the question, the adapter or the settings cannot be followed.
@@ -151,7 +159,11 @@ class Engine:
         def opened() -> Answer[GenerationResponse]:
             prompt = self._tokens(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            answer = Answer(self._segments(model, prompt, config, drafts or {}, kept), progress)
+            decode = self._decode(config)
+            if mask is not None:
+                decode = partial(self._batches.decode, mask=mask)
+            segments = self._segments(model, prompt, config, drafts or {}, kept, decode)
+            answer = Answer(segments, progress)
             self._join(answer)
             return answer
 
@@ -164,6 +176,7 @@ class Engine:
         config: GenerateConfig,
         drafts: Mapping[str, Any],
         kept: PromptCache,
+        decode: Decode,
     ) -> Iterator[GenerationResponse | Prefilled]:
         cache = model.make_cache()
         known = 0
@@ -182,8 +195,14 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
+            decode=decode,
             **drafts,
         )
+
+    def _decode(self, config: GenerateConfig) -> Decode:
+        """How answers are decoded: beside others, unless their calls are to be the same always."""
+        is_alone = config.deterministic or self._base.group is not None
+        return decode_plan if is_alone else self._batches.decode
 
     def _tokens(
         self, model: StreamFusedModel, question: Question, template: Mapping[str, Any]
@@ -241,6 +260,7 @@ class Engine:
             if not self._models:
                 return
             self._models = {}
+            self._batches = Batches()  # which know models
             del self._base
         for opened in run(lambda: list(self._open)):
             opened.close()

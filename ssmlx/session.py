@@ -15,14 +15,14 @@ from .bars import Progress
 from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
 from .errors import require
+from .generation.memory import Memory, memory_of
+from .generation.plan import drafter_kind, make_plan
 from .loading.attach import swap_adapter
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, check_text, common_prefix, is_alone, own_template, turns_tokens
-from .settings import GenerateConfig
-from .tuning.memory import Memory, memory_of
-from .tuning.plan import Plan, make_plan
+from .settings import DrafterKind, GenerateConfig
 
 
 @dataclass
@@ -87,6 +87,7 @@ class ChatSession:
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self._drafts: dict[str, Any] = {"draft_model": draft_model, "heads": heads}
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
+        self._loaded = [one for one in (draft_model, heads) if one is not None]
         self.config = config or GenerateConfig()
         self.totals = ChatTotals()
         self.plain_tps: float | None = None
@@ -111,14 +112,14 @@ class ChatSession:
         run(anew)
 
     def _empty_cache(self) -> None:
-        self._cache = self.model.make_cache(self.plan.scratch)
+        self._cache = self.model.make_cache()
         self._cached_tokens: list[int] = []
         self._memory: Memory | None = None
 
     @property
-    def plan(self) -> Plan:
-        """How answers are decoded; behind a long context, a profile may decide otherwise."""
-        return make_plan(self.model, self.config, **self._drafts)
+    def drafter(self) -> DrafterKind | None:
+        """What may draft in this chat; None where it decodes plainly."""
+        return drafter_kind(self.model, self.config, **self._drafts)
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
         """Go on with the same base model and conversation under another adapter.
@@ -148,7 +149,7 @@ class ChatSession:
     @property
     def memory(self) -> Memory:
         """Where the memory goes: at the end of the last whole answer, or now if there is none."""
-        return self._memory or memory_of(self.model, self._cache, loaded=self.plan.loaded)
+        return self._memory or memory_of(self.model, self._cache, loaded=self._loaded)
 
     @property
     def cached(self) -> tuple[list[int], TreeCache]:

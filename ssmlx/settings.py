@@ -546,14 +546,13 @@ def _parts(config: type) -> dict[str, tuple[type, ...]]:
 class GenerateConfig(SamplingConfig):
     """How to generate; the same settings for every command. Those of sampling are inherited.
 
-    Where tree, prune, num_streams and stream_schedule are all None, streams draft as should be
-    fastest on this machine: by what rows cost on such a chip (`ssmlx.tuning.chips`), or as `python
-    -m ssmlx.calibrate` found. Where nothing else is asked for either, the clock decides from call
-    to call (`ssmlx.decoding.pace`): trees shrink where they do not pay, and decoding is plain then.
+    Where decoding, tree, prune, num_streams and stream_schedule are all None, a controller
+    (`ssmlx.policy.controller`) decides from call to call what is drafted, by what calls cost on
+    this machine and by how well the text is guessed; nothing where plain decoding is as fast. Where
+    any of them is given, it is obeyed.
 
     Attributes:
-        decoding: "streaming", verify what a drafter proposes, or "plain"; None streams where
-            there is a drafter, but for streams where plain decoding is faster.
+        decoding: "streaming", draft at every call, or "plain"; None where the controller decides.
         max_tokens: most tokens to generate.
         stop: texts that end an answer, and are not in its text; its tokens go on to the one that
             completes such a text.
@@ -568,11 +567,10 @@ class GenerateConfig(SamplingConfig):
         prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
         acceptance: when a drafted token counts; all but the default is lossy.
         prefill_step_size: prompt tokens per forward pass.
-        deterministic: make the same calls on every run: neither the clock nor a profile of this
-            machine decides whether, what and when to draft, no prompt that was processed for
-            another answer is gone on from, and sampling without a seed takes seed 0. A chat's own
-            turns come before an answer all the same; how this machine's kernels round stays its
-            own.
+        deterministic: make the same calls on every run: nothing that was learned decides what is
+            drafted, and nothing is learned; no prompt that was processed for another answer is gone
+            on from, and sampling without a seed takes seed 0. A chat's own turns come before an
+            answer all the same; how this machine's kernels round stays its own.
     """
 
     decoding: Decoding | None = setting(None, choices=DECODINGS)
@@ -617,17 +615,11 @@ class GenerateConfig(SamplingConfig):
             require(ok, found, expected="some text", do="give some, or drop it")
 
     @property
-    def leaves_shape_open(self) -> bool:
-        """Whether nothing of what streams draft, and when, was asked for."""
-        given = (self.tree, self.prune, self.num_streams, self.stream_schedule)
-        return all(one is None for one in given)
-
-    @property
-    def leaves_all_open(self) -> bool:
-        """Whether even drafting itself was not asked for."""
-        lossy = self.acceptance.kind != "exact"
-        asked = self.decoding or self.drafter or lossy
-        return not asked and self.leaves_shape_open
+    def is_controlled(self) -> bool:
+        """Whether nothing says what is drafted, nor how is decoded: a controller decides then."""
+        shape = (self.tree, self.prune, self.num_streams, self.stream_schedule)
+        is_open = all(one is None for one in shape)
+        return is_open and self.decoding is None and self.acceptance.kind == "exact"
 
     def with_default_shape(self) -> GenerateConfig:
         """The defaults for what was not asked for: the same on every machine."""

@@ -1,9 +1,11 @@
-"""What holds for every test: workers, the device, no profiles, and what `.ci/long` need not run."""
+"""What holds for every test: workers, the device, a folder for what is learned, and what `.ci/long`
+need not run."""
 
 import os
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -19,8 +21,6 @@ if _WORKER:
 import ssmlx  # first: it chooses the BLAS that MLX will load
 
 import mlx.core as mx  # isort: skip
-
-from ssmlx.decoding.pace import Pace
 
 # `.ci/long` names a file of tests that passed, which are not run again.
 _PASSED = Path(os.environ.get("SSMLX_PASSED", os.devnull))
@@ -87,11 +87,10 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    """What this machine was calibrated for, or does in which time, decides nothing."""
-    monkeypatch.setattr("ssmlx.tuning.profile._FOLDER", str(tmp_path / "profiles"))
-    monkeypatch.setattr("ssmlx.tuning.experience._FOLDER", str(tmp_path / "experience"))
-    monkeypatch.setattr("ssmlx.tuning.plan.Pace", lambda ladder=(), *_, **__: Pace(ladder))
+def nothing_learned(monkeypatch, tmp_path):
+    """What other answers have taught of this machine decides nothing."""
+    monkeypatch.setattr("ssmlx.generation.learned._FOLDER", str(tmp_path / "costs"))
+    monkeypatch.setattr("ssmlx.generation.learned._BY_MODEL", WeakKeyDictionary())
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from ssmlx.model.backbone import arrays_of
 from ssmlx.model.tree import root_tree
 from ssmlx.settings import GenerateConfig, PruneConfig, SamplingConfig, TreeConfig
 from ssmlx.tuning.chips import CONDITION_KERNELS, ROOT_KERNELS
-from ssmlx.tuning.plan import make_plan
+from ssmlx.generation.plan import make_plan
 
 # --- Sorts, and passes over all logits ---
 

@@ -24,7 +24,7 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.session import ChatSession
 from ssmlx.settings import GenerateConfig, TreeConfig
-from ssmlx.tuning.memory import MIB, Memory, memory_of
+from ssmlx.generation.memory import MIB, Memory, memory_of
 
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 512
@@ -237,7 +237,7 @@ def test_with_a_packed_draft_head_streaming_takes_little_more_than_the_base_alon
 @pytest.mark.parametrize("settings", [{"decoding": "streaming"}, {}, {"decoding": "plain"}])
 def test_an_answer_leaves_nothing_for_the_garbage_collector(settings, monkeypatch):
     """Its cache is freed with it: who waits for a collection may hold many of them meanwhile."""
-    monkeypatch.setattr("ssmlx.tuning.plan.Pace", Pace)
+    monkeypatch.setattr("ssmlx.generation.plan.Pace", Pace)
     model = make_model()
     held = []
     gc.collect(), gc.disable()

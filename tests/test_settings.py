@@ -12,7 +12,7 @@ from ssmlx.settings import Settings
 
 SNIPPET = """
 import ssmlx
-from ssmlx.tuning.plan import make_plan
+from ssmlx.generation.plan import make_plan
 
 model, tokenizer = ssmlx.load()
 make_plan(model, {})

@@ -24,8 +24,6 @@ from ssmlx.model.lora import LoraWeights, layer_of
 from ssmlx.model.streams import LowRank, StreamFusedModel, StreamWeights
 from ssmlx.model.tree import Tree
 from ssmlx.settings import StreamConfig
-from ssmlx.tuning.cost import DraftShape, MeasuredShape, StepCosts, Surface
-from ssmlx.tuning.profile import MLX_VERSION, Profile, ProfileKey
 
 LAYERS = 3
 WIDTH = 32
@@ -243,40 +241,6 @@ def assert_close(found, expected, bound: float = 1e-5) -> None:
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() <= bound * np.abs(expected).max()
 
-
-def flat(base: float, per_row: float, per_token: float = 0.0, rows=(1, 4, 16, 64)) -> Surface:
-    """base + per_row * rows + per_token * context."""
-    points = {
-        (row, context): base + per_row * row + per_token * context
-        for row in rows
-        for context in (0, 1000)
-    }
-    return Surface.of(points)
-
-
-COSTS = StepCosts(
-    plain=flat(10.0, 0.0, 0.001, rows=(1,)),
-    lower=flat(6.0, 0.1, 0.002),
-    upper=flat(2.0, 0.05, 0.001),
-    fused=flat(2.0, 0.04, 0.001, rows=(2, 400)),
-    head=flat(1.0, 0.02),
-    draft_head=flat(0.5, 0.01),
-    early_exit=flat(0.8, 0.03),
-    overhead={"fused": flat(0.1, 0.0), "second-pass": flat(0.2, 0.001)},
-)
-
-
-def measured(shape: DraftShape, tokens_per_call: float) -> MeasuredShape:
-    return MeasuredShape(shape=shape, tokens_per_call=tokens_per_call)
-
-
-def make_profile(model: StreamFusedModel, **changes) -> Profile:
-    """A profile of `model` on this machine."""
-    values = {
-        "key": ProfileKey.of(model), "made": "2026-08-02", "mlx": MLX_VERSION, "context": 100,
-        "costs": COSTS, **changes,
-    }  # fmt: skip
-    return Profile(**values)
 
 
 class FakeClock:

@@ -31,7 +31,7 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.settings import DTYPES, GenerateConfig, to_json
 from ssmlx.tuning.chips import Decoder
 from ssmlx.tuning.experience import experience_of
-from ssmlx.tuning.plan import make_plan
+from ssmlx.generation.plan import make_plan
 
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import adapter_with_streams, add_base, add_out, check_counts

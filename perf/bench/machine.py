@@ -17,7 +17,7 @@ from ssmlx.model.tree import Tree
 from ssmlx.settings import GenerateConfig
 from ssmlx.tuning.chips import Decoder
 from ssmlx.tuning.ladder import USUAL_CONTEXT, expected_costs, this_chip
-from ssmlx.tuning.plan import make_plan
+from ssmlx.generation.plan import make_plan
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 TURNS = (3, 40)  # of all numbers of rows: at least and at most

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from ssmlx.tuning.memory import MIB
-from ssmlx.tuning.report import Columns, aligned, table
+from ssmlx.generation.memory import MIB
+from ssmlx.report import Columns, aligned, table
 
 from ..run.show import Cell, Row, interval, same_text
 from ..run.statistics import FEW

@@ -28,7 +28,7 @@ from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import TreeConfig, read_json
-from ssmlx.tuning.report import every_pair, finish, new_figure
+from ssmlx.report import every_pair, finish, new_figure
 
 from ..run.published import E2E, MEDUSA, OPT, STREAMS, TABLE_1
 from ..run.results import RESULTS, ROOT, reading

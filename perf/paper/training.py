@@ -18,7 +18,7 @@ from ssmlx.settings import read_json
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.training.record import LOG_FILE, read_record
-from ssmlx.tuning.report import Columns, finish, new_figure, table
+from ssmlx.report import Columns, finish, new_figure, table
 
 from ..run.options import add_out
 

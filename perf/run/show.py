@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ssmlx.tuning.report import Columns, cells, new_figure
+from ssmlx.report import Columns, cells, new_figure
 
 from .published import METHODS, Speed, span, speeds
 from .statistics import FEW, estimate

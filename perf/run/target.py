@@ -30,8 +30,8 @@ from ssmlx.model.backbone import Backbone, on_same_arrays
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import HEAD_DRAFTERS, GenerateConfig
-from ssmlx.tuning.memory import Memory, memory_of
-from ssmlx.tuning.plan import make_plan
+from ssmlx.generation.memory import Memory, memory_of
+from ssmlx.generation.plan import make_plan
 
 from .rounding import round_products
 

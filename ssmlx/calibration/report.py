@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..model.streams import StreamFusedModel
+from ..report import Columns, table
 from ..settings import from_json, to_json
 from ..tuning.cost import DraftShape, StepCosts
 from ..tuning.profile import FORMAT, Profile
-from ..tuning.report import Columns, table
 from . import BUSY
 from .choice import Choice
 

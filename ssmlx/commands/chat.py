@@ -180,7 +180,6 @@ def adapter(rest: str, chat: Chat) -> str:
     chat.session.swap_adapter(found)
     mx.reset_peak_memory()
     chat.adapter = rest
-    _note_tuning(chat)
     goes_on = chat.session.messages and not chat.session.asks_alone
     return current_adapter(chat) + ("; the conversation goes on" if goes_on else "")
 
@@ -188,7 +187,7 @@ def adapter(rest: str, chat: Chat) -> str:
 def current_adapter(chat: Chat) -> str:
     session = chat.session
     config = chat.session.model.config
-    drafter = session.plan.kind
+    drafter = session.drafter
     if config is None:
         return f"no adapter: {f'{drafter} drafts' if drafter else 'plain decoding'}"
     own = chat.adapter is None
@@ -279,13 +278,12 @@ def _main(args: argparse.Namespace) -> None:
         screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     chat = Chat(session, screen, args.adapter)
-    undrafted = model.num_streams == 0 and session.plan.kind is None
+    undrafted = model.num_streams == 0 and session.drafter is None
     if args.adapter is None and args.decoding is None and undrafted:
         screen.note(
             "ssmlx ships no chat adapter for this model: plain decoding; "
             "`python -m convert.train --help` says how to train one"
         )
-    _note_tuning(chat)
     if screen.interactive:
         dtype = str(model.backbone.dtype).removeprefix("mlx.core.")
         screen.note(f"{args.model}, {dtype}; {current_adapter(chat)}. /help lists the commands.")
@@ -296,12 +294,6 @@ def _main(args: argparse.Namespace) -> None:
     kept.keep(*session.cached)
     if kept.write(session.model):
         screen.note(f"[{len(kept.tokens)} tokens kept in {kept.path}]")
-
-
-def _note_tuning(chat: Chat) -> None:
-    plan = chat.session.plan
-    if plan.is_tuned:
-        chat.screen.note(f"[{plan.decision}]")
 
 
 main = options.command(PROG, parse_args, _main)

@@ -69,7 +69,7 @@ def _main(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
     from ..api import check_prompt, record, stream_generate, summary
-    from ..tuning.plan import make_plan
+    from ..generation.plan import make_plan
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
     how = (model, tokenizer, args.template, args.template_args)
@@ -80,8 +80,8 @@ def _main(args: argparse.Namespace) -> None:
     shared = min(common_prefix(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
     plan = make_plan(model, config, **drafts)
-    if plan.is_tuned or args.verbose:
-        print(f"[{plan.decision}]", file=sys.stderr)
+    if args.verbose:
+        print(f"[{plan.decision()}]", file=sys.stderr)
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
     for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:

@@ -96,8 +96,8 @@ def _main(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise not_installed("the server", error, "server") from error
     from ..engine import Engine
+    from ..generation.plan import make_plan
     from ..model import metal
-    from ..tuning.plan import make_plan
     from .answering import Answering, Limits
 
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)

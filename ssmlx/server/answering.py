@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 from ..answers import Answer
-from ..api import GenerationResponse, planned_steps
+from ..api import GenerationResponse
 from ..decoding.batch import Mask
 from ..engine import Engine
 from ..errors import InputError, first_line
@@ -31,7 +31,6 @@ from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, parse_json, setting
 from .asks import Ask, End, Part, Reasoning, Text, ToolCall
-from .batch import Batches
 
 _AGAIN = {"Retry-After": "1"}
 _STOPPED = HTTPException(503, "the server is being stopped", _AGAIN)
@@ -89,7 +88,6 @@ class Answering:
     def __post_init__(self) -> None:
         self.prompts = self.prompts or (self.engine.prompt_cache,)
         self.metrics = Metrics()
-        self._batches = Batches()
         self._slots = asyncio.Semaphore(self.limits.open)
         self._waiting = 0
         self._tokenizing = threading.Lock()
@@ -97,7 +95,6 @@ class Answering:
     def close(self) -> None:
         """Cancel what is open, keep the prompts where they are kept on disk, free the memory."""
         self.engine.close()
-        self._batches = Batches()  # which know models
         for one in self.prompts:
             one.close()
 
@@ -194,15 +191,18 @@ class Answering:
     ) -> Answer[GenerationResponse]:
         """The segments of a choice."""
         self._check_open()
-        decode: Any = self._batches.decode
+        mask: Mask | None = None
         if ask.schema is not None:
             with self._tokenizing:
                 mask = processor(self.engine.tokenizer, ask.schema)
-            decode = partial(decode, mask=mask)
-        elif config.deterministic:  # by itself, whoever else asks
-            decode = planned_steps
-        more: Any = {"adapter": self.models[ask.model], "prompt_cache": self.prompts[user]}
-        return self.engine.stream(prompt, config, drafts={**self.drafts, "decode": decode}, **more)
+        return self.engine.stream(
+            prompt,
+            config,
+            adapter=self.models[ask.model],
+            prompt_cache=self.prompts[user],
+            drafts=self.drafts,
+            mask=mask,
+        )
 
 
 def logprobs_of(tokenizer: TokenizerWrapper, said: GenerationResponse) -> Any:

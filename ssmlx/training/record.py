@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from ..loading.files import write_whole
-from ..tuning.report import finish, new_figure
+from ..report import finish, new_figure
 
 LOG_FILE = "log.jsonl"
 PICTURE_FILE = "curves.png"

@@ -1,6 +1,6 @@
 """Where the memory goes: weights, caches, the room for trees, and the most that was in use."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import mlx.core as mx
@@ -77,7 +77,7 @@ class Memory:
 def memory_of(
     model: StreamFusedModel,
     cache: TreeCache,
-    drafter: Drafter | None = None,
+    drafters: Sequence[Drafter] = (),
     loaded: Iterable[DraftModel | DraftingHeads] = (),
 ) -> Memory:
     """What an answer keeps in memory now, and the peak so far.
@@ -103,7 +103,7 @@ def memory_of(
         drafter=sum(one.nbytes for one in loaded),
         cache=cache.nbytes - scratch,
         tree=scratch + cache.mask_bytes,
-        second_pass=drafter.cache_bytes if drafter else 0,
+        second_pass=sum(one.cache_bytes for one in drafters),
         peak=mx.get_peak_memory(),
     )
 

@@ -1,10 +1,9 @@
 """Several answers at once: in turns, each with its drafts; or with a row each in plain calls.
 
-Answers that draft in turns bring tokens(n) / T(n) in sum, by tokens a call and the time of a call
-of n rows; b answers with a row each bring b / T(b) (section 4 of 2404.19124). The larger of the two
-is done, by the row costs of the machine, what the clock made of them, and how well each text is
-guessed (`decoding.pace`). An answer moves between its calls, with its keys and values, and its
-tokens stay the same but for ties, for the noise that it samples by belongs to a place in the text.
+Whichever of the two should bring more tokens is done (section 4 of 2404.19124), by what calls cost
+on this machine and by how well each text is guessed (`ssmlx.policy`). An answer moves between its
+calls, with its keys and values, and its tokens stay the same but for ties, for the noise that it
+samples by belongs to a place in the text.
 
 Nothing runs unless somebody reads: whoever asks for a token that is not there makes the call that
 brings one to every row. A reader that falls behind leaves the batch until it has caught up. Prompts
@@ -13,25 +12,30 @@ take turns too: between two calls there is a piece of one, or several that are n
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
 
-from ..api import planned_steps
 from ..decoding.batch import Batch, Mask, Row
-from ..decoding.loop import Ends, never, prefill
+from ..decoding.loop import CallCounts, Stops, never_stops, prefill
 from ..decoding.sampling import TokenLogprobs
 from ..loading.prompt_files import PromptKey
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
-from ..tuning.ladder import known_costs
-from ..tuning.plan import Plan
+from ..policy.costs import BATCH
+from .learned import learned_of
+from .plan import Plan, decode_plan
 
-STAY = 1.05  # what the present way is favoured by, times its tokens a second
+STAY = 1.05
+"""What the present way is favoured by, times its tokens a second."""
+TIMED_CALLS = 5
+"""Calls for equally many texts, behind a first one, that teach what such calls cost."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,29 +55,57 @@ class _Group:
 
     def __init__(self, model: StreamFusedModel) -> None:
         self.batch = Batch(model)
-        self._costs = known_costs(model)
+        self._learned, _ = learned_of(model)
         self.open: list[_Answer] = []
         self.together = False
+        self._seconds: list[float] = []  # of calls in a row for as many texts as the last
+        self._num_texts = 0
 
     def decide(self) -> None:
-        """Settle whether the answers that are read go together from now on."""
+        """Settle whether the answers that are read go together from now on.
+
+        In turns, each with its drafts, they bring the sum of their tokens in the sum of their
+        costs; together, a token each in what a call for so many texts costs.
+        """
         rows = [row for row in self.open if not row.rests]
         if len(rows) < 2 or not self.batch.shares_calls:
             self.together = False
             return
-        outlooks = [row.plan.pace.outlook for row in rows]
+        outlooks = [row.plan.outlook for row in rows]
         in_turns = sum(tokens for tokens, _ in outlooks) / sum(cost for _, cost in outlooks)
-        context = sum(len(row.text) for row in rows) / len(rows)
-        plain = self._costs.plain_seconds(context)
-        batched = len(rows) * plain / self._costs.batch_seconds(len(rows), context)
+        costs = self._learned.costs.frozen(self._context(rows))
+        batched = len(rows) / costs.calls((BATCH, len(rows)))
         self.together = batched * (STAY if self.together else 1 / STAY) >= in_turns
 
     def step(self) -> None:
         """A call of the batch."""
         members = self.batch.members
+        started = time.perf_counter()
         self.batch.step()
+        self._time(members, time.perf_counter() - started)
         if any(row.rests for row in members):
             self.decide()
+
+    def _time(self, members: Sequence[Row], seconds: float) -> None:
+        """Learn what calls for so many texts cost, of those behind the first in a row."""
+        if len(members) != self._num_texts:
+            self._num_texts = len(members)
+            self._seconds = []
+            return
+        self._seconds.append(seconds)
+        if len(self._seconds) < TIMED_CALLS or len(members) < 2:
+            return
+        context = self._context(members)
+        plain = self._learned.costs.plain_seconds(context)
+        if plain is not None:
+            cost = median(self._seconds) / plain
+            self._learned.costs.learn((BATCH, len(members)), context, cost)
+            self._learned.keep()
+        self._seconds = []
+
+    @staticmethod
+    def _context(rows: Sequence[Row]) -> int:
+        return sum(len(row.text) for row in rows) // len(rows)
 
 
 class Batches:
@@ -92,11 +124,12 @@ class Batches:
         cache: TreeCache,
         *,
         context: Sequence[int] = (),
-        ends: Ends = never,
-        told: list[TokenLogprobs] | None = None,
+        stops: Stops = never_stops,
+        logprobs: list[TokenLogprobs] | None = None,
+        counts: CallCounts | None = None,
         mask: Mask | None = None,
     ) -> Iterator[list[int]]:
-        """As `api.planned_steps`, beside others; with a `mask`, always without drafts."""
+        """As `decode_plan`, beside others; with a `mask`, always without drafts."""
         cache.trim(cache.offset)
         key = PromptKey.of(model)
         text = [*context, *prompt]
@@ -106,7 +139,7 @@ class Batches:
             plan.sampling,
             cache,
             text,
-            ends,
+            stops,
             mask,
             len(text),
             plan=plan,
@@ -117,8 +150,8 @@ class Batches:
             yield from self._read_prompt(row)
             while True:
                 # It may have joined a batch that is no longer wanted.
-                yield from self._together(row, told)
-                yield from self._alone(row, told)
+                yield from self._together(row, logprobs)
+                yield from self._alone(row, logprobs, counts)
         finally:
             with suppress(ValueError):
                 self._prompts.remove(row)
@@ -178,7 +211,7 @@ class Batches:
         if row.group.together or row.mask is not None:
             row.group.batch.join(row)
 
-    def _together(self, row: _Answer, told: list[TokenLogprobs] | None) -> Iterator[list[int]]:
+    def _together(self, row: _Answer, recorded: list[TokenLogprobs] | None) -> Iterator[list[int]]:
         """Its tokens by the calls of a batch, until answers no longer go together."""
         group = row.group
         batch = row.group.batch
@@ -194,15 +227,28 @@ class Batches:
                 self._since = 0
                 group.step()
             token, logprobs = row.unread.popleft()
-            if told is not None:
-                told += logprobs
+            if recorded is not None:
+                recorded += logprobs
             yield [token]
         batch.leave(row)
 
-    def _alone(self, row: _Answer, told: list[TokenLogprobs] | None) -> Iterator[list[int]]:
+    def _alone(
+        self,
+        row: _Answer,
+        logprobs: list[TokenLogprobs] | None,
+        counts: CallCounts | None,
+    ) -> Iterator[list[int]]:
         """Its tokens by calls of its own, until answers go together."""
-        more: Any = {"context": row.text[:-1], "ends": row.ends, "told": told}
-        steps: Any = planned_steps(row.plan, row.model, row.text[-1:], row.cache, **more)
+        steps: Any = decode_plan(
+            row.plan,
+            row.model,
+            row.text[-1:],
+            row.cache,
+            context=row.text[:-1],
+            stops=row.stops,
+            logprobs=logprobs,
+            counts=counts,
+        )
         with closing(steps):
             for step in steps:
                 row.text += step

@@ -1,0 +1,1 @@
+"""From settings to tokens: what an answer drafts with, what calls cost, and where memory goes."""

@@ -1,0 +1,168 @@
+"""What answers have taught of a machine and of an adapter's texts, kept on disk for later ones.
+
+A file in the cache folder belongs to one machine and one geometry: what decides how long a call
+takes, which the values of the weights do not. It holds the costs of calls, and for each adapter of
+that geometry how well its texts are guessed. A file that is broken, or of another MLX, is ignored.
+"""
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import time
+from dataclasses import replace
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from .. import has_fast_blas
+from ..loading.adapter import stream_tensors
+from ..loading.files import write_whole
+from ..loading.names import cache_dir
+from ..model.streams import StreamFusedModel
+from ..policy.acceptance import AcceptancePrior
+from ..policy.costs import CostTable
+from ..settings import read_json
+
+FORMAT = "ssmlx-costs/1"
+MLX_VERSION = version("mlx")
+_FOLDER = "costs"
+_SECONDS_BETWEEN_WRITES = 30.0
+_MOST_ADAPTERS = 64
+_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+_log = logging.getLogger("ssmlx")
+
+
+class Learned:
+    """What is known of calls on this machine with models of one geometry, and its file.
+
+    Attributes:
+        path: the file.
+        costs: what calls cost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.costs = CostTable()
+        self._priors: dict[str, AcceptancePrior] = {}
+        self._written_at = time.monotonic()
+        self._is_new = False
+        self._read()
+        atexit.register(self.write)
+
+    def prior(self, adapter: str) -> AcceptancePrior:
+        """How well texts are guessed with an adapter, by its digest."""
+        if adapter not in self._priors and len(self._priors) >= _MOST_ADAPTERS:
+            del self._priors[next(iter(self._priors))]
+        return self._priors.setdefault(adapter, AcceptancePrior())
+
+    def keep(self) -> None:
+        """An answer has ended: write the file, but not too often."""
+        self._is_new = True
+        if time.monotonic() - self._written_at > _SECONDS_BETWEEN_WRITES:
+            self.write()
+
+    def write(self) -> None:
+        """Write what is new, whole or not at all; what cannot be written is lost."""
+        if not self._is_new:
+            return
+        self._written_at = time.monotonic()
+        self._is_new = False
+        content = {
+            "format": FORMAT,
+            "mlx": MLX_VERSION,
+            "costs": self.costs.to_dict(),
+            "acceptance": {name: prior.to_dict() for name, prior in self._priors.items()},
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, json.dumps(content).encode())
+        except OSError as error:
+            _log.debug("%s cannot be written: %s", self.path, error)
+
+    def _read(self) -> None:
+        """Take over what the file says, if it can be believed."""
+        if not self.path.is_file():
+            return
+        try:
+            values = read_json(self.path, "what answers have taught")
+            if (values.get("format"), values.get("mlx")) != (FORMAT, MLX_VERSION):
+                return
+            priors = dict(values["acceptance"])
+            if len(priors) > _MOST_ADAPTERS:
+                raise ValueError("it has too many adapters")
+            costs = CostTable.from_dict(values["costs"])
+            self._priors = {name: AcceptancePrior.from_dict(one) for name, one in priors.items()}
+            self.costs = costs
+        except (TypeError, ValueError, AttributeError, KeyError, OSError) as error:
+            _log.debug("%s is ignored: %s", self.path, error)
+
+
+_BY_PATH: dict[Path, Learned] = {}
+_BY_MODEL: WeakKeyDictionary[StreamFusedModel, tuple[Path, str]] = WeakKeyDictionary()
+
+
+def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
+    """What is known of calls of `model` here, and of the texts of its adapter.
+
+    One for all models of one geometry that a process has loaded.
+    """
+    if model not in _BY_MODEL:
+        folder = Path(model.backbone.cache_dir or cache_dir()).expanduser() / _FOLDER
+        _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", adapter_digest(model)
+    path, adapter = _BY_MODEL[model]
+    if path not in _BY_PATH:
+        _BY_PATH[path] = Learned(path)
+    learned = _BY_PATH[path]
+    return learned, learned.prior(adapter)
+
+
+@lru_cache(maxsize=1)
+def this_machine() -> tuple[str, str]:
+    """The chip, on the CPU with how many cores of it; and what computes."""
+    name = str(mx.device_info().get("device_name", "unknown chip"))
+    if mx.default_device() == mx.gpu:
+        return name, "gpu"
+    # Those that MLX's CPU backend may use: all that there are, or as the environment says.
+    allowed = getattr(os, "sched_getaffinity", None)
+    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
+    limits = [os.environ.get(name, "") for name in _THREADS]
+    cores = min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
+    counted = f"{cores} core{'s' if cores > 1 else ''}"
+    return f"{name}, {counted}", f"cpu, {'fast' if has_fast_blas else 'reference'} BLAS"
+
+
+def digest_of(values: Any) -> str:
+    """A short digest of JSON values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def geometry_digest(model: StreamFusedModel) -> str:
+    """A digest of what decides how long calls of `model` take: the machine, and the names, shapes
+    and types of all weights, LoRA that is not merged among them, and of the streams."""
+    streams = [] if model.streams is None else stream_tensors(model.streams).items()
+    weights = [*tree_flatten(model.backbone.model.parameters()), *streams]
+    layers = [model.num_layers, model.insertion_layer, model.num_streams]
+    shapes = sorted([name, list(array.shape), str(array.dtype)] for name, array in weights)
+    heads = [model.draft_head is not None, model.backbone.draft_bits, str(model.backbone.dtype)]
+    return digest_of([this_machine(), shapes, layers, heads])
+
+
+def adapter_digest(model: StreamFusedModel) -> str:
+    """A digest of an adapter's streams and their settings; one for all models without streams."""
+    if model.config is None or model.streams is None:
+        return "none"
+    settings = replace(model.config, tokens_per_call=None).to_dict()
+    if model.draft_head is not None and model.backbone.draft_bits is not None:
+        settings["draft_bits"] = model.backbone.draft_bits  # other guesses
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name, tensor in sorted(stream_tensors(model.streams).items()):
+        digest.update(name.encode() + np.array(tensor.astype(mx.float32)).tobytes())
+    return digest.hexdigest()[:16]

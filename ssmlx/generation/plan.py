@@ -1,0 +1,305 @@
+"""One answer's plan: what the settings come to on a loaded model and on this machine."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Unpack
+
+from ..decoding.controller import Always, DraftController, Never
+from ..decoding.drafter import Drafter
+from ..decoding.drafting import scratch_rows
+from ..decoding.loop import CallCounts, Stops, never_stops, plain_decode, speculative_decode
+from ..decoding.sampling import GREEDY, Sampling, TokenLogprobs
+from ..drafters.draft_model import DraftModel, DraftModelDrafter
+from ..drafters.head_drafter import DraftingHeads, HeadDrafter
+from ..drafters.streams import StreamDrafter
+from ..errors import require
+from ..model.cache import TreeCache
+from ..model.streams import StreamFusedModel
+from ..policy.controller import Controller
+from ..policy.offers import CurveSource, OfferSource, SingleShape
+from ..settings import (
+    FREE_DRAFTERS,
+    HEAD_DRAFTERS,
+    TEXT_DRAFTERS,
+    DrafterKind,
+    GenerateConfig,
+    PruneConfig,
+    Settings,
+)
+from .learned import Learned, learned_of
+
+TYPICAL_TOKENS = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
+"""Tokens per call by nodes, of adapters that do not say: about the middle of those that ship."""
+TYPICAL_CHAIN = 2.0
+"""Tokens per call of drafters that propose trees of one shape alone; what a text really accepts
+replaces it within an answer or two."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Plan:
+    """What an answer decodes with; made once an answer.
+
+    Attributes:
+        config: the settings, with nothing of the draft's shape left open.
+        kind: what drafts; None for plain decoding.
+        drafters: ready to start; none for plain decoding.
+        controller: decides what each call drafts.
+        sampling: how the target decides.
+        loaded: the draft model and the heads that there are, whether or not they draft.
+        learned: what the answer will teach; None where nothing is learned.
+    """
+
+    config: GenerateConfig
+    kind: DrafterKind | None
+    drafters: Sequence[Drafter]
+    controller: DraftController
+    sampling: Sampling
+    loaded: Sequence[DraftModel | DraftingHeads]
+    learned: Learned | None = None
+
+    @property
+    def scratch(self) -> int:
+        """Rows that a call may have, for sizing a cache once; 0 for plain decoding."""
+        return scratch_rows(self.drafters)
+
+    @property
+    def draft_calls(self) -> int:
+        """Forward passes of a draft model so far."""
+        return sum(drafter.draft_calls for drafter in self.drafters)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the tokens before the prompt must be known."""
+        return self.sampling.context_size > 0 or self.kind in TEXT_DRAFTERS
+
+    @property
+    def lossy(self) -> bool:
+        """Whether tokens may be accepted that the target would not have written."""
+        return bool(self.drafters) and self.config.acceptance.kind != "exact"
+
+    @property
+    def outlook(self) -> tuple[float, float]:
+        """Tokens that a call should bring now, and plain calls that it takes.
+
+        Both are 1 where plain decoding is expected to be as fast, and where nobody knows.
+        """
+        return self.controller.outlook() if isinstance(self.controller, Controller) else (1.0, 1.0)
+
+    def finish(self) -> None:
+        """The answer has ended, or was given up: keep what it has taught."""
+        if self.learned is not None and isinstance(self.controller, Controller):
+            self.controller.finish()
+            self.learned.keep()
+
+    def decision(self) -> str:
+        """What is done and why, in one line."""
+        if not self.drafters:
+            asked = self.config.decoding == "plain"
+            return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
+        largest = self.drafters[0].largest
+        if isinstance(self.controller, Controller):
+            tokens, cost = self.outlook
+            if tokens <= cost:
+                return f"{self.kind} may draft; plain decoding is expected to be as fast here"
+            return (
+                f"{self.kind} draft up to {largest.nodes} nodes a call; {tokens / cost:.2f} times "
+                "plain decoding expected by what calls cost here"
+            )
+        size = f"{largest.nodes} nodes a call, {largest.levels} tokens ahead"
+        return f"{self.kind} draft at every call, as asked for: {size}"
+
+
+def make_plan(
+    model: StreamFusedModel,
+    config: GenerateConfig | None = None,
+    *,
+    draft_model: DraftModel | None = None,
+    heads: DraftingHeads | None = None,
+    context: int = 0,
+    **settings: Unpack[Settings],
+) -> Plan:
+    """What `config` comes to on `model`; `settings` are single fields of it.
+
+    Where no shape of the draft, and no way of decoding, is asked for, a controller decides from
+    call to call what is drafted, if anything. What is asked for is obeyed.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+        config: the settings.
+        draft_model, heads: what is loaded to draft with.
+        context: tokens that are committed when the answer begins.
+        settings: single fields of `GenerateConfig`.
+
+    Raises:
+        InputError: the settings do not fit the model or what is loaded.
+    """
+    config = replace(config or GenerateConfig(), **settings)
+    kind = drafter_kind(model, config, draft_model, heads)
+    sampling = Sampling(config, model.backbone.vocab_size)
+    complete = config.with_default_shape()
+    drafters: list[Drafter] = []
+    controller: DraftController = Never()
+    learned = None
+    if kind is not None:
+        drafters = [_make_drafter(model, complete, kind, sampling, draft_model, heads)]
+        controller = Always(drafters[0].largest)
+        # Machines that share a model have to draft alike.
+        if config.is_controlled and model.backbone.group is None:
+            sources = [_offers_of(model, drafter) for drafter in drafters]
+            most = max(drafter.largest.nodes for drafter in drafters)
+            if config.deterministic:
+                controller = Controller.deterministic(sources, context)
+            else:
+                learned, prior = learned_of(model)
+                controller = Controller(
+                    learned.costs, prior, sources, context=context, max_nodes=most
+                )
+    return Plan(
+        config=complete,
+        kind=kind,
+        drafters=drafters,
+        controller=controller,
+        sampling=sampling,
+        loaded=[one for one in (draft_model, heads) if one is not None],
+        learned=learned,
+    )
+
+
+def _offers_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
+    """What a drafter should bring, as far as is known beforehand."""
+    largest = drafter.largest
+    if largest.drafter != "streams":
+        return SingleShape(largest, TYPICAL_CHAIN)
+    assert model.config is not None
+    curve = model.config.tokens_per_call or TYPICAL_TOKENS
+    return CurveSource(largest.drafter, curve, largest.levels)
+
+
+def drafter_kind(
+    model: StreamFusedModel,
+    config: GenerateConfig,
+    draft_model: DraftModel | None,
+    heads: DraftingHeads | None,
+) -> DrafterKind | None:
+    """What the settings let draft for `model`; None for plain decoding."""
+    if config.decoding == "plain":
+        return None
+    kind = config.drafter
+    if kind is None and draft_model is not None:
+        kind = "draft-model"
+    elif kind is None and heads is not None:
+        kind = heads.drafter
+    elif kind is None and (model.num_streams or config.decoding):
+        kind = "streams"
+    if kind is not None:
+        model.backbone.require_stages("drafting")
+    require(
+        kind != "streams" or model.num_streams > 0,
+        f"{'--drafter streams' if config.drafter else 'streaming'} was asked for, but the model "
+        "has no streams",
+        expected="an adapter",
+        do="give --adapter FOLDER, another --drafter, or --decoding plain",
+    )
+    for needs, given, lacks, key in (
+        (kind == "draft-model", draft_model, "a draft model", "model=MODEL"),
+        (kind in HEAD_DRAFTERS, heads, "heads", "heads=FOLDER"),
+    ):
+        require(
+            not needs or given is not None,
+            f"--drafter {kind} without {lacks}",
+            expected=f"{key} with it",
+            do=f'give --drafter "{kind} {key}", or choose another',
+        )
+    if kind in HEAD_DRAFTERS and heads is not None:
+        require(
+            heads.drafter == kind,
+            f"--drafter {kind} with heads for another drafter",
+            expected=f"--drafter {heads.drafter} with them",
+            do="choose that drafter, or give other heads",
+        )
+    return kind
+
+
+def _make_drafter(
+    model: StreamFusedModel,
+    config: GenerateConfig,
+    kind: DrafterKind,
+    sampling: Sampling,
+    draft_model: DraftModel | None = None,
+    heads: DraftingHeads | None = None,
+) -> Drafter:
+    assert config.tree and config.prune and config.stream_schedule
+    prune = config.prune.kind
+    require(
+        prune == "off" or kind != "lookahead",
+        f"--prune {prune} with --drafter lookahead, whose window must reach the target whole",
+        expected="--prune off",
+        do="drop --prune",
+    )
+    require(
+        prune == "off" or (model.streams is not None and model.streams.prune is not None),
+        f"--prune {prune}, but the adapter has no pruning adapter",
+        expected="prune_adapter.* among its stream weights",
+        do="use --prune off, or train one",
+    )
+    if kind in FREE_DRAFTERS:
+        module, _, name = FREE_DRAFTERS[kind].partition(".")
+        home = import_module(f"..drafters.{module}", __package__)
+        return getattr(home, name)(getattr(config, kind.replace("-", "_")))
+    if draft_model is not None and kind == "draft-model":
+        return DraftModelDrafter(draft_model, config.draft, sampling)
+    # What is likely counts for typical acceptance, not what is drawn.
+    known = sampling if config.acceptance.kind == "exact" else GREEDY
+    if kind == "streams":
+        assert model.config is not None
+        streams = model.config.usable_streams(config.num_streams)
+        return StreamDrafter(model, config.tree, streams, config.stream_schedule, known)
+    assert heads is not None
+    shape = config.tree if kind == "medusa" else config.speculator_tree
+    return HeadDrafter(model.backbone, heads, shape, known)
+
+
+def decode_plan(
+    plan: Plan,
+    model: StreamFusedModel,
+    prompt: list[int],
+    cache: TreeCache,
+    *,
+    context: Sequence[int] = (),
+    stops: Stops = never_stops,
+    logprobs: list[TokenLogprobs] | None = None,
+    counts: CallCounts | None = None,
+) -> Iterator[list[int]]:
+    """The tokens of each call of a plan's decoding loop; empty lists between pieces of the prompt.
+
+    The arguments are those of `ssmlx.decoding.loop.speculative_decode`.
+    """
+    require(
+        len(context) == cache.offset or not (context or plan.reads_text),
+        f"{len(context)} tokens of context for a cache of {cache.offset}",
+        expected="the whole text, which drafters and penalties read",
+        do="give context=, the tokens in the cache",
+    )
+    shared: dict[str, Any] = {
+        "context": context,
+        "sampler": plan.sampling,
+        "prefill_step_size": plan.config.prefill_step_size,
+        "logprobs": logprobs,
+    }
+    if not plan.drafters:
+        return plain_decode(model, prompt, cache, **shared)
+    # Now, while the cache may be empty: its buffers would be copied as trees grow.
+    cache.reserve(tokens=0, scratch=plan.scratch)
+    return speculative_decode(
+        model,
+        prompt,
+        cache,
+        drafters=plan.drafters,
+        prune=plan.config.prune or PruneConfig(),
+        acceptance=plan.config.acceptance,
+        stops=stops,
+        controller=plan.controller,
+        counts=counts,
+        **shared,
+    )
