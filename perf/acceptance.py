@@ -25,10 +25,11 @@ from ssmlx.calibration.guesses import guesses_along, most_candidates
 from ssmlx.calibration.timing import ssmlx_answer
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.errors import require
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import write_whole
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.prompts import as_messages, common_prefix, encode_prompt, read_prompts
-from ssmlx.settings import DEFAULT_MODEL, GenerateConfig, TreeConfig, read_json
+from ssmlx.settings import DEFAULT_MODEL, GenerateConfig, TreeConfig
 from ssmlx.tuning.ladder import SIZES
 from ssmlx.tuning.replay import Ints, advance, depths_within, needed_sizes
 

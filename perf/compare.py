@@ -13,9 +13,9 @@ from typing import Any
 from ssmlx.commands.options import add_options, command, make_parser
 from ssmlx.commands.results import publish, write_result
 from ssmlx.errors import require
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts, turns_key
-from ssmlx.settings import read_json
 from ssmlx.tuning.memory import MIB
 from ssmlx.tuning.report import Columns, table
 

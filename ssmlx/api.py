@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from operator import index
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
@@ -24,7 +24,7 @@ from .model.cache import TreeCache
 from .model.shapes import to_int
 from .model.streams import StreamFusedModel
 from .prompts import encode
-from .settings import GenerateConfig, PruneConfig, Settings
+from .settings import GenerateConfig, PruneConfig
 from .tuning.memory import Memory, memory_of
 from .tuning.plan import Plan, make_plan
 
@@ -188,7 +188,7 @@ def token_steps(
     **more: Any,
 ) -> Iterator[list[int]]:
     """The tokens of each call of the endless decoding loop that `make_plan` makes of `config` and
-    `more`: what is loaded to draft with, and single settings.
+    `more`: what is loaded to draft with, and single fields of `GenerateConfig`.
 
     On the thread that reads them, and no other.
     """
@@ -240,16 +240,6 @@ Decode = Callable[..., Iterator[list[int]]]
 """A decoding loop, as `planned_steps` is one."""
 
 
-class Given(Settings, total=False):
-    """What `stream_generate` takes by name."""
-
-    draft_model: DraftModel | None
-    heads: DraftingHeads | None
-    cache: TreeCache | None
-    context: Sequence[int]
-    progress: Progress | None
-
-
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
     """Raises InputError where a prompt of so many tokens leaves no room for an answer."""
     limit = model.backbone.context_length
@@ -275,7 +265,7 @@ def stream_generate(
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
     progress: Progress | None = None,
-    **settings: Unpack[Settings],
+    **settings: Any,
 ) -> Answer[GenerationResponse]:
     """Generate an answer, yielding a segment of it for each target call.
 
@@ -297,6 +287,7 @@ def stream_generate(
 
     Raises:
         InputError: the prompt is empty or too long, or the settings do not fit the model.
+        TypeError: `GenerateConfig` has no field of such a name.
     """
     config = with_seed(replace(config or GenerateConfig(), **settings))
     opened = partial(
@@ -460,15 +451,15 @@ def generate(
     config: GenerateConfig | None = None,
     *,
     verbose: bool = False,
-    **settings: Unpack[Given],
+    **more: Any,
 ) -> str:
     """The whole answer to `prompt`; `verbose` prints it as it comes, with statistics.
 
-    See `stream_generate` for the arguments and what is raised.
+    See `stream_generate` for the other arguments, `more` among them, and what is raised.
     """
     text = ""
     last = None
-    for last in stream_generate(model, tokenizer, prompt, config, **settings):
+    for last in stream_generate(model, tokenizer, prompt, config, **more):
         text += last.text
         if verbose:
             print(last.text, end="", flush=True)

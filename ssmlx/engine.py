@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, cast
 
 import mlx.core as mx
 
@@ -22,7 +22,7 @@ from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, own_template, prompt_tokens, turns_tokens
 from .session import ChatSession
-from .settings import DEFAULT_MODEL, GenerateConfig, Settings
+from .settings import DEFAULT_MODEL, GenerateConfig
 
 DEFAULT_ADAPTER = "chat"
 Question = str | Sequence[int] | Sequence[Message]
@@ -125,7 +125,7 @@ class Engine:
         template_args: Mapping[str, Any] | None = None,
         drafts: Mapping[str, Any] | None = None,
         prompt_cache: PromptCache | None = None,
-        **settings: Unpack[Settings],
+        **settings: Any,
     ) -> Answer[GenerationResponse]:
         """Answer a question, segment by segment; what it begins with may be known already.
 
@@ -204,7 +204,7 @@ class Engine:
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
         drafts: Mapping[str, Any] | None = None,
-        **settings: Unpack[Settings],
+        **settings: Any,
     ) -> ChatSession:
         """A chat on this model: see `ssmlx.ChatSession`, and `stream` for the arguments.
 

@@ -22,9 +22,10 @@ from ssmlx.api import token_steps
 from ssmlx.commands import chat, generate
 from ssmlx.decoding.pace import Learned, Pace, Rung
 from ssmlx.errors import InputError
+from ssmlx.json_files import to_json
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig, to_json
+from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning.chips import CHIPS, Decoder, chip_named, costs, left_out, row_costs
 from ssmlx.tuning.cost import DraftShape, Surface, interpolate

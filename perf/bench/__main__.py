@@ -25,10 +25,11 @@ from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.commands.results import write_result
+from ssmlx.json_files import to_json
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
-from ssmlx.settings import DTYPES, GenerateConfig, to_json
+from ssmlx.settings import DTYPES, GenerateConfig
 from ssmlx.tuning.chips import Decoder
 from ssmlx.tuning.experience import experience_of
 from ssmlx.tuning.plan import make_plan

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..json_files import from_json, to_json
 from ..model.streams import StreamFusedModel
-from ..settings import from_json, to_json
 from ..tuning.cost import DraftShape, StepCosts
 from ..tuning.profile import FORMAT, Profile
 from ..tuning.report import Columns, table

@@ -9,9 +9,9 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ..decoding.pace import Learned
+from ..json_files import from_json, read_json, to_json
 from ..loading.files import write_whole
 from ..model.streams import StreamFusedModel
-from ..settings import from_json, read_json, to_json
 from .profile import MLX_VERSION, ProfileKey
 
 FORMAT = "ssmlx-experience/1"

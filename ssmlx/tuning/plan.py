@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from operator import attrgetter
-from typing import Unpack
+from typing import Any
 
 from ..decoding.drafter import Drafter
 from ..decoding.loop import scratch_rows
@@ -21,7 +21,6 @@ from ..settings import (
     TEXT_DRAFTERS,
     DrafterKind,
     GenerateConfig,
-    Settings,
 )
 from . import ladder
 from .cost import DraftShape
@@ -65,9 +64,9 @@ def make_plan(
     draft_model: DraftModel | None = None,
     heads: DraftingHeads | None = None,
     context: int | None = None,
-    **settings: Unpack[Settings],
+    **settings: Any,
 ) -> Plan:
-    """What `config` comes to on `model`; `settings` are single fields of it.
+    """What `config` comes to on `model`; `settings` are single fields of `GenerateConfig`.
 
     Where nothing of the draft's shape is asked for, a profile of this machine decides, if there is
     one; where nothing at all is asked for, even whether to draft. `context` is the number of tokens

@@ -22,11 +22,11 @@ import numpy as np
 
 from .. import has_fast_blas
 from ..errors import InputError, unwritable
+from ..json_files import from_json, read_json, to_json
 from ..loading.adapter import BaseIdentity, stream_tensors
 from ..loading.files import make_folder, write_whole
 from ..loading.names import NO_ROOM, cache_dir
 from ..model.streams import StreamFusedModel
-from ..settings import from_json, read_json, to_json
 from .cost import MeasuredShape, StepCosts
 
 FORMAT = "ssmlx-profile/2"
