@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ssmlx.commands.options import add_options, command, make_parser, reject
 from ssmlx.errors import InputError, require
-from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES, read_json
+from ssmlx.json_files import read_json
+from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES
 
 PROG = "convert"
 EPILOG = """examples:

@@ -22,9 +22,9 @@ import numpy as np
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError, require
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import new_folder, read_tensors
 from ssmlx.loading.load import reading
-from ssmlx.settings import read_json
 
 from . import check_torch
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ssmlx.tuning.ladder import SIZES
 
 import ssmlx
 from ssmlx.answers import run as on_mlx_thread
@@ -25,11 +26,11 @@ from ssmlx.calibration.guesses import guesses_along, most_candidates
 from ssmlx.calibration.timing import ssmlx_answer
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.errors import require
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import write_whole
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.prompts import as_messages, common_prefix, encode_prompt, read_prompts
-from ssmlx.settings import DEFAULT_MODEL, GenerateConfig, TreeConfig, read_json
-from ssmlx.tuning.ladder import SIZES
+from ssmlx.settings import DEFAULT_MODEL, GenerateConfig, TreeConfig
 from ssmlx.tuning.replay import Ints, advance, depths_within, needed_sizes
 
 from .run.options import check_counts

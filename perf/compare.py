@@ -13,10 +13,10 @@ from typing import Any
 from ssmlx.commands.options import add_options, command, make_parser
 from ssmlx.commands.results import publish, write_result
 from ssmlx.errors import require
+from ssmlx.generation.memory import MIB
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts, turns_key
-from ssmlx.settings import read_json
-from ssmlx.generation.memory import MIB
 from ssmlx.report import Columns, table
 
 from .run import show

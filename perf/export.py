@@ -25,12 +25,13 @@ from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
 from ssmlx.exported.manifest import REPORT
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import load
 from ssmlx.model.shapes import to_float
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import read_prompts
-from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig, read_json
+from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig
 
 from .run.results import RESULTS, reading
 from .run.tasks import SQL

@@ -20,18 +20,19 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from ssmlx.tuning.chips import CHIPS, Bound, Chip, Decoder, costs
+from ssmlx.tuning.cost import DraftShape
+from ssmlx.tuning.ladder import USUAL_CONTEXT, shapes, tokens_of
+
 from ssmlx.calibration.choice import PricedShape, best
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
+from ssmlx.report import Columns, table
 from ssmlx.settings import StreamConfig
 from ssmlx.training.sizing import Plan, choose_sizes, expected_rates, predicted
 from ssmlx.tuning import chips
-from ssmlx.tuning.chips import CHIPS, Bound, Chip, Decoder, costs
-from ssmlx.tuning.cost import DraftShape
-from ssmlx.tuning.ladder import USUAL_CONTEXT, shapes, tokens_of
-from ssmlx.report import Columns, table
 
 from .run.options import adapter_with_streams, add_out
 

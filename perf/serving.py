@@ -37,8 +37,8 @@ from ssmlx.commands.results import write_result
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import resolve_model
-from ssmlx.settings import PREFILL_STEP_SIZE
 from ssmlx.report import Columns, table
+from ssmlx.settings import PREFILL_STEP_SIZE
 
 from .run.options import add_base, add_out, check_counts
 from .run.results import ROOT, machine_load

@@ -20,17 +20,19 @@ from random import Random
 from statistics import mean
 from typing import Any
 
+from ssmlx.decoding.pace import Learned, Pace, Rung
+from ssmlx.tuning.chips import CHIPS, costs
+from ssmlx.tuning.ladder import priced, shapes, text_kind, tokens_of
+
 from ssmlx.bars import bar
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import write_result
-from ssmlx.decoding.pace import Learned, Pace, Rung
 from ssmlx.errors import check_choice
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
-from ssmlx.settings import StreamConfig, read_json
-from ssmlx.tuning.chips import CHIPS, costs
-from ssmlx.tuning.ladder import priced, shapes, text_kind, tokens_of
 from ssmlx.report import Columns, table
+from ssmlx.settings import StreamConfig
 
 from .acceptance import read_kept
 from .predict import LABEL, MODELS, ON, drafting

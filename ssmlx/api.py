@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from operator import index
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
@@ -26,7 +26,7 @@ from .model.cache import TreeCache
 from .model.shapes import to_int
 from .model.streams import StreamFusedModel
 from .prompts import encode
-from .settings import GenerateConfig, Settings
+from .settings import GenerateConfig
 
 FinishReason = Literal["stop", "length", "context"]
 
@@ -188,7 +188,7 @@ def token_steps(
     **more: Any,
 ) -> Iterator[list[int]]:
     """The tokens of each call of the endless decoding loop that `make_plan` makes of `config` and
-    `more`: what is loaded to draft with, and single settings.
+    `more`: what is loaded to draft with, and single fields of `GenerateConfig`.
 
     On the thread that reads them, and no other.
     """
@@ -198,16 +198,6 @@ def token_steps(
 
 Decode = Callable[..., Iterator[list[int]]]
 """A decoding loop, as `decode_plan` is one."""
-
-
-class Given(Settings, total=False):
-    """What `stream_generate` takes by name."""
-
-    draft_model: DraftModel | None
-    heads: DraftingHeads | None
-    cache: TreeCache | None
-    context: Sequence[int]
-    progress: Progress | None
 
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
@@ -235,7 +225,7 @@ def stream_generate(
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
     progress: Progress | None = None,
-    **settings: Unpack[Settings],
+    **settings: Any,
 ) -> Answer[GenerationResponse]:
     """Generate an answer, yielding a segment of it for each target call.
 
@@ -257,6 +247,7 @@ def stream_generate(
 
     Raises:
         InputError: the prompt is empty or too long, or the settings do not fit the model.
+        TypeError: `GenerateConfig` has no field of such a name.
     """
     config = with_seed(replace(config or GenerateConfig(), **settings))
     opened = partial(
@@ -429,15 +420,15 @@ def generate(
     config: GenerateConfig | None = None,
     *,
     verbose: bool = False,
-    **settings: Unpack[Given],
+    **more: Any,
 ) -> str:
     """The whole answer to `prompt`; `verbose` prints it as it comes, with statistics.
 
-    See `stream_generate` for the arguments and what is raised.
+    See `stream_generate` for the other arguments, `more` among them, and what is raised.
     """
     text = ""
     last = None
-    for last in stream_generate(model, tokenizer, prompt, config, **settings):
+    for last in stream_generate(model, tokenizer, prompt, config, **more):
         text += last.text
         if verbose:
             print(last.text, end="", flush=True)

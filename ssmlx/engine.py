@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, cast
 
 import mlx.core as mx
 
@@ -26,7 +26,7 @@ from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, own_template, prompt_tokens, turns_tokens
 from .session import ChatSession
-from .settings import DEFAULT_MODEL, GenerateConfig, Settings
+from .settings import DEFAULT_MODEL, GenerateConfig
 
 DEFAULT_ADAPTER = "chat"
 Question = str | Sequence[int] | Sequence[Message]
@@ -132,7 +132,7 @@ class Engine:
         drafts: Mapping[str, Any] | None = None,
         prompt_cache: PromptCache | None = None,
         mask: Mask | None = None,
-        **settings: Unpack[Settings],
+        **settings: Any,
     ) -> Answer[GenerationResponse]:
         """Answer a question, segment by segment; what it begins with may be known already.
 
@@ -223,7 +223,7 @@ class Engine:
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
         drafts: Mapping[str, Any] | None = None,
-        **settings: Unpack[Settings],
+        **settings: Any,
     ) -> ChatSession:
         """A chat on this model: see `ssmlx.ChatSession`, and `stream` for the arguments.
 

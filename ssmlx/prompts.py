@@ -13,7 +13,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError, require
-from .settings import StreamConfig, parse_json, read_text
+from .json_files import parse_json, read_text
+from .settings import StreamConfig
 from .templates import refusing_turns
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

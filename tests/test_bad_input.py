@@ -22,10 +22,11 @@ from ssmlx.commands.options import run
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import InputError
+from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import LORA_FILE, load_adapter
 from ssmlx.loading.files import alone_in, save_tensors
 from ssmlx.prompts import read_prompts
-from ssmlx.settings import StreamConfig, read_json
+from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, read_examples
 

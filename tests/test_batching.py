@@ -7,13 +7,13 @@ from itertools import pairwise
 import mlx.core as mx
 import pytest
 from real import tokens_of, words
+from ssmlx.decoding.pace import Pace
+from ssmlx.tuning.cost import StepCosts
 
 import ssmlx
 from ssmlx.answers import run
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
-from ssmlx.decoding.pace import Pace
 from ssmlx.server import batch as batching
-from ssmlx.tuning.cost import StepCosts
 
 LENGTH = 12
 ADAPTERS = ("streams", "all", "none")

@@ -12,6 +12,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from ssmlx.tuning.chips import CONDITION_KERNELS, ROOT_KERNELS
 from tiny import first_tokens, make_base, make_model, make_packed_base
 from tiny_heads import make_heads
 
@@ -21,13 +22,12 @@ from ssmlx.decoding.loop import choose, plain_decode, scratch_rows, settle, step
 from ssmlx.decoding.sampling import Places, Sampling, last_tokens, places_of
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.generation.plan import make_plan
 from ssmlx.loading.load import load
 from ssmlx.model import shapes
 from ssmlx.model.backbone import arrays_of
 from ssmlx.model.tree import root_tree
 from ssmlx.settings import GenerateConfig, PruneConfig, SamplingConfig, TreeConfig
-from ssmlx.tuning.chips import CONDITION_KERNELS, ROOT_KERNELS
-from ssmlx.generation.plan import make_plan
 
 # --- Sorts, and passes over all logits ---
 

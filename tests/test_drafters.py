@@ -45,6 +45,7 @@ from ssmlx.drafters.mlp_speculator import MlpSpeculator
 from ssmlx.drafters.streams import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
+from ssmlx.generation.plan import make_plan
 from ssmlx.loading.load import carries_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
@@ -60,7 +61,6 @@ from ssmlx.settings import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
-from ssmlx.generation.plan import make_plan
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)

@@ -33,7 +33,7 @@ ROOMS = [
     "model",
     "prompts adapters",
     "settings templates",
-    "errors blas answers bars __init__",
+    "errors json_files blas answers bars __init__",
 ]
 EXCEPTIONS = {
     ("ssmlx/export.py", "convert/export"),  # the command's stub; the PyTorch side does it

@@ -9,14 +9,15 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from real import ROOT, write_base, write_tiny_adapter
+from ssmlx.decoding.pace import Pace
 from tiny import LAYERS, make_adapter, make_base, make_lora, make_model, make_tokenizer
 from tiny_heads import HEAD_KINDS, make_heads
 
 from ssmlx import api
 from ssmlx.api import stream_generate
 from ssmlx.commands.chat import Chat, Screen, turn
-from ssmlx.decoding.pace import Pace
 from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.generation.memory import MIB, Memory, memory_of
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
@@ -24,7 +25,6 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.session import ChatSession
 from ssmlx.settings import GenerateConfig, TreeConfig
-from ssmlx.generation.memory import MIB, Memory, memory_of
 
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 512

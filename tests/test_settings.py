@@ -1,51 +1,25 @@
-"""Settings as type checkers and `help` see them."""
+"""Settings by name, and what `help` shows of the package."""
 
 import inspect
 import pydoc
-from dataclasses import fields
-from typing import get_type_hints
 
 import pytest
+from ssmlx.tuning.plan import make_plan
+from tiny import make_model, make_tokenizer
 
 import ssmlx
-from ssmlx.settings import Settings
-
-SNIPPET = """
-import ssmlx
-from ssmlx.generation.plan import make_plan
-
-model, tokenizer = ssmlx.load()
-make_plan(model, {})
-for _ in ssmlx.stream_generate(model, tokenizer, "w1", {}): pass
-ssmlx.generate(model, tokenizer, "w1", cache=model.make_cache(), {})
-"""
 
 
-def test_typed_settings_are_the_fields_of_the_configuration():
-    config = ssmlx.GenerateConfig
-    hints = get_type_hints(config)
-    assert get_type_hints(Settings) == {one.name: hints[one.name] for one in fields(config)}
-    assert Settings.__total__ is False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("settings", "wrong"), [
-    ("temp=3, tree=None, max_tokens=4", None),
-    ("temperatur=3", 'Unexpected keyword argument "temperatur"'),
-    ("temp='hot'", 'has incompatible type "str"; expected "float"'),
-    ("drafter='oak'", "expected \"Literal['streams'"),
-])  # fmt: skip
-def test_a_type_check_finds_settings_that_are_none(tmp_path, settings, wrong):
-    from mypy import api
-
-    path = tmp_path / "app.py"
-    path.write_text(SNIPPET.replace("{}", settings))
-    options = ["--config-file", "pyproject.toml", "--cache-dir", str(tmp_path / "cache")]
-    out, err, code = api.run([*options, str(path)])
-    assert (code, err) == (0 if wrong is None else 1, ""), out
-    errors = [line for line in out.splitlines() if ": error: " in line]
-    assert len(errors) == (0 if wrong is None else SNIPPET.count("{}"))
-    assert all(wrong in line for line in errors)
+def test_a_setting_that_does_not_exist_is_named():
+    model = make_model()
+    tokenizer = make_tokenizer()
+    for ask in (
+        lambda **settings: make_plan(model, **settings),
+        lambda **settings: ssmlx.stream_generate(model, tokenizer, [1], **settings),
+        lambda **settings: ssmlx.generate(model, tokenizer, [1], **settings),
+    ):
+        with pytest.raises(TypeError, match="'temperatur'"):
+            ask(temperatur=3)
 
 
 def test_help_shows_what_there_is():
@@ -57,5 +31,5 @@ def test_help_shows_what_there_is():
         assert told and told.splitlines()[0] in text, name
         head = f"class {name}(" if inspect.isclass(value) else f"\n    {name}("
         assert head in text, name
-    for said in ("ssmlx.settings.Settings", "ssmlx.load(", "temp: 'float' = 0.0"):
+    for said in ("ssmlx.load(", "temp: 'float' = 0.0"):
         assert said in text

@@ -242,7 +242,6 @@ def assert_close(found, expected, bound: float = 1e-5) -> None:
     assert np.abs(found - expected).max() <= bound * np.abs(expected).max()
 
 
-
 class FakeClock:
     """A clock that goes on by what `spend` says, and by `tick` whenever it is read."""
 

@@ -23,11 +23,11 @@ from ssmlx import __version__
 from ssmlx.errors import require
 from ssmlx.exported.api import peak_bytes
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, package_digest
+from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import Adapter, load_adapter
 from ssmlx.loading.files import new_folder
 from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
-from ssmlx.settings import read_json
 
 from ..base import copy_settings, load_base
 from ..reference.checkpoint import reference_of

@@ -33,11 +33,11 @@ from ssmlx.drafters.heads import Heads, check_heads
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
+from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
 from ssmlx.loading.files import read_tensors, write_whole
 from ssmlx.loading.load import MEDUSA_PREFIX
 from ssmlx.model.backbone import Backbone
-from ssmlx.settings import read_json
 
 from ..reference.format import read_pickle
 

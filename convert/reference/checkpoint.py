@@ -12,6 +12,7 @@ from safetensors.torch import save
 from torch import nn
 
 from ssmlx.errors import InputError, require
+from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import (
     LORA_FILE,
     Adapter,
@@ -24,7 +25,6 @@ from ssmlx.loading.files import account_for, read_tensors, write_whole
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.backbone import PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import LoraWeights, layer_of
-from ssmlx.settings import read_json
 from ssmlx.training.config import Part
 from ssmlx.training.job import check_init, check_scale, check_shapes
 from ssmlx.training.mlx_model import with_weights

@@ -20,9 +20,10 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx.errors import require
+from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import SCALE
 from ssmlx.loading.files import read_tensors
-from ssmlx.settings import StreamConfig, read_json
+from ssmlx.settings import StreamConfig
 
 from .. import check_torch
 from ..base import load_pickle

@@ -23,8 +23,9 @@ from torch import nn
 
 from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.errors import unwritable
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import new_folder
-from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, StreamConfig, read_json
+from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, draft_indices
 from ssmlx.training.objective import MAIN, STREAM

@@ -16,8 +16,8 @@ from perf.run.results import ROOT, reading
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_options, alone, command, make_parser
 from ssmlx.errors import require
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import write_whole
-from ssmlx.settings import read_json
 
 PROG = "examples.recipes.comparison"
 EPILOG = """Takes the steps of comparison.json, which says where DATA comes from. Stop it when you

@@ -14,8 +14,8 @@ from pathlib import Path
 from convert.continuations import write_jsonl
 from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import require
+from ssmlx.json_files import read_json
 from ssmlx.prompts import read_prompts
-from ssmlx.settings import read_json
 
 PROG = "examples.recipes.e2e_prompts"
 EPILOG = """examples:

@@ -19,19 +19,20 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
+from ssmlx.tuning.chips import Decoder
+from ssmlx.tuning.experience import experience_of
 
 from ssmlx.answers import run as on_mlx_thread
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.commands.results import write_result
+from ssmlx.generation.plan import make_plan
+from ssmlx.json_files import to_json
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
-from ssmlx.settings import DTYPES, GenerateConfig, to_json
-from ssmlx.tuning.chips import Decoder
-from ssmlx.tuning.experience import experience_of
-from ssmlx.generation.plan import make_plan
+from ssmlx.settings import DTYPES, GenerateConfig
 
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import adapter_with_streams, add_base, add_out, check_counts

@@ -8,16 +8,16 @@ from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
+from ssmlx.tuning.chips import Decoder
+from ssmlx.tuning.ladder import USUAL_CONTEXT, expected_costs, this_chip
 
 from ssmlx.calibration.costs import filled_cache, likely_tree, medians
 from ssmlx.decoding.loop import streaming_decode
+from ssmlx.generation.plan import make_plan
 from ssmlx.model import metal
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import Tree
 from ssmlx.settings import GenerateConfig
-from ssmlx.tuning.chips import Decoder
-from ssmlx.tuning.ladder import USUAL_CONTEXT, expected_costs, this_chip
-from ssmlx.generation.plan import make_plan
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 TURNS = (3, 40)  # of all numbers of rows: at least and at most

@@ -26,9 +26,10 @@ import numpy as np
 
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.errors import require
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import make_folder
-from ssmlx.settings import TreeConfig, read_json
 from ssmlx.report import every_pair, finish, new_figure
+from ssmlx.settings import TreeConfig
 
 from ..run.published import E2E, MEDUSA, OPT, STREAMS, TABLE_1
 from ..run.results import RESULTS, ROOT, reading

@@ -13,12 +13,12 @@ from typing import Any
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import publish
 from ssmlx.errors import require
+from ssmlx.json_files import read_json
 from ssmlx.loading.files import make_folder
-from ssmlx.settings import read_json
+from ssmlx.report import Columns, finish, new_figure, table
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.training.record import LOG_FILE, read_record
-from ssmlx.report import Columns, finish, new_figure, table
 
 from ..run.options import add_out
 

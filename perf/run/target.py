@@ -23,6 +23,8 @@ from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
 from ssmlx.errors import require
+from ssmlx.generation.memory import Memory, memory_of
+from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import Adapter, cast_streams, load_adapter
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
@@ -30,8 +32,6 @@ from ssmlx.model.backbone import Backbone, on_same_arrays
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import HEAD_DRAFTERS, GenerateConfig
-from ssmlx.generation.memory import Memory, memory_of
-from ssmlx.generation.plan import make_plan
 
 from .rounding import round_products
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..json_files import from_json, to_json
 from ..model.streams import StreamFusedModel
 from ..report import Columns, table
-from ..settings import from_json, to_json
 from ..tuning.cost import DraftShape, StepCosts
 from ..tuning.profile import FORMAT, Profile
 from . import BUSY

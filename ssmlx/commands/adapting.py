@@ -26,13 +26,14 @@ from ..calibration.costs import ROWS, CostPlan, measure_costs
 from ..calibration.guesses import RecordedAnswer, guesses_along, most_candidates
 from ..calibration.timing import ssmlx_answer
 from ..errors import InputError, require
+from ..json_files import read_json
 from ..loading.adapter import load_adapter
 from ..loading.files import PartFile, folder_digest, make_folder, new_folder, write_whole
 from ..loading.load import is_quantised, load, load_tokenizer
 from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, Fetch, resolve_model
 from ..model.streams import StreamFusedModel
 from ..prompts import asked_tokens, read_prompts, user_text
-from ..settings import GenerateConfig, read_json
+from ..settings import GenerateConfig
 from ..templates import on_one_day
 from ..training.answers import Speaker, Text
 from ..training.config import RunOptions, TrainConfig

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, cast
 
 from ..bars import PATIENCE_SECONDS, shown
 from ..errors import InputError, check_choice, quoted, require
+from ..json_files import parse_json
 from ..loading.names import bundled_adapters
 from ..settings import (
     ACCEPTANCES,
@@ -34,7 +35,6 @@ from ..settings import (
     GenerateConfig,
     PruneConfig,
     TreeConfig,
-    parse_json,
 )
 
 _DEFAULTS = GenerateConfig()

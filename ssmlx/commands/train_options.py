@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import require
+from ..json_files import read_json
 from ..loading.names import CONFIG_FILE, resolve_adapter
-from ..settings import DEFAULT_MODEL, read_json
+from ..settings import DEFAULT_MODEL
 from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
 from .options import add_options, make_parser, reject, template_text
 

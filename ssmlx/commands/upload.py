@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, first_line, require
+from ..json_files import read_json
 from ..loading.names import (
     ADAPTER_FILES,
     CONFIG_FILE,
@@ -21,7 +22,6 @@ from ..loading.names import (
     adapter_weights,
     resolve_adapter,
 )
-from ..settings import read_json
 from .options import add_options, command, make_parser
 
 if TYPE_CHECKING:

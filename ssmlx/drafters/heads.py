@@ -14,11 +14,11 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..errors import require
+from ..json_files import read_json
 from ..loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
 from ..loading.files import account_for, read_tensors, save_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
-from ..settings import read_json
 from .head_drafter import DraftingHeads, HeadConfig, HeadKind
 from .medusa import MedusaConfig, MedusaHeads
 from .mlp_speculator import MlpSpeculator, MlpSpeculatorConfig

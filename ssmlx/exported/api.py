@@ -10,9 +10,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..api import Budget, GenerationResponse, Text, responses_of
 from ..errors import require
+from ..json_files import read_json
 from ..loading.load import load_tokenizer
 from ..prompts import Prompt, asked_tokens, encode
-from ..settings import read_json
 from .backends import Backend, coreai_backend, coreml_backend
 from .decode import SlotCache, streaming_decode
 from .manifest import Manifest

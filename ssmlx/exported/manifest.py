@@ -11,7 +11,8 @@ from typing import Any, Self
 import numpy as np
 
 from ..errors import InputError, require
-from ..settings import MAX_DRAFT_TOKENS, MAX_SIZE, TreeConfig, from_json, read_json
+from ..json_files import from_json, read_json
+from ..settings import MAX_DRAFT_TOKENS, MAX_SIZE, TreeConfig
 
 FORMAT = "ssmlx-export/2"
 FORMATS = (FORMAT, "ssmlx-export/1")

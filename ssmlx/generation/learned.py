@@ -23,13 +23,13 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from .. import has_fast_blas
+from ..json_files import read_json
 from ..loading.adapter import stream_tensors
 from ..loading.files import write_whole
 from ..loading.names import cache_dir
 from ..model.streams import StreamFusedModel
 from ..policy.acceptance import AcceptancePrior
 from ..policy.costs import CostTable
-from ..settings import read_json
 
 FORMAT = "ssmlx-costs/1"
 MLX_VERSION = version("mlx")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Unpack
+from typing import Any
 
 from ..decoding.controller import Always, DraftController, Never
 from ..decoding.drafter import Drafter
@@ -25,7 +25,6 @@ from ..settings import (
     DrafterKind,
     GenerateConfig,
     PruneConfig,
-    Settings,
 )
 from .learned import Learned, learned_of
 
@@ -117,7 +116,7 @@ def make_plan(
     draft_model: DraftModel | None = None,
     heads: DraftingHeads | None = None,
     context: int = 0,
-    **settings: Unpack[Settings],
+    **settings: Any,
 ) -> Plan:
     """What `config` comes to on `model`; `settings` are single fields of it.
 

@@ -29,11 +29,12 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import InputError, quoted, require
+from ..json_files import read_json
 from ..model.backbone import BaseIdentity
 from ..model.condition import Condition
 from ..model.lora import LoraWeights, layer_of
 from ..model.streams import LowRank, StreamWeights
-from ..settings import AdapterScope, Allowed, StreamConfig, read_json
+from ..settings import AdapterScope, Allowed, StreamConfig
 from .files import account_for, read_tensors, save_tensors
 from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE
 

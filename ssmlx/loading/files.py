@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 
 from ..errors import InputError, first_line, require, unwritable
-from ..settings import parse_json
+from ..json_files import parse_json
 
 logger = logging.getLogger("ssmlx")
 _UNFINISHED = ".unfinished"

@@ -13,11 +13,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
+from ..json_files import read_json
 from ..model import opt
 from ..model.backbone import PACKED_KINDS, Backbone
 from ..model.ranks import Group, shard
 from ..model.streams import StreamFusedModel
-from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE, read_json
+from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
 from .attach import fuse_streams
 from .names import CONFIG_FILE, Fetch, resolve_adapter, resolve_model

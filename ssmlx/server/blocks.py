@@ -10,7 +10,8 @@ from time import time
 from typing import Any
 
 from ..errors import quoted
-from ..settings import GenerateConfig, parse_json
+from ..json_files import parse_json
+from ..settings import GenerateConfig
 from . import asks, openai
 from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
 

@@ -31,9 +31,9 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError
+from ..json_files import parse_json
 from ..model.masks import in_window, window_start
 from ..prompts import ChatFrame, encode, is_alone, plain_turns, read_lines, turns_tokens
-from ..settings import parse_json
 from ..templates import on_one_day
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"

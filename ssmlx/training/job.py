@@ -16,12 +16,13 @@ import numpy as np
 
 from ..bars import bar
 from ..errors import InputError, require, unwritable
+from ..json_files import read_json
 from ..loading.adapter import Adapter
 from ..loading.files import folder_digest, make_folder
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
 from ..prompts import chat_frame
-from ..settings import StreamConfig, read_json
+from ..settings import StreamConfig
 from .config import RunOptions, TrainConfig
 from .data import (
     Batch,

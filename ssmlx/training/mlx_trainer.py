@@ -14,11 +14,11 @@ import mlx.optimizers as optim
 import numpy as np
 
 from ..errors import require
+from ..json_files import read_json
 from ..loading.load import is_quantised, load_base, resolve_dtype
 from ..model.backbone import Backbone
 from ..model.ranks import Group, from_first, summed
 from ..model.shapes import to_int, to_list
-from ..settings import read_json
 from .config import TrainConfig
 from .data import Batch
 from .job import Trainer, check_gradient

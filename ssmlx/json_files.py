@@ -1,0 +1,86 @@
+"""JSON of settings classes, and files of JSON and text."""
+
+from __future__ import annotations
+
+import json
+from collections import abc
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from .errors import InputError, require
+
+
+def to_json(value: Any) -> Any:
+    """JSON values of a settings class; a field's metadata may give it another name there."""
+    if is_dataclass(value):
+        named = {one.metadata.get("json", one.name): one.name for one in fields(value)}
+        return {name: to_json(getattr(value, own)) for name, own in named.items()}
+    if isinstance(value, Mapping):
+        return {name: to_json(one) for name, one in value.items()}
+    return [to_json(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """What `to_json` made of a settings class, built and checked again by its annotations.
+
+    Raises:
+        TypeError, ValueError, AttributeError: it is broken.
+    """
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        named = {one.metadata.get("json", one.name): one.name for one in fields(kind)}
+        given = {own: value[name] for name, own in named.items() if name in value}
+        built = {own: from_json(hints[own], one) for own, one in given.items()}
+        return kind(**built)  # type: ignore[operator]
+    origin = get_origin(kind)
+    inner = get_args(kind)
+    if origin in (Union, UnionType):
+        return None if value is None else from_json(inner[0], value)
+    if origin is tuple:
+        return tuple(from_json(inner[0], one) for one in value)
+    if origin in (dict, abc.Mapping):
+        return {name: from_json(inner[1], one) for name, one in value.items()}
+    return kind(value) if kind in (int, float, str) else value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says; whatever may be wrong with it is a `ValueError`."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_text(path: Path, *, expected: str, do: str) -> str:
+    """The UTF-8 text of a file or a pipe, without a byte-order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        found = f"{path} is not UTF-8 text"
+        raise InputError(found, expected=expected, do="save it as UTF-8") from error
+    except FileNotFoundError as error:
+        raise InputError(f"{path} does not exist", expected=expected, do=do) from error
+    except OSError as error:
+        found = f"{path} cannot be read ({error.strerror})"
+        raise InputError(found, expected=expected, do=do) from error
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The object in a file of `what`; raises InputError where there is none that can be read."""
+    text = read_text(path, expected=what, do="check the path, or convert again")
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        raise InputError(
+            f"{path} is not valid JSON ({error})", expected=what, do="copy or convert it again"
+        ) from error
+    require(
+        isinstance(values, dict),
+        f"{path} holds a {type(values).__name__}",
+        expected=f"{what}, a JSON object",
+        do="copy or convert it again",
+    )
+    return values
