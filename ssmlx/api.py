@@ -439,16 +439,14 @@ def generate(
     return text
 
 
-def summary(response: GenerationResponse, plain_tps: float | None = None) -> str:
-    """One quiet line about an answer: tokens/s, tokens per target call, speed-up if known."""
+def summary(response: GenerationResponse) -> str:
+    """One quiet line about an answer: tokens, tokens/s, tokens per target call."""
     parts = ["LOSSY (typical acceptance)"] if response.lossy else []
     parts += [
         f"{response.generation_tokens} tokens",
         f"{response.generation_tps:.1f} tokens/s",
         f"{response.tokens_per_call:.2f} tokens per target call",
     ]
-    if plain_tps:
-        parts.append(f"{response.generation_tps / plain_tps:.2f}x plain decoding")
     if response.finish_reason == "length":
         parts.append("cut at --max-tokens")
     if response.finish_reason == "context":

@@ -159,7 +159,7 @@ class Engine:
         def opened() -> Answer[GenerationResponse]:
             prompt = self._tokens(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            decode = self._decode(config)
+            decode = self._decode(model, config)
             if mask is not None:
                 decode = partial(self._batches.decode, mask=mask)
             segments = self._segments(model, prompt, config, drafts or {}, kept, decode)
@@ -199,9 +199,9 @@ class Engine:
             **drafts,
         )
 
-    def _decode(self, config: GenerateConfig) -> Decode:
+    def _decode(self, model: StreamFusedModel, config: GenerateConfig) -> Decode:
         """How answers are decoded: beside others, unless their calls are to be the same always."""
-        is_alone = config.deterministic or self._base.group is not None
+        is_alone = config.deterministic or model.backbone.group is not None
         return decode_plan if is_alone else self._batches.decode
 
     def _tokens(

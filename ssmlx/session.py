@@ -4,7 +4,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import exp, log
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -24,6 +26,11 @@ from .prompt_cache import PromptCache
 from .prompts import Message, Tools, check_text, common_prefix, is_alone, own_template, turns_tokens
 from .settings import DrafterKind, GenerateConfig
 
+_TURNS = "ABBAABBA"
+"""A: drafting, B: plain. A machine that becomes slower or faster meanwhile favours neither."""
+_T_OF_PAIRS = 3.18
+"""Student's t for 95 % of four pairs."""
+
 
 @dataclass
 class ChatTotals:
@@ -40,16 +47,32 @@ class ChatTotals:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One answer given twice, and the last response of each."""
+    """One answer given several times, drafting and plain in turns.
 
-    same_tokens: bool  # token for token
+    Attributes:
+        same_tokens: whether all of them are the same, token for token.
+        streaming: the last response of a drafting answer.
+        plain: the last response of a plain one.
+        ratios: seconds of a whole plain answer over those of the drafting one next to it, a pair
+            each.
+    """
+
+    same_tokens: bool
     streaming: GenerationResponse
     plain: GenerationResponse
+    ratios: Sequence[float]
 
     @property
     def speed_up(self) -> float:
-        """Tokens/s of streaming over those of plain decoding."""
-        return self.streaming.generation_tps / max(self.plain.generation_tps, 1e-9)
+        """Whole answers, prompt and all: how many times as fast as plain decoding."""
+        return exp(fmean(map(log, self.ratios)))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of `speed_up`, of the pairs' logarithms by Student's t."""
+        logs = [log(ratio) for ratio in self.ratios]
+        half = _T_OF_PAIRS * stdev(logs) / len(logs) ** 0.5
+        return exp(fmean(logs) - half), exp(fmean(logs) + half)
 
 
 class ChatSession:
@@ -90,7 +113,6 @@ class ChatSession:
         self._loaded = [one for one in (draft_model, heads) if one is not None]
         self.config = config or GenerateConfig()
         self.totals = ChatTotals()
-        self.plain_tps: float | None = None
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
@@ -141,7 +163,6 @@ class ChatSession:
             self._check_idle()
             make_plan(swapped, self.config, **self._drafts)
             self.model = swapped
-            self.plain_tps = None
             self._empty_cache()
 
         run(go_on)
@@ -288,10 +309,13 @@ class ChatSession:
         totals.prompt_tokens += last.prompt_tokens
         self._memory = last.memory
 
-    def compare(self) -> Comparison:
-        """Answer the last message twice more, as this chat drafts and plain, beside it.
+    def compare(self, progress: Progress | None = None) -> Comparison:
+        """Answer the last message again, drafting (A) and plain (B), in turns A B B A A B B A.
 
-        Where it decodes plainly, streaming is asked for. Sampled answers get the same seed.
+        Where the chat decodes plainly, drafting is asked for. Sampled answers get the same seed.
+
+        Args:
+            progress: given (answers done, answers in all).
 
         Raises:
             InputError: nothing was said yet, or the chat is closed.
@@ -304,13 +328,26 @@ class ChatSession:
         prompt = self._prompt(self.messages[: users[-1] + 1])
         config = with_seed(self.config)  # the same for both, or two samples would be compared
         drafting = replace(config, decoding="streaming") if config.decoding == "plain" else config
-        streaming, plain = (
-            list(stream_generate(self.model, self.tokenizer, prompt, one, **self._drafts))
-            for one in (drafting, replace(config, decoding="plain"))
-        )
-        streamed, expected = (
-            [token for response in answer for token in response.tokens]
-            for answer in (streaming, plain)
-        )
-        self.plain_tps = plain[-1].generation_tps
-        return Comparison(streamed == expected, streaming[-1], plain[-1])
+        configs = {"A": drafting, "B": replace(config, decoding="plain")}
+        lasts: dict[str, list[GenerationResponse]] = {"A": [], "B": []}
+        texts: set[tuple[int, ...]] = set()
+        for number, which in enumerate(_TURNS):
+            if progress is not None:
+                progress(number, len(_TURNS))
+            segments = list(
+                stream_generate(self.model, self.tokenizer, prompt, configs[which], **self._drafts)
+            )
+            texts.add(tuple(token for segment in segments for token in segment.tokens))
+            lasts[which].append(segments[-1])
+        if progress is not None:
+            progress(len(_TURNS), len(_TURNS))
+        ratios = [
+            _seconds(plain) / _seconds(streaming)
+            for streaming, plain in zip(lasts["A"], lasts["B"], strict=True)
+        ]
+        return Comparison(len(texts) == 1, lasts["A"][-1], lasts["B"][-1], ratios)
+
+
+def _seconds(last: GenerationResponse) -> float:
+    """Of a whole answer, its prompt included."""
+    return max(last.prefill_seconds + last.decode_seconds, 1e-9)

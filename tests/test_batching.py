@@ -7,13 +7,13 @@ from itertools import pairwise
 import mlx.core as mx
 import pytest
 from real import tokens_of, words
-from ssmlx.decoding.pace import Pace
-from ssmlx.tuning.cost import StepCosts
 
 import ssmlx
 from ssmlx.answers import run
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
-from ssmlx.server import batch as batching
+from ssmlx.generation import batching
+from ssmlx.generation.plan import Plan
+from ssmlx.policy.costs import BATCH, FrozenCosts
 
 LENGTH = 12
 ADAPTERS = ("streams", "all", "none")
@@ -32,8 +32,17 @@ def engine(base, folders):
 
 
 @pytest.fixture
-def batches():
-    return batching.Batches()
+def batches(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_batches", batching.Batches())
+    return engine._batches
+
+
+def cost_batches(monkeypatch, cost):
+    """A call for several texts costs so many plain calls."""
+    calls = FrozenCosts.calls
+    monkeypatch.setattr(
+        FrozenCosts, "calls", lambda self, kind: cost if kind[0] == BATCH else calls(self, kind)
+    )
 
 
 @pytest.fixture
@@ -42,8 +51,8 @@ def together(monkeypatch):
     made = []
     read = batching.prefill
     step = Batch.step
-    monkeypatch.setattr(Pace, "outlook", (1.0, 1.0))
-    monkeypatch.setattr(StepCosts, "batch_seconds", lambda self, *_: self.plain_seconds(0))
+    monkeypatch.setattr(Plan, "outlook", (1.0, 1.0))
+    cost_batches(monkeypatch, 1.001)
     monkeypatch.setattr(batching, "prefill", lambda *a: made.append("piece") or read(*a))
     monkeypatch.setattr(Batch, "step", lambda self: made.append("call") or step(self))
     return made
@@ -54,10 +63,7 @@ def ask(engine, folders, batches):
     """Ask beside others; or alone, where a question is to be answered as by `ssmlx.generate`."""
 
     def asked(question, adapter="streams", *, alone=False, mask=None, **settings):
-        def decode(*args, **more):
-            return batches.decode(*args, mask=mask, **more)
-
-        more = {"deterministic": True} if alone else {"drafts": {"decode": decode}}
+        more = {"deterministic": True} if alone else {"mask": mask}
         settings = {"max_tokens": LENGTH, "prefill_step_size": 8, **settings}
         return engine.stream(question, adapter=folders[adapter], **more, **settings)
 
@@ -130,7 +136,7 @@ def test_answers_come_and_go_in_any_order(ask, together, batches):
 
 
 def test_an_answer_drafts_again_when_it_is_alone(ask, together):
-    settings = {"max_tokens": 60, "drafter": "prompt-lookup"}
+    settings = {"max_tokens": 60, "drafter": "prompt-lookup", "decoding": "streaming"}
     expected = tokens_of(ask(QUESTIONS[0], alone=True, **settings))
     answer = ask(QUESTIONS[0], **settings)
     found = []
@@ -234,9 +240,9 @@ def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks
         def __init__(self, outlook):
             self.rests = False
             self.text = [1]
-            self.plan = type("Plan", (), {"pace": type("Pace", (), {"outlook": outlook})})
+            self.plan = type("Plan", (), {"outlook": outlook})
 
-    monkeypatch.setattr(StepCosts, "batch_seconds", lambda self, *_: cost * self.plain_seconds(1))
+    cost_batches(monkeypatch, cost)
     group = batching._Group(engine.model())
     group.open = [Open(outlook) for outlook in outlooks]
     group.decide()

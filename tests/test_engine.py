@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -233,14 +234,17 @@ def test_a_short_question_does_not_wait_for_a_long_prompt(engine, folders):
         first = next(ask(engine, folders, "all"))
         assert first.tokens and not heard.done() and turns[-1] < 179
         assert len(tokens_of(heard.result(30))) == LENGTH
-    assert turns == [*range(0, 179, 8), 179]
+    # The other answer may have processed pieces of this one's prompt.
+    assert turns == sorted(turns) and (turns[0], turns[-1]) == (0, 179)
 
 
 def test_nothing_is_computed_that_nobody_asks_for(engine, folders, monkeypatch):
     steps = []
-    build = loop.step
-    monkeypatch.setattr(loop, "step", lambda *args, **more: steps.append(1) or build(*args, **more))
-    segments = ask(engine, folders, "streams", max_tokens=200)
+    for name in ("verify_tree", "plain_call"):
+        build = getattr(loop, name)
+        counted = partial(lambda build, *a, **more: steps.append(1) or build(*a, **more), build)
+        monkeypatch.setattr(loop, name, counted)
+    segments = ask(engine, folders, "streams", max_tokens=200, decoding="streaming")
     for asked in range(1, 4):
         next(segments)
         time.sleep(0.05)
@@ -339,7 +343,8 @@ def test_a_task_that_is_cancelled_or_late_loses_nothing(engine, folders):
 def test_an_error_ends_its_answer_and_no_other(engine, folders, monkeypatch):
     expected = tokens_of(ask(engine, folders, "streams"))
     well = ask(engine, folders, "none")
-    ill = ask(engine, folders, "streams")
+    # By itself, where others would have it decode plainly beside them.
+    ill = ask(engine, folders, "streams", decoding="streaming", deterministic=True)
     heard = [next(well), next(ill)]
     monkeypatch.setattr(StreamDrafter, "propose", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

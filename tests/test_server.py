@@ -358,7 +358,7 @@ def test_a_failing_step_ends_its_own_request_alone(serve, monkeypatch):
     assert fine[0]["status"] == 200
     client = client_of(app, raise_server_exceptions=False)
     assert [client.post(CHAT, json=one).status_code for one in (bad, chat())] == [500, 200]
-    monkeypatch.setattr("ssmlx.server.batch.Batches.decode", None)
+    monkeypatch.setattr("ssmlx.generation.batching.Batches.decode", None)
     alone = client_of(serve(ssmlx.GenerateConfig(deterministic=True, max_tokens=3)))
     assert alone.post(CHAT, json=chat()).status_code == 200, "what is to be the same has no row"
 

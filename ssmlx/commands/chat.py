@@ -137,7 +137,7 @@ def answer(session: ChatSession, text: str, screen: Screen) -> None:
     print(flush=True)
     if last is not None:
         cut = " · stopped" if last.finish_reason is None else ""
-        screen.note(f"[{summary(last, session.plain_tps)}{cut}]")
+        screen.note(f"[{summary(last)}{cut}]")
 
 
 def stats(session: ChatSession) -> str:
@@ -154,12 +154,15 @@ def stats(session: ChatSession) -> str:
 
 
 def compare(session: ChatSession) -> str:
-    result = session.compare()
+    bar = options.CallbackBar("comparing", "answer")
+    result = session.compare(progress=bar)
     verdict = "the same tokens" if result.same_tokens else "DIFFERENT tokens"
+    low, high = result.interval
     return (
-        f"streaming {result.streaming.generation_tps:.1f} tokens/s, plain "
-        f"{result.plain.generation_tps:.1f}: {result.speed_up:.2f}x, {verdict} "
-        f"({result.streaming.target_calls} target calls instead of {result.plain.target_calls})"
+        f"whole answers are {result.speed_up:.2f} times as fast as plain decoding "
+        f"[{low:.2f}, {high:.2f}], {verdict} "
+        f"({result.streaming.target_calls} target calls instead of {result.plain.target_calls}; "
+        f"{len(result.ratios)} pairs in turns, 95 % interval)"
     )
 
 

@@ -179,6 +179,7 @@ class Batches:
             elif row.todo:
                 waited = False
                 self._read_piece()
+        yield []
 
     @property
     def _is_full(self) -> bool:
