@@ -18,6 +18,8 @@ from .offers import OfferSource
 
 MAX_NODES = 16
 """Nodes that are offered at most."""
+FIRST_NODES = 4
+"""Nodes at most where no drafting call was ever measured."""
 MARGIN = 1.02
 """Speed over plain decoding from which on drafting begins; it ends below 1 / MARGIN."""
 STAY = 1.03
@@ -29,6 +31,8 @@ CREDIT = 5.0
 """Calls whose expected gain it may be behind beside that."""
 PROBE_CALLS = 3
 """Calls of a probe, and of a run that teaches a cost."""
+TEACHES = 0.1
+"""Change of a cost from which on another probe may follow soon."""
 PROBE_GAIN = 1.05
 """What a shape has to promise over the best known for a probe."""
 SURPRISE = 0.25
@@ -36,6 +40,8 @@ SURPRISES = 3
 """Calls in a row that are so far off their cost make an answer take new costs."""
 MOST_SCALED = 2.5
 """What an answer scales costs by at most."""
+FOLLOWED = 5
+"""Calls whose median is a cost after surprises."""
 PLAIN_CALLS = 3
 """Plain calls timed in a row."""
 PLAIN_FRESH = 64
@@ -66,7 +72,7 @@ class Decision:
     """What the next call drafts, and why."""
 
     candidate: Candidate | None
-    is_probe: bool = False
+    risk: float | None = None  # plain calls that it may lose, where it is a probe
 
     @property
     def shape(self) -> DraftShape | None:
@@ -129,9 +135,8 @@ class Controller:
         self._plain: deque[float] = deque(maxlen=2 * PLAIN_CALLS)  # seconds, the latest
         self._since_plain = PLAIN_FRESH
         self._plain_calls_due = 0
-        self._surprising: list[float] = []  # seconds of calls in a row that are far off
-        self._surprised: DraftShape | None = None
-        self._is_dear = False
+        self._surprises = 0  # calls in a row that are far off their cost; below 0: too cheap
+        self._follows_seconds = False
         if reads_seconds and table.is_timing_due(context):
             self._plain_calls_due = PLAIN_CALLS
 
@@ -179,7 +184,10 @@ class Controller:
             if len(run.seconds) >= PROBE_CALLS:
                 seconds.setdefault(run.shape, []).extend(run.seconds)
         for shape, taken in seconds.items():
-            self._table.learn((shape.drafter, shape.nodes), self._context, median(taken) / plain)
+            kind = (shape.drafter, shape.nodes)
+            moved = self._table.learn(kind, self._context, median(taken) / plain)
+            if abs(moved - 1) > TEACHES:
+                self._table.reset_probes()
 
     def _decide(self) -> Decision:
         if self._plain_calls_due:
@@ -190,15 +198,13 @@ class Controller:
         if self._probe_calls:
             for one in candidates:
                 if one.shape == self._probe:
-                    return Decision(one, is_probe=True)
+                    return Decision(one)
         best = max(
             candidates, key=lambda one: one.speed * (STAY if one.shape == self._pending else 1)
         )
         pays = self._pays(best)
         probe = self._probe_of(candidates, best.speed if pays else 1.0)
-        if probe is not None:
-            return Decision(probe, is_probe=True)
-        return Decision(best if pays else None)
+        return probe or Decision(best if pays else None)
 
     def _candidates(self) -> Iterator[Candidate]:
         """Every shape that can be drafted now."""
@@ -207,8 +213,10 @@ class Controller:
             if offer is None:
                 continue
             ratio = self._acceptance_of(offer.drafter).ratio
+            # What rows cost is known for about twice the rows that were measured.
+            known = max(FIRST_NODES, 2 * self._costs.most_known(offer.drafter))
             for shape, offered in offer.shapes:
-                if shape.nodes <= self._max_nodes:
+                if shape.nodes <= min(self._max_nodes, known):
                     kind = (shape.drafter, shape.nodes)
                     yield Candidate(
                         shape,
@@ -226,22 +234,19 @@ class Controller:
             return best.speed > 1 / MARGIN and self._behind <= allowed
         return best.speed > MARGIN and self._behind + ENTRY <= allowed
 
-    def _probe_of(self, candidates: list[Candidate], speed: float) -> Candidate | None:
+    def _probe_of(self, candidates: list[Candidate], speed: float) -> Decision | None:
         """A shape that may be faster than what is known to be, if its probe can be afforded."""
         probe = max(candidates, key=lambda one: one.hoped_speed)
-        is_parked = speed == 1.0
         if probe.hoped_speed <= speed * PROBE_GAIN:
-            if not is_parked:
+            if speed > 1:
                 return None
             probe = min(candidates, key=lambda one: one.hope)
-        if self._behind > BEHIND or not self._table.may_probe(self._risk(probe, speed)):
-            return None
-        return probe
-
-    def _risk(self, probe: Candidate, speed: float) -> float:
-        """Plain calls that a probe may lose."""
+        likely = (probe.cost + probe.hope) / 2
         entry = ENTRY if self._pending is None else 0.0
-        return entry + PROBE_CALLS * max(0.0, probe.hope - 1 / speed)
+        risk = entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
+        if self._behind > BEHIND or not self._table.may_probe(risk):
+            return None
+        return Decision(probe, risk)
 
     def _acceptance_of(self, drafter: str) -> AnswerAcceptance:
         if drafter not in self._acceptance:
@@ -275,10 +280,10 @@ class Controller:
     def _count_probe(self, call: Call, decision: Decision) -> None:
         if self._probe_calls:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
-        elif decision.is_probe and decision.candidate and call.drafted != call.shape:
+        elif decision.risk is not None and call.drafted != call.shape:
             self._probe = call.drafted
             self._probe_calls = PROBE_CALLS
-            self._table.begin_probe(self._risk(decision.candidate, 1.0))
+            self._table.begin_probe(decision.risk)
 
     def _note_seconds(self, call: Call) -> None:
         """Collect what calls took: of plain calls, and of runs of one shape."""
@@ -294,7 +299,7 @@ class Controller:
         if not self._is_run_open:
             self._runs.append(Run(call.shape, []))
             self._is_run_open = True
-            self._surprising = []
+            self._surprises = 0
         self._runs[-1].seconds.append(call.seconds)
         self._check_cost(call.shape, call.seconds)
 
@@ -305,29 +310,27 @@ class Controller:
         if self._plain_calls_due:
             self._plain_calls_due -= 1
             if not self._plain_calls_due and self._plain:
-                self._table.learn_plain(self._context, self._latest_plain)
+                self._table.learn_plain(self._context, self._plain)
+                self._plain.clear()
                 self._take_new_costs()
-
-    @property
-    def _latest_plain(self) -> list[float]:
-        return list(self._plain)[-PLAIN_CALLS:]
 
     def _check_cost(self, shape: DraftShape, seconds: float) -> None:
         """See whether calls in a row are far off their cost, all to one side."""
+        if self._follows_seconds:
+            self._take_new_costs()
+            return
         plain = self._table.plain_seconds(self._context)
         if plain is None:
             return
         off = seconds / (plain * self._costs.calls((shape.drafter, shape.nodes)))
-        is_dear = off > 1 + SURPRISE
-        if not is_dear and off > 1 / (1 + SURPRISE):
-            self._surprising = []
-            return
-        if self._surprising and is_dear != self._is_dear:
-            self._surprising = []
-        self._is_dear = is_dear
-        self._surprising.append(seconds)
-        if len(self._surprising) >= SURPRISES:
-            self._surprised = shape
+        if 1 / (1 + SURPRISE) <= off <= 1 + SURPRISE:
+            self._surprises = 0
+        elif off > 1:
+            self._surprises = max(self._surprises, 0) + 1
+        else:
+            self._surprises = min(self._surprises, 0) - 1
+        if abs(self._surprises) >= SURPRISES:
+            self._follows_seconds = True
             if self._since_plain <= PLAIN_FRESH:
                 self._take_new_costs()
             else:
@@ -335,13 +338,16 @@ class Controller:
                 self._plain_calls_due = PLAIN_CALLS
 
     def _take_new_costs(self) -> None:
-        """Scale the answer's costs to what surprising calls took."""
-        if len(self._surprising) < SURPRISES or self._surprised is None:
+        """After surprises: scale the answer's costs to what its latest calls took."""
+        plain = self._table.plain_seconds(self._context, is_recent=True)
+        if plain is None or not self._follows_seconds:
             return
-        kind = (self._surprised.drafter, self._surprised.nodes)
+        latest = self._runs[-1]
+        kind = (latest.shape.drafter, latest.shape.nodes)
         before = self._costs.calls(kind)
-        found = median(self._surprising) / median(self._latest_plain)
-        factor = (found - 1) / (before - 1)
-        self._costs = self._costs.scaled(min(max(factor, 1 / MOST_SCALED), MOST_SCALED))
-        self._behind += len(self._surprising) * (self._costs.calls(kind) - before)
-        self._surprising = []
+        found = median(latest.seconds[-FOLLOWED:]) / plain
+        scale = self._costs.scale * (found - 1) / (before - 1)
+        self._costs = self._costs.scaled(min(max(scale, 1 / MOST_SCALED), MOST_SCALED))
+        if abs(self._surprises) >= SURPRISES:
+            self._behind += SURPRISES * (self._costs.calls(kind) - before)
+            self._surprises = 0

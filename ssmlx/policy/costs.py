@@ -41,9 +41,13 @@ BANK_REFILL = 0.012
 PROBE_WAIT = 64
 PROBE_WAIT_MOST = 512
 """Tokens between probes: at first, and at most after doubling."""
-TIMING_WAIT = 512
+TIMING_WAIT = 1024
 TIMING_WAIT_MOST = 4096
 """Tokens after which plain calls are timed again: at first, and at most after doubling."""
+MOST_TIMINGS = 6
+"""Timings of plain calls that are averaged at most."""
+UNKNOWN = 0.5
+"""Runs that a cost beyond the measured counts rests on."""
 _MOST_ENTRIES = 1024
 """Costs that a file may hold."""
 
@@ -70,7 +74,7 @@ class PlainTiming:
     seconds: float
     tokens_since: int = 0
     wait: int = TIMING_WAIT
-    is_recent: bool = False  # measured in this process: good enough to compare runs with
+    timings: int = 0  # of this process that agree: good enough to compare runs with
 
 
 def context_bucket(context: int) -> int:
@@ -115,15 +119,19 @@ class FrozenCosts:
     def hopeful(self, kind: Kind) -> float:
         """What a call may turn out to take, by how little is known: less than `calls`."""
         extra, weight = self._extra_and_weight(kind)
-        return 1 + extra / (1 + SEED_WEIGHT / max(weight, 0.5))
+        return 1 + extra / (1 + SEED_WEIGHT / max(weight, UNKNOWN))
 
     def weight(self, kind: Kind) -> float:
         """Runs that the cost of a kind rests on."""
         return self._extra_and_weight(kind)[1]
 
+    def most_known(self, drafter: str) -> int:
+        """The largest number of nodes that was measured; 0 where none was."""
+        return max((count for name, count in self.known if name == drafter), default=0)
+
     def scaled(self, factor: float) -> "FrozenCosts":
         """The same costs with another factor on what is beyond a plain call."""
-        return replace(self, scale=self.scale * factor, _found={})
+        return replace(self, scale=factor, _found={})
 
     def _extra_and_weight(self, kind: Kind) -> tuple[float, float]:
         if kind not in self._found:
@@ -142,7 +150,8 @@ class FrozenCosts:
             return prior * self.scale, 0.0
         over = [(self.known[name, n][0] - 1) / prior_extra((name, n)) for n in counts]
         weights = [self.known[name, n][1] for n in counts]
-        weight = interpolate(counts, weights, count)
+        is_between = counts[0] <= count <= counts[-1]
+        weight = interpolate(counts, weights, count) if is_between else UNKNOWN
         return prior * interpolate(counts, over, count) * self.scale, weight
 
 
@@ -174,11 +183,14 @@ class CostTable:
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, 1.01), SEED_WEIGHT)
 
-    def learn(self, kind: Kind, context: int, calls: float) -> None:
+    def learn(self, kind: Kind, context: int, calls: float) -> float:
         """Take what calls of a kind took in an answer, in plain calls timed beside them.
 
         A cost that is surprising for one count is mostly wrong for all of them, so those that are
         not yet firm move along.
+
+        Returns:
+            The factor by which what the kind takes beyond a plain call has changed.
         """
         means = self._own_bucket(context)
         before = self.frozen(context).calls(kind) - 1
@@ -189,11 +201,12 @@ class CostTable:
         for (name, count), other in means.items():
             if name == kind[0] and count != kind[1] and other.weight < FIRM:
                 other.value = 1 + (other.value - 1) * moved
+        return moved
 
     def plain_seconds(self, context: int, is_recent: bool = False) -> float | None:
         """Seconds of a plain call; None where unknown, or not `is_recent` where that is asked."""
         timing = self._plain.get(context_bucket(context))
-        if timing is None or (is_recent and not timing.is_recent):
+        if timing is None or (is_recent and not timing.timings):
             return None
         return timing.seconds
 
@@ -203,14 +216,19 @@ class CostTable:
         return timing is None or timing.tokens_since >= timing.wait
 
     def learn_plain(self, context: int, seconds: Sequence[float]) -> None:
-        """Take the seconds of plain calls of an answer."""
+        """Take the seconds of a few plain calls in a row.
+
+        Timings that agree are averaged; one that does not says that the machine has changed.
+        """
         bucket = context_bucket(context)
-        before = self._plain.get(bucket)
-        wait = TIMING_WAIT
-        if before is not None:
-            was_due = before.tokens_since >= before.wait
-            wait = min(2 * before.wait, TIMING_WAIT_MOST) if was_due else before.wait
-        self._plain[bucket] = PlainTiming(median(seconds), wait=wait, is_recent=True)
+        found = median(seconds)
+        timing = self._plain.setdefault(bucket, PlainTiming(found))
+        agrees = 1 / (1 + CLAMP) < found / timing.seconds < 1 + CLAMP
+        timing.timings = min(timing.timings + 1, MOST_TIMINGS) if agrees else 1
+        timing.seconds += (found - timing.seconds) / timing.timings
+        if timing.tokens_since >= timing.wait:
+            timing.wait = min(2 * timing.wait, TIMING_WAIT_MOST)
+        timing.tokens_since = 0
 
     def pass_tokens(self, tokens: int, context: int) -> None:
         """Note that an answer advanced by `tokens`: the bank gains, and timings age."""
@@ -223,6 +241,10 @@ class CostTable:
     def may_probe(self, risk: float) -> bool:
         """Whether a probe that may lose `risk` plain calls can be afforded now."""
         return risk <= self.bank and self.since_probe >= self.probe_wait
+
+    def reset_probes(self) -> None:
+        """Allow a probe soon: the last one taught something."""
+        self.probe_wait = PROBE_WAIT
 
     def begin_probe(self, risk: float) -> None:
         """Pay for a probe; the next has to wait twice as long."""
