@@ -13,11 +13,12 @@ from statistics import median
 
 from ..decoding.controller import Call, DraftShape
 from .acceptance import AcceptancePrior, AnswerAcceptance
-from .costs import ENTRY, CostTable
+from .costs import ENTRY, CostTable, Kind
 from .offers import OfferSource
 
 MAX_NODES = 16
 """Nodes that are offered at most."""
+NODES = (2, 3, 4, 6, 8, 12, 16)
 FIRST_NODES = 4
 """Nodes at most where no drafting call was ever measured."""
 MARGIN = 1.02
@@ -137,6 +138,7 @@ class Controller:
         self._plain_calls_due = 0
         self._surprises = 0  # calls in a row that are far off their cost; below 0: too cheap
         self._follows_seconds = False
+        self._latest: deque[tuple[Kind, float]] = deque(maxlen=FOLLOWED)
         if reads_seconds and table.is_timing_due(context):
             self._plain_calls_due = PLAIN_CALLS
 
@@ -216,7 +218,7 @@ class Controller:
             # What rows cost is known for about twice the rows that were measured.
             known = max(FIRST_NODES, 2 * self._costs.most_known(offer.drafter))
             for shape, offered in offer.shapes:
-                if shape.nodes <= min(self._max_nodes, known):
+                if shape.nodes in NODES and shape.nodes <= min(self._max_nodes, known):
                     kind = (shape.drafter, shape.nodes)
                     yield Candidate(
                         shape,
@@ -316,13 +318,15 @@ class Controller:
 
     def _check_cost(self, shape: DraftShape, seconds: float) -> None:
         """See whether calls in a row are far off their cost, all to one side."""
+        kind = (shape.drafter, shape.nodes)
+        self._latest.append((kind, seconds))
         if self._follows_seconds:
             self._take_new_costs()
             return
         plain = self._table.plain_seconds(self._context)
         if plain is None:
             return
-        off = seconds / (plain * self._costs.calls((shape.drafter, shape.nodes)))
+        off = seconds / (plain * self._costs.calls(kind))
         if 1 / (1 + SURPRISE) <= off <= 1 + SURPRISE:
             self._surprises = 0
         elif off > 1:
@@ -342,12 +346,13 @@ class Controller:
         plain = self._table.plain_seconds(self._context, is_recent=True)
         if plain is None or not self._follows_seconds:
             return
-        latest = self._runs[-1]
-        kind = (latest.shape.drafter, latest.shape.nodes)
-        before = self._costs.calls(kind)
-        found = median(latest.seconds[-FOLLOWED:]) / plain
-        scale = self._costs.scale * (found - 1) / (before - 1)
-        self._costs = self._costs.scaled(min(max(scale, 1 / MOST_SCALED), MOST_SCALED))
+        before = self._costs
+        unscaled = before.scaled(1.0)
+        scales = [
+            (seconds / plain - 1) / (unscaled.calls(kind) - 1) for kind, seconds in self._latest
+        ]
+        self._costs = before.scaled(min(max(median(scales), 1 / MOST_SCALED), MOST_SCALED))
         if abs(self._surprises) >= SURPRISES:
-            self._behind += SURPRISES * (self._costs.calls(kind) - before)
+            kind, _ = self._latest[-1]
+            self._behind += SURPRISES * (self._costs.calls(kind) - before.calls(kind))
             self._surprises = 0

@@ -23,17 +23,21 @@ ROW_COST = 0.1
 """Plain calls that a drafting pass and each row beyond the first cost where nothing was measured.
 Measured calls of 2 to 16 nodes start at 1.3 to 1.7 and gain 0.03 (CPU, float32) to 0.2 (Apple GPUs,
 4 bits) a row: this is between, so that the first shape tried is one of few nodes."""
+LEAST_COST = 1.01
+"""Plain calls that a drafting call takes at least; a timing that says less is noise."""
 ENTRY = 0.35
 """Plain calls that beginning to draft costs beside steady calls: the first drafting pass."""
-SEED_WEIGHT = 2.0
-"""What a head start's timings count as: two learned runs."""
-FIRM = 4.0
-"""Runs after which a cost is known: it then moves less, and not with other shapes."""
+SEED_WEIGHT = 0.5
+"""What a head start's timing counts as: half a run. A cost of less than one run is not learned."""
+UNKNOWN_WEIGHT = 0.4
+"""What a cost beyond the measured counts counts as."""
+DOUBT = 0.3
+"""Share of what a call takes beyond a plain one that a single run may be wrong by."""
 MOST_WEIGHT = 8.0
 """Runs that the past counts as at most, so that a table follows its machine."""
 FIRST_CLAMP = 0.5
 CLAMP = 0.25
-"""What one answer may change a cost by: of one that is not yet firm, and of one that is."""
+"""What an answer may change a cost by: of one that is not yet learned, and of one that is."""
 BANK = 3.0
 BANK_MOST = 4.0
 BANK_REFILL = 0.012
@@ -46,8 +50,6 @@ TIMING_WAIT_MOST = 4096
 """Tokens after which plain calls are timed again: at first, and at most after doubling."""
 MOST_TIMINGS = 6
 """Timings of plain calls that are averaged at most."""
-UNKNOWN = 0.5
-"""Runs that a cost beyond the measured counts rests on."""
 _MOST_ENTRIES = 1024
 """Costs that a file may hold."""
 
@@ -119,7 +121,7 @@ class FrozenCosts:
     def hopeful(self, kind: Kind) -> float:
         """What a call may turn out to take, by how little is known: less than `calls`."""
         extra, weight = self._extra_and_weight(kind)
-        return 1 + extra / (1 + SEED_WEIGHT / max(weight, UNKNOWN))
+        return 1 + extra * (1 - DOUBT / max(weight, UNKNOWN_WEIGHT))
 
     def weight(self, kind: Kind) -> float:
         """Runs that the cost of a kind rests on."""
@@ -151,7 +153,7 @@ class FrozenCosts:
         over = [(self.known[name, n][0] - 1) / prior_extra((name, n)) for n in counts]
         weights = [self.known[name, n][1] for n in counts]
         is_between = counts[0] <= count <= counts[-1]
-        weight = interpolate(counts, weights, count) if is_between else UNKNOWN
+        weight = interpolate(counts, weights, count) if is_between else UNKNOWN_WEIGHT
         return prior * interpolate(counts, over, count) * self.scale, weight
 
 
@@ -181,25 +183,30 @@ class CostTable:
         means = self._own_bucket(context)
         for kind, calls in costs.items():
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
-                means[kind] = Mean(max(calls, 1.01), SEED_WEIGHT)
+                means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
 
     def learn(self, kind: Kind, context: int, calls: float) -> float:
         """Take what calls of a kind took in an answer, in plain calls timed beside them.
 
-        A cost that is surprising for one count is mostly wrong for all of them, so those that are
-        not yet firm move along.
+        A head start that is wrong for one count is mostly wrong for all of them, so what is not
+        yet learned moves along.
 
         Returns:
             The factor by which what the kind takes beyond a plain call has changed.
         """
         means = self._own_bucket(context)
-        before = self.frozen(context).calls(kind) - 1
-        mean = means.setdefault(kind, Mean(1 + before, 0.0))
-        mean.add(max(calls, 1.01), CLAMP if mean.weight >= FIRM else FIRST_CLAMP)
-        mean.value = max(mean.value, 1.01)
-        moved = (mean.value - 1) / before
+        before = self.frozen(context).calls(kind)
+        mean = means.setdefault(kind, Mean(before, 0.0))
+        clamp = CLAMP
+        if mean.weight < 1:
+            clamp = FIRST_CLAMP
+            if abs(calls / before - 1) > CLAMP:
+                mean.weight = 0.0
+        mean.add(calls, clamp)
+        mean.value = max(mean.value, LEAST_COST)
+        moved = (mean.value - 1) / (before - 1)
         for (name, count), other in means.items():
-            if name == kind[0] and count != kind[1] and other.weight < FIRM:
+            if name == kind[0] and count != kind[1] and other.weight < 1:
                 other.value = 1 + (other.value - 1) * moved
         return moved
 
