@@ -1,0 +1,1 @@
+"""What to draft: costs and acceptance that are learned, and the controller that weighs them."""

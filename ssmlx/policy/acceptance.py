@@ -1,0 +1,121 @@
+"""How many of the drafted tokens a text accepts, over what its drafter offers.
+
+An acceptance ratio of 1 means as many accepted tokens as offered; of 0.5, half as many.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from .costs import context_bucket
+
+FIRST_RATIO = 0.9
+"""An adapter's own answers flatter: others' questions accepted two thirds of what they did."""
+FIRST_WEIGHT = 10.0
+"""Offered tokens that the first ratio counts as."""
+MOST_WEIGHT = 60.0
+"""Offered tokens that earlier answers count as at most: texts change."""
+ANSWER_WEIGHT = 12.0
+"""Offered tokens that the prior counts as within an answer."""
+KEEP_PER_CALL = 0.97
+KEEP_PER_PLAIN_TOKEN = 0.985
+"""What is kept of an answer's counts with each call that drafted, and with each plain token: a text
+becomes easier or harder as it goes on."""
+_MOST_ENTRIES = 256
+
+
+@dataclass
+class Ratio:
+    """Accepted over offered tokens, and the offered tokens that this rests on."""
+
+    value: float = FIRST_RATIO
+    weight: float = FIRST_WEIGHT
+
+
+class AcceptancePrior:
+    """The acceptance ratios of earlier answers with one adapter, by drafter and context bucket."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[tuple[str, int], Ratio] = {}
+
+    def ratio(self, drafter: str, context: int) -> float:
+        """What a text behind `context` tokens should accept of what a drafter offers."""
+        return self._nearest(drafter, context).value
+
+    def learn(self, drafter: str, context: int, accepted: float, offered: float) -> None:
+        """Take an answer's counts."""
+        if offered <= 0:
+            return
+        key = drafter, context_bucket(context)
+        if key not in self._ratios:
+            start = self._nearest(drafter, context)
+            self._ratios[key] = Ratio(start.value, min(start.weight, FIRST_WEIGHT))
+        ratio = self._ratios[key]
+        ratio.weight = min(ratio.weight, MOST_WEIGHT) + offered
+        ratio.value += (accepted / offered - ratio.value) * offered / ratio.weight
+
+    def _nearest(self, drafter: str, context: int) -> Ratio:
+        """The ratio of a context's bucket, or of the next shorter one that is known."""
+        bucket = context_bucket(context)
+        known = [one for name, one in self._ratios if name == drafter and one <= bucket]
+        return self._ratios[drafter, max(known)] if known else Ratio()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is written to disk."""
+        return {
+            "ratios": [[*key, ratio.value, ratio.weight] for key, ratio in self._ratios.items()]
+        }
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Self:
+        """The prior that `to_dict` gave.
+
+        Raises:
+            ValueError: where it is none, or holds what no prior would.
+        """
+        prior = cls()
+        try:
+            if len(values["ratios"]) > _MOST_ENTRIES:
+                raise ValueError("a prior of acceptance has too many entries")
+            for drafter, bucket, value, weight in values["ratios"]:
+                is_key = isinstance(drafter, str) and context_bucket(bucket) == bucket
+                is_ratio = all(math.isfinite(one) and 0 <= one <= 1e4 for one in (value, weight))
+                if not (is_key and is_ratio):
+                    raise ValueError(f"no acceptance ratio: {[drafter, bucket, value, weight]!r}")
+                prior._ratios[drafter, bucket] = Ratio(float(value), float(weight))
+        except (TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise ValueError(f"no prior of acceptance: {error}") from None
+        return prior
+
+
+class AnswerAcceptance:
+    """What an answer accepts of one drafter's offers: the prior's ratio, then its own counts."""
+
+    def __init__(self, prior_ratio: float) -> None:
+        self._prior_ratio = prior_ratio
+        self._accepted = 0.0  # of late: with decay
+        self._offered = 0.0
+        self.total_accepted = 0.0
+        self.total_offered = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Accepted over offered tokens, as expected of the next call."""
+        accepted = ANSWER_WEIGHT * self._prior_ratio + self._accepted
+        return accepted / (ANSWER_WEIGHT + self._offered)
+
+    def count(self, accepted: float, offered: float) -> None:
+        """Note what a call accepted, of so many tokens offered (at a ratio of 1)."""
+        self._decay(KEEP_PER_CALL)
+        self._accepted += accepted
+        self._offered += offered
+        self.total_accepted += accepted
+        self.total_offered += offered
+
+    def pass_plain(self, tokens: int) -> None:
+        """Note tokens that were decoded without a draft."""
+        self._decay(KEEP_PER_PLAIN_TOKEN**tokens)
+
+    def _decay(self, kept: float) -> None:
+        self._accepted *= kept
+        self._offered *= kept

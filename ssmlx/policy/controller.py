@@ -1,0 +1,358 @@
+"""The controller: what each call of one answer drafts.
+
+It weighs what drafters offer (tokens a call should bring) against what calls cost, both in plain
+calls, and drafts the shape that advances fastest, or nothing where plain decoding does. How far an
+answer may fall behind plain decoding is bounded, and so is what probes of other shapes may lose (a
+conservative bandit: Wu et al., 2016). Costs are frozen while an answer runs; see `CostTable`.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ..decoding.controller import Call, DraftShape
+from .acceptance import AcceptancePrior, AnswerAcceptance
+from .costs import ENTRY, CostTable, Kind
+from .offers import OfferSource
+
+MAX_NODES = 16
+"""Nodes that are offered at most."""
+NODES = (2, 3, 4, 6, 8, 12, 16)
+FIRST_NODES = 4
+"""Nodes at most where no drafting call was ever measured."""
+MARGIN = 1.02
+"""Speed over plain decoding from which on drafting begins; it ends below 1 / MARGIN."""
+STAY = 1.03
+"""What the present shape's speed is favoured by: each change is a kernel to compile, a run cut."""
+BEHIND = 1.2
+BEHIND_PER_TOKEN = 0.03
+"""Plain calls that an answer may be behind plain decoding: at first, and more with each token."""
+CREDIT = 5.0
+"""Calls whose expected gain it may be behind beside that."""
+PROBE_CALLS = 3
+"""Calls of a probe, and of a run that teaches a cost."""
+TEACHES = 0.1
+"""Change of a cost from which on another probe may follow soon."""
+PROBE_GAIN = 1.05
+"""What a shape has to promise over the best known for a probe."""
+SURPRISE = 0.25
+SURPRISES = 3
+"""Calls in a row that are so far off their cost make an answer take new costs."""
+MOST_SCALED = 2.5
+"""What an answer scales costs by at most."""
+FOLLOWED = 5
+"""Calls whose median is a cost after surprises."""
+PLAIN_CALLS = 3
+"""Plain calls timed in a row."""
+PLAIN_FRESH = 64
+"""Tokens for which an answer's own timing of plain calls counts as taken beside a call."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A shape that can be drafted now."""
+
+    shape: DraftShape
+    offered: float  # drafted tokens accepted at a ratio of 1
+    tokens: float  # that a call should bring
+    cost: float  # plain calls that it takes
+    hope: float  # what it may turn out to take
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.cost
+
+    @property
+    def hoped_speed(self) -> float:
+        return self.tokens / self.hope
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the next call drafts, and why."""
+
+    candidate: Candidate | None
+    risk: float | None = None  # plain calls that it may lose, where it is a probe
+
+    @property
+    def shape(self) -> DraftShape | None:
+        return self.candidate.shape if self.candidate else None
+
+
+@dataclass
+class Run:
+    """Seconds of calls of one shape in a row."""
+
+    shape: DraftShape
+    seconds: list[float]
+
+
+class Controller:
+    """Decides what each call of one answer drafts; see `DraftController`.
+
+    Between calls it is a function of frozen costs and of what was accepted. Seconds are collected
+    for `finish`, and have one use before: calls in a row that are far off their cost, as on a
+    machine that throttles, make the answer time plain calls again and scale its costs.
+
+    Args:
+        table: what calls cost here.
+        prior: what earlier answers accepted of this adapter's drafts.
+        sources: what each drafter offers.
+        context: committed tokens when the answer begins.
+        max_nodes: nodes that are drafted at most.
+        reads_seconds: whether seconds are read at all.
+    """
+
+    def __init__(
+        self,
+        table: CostTable,
+        prior: AcceptancePrior,
+        sources: Sequence[OfferSource],
+        *,
+        context: int = 0,
+        max_nodes: int = MAX_NODES,
+        reads_seconds: bool = True,
+    ) -> None:
+        self._table = table
+        self._prior = prior
+        self._sources = sources
+        self._context = context
+        self._max_nodes = max_nodes
+        self._reads_seconds = reads_seconds
+        self._costs = table.frozen(context)
+        self._acceptance: dict[str, AnswerAcceptance] = {}
+        # what was asked: decisions of the last two calls, each with the calls recorded before it
+        self._decisions: deque[tuple[int, Decision]] = deque(maxlen=2)
+        self._num_recorded = 0
+        self._pending: DraftShape | None = None  # the tree that the next recorded call verifies
+        self._pending_offered = 0.0
+        self._tokens = 0
+        self._behind = 0.0  # plain calls that this answer is behind plain decoding
+        self._probe: DraftShape | None = None
+        self._probe_calls = 0  # that the probe has yet to draft
+        self._runs: list[Run] = []
+        self._is_run_open = False
+        self._plain: deque[float] = deque(maxlen=2 * PLAIN_CALLS)  # seconds, the latest
+        self._since_plain = PLAIN_FRESH
+        self._plain_calls_due = 0
+        self._surprises = 0  # calls in a row that are far off their cost; below 0: too cheap
+        self._follows_seconds = False
+        self._latest: deque[tuple[Kind, float]] = deque(maxlen=FOLLOWED)
+        if reads_seconds and table.is_timing_due(context):
+            self._plain_calls_due = PLAIN_CALLS
+
+    @classmethod
+    def deterministic(cls, sources: Sequence[OfferSource], context: int = 0) -> "Controller":
+        """One that knows nothing of earlier answers, learns nothing and reads no seconds."""
+        return cls(CostTable(), AcceptancePrior(), sources, context=context, reads_seconds=False)
+
+    def next(self) -> DraftShape | None:
+        if not self._decisions or self._decisions[-1][0] != self._num_recorded:
+            self._decisions.append((self._num_recorded, self._decide()))
+        return self._decisions[-1][1].shape
+
+    def outlook(self) -> tuple[float, float]:
+        """Tokens and cost in plain calls of the shape that should advance fastest now.
+
+        Both are 1 where plain decoding is as fast.
+        """
+        best = max(self._candidates(), key=lambda one: one.speed, default=None)
+        if best is None or best.speed <= 1:
+            return 1.0, 1.0
+        return best.tokens, best.cost
+
+    def record(self, call: Call) -> None:
+        decision = self._decision_of(call.drafted)
+        self._count_tokens(call)
+        self._count_probe(call, decision)
+        if self._reads_seconds:
+            self._note_seconds(call)
+        self._pending = call.drafted
+        self._pending_offered = decision.candidate.offered if decision.candidate else 0.0
+        self._num_recorded += 1
+
+    def finish(self) -> None:
+        """Hand what the answer has taught to the table and the prior. To be called once."""
+        for drafter, counted in self._acceptance.items():
+            self._prior.learn(drafter, self._context, counted.total_accepted, counted.total_offered)
+        if len(self._plain) >= PLAIN_CALLS:
+            self._table.learn_plain(self._context, self._plain)
+        plain = self._table.plain_seconds(self._context, is_recent=True)
+        if plain is None:
+            return
+        seconds: dict[DraftShape, list[float]] = {}
+        for run in self._runs:
+            if len(run.seconds) >= PROBE_CALLS:
+                seconds.setdefault(run.shape, []).extend(run.seconds)
+        for shape, taken in seconds.items():
+            kind = (shape.drafter, shape.nodes)
+            moved = self._table.learn(kind, self._context, median(taken) / plain)
+            if abs(moved - 1) > TEACHES:
+                self._table.reset_probes()
+
+    def _decide(self) -> Decision:
+        if self._plain_calls_due:
+            return Decision(None)
+        candidates = list(self._candidates())
+        if not candidates:
+            return Decision(None)
+        if self._probe_calls:
+            for one in candidates:
+                if one.shape == self._probe:
+                    return Decision(one)
+        best = max(
+            candidates, key=lambda one: one.speed * (STAY if one.shape == self._pending else 1)
+        )
+        pays = self._pays(best)
+        probe = self._probe_of(candidates, best.speed if pays else 1.0)
+        return probe or Decision(best if pays else None)
+
+    def _candidates(self) -> Iterator[Candidate]:
+        """Every shape that can be drafted now."""
+        for source in self._sources:
+            offer = source.offer()
+            if offer is None:
+                continue
+            ratio = self._acceptance_of(offer.drafter).ratio
+            # What rows cost is known for about twice the rows that were measured.
+            known = max(FIRST_NODES, 2 * self._costs.most_known(offer.drafter))
+            for shape, offered in offer.shapes:
+                if shape.nodes in NODES and shape.nodes <= min(self._max_nodes, known):
+                    kind = (shape.drafter, shape.nodes)
+                    yield Candidate(
+                        shape,
+                        offered,
+                        1 + ratio * offered,
+                        self._costs.calls(kind),
+                        self._costs.hopeful(kind),
+                    )
+
+    def _pays(self, best: Candidate) -> bool:
+        """Whether to draft, as far as the answer may fall behind plain decoding."""
+        allowed = BEHIND + BEHIND_PER_TOKEN * self._tokens
+        allowed += CREDIT * max(0.0, best.tokens - best.cost)
+        if self._pending is not None:
+            return best.speed > 1 / MARGIN and self._behind <= allowed
+        return best.speed > MARGIN and self._behind + ENTRY <= allowed
+
+    def _probe_of(self, candidates: list[Candidate], speed: float) -> Decision | None:
+        """A shape that may be faster than what is known to be, if its probe can be afforded."""
+        probe = max(candidates, key=lambda one: one.hoped_speed)
+        if probe.hoped_speed <= speed * PROBE_GAIN:
+            if speed > 1:
+                return None
+            probe = min(candidates, key=lambda one: one.hope)
+        likely = (probe.cost + probe.hope) / 2
+        entry = ENTRY if self._pending is None else 0.0
+        risk = entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
+        if self._behind > BEHIND or not self._table.may_probe(risk):
+            return None
+        return Decision(probe, risk)
+
+    def _acceptance_of(self, drafter: str) -> AnswerAcceptance:
+        if drafter not in self._acceptance:
+            self._acceptance[drafter] = AnswerAcceptance(self._prior.ratio(drafter, self._context))
+        return self._acceptance[drafter]
+
+    def _decision_of(self, drafted: DraftShape | None) -> Decision:
+        """The decision that a recorded call followed; the loop may have asked once more."""
+        for _, decision in reversed(self._decisions):
+            if decision.shape == drafted:
+                return decision
+        return Decision(None)
+
+    def _cost(self, call: Call) -> float:
+        """Plain calls that a recorded call took, by the table."""
+        if call.shape is not None:
+            return self._costs.calls((call.shape.drafter, call.shape.nodes))
+        return 1.0 if call.drafted is None else 1 + ENTRY
+
+    def _count_tokens(self, call: Call) -> None:
+        self._tokens += call.tokens
+        self._behind += self._cost(call) - call.tokens
+        self._table.pass_tokens(call.tokens, self._context)
+        if call.shape is None:
+            for counted in self._acceptance.values():
+                counted.pass_plain(call.tokens)
+        else:
+            counted = self._acceptance_of(call.shape.drafter)
+            counted.count(call.tokens - 1, self._pending_offered)
+
+    def _count_probe(self, call: Call, decision: Decision) -> None:
+        if self._probe_calls:
+            self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
+        elif decision.risk is not None and call.drafted != call.shape:
+            self._probe = call.drafted
+            self._probe_calls = PROBE_CALLS
+            self._table.begin_probe(decision.risk)
+
+    def _note_seconds(self, call: Call) -> None:
+        """Collect what calls took: of plain calls, and of runs of one shape."""
+        self._since_plain += call.tokens
+        if call.shape is None and call.drafted is None:
+            self._note_plain(call)
+        # The first call of a shape drafts another, and the last drafts nothing.
+        if call.shape is None or call.shape != call.drafted:
+            self._is_run_open = False
+            return
+        if call.seconds is None:
+            return
+        if not self._is_run_open:
+            self._runs.append(Run(call.shape, []))
+            self._is_run_open = True
+            self._surprises = 0
+        self._runs[-1].seconds.append(call.seconds)
+        self._check_cost(call.shape, call.seconds)
+
+    def _note_plain(self, call: Call) -> None:
+        if call.seconds is not None:
+            self._plain.append(call.seconds)
+            self._since_plain = 0
+        if self._plain_calls_due:
+            self._plain_calls_due -= 1
+            if not self._plain_calls_due and self._plain:
+                self._table.learn_plain(self._context, self._plain)
+                self._plain.clear()
+                self._take_new_costs()
+
+    def _check_cost(self, shape: DraftShape, seconds: float) -> None:
+        """See whether calls in a row are far off their cost, all to one side."""
+        kind = (shape.drafter, shape.nodes)
+        self._latest.append((kind, seconds))
+        if self._follows_seconds:
+            self._take_new_costs()
+            return
+        plain = self._table.plain_seconds(self._context)
+        if plain is None:
+            return
+        off = seconds / (plain * self._costs.calls(kind))
+        if 1 / (1 + SURPRISE) <= off <= 1 + SURPRISE:
+            self._surprises = 0
+        elif off > 1:
+            self._surprises = max(self._surprises, 0) + 1
+        else:
+            self._surprises = min(self._surprises, 0) - 1
+        if abs(self._surprises) >= SURPRISES:
+            self._follows_seconds = True
+            if self._since_plain <= PLAIN_FRESH:
+                self._take_new_costs()
+            else:
+                # The whole machine may be slower, plain calls too.
+                self._plain_calls_due = PLAIN_CALLS
+
+    def _take_new_costs(self) -> None:
+        """After surprises: scale the answer's costs to what its latest calls took."""
+        plain = self._table.plain_seconds(self._context, is_recent=True)
+        if plain is None or not self._follows_seconds:
+            return
+        before = self._costs
+        unscaled = before.scaled(1.0)
+        scales = [
+            (seconds / plain - 1) / (unscaled.calls(kind) - 1) for kind, seconds in self._latest
+        ]
+        self._costs = before.scaled(min(max(median(scales), 1 / MOST_SCALED), MOST_SCALED))
+        if abs(self._surprises) >= SURPRISES:
+            kind, _ = self._latest[-1]
+            self._behind += SURPRISES * (self._costs.calls(kind) - before.calls(kind))
+            self._surprises = 0
