@@ -1,0 +1,91 @@
+"""What settings come to: who drafts, in what shape, and who decides."""
+
+import pytest
+from tiny import make_base, make_model, make_tokenizer
+from tiny_heads import make_heads
+
+import ssmlx
+from ssmlx.decoding.controller import Always, DraftShape, Never
+from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.generation.plan import make_plan
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.policy.controller import Controller
+from ssmlx.settings import AcceptanceConfig, PruneConfig, TreeConfig
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+def test_where_nothing_is_asked_for_a_controller_decides(model):
+    plan = make_plan(model)
+    (drafter,) = plan.drafters
+    assert isinstance(plan.controller, Controller) and plan.kind == "streams"
+    assert drafter.largest == DraftShape("streams", 16, model.num_streams)
+
+
+@pytest.mark.parametrize("drafter", ["streams", "prompt-lookup", "lookahead"])
+def test_a_drafter_that_is_named_is_controlled_too(model, drafter):
+    plan = make_plan(model, drafter=drafter)
+    assert isinstance(plan.controller, Controller)
+    assert [one.largest.drafter for one in plan.drafters] == [drafter]
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "levels"),
+    [
+        ({"decoding": "streaming"}, 16, 3),
+        ({"tree": TreeConfig(size=6)}, 6, 3),
+        ({"tree": TreeConfig(kind="full", width=2)}, 15, 3),
+        ({"num_streams": 2}, 16, 2),
+        ({"prune": PruneConfig()}, 16, 3),
+        ({"stream_schedule": "fused"}, 16, 3),
+        ({"acceptance": AcceptanceConfig(kind="typical"), "temp": 1.0}, 16, 3),
+    ],
+)
+def test_what_is_asked_for_is_obeyed(model, asked, nodes, levels):
+    plan = make_plan(model, **asked)
+    assert plan.controller == Always(DraftShape("streams", nodes, levels))
+    assert plan.outlook == (1.0, 1.0) and plan.learned is None
+
+
+def test_nothing_drafts_where_nothing_can():
+    bare = StreamFusedModel(Backbone(make_base()))
+    for plan in (make_plan(bare), make_plan(make_model(), decoding="plain")):
+        assert plan.controller == Never() and not plan.drafters and plan.scratch == 0
+        assert plan.decision().startswith("plain decoding")
+
+
+def test_what_is_loaded_drafts(model):
+    heads = make_heads("medusa", model.backbone)
+    for loaded, kind in ((DraftModel(make_base()), "draft-model"), (heads, "medusa")):
+        more = {"draft_model" if kind == "draft-model" else "heads": loaded}
+        plan = make_plan(model, **more)
+        assert plan.kind == kind and list(plan.loaded) == [loaded]
+        assert isinstance(plan.controller, Controller)
+
+
+def test_deterministic_answers_make_the_same_calls_whatever_was_learned(model):
+    tokenizer = make_tokenizer()
+
+    def calls(**settings):
+        answer = ssmlx.stream_generate(model, tokenizer, [3, 1], max_tokens=60, **settings)
+        return [segment.tokens for segment in answer]
+
+    first = calls(deterministic=True)
+    for _ in range(3):
+        calls()
+    assert calls(deterministic=True) == first
+
+
+def test_an_answer_teaches_once_it_has_ended_or_was_given_up(model):
+    plan = make_plan(model)
+    before = plan.learned.costs.bank
+    plan.finish()
+    answer = ssmlx.stream_generate(model, make_tokenizer(), [3, 1], max_tokens=200)
+    for _, _ in zip(range(30), answer, strict=False):
+        pass
+    answer.close()
+    assert before == plan.learned.costs.bank or plan.learned.costs.to_dict()["plain"]
