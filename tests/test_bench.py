@@ -13,7 +13,7 @@ from perf.bench import machine
 from perf.bench.__main__ import Part, Rounds, context_result, deadlines, rounds
 from perf.bench.report import report
 from perf.run.tasks import Example
-from ssmlx.calibration.timing import TimedAnswer
+from perf.run.timing import TimedAnswer
 from ssmlx.model import metal
 from ssmlx.model.metal.plan import AttentionShape, Bucket
 from ssmlx.model.metal.trial import Trial

@@ -20,7 +20,7 @@ from perf.run.experiment import speedups
 from perf.run.results import AnswerStore, Kept, files_version
 from perf.run.statistics import Estimate, mean, median_ratio, paired_difference, ratio, speedup
 from perf.run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
-from ssmlx.calibration.timing import TimedAnswer
+from perf.run.timing import TimedAnswer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
 from ssmlx.loading.load import load_base

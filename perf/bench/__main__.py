@@ -21,7 +21,6 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.answers import run as on_mlx_thread
-from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.commands.results import write_result
@@ -38,6 +37,7 @@ from ..run.options import adapter_with_streams, add_base, add_out, check_counts
 from ..run.results import Kept, machine_load
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, data_file, read_examples
+from ..run.timing import TimedAnswer
 from .machine import machine_result, trials_result
 from .report import report
 

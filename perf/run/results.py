@@ -12,11 +12,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine, power_source
 from ssmlx.errors import InputError, first_line
 from ssmlx.loading.files import PartFile
 from ssmlx.settings import to_json
+
+from .timing import TimedAnswer
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results"

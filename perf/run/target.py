@@ -18,7 +18,6 @@ import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.calibration.timing import TimedAnswer, ssmlx_answer
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
@@ -34,6 +33,7 @@ from ssmlx.tuning.memory import Memory, memory_of
 from ssmlx.tuning.plan import make_plan
 
 from .rounding import round_products
+from .timing import TimedAnswer, ssmlx_answer
 
 MLX_LM = "mlx-lm"
 PLAIN = "plain"
