@@ -1,4 +1,4 @@
-"""Tables 1 and 2 of the paper: every way to decode, side by side on the same target.
+"""Every way to decode, side by side on the same target, as in tables 1 and 2 of the paper.
 
 Systems take turns prompt by prompt in an order that rotates; mlx-lm's own stream_generate is the
 baseline of every speed-up, and plain decoding what every system's tokens must be.
@@ -22,7 +22,6 @@ from ssmlx.report import Columns, table
 from .run import show
 from .run.experiment import failures, result_of, task_result
 from .run.options import add_experiment_options, check_counts, experiment_of, split_name
-from .run.published import METHODS, latencies, span, speeds
 from .run.results import RESULTS, reading
 from .run.show import Row, draw
 from .run.statistics import estimate
@@ -61,7 +60,6 @@ NOTES = (
     "tokens per call: the paper's call reduction",
     "latency: of whole answers, from the prompt to the last token; over mlx-lm: ratio of means",
     "peak: most memory in use while answering, beside the target's weights; KV cache included",
-    "the paper: models of 1.3B to 7B on an A100, float16; least to most over models",
 )
 
 
@@ -103,36 +101,9 @@ def _calls_text(row: Row) -> str:
     return f"{target:.1f} ({draft:.1f})" if draft else f"{target:.1f}"
 
 
-def _paper_lines(task: Row) -> list[str]:
-    """The paper's figures for the same task, from least to most over its models."""
-    kinds = {row["kind"] for row in task["systems"]}
-    lines = []
-    for kind, method in METHODS.items():
-        speed = speeds(task["task"], method)
-        latency = latencies(task["task"], method)
-        columns = {
-            "speed-up": [row.speedup for row in speed],
-            "tokens per call": [row.call_reduction for row in speed],
-            "latency, ms": [row.milliseconds for row in latency],
-            "target calls": [row.target_calls for row in latency],
-            "draft calls": [row.draft_calls for row in latency],
-            ", ".join(task["figures"][:1]): [row.metrics[0] for row in speed],
-            "extra parameters": [row.extra_parameters for row in speed],
-        }
-        told = ", ".join(f"{name} {_span_text(one)}" for name, one in columns.items() if any(one))
-        lines += [f"the paper's {method}: {told}"] if told and kind in kinds else []
-    return lines
-
-
-def _span_text(values: Sequence[float]) -> str:
-    low, high = (f"{one:,.2f}".removesuffix(".00") for one in span(values))
-    return low if low == high else f"{low} to {high}"
-
-
 def _task_notes(task: Row) -> list[str]:
     rows = task["systems"]
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
-    lines += _paper_lines(task)
     for row in rows:
         lines += [f"{row['name']}: {difference_text(one)}" for one in row["differences"]]
     for row in rows:

@@ -18,7 +18,6 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx import exported
-from ssmlx.calibration.timing import TimedAnswer, answer_of, ssmlx_answer
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_counts, add_options, command, make_parser
 from ssmlx.commands.results import write_result
@@ -35,6 +34,7 @@ from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig
 
 from .run.results import RESULTS, reading
 from .run.tasks import SQL
+from .run.timing import TimedAnswer, answer_of, ssmlx_answer
 
 PROG = "perf.export"
 

@@ -148,9 +148,6 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     # And what is said of it.
     assert (tmp_path / "out" / "compare.txt").read_text() == out == report(result) + "\n"
     assert "power: " in out and "fewer than 30 prompts" in out and "load: " in out
-    (paper,) = [line for line in out.splitlines() if line.startswith("sql: the paper's SS")]
-    for told in ("tokens per call 3.53 to 4.13", "133.48 to 157.04", "calls 6.88 to 7.79"):
-        assert told in paper
     draw(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -411,7 +408,7 @@ def test_an_incomplete_result_is_told_in_one_line(tmp_path, capsys):
 
 def test_trees_beside_plain_decoding(command, tmp_path):
     trees = ["streams --tree full --tree-width 2", "streams --tree-size 8"]
-    code, out, err = command("--systems", *trees)
+    code, _, err = command("--systems", *trees)
     assert code == 0, err
     rows = rows_of(saved(tmp_path))
     assert list(rows) == ["mlx-lm", "plain", *trees]
@@ -420,7 +417,6 @@ def test_trees_beside_plain_decoding(command, tmp_path):
     assert metric == pytest.approx([100 / 3] * 4)
     assert rows[trees[1]]["tokens_per_call"]["value"] >= 1
     assert rows["plain"]["tokens"] == rows["plain"]["target_calls"]
-    assert "3.53 to 4.13" in out and "87.40 to 91.70" in out
 
 
 def test_rouge_and_chat_without_references(command, folders, tmp_path):

@@ -19,7 +19,7 @@ CODE = (".py", ".js", ".html", ".metal", ".swift", ".c", ".h")
 # From the top down; an import goes to a later word or line, or stays on its own.
 BUILDINGS = ["examples", "perf", "convert", "ssmlx"]
 ROOMS = [
-    "chat generate adapt train upload export calibrate caches server",
+    "chat generate adapt train upload export caches server",
     "commands",
     "engine",
     "calibration",

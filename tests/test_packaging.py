@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # Stands in for the adapters that are bundled, whichever there are.
 BUNDLED = [f"ssmlx/adapters/probe/{name}" for name in ("streams_config.json", "README.md")]
 # Commands that help texts, messages and the README name, and that need no checkout.
-COMMANDS = ("chat", "generate", "server", "train", "export", "calibrate", "exported", "convert")
+COMMANDS = ("chat", "generate", "server", "train", "export", "exported", "convert")
 pytestmark = pytest.mark.slow
 
 

@@ -37,7 +37,6 @@ COMMANDS = {
     "ssmlx.commands.chat": ("--model", "{evil}"),
     "ssmlx.commands.generate": ("--prompt", "w1", "--model", "{evil}"),
     "ssmlx.commands.train": ("--data", "{data}", "--out", "{out}", "--model", "{evil}"),
-    "ssmlx.commands.calibrate": ("--out", "{out}", "--model", "{evil}"),
     "convert.train": ("--data", "{data}", "--out", "{out}", "--model", "{evil}"),
     "convert.train_draft": ("--data", "{data}", "--out", "{out}", "--model", "{evil}"),
     "convert.continuations": ("--prompts", "{prompts}", "--out", "{out}/a", "--model", "{evil}"),

@@ -1,6 +1,6 @@
 """`python -m perf.bench`: what this machine gives, in five minutes and without an argument.
 
-What rows and launches cost beside what was predicted; then mlx-lm's own stream_generate, plain
+What rows and launches cost; then mlx-lm's own stream_generate, plain
 decoding, and streaming with the bundled adapters answer the same prompts in turns; then behind a
 long context. Prints and saves a report to paste, which names nobody.
 """
@@ -19,11 +19,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
-from ssmlx.tuning.chips import Decoder
-from ssmlx.tuning.experience import experience_of
 
 from ssmlx.answers import run as on_mlx_thread
-from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.commands.results import write_result
@@ -39,7 +36,8 @@ from ..run.options import adapter_with_streams, add_base, add_out, check_counts
 from ..run.results import Kept, machine_load
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, data_file, read_examples
-from .machine import machine_result, trials_result
+from ..run.timing import TimedAnswer
+from .machine import machine_result, trials_result, weight_bits
 from .report import report
 
 PROG = "perf.bench"
@@ -57,7 +55,6 @@ CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is har
 MOST_ROUNDS = 12  # at each length of context
 SAFETY = 1.3
 BAR = "{l_bar}{bar}"
-LEARNED = ("costs", "texts", "saved")
 
 
 class Part(NamedTuple):
@@ -166,16 +163,7 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
         label = experiment.name
         found = rounds(target, experiment.systems, prompts, end, label=label)
         needed = max(needed, loaded + found.seconds)
-        learned = experience_of(streams).learned
-        answers = figures_of(
-            experiment,
-            target,
-            prompts,
-            found,
-            decision=make_plan(streams, context=len(prompts[0])).decision,
-            learned={name: to_json(getattr(learned, name)) for name in LEARNED},
-        )
-        result["answers"].append(answers)
+        result["answers"].append(figures_of(experiment, target, prompts, found))
         for length in args.contexts if part is parts[-1] else ():
             end = ends[str(length)]
             contexts[length] = context_result(experiment, target, prompts, found, end, length)
@@ -193,8 +181,7 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def systems(max_tokens: int) -> list[System]:
-    """How each answers, greedily; streaming as by default: where a profile says that drafting does
-    not pay, it stops."""
+    """How each answers, greedily; streaming drafts what it does where nothing is asked for."""
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     streaming = System(STREAMING, STREAMS, GenerateConfig(max_tokens=max_tokens))
     return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), streaming]
@@ -229,7 +216,7 @@ def weights_text(target: Target) -> str:
     dtype = str(target.plain.backbone.dtype).removeprefix("mlx.core.")
     if not is_quantised(target.mlx_model):
         return dtype
-    return f"{Decoder.of(target.plain).bits}-bit weights, {dtype}"
+    return f"{weight_bits(target.plain)}-bit weights, {dtype}"
 
 
 def text_of_length(

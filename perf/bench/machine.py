@@ -1,26 +1,28 @@
-"""What this machine charges, whatever is asked: rows, launches, reads, and where caches go."""
+"""What this machine takes, whatever is asked: rows, launches, reads, and where caches go."""
 
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
-from ssmlx.tuning.chips import Decoder
-from ssmlx.tuning.ladder import USUAL_CONTEXT, expected_costs, this_chip
 
-from ssmlx.calibration.costs import filled_cache, likely_tree, medians
-from ssmlx.decoding.loop import streaming_decode
-from ssmlx.generation.plan import make_plan
+from ssmlx.bars import bar
+from ssmlx.decoding.loop import prefill, speculative_decode
 from ssmlx.model import metal
+from ssmlx.model.cache import TreeCache
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import Tree
-from ssmlx.settings import GenerateConfig
+from ssmlx.model.tree import Tree, draft_topology, grow_tree
+from ssmlx.settings import GenerateConfig, TreeConfig
+from ssmlx.generation.plan import make_plan
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+CONTEXT = 128  # tokens in front of the rows
 TURNS = (3, 40)  # of all numbers of rows: at least and at most
+WARM_TURNS = 1  # that do not count
 # tiny kernels that wait for each other
 CHAINS = (200, 3200)
 CHAIN_TURNS = 5
@@ -29,43 +31,111 @@ LAUNCH_STEPS = 16
 LAUNCH_ROOM = 4096
 PAUSE = 0.02
 
+Clock = Callable[[], float]
+
 
 def machine_result(model: StreamFusedModel, prompt: list[int], deadline: float) -> dict[str, Any]:
-    """T(n) / T(1) of whole forwards of a tree's rows, in turns until the deadline, and seconds of a
-    launch, beside what was predicted for this chip; and `launches_result`."""
-    context = USUAL_CONTEXT
-    chip = this_chip()
-    cache = filled_cache(model, prompt, context, max(ROWS))
+    """Time whole forwards of a tree's rows, launches, and steps.
+
+    Args:
+        model: with streams, on the weights that are measured.
+        prompt: token ids of any text, repeated to `CONTEXT` tokens.
+        deadline: on `time.perf_counter`'s clock, in seconds; `TURNS` bounds the turns until then.
+
+    Returns:
+        `rows`: seconds of a forward of each of `ROWS` rows, their ratios to one row, and seconds
+        of a launch; `launches`: see `launches_result`.
+    """
+    cache = filled_cache(model, prompt, CONTEXT, max(ROWS))
 
     def forward(tree: Tree) -> mx.array:
         hidden = model.insert(model.lower(tree, cache), 0)
         return mx.argmax(model.backbone.logits(model.upper(hidden, tree, cache, 0)), axis=-1)
 
-    calls: Any = {
-        ("rows", row, context): partial(forward, likely_tree(model, row)[0]) for row in ROWS
-    }
+    calls = {row: partial(forward, likely_tree(model, row)) for row in ROWS}
     once = sum(medians(calls, 1)[0].values())
     turns = min(max(int((deadline - time.perf_counter()) / once), TURNS[0]), TURNS[1])
     found, noise = medians(calls, turns)
-    costs = expected_costs(model)
     seconds = list(found.values())
-    forwards = (costs.lower, costs.upper, costs.head)
-    predicted = [sum(one.at(row, context) for one in forwards) for row in ROWS]
     rows = {
-        "chip": chip.name,
-        "bits": Decoder.of(model).bits,
-        "context": context,
+        "bits": weight_bits(model),
+        "context": CONTEXT,
         "turns": turns,
         "noise": noise,
         "rows": ROWS,
         "seconds": seconds,
-        "one_over_predicted": seconds[0] / predicted[0],
         "ratios": [one / seconds[0] for one in seconds],
-        "predicted": [one / predicted[0] for one in predicted],
         "launch": launch_seconds(),
-        "launch_predicted": chip.launch(),
     }
     return {"rows": rows, "launches": launches_result(model, prompt)}
+
+
+def weight_bits(model: StreamFusedModel) -> int:
+    """Bits of a weight of the layers; of packed layers the fewest."""
+    backbone = model.backbone
+    packed = [one.bits for one in backbone.layers[-1].modules() if hasattr(one, "bits")]
+    return min(packed, default=8 * backbone.dtype.size)
+
+
+def filled_cache(
+    model: StreamFusedModel, tokens: Sequence[int], context: int, scratch: int
+) -> TreeCache:
+    """A cache of `context` tokens, made of `tokens` over and over, with room for `scratch` rows."""
+    cache = model.make_cache(scratch)
+    text = [tokens[index % len(tokens)] for index in range(context)]
+    # Room beforehand: a buffer that grows is copied, which would be timed.
+    cache.reserve(tokens=context, scratch=scratch)
+    prefill(model, text, cache)
+    return cache
+
+
+def likely_tree(model: StreamFusedModel, size: int) -> Tree:
+    """A best tree of `size` nodes as streams draft it, where each rank is half as likely as the
+    one before."""
+    streams = model.num_streams
+    config = TreeConfig(kind="best", size=size)
+    count = min(draft_topology(config, streams).num_candidates, model.draft_vocab_size)
+    tokens = mx.broadcast_to(mx.arange(count, dtype=mx.int32), (streams, count))
+    logprobs = mx.broadcast_to(-0.7 * mx.arange(1, count + 1), (streams, count))
+    root = mx.array([0], mx.int32)
+    tree = grow_tree(root, tokens, logprobs, TreeConfig(kind="best", size=size, width=count))
+    mx.eval(tree.tokens, tree.depths, tree.paths)
+    return tree
+
+
+def medians(
+    calls: Mapping[int, Callable[[], mx.array]], turns: int, clock: Clock = time.perf_counter
+) -> tuple[dict[int, float], float]:
+    """Time calls in turns, so that what else the machine does falls on all of them alike.
+
+    Args:
+        calls: what to evaluate, by its number of rows.
+        turns: of all calls that count, after `WARM_TURNS`.
+        clock: in seconds.
+
+    Returns:
+        The median seconds of each call; and the noise, the median `spread` of all calls.
+    """
+    times: dict[int, list[float]] = {rows: [] for rows in calls}
+    order = [(turn, rows) for turn in range(WARM_TURNS + turns) for rows in calls]
+    for turn, rows in bar(order, "forwards"):
+        started = clock()
+        mx.eval(calls[rows]())
+        seconds = clock() - started
+        if turn >= WARM_TURNS:
+            times[rows].append(seconds)
+        else:
+            metal.settle()
+    noise = statistics.median(spread(values) for values in times.values())
+    return {rows: statistics.median(values) for rows, values in times.items()}, noise
+
+
+def spread(times: Sequence[float]) -> float:
+    """How far the middle half of `times` lies apart, as a share of their median."""
+    if len(times) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / middle if middle else 0.0
 
 
 def launch_seconds() -> float:
@@ -122,14 +192,14 @@ def launches_result(model: StreamFusedModel, prompt: list[int]) -> dict[str, flo
     MLX copies a layer's cache where the GPU has not let go of it when the next step is launched:
     then a straight peak is higher by a layer or more, and a straight step takes longer.
     """
-    drafter = make_plan(model, GenerateConfig(decoding="streaming")).drafter
-    assert drafter is not None
+    drafters = make_plan(model, GenerateConfig(decoding="streaming")).drafters
+    assert drafters
     found: dict[str, float] = {}
     for name, pause in [("straight", 0.0), ("paused", PAUSE)] * 2:
         cache = model.make_cache()
         cache.reserve(tokens=LAUNCH_ROOM)
-        ends = partial(paused, pause)
-        calls = filter(None, streaming_decode(model, prompt, cache, drafter=drafter, ends=ends))
+        stops = partial(paused, pause)
+        calls = filter(None, speculative_decode(model, prompt, cache, drafters=drafters, stops=stops))
         for _ in range(LAUNCH_STEPS // 2):
             next(calls)
         mx.synchronize()

@@ -1,6 +1,5 @@
 """What `perf.bench` says."""
 
-import re
 from collections.abc import Iterator
 
 from ssmlx.generation.memory import MIB
@@ -12,8 +11,8 @@ from ..run.statistics import FEW
 NOTES = (
     "[95 % bootstrap intervals] over prompts, systems in turns, greedy and on the same weights; "
     "rates are medians, first tokens means; whole: with the time to the first token",
-    "mlx-lm: its stream_generate; streaming: without options, so the brake decides; peak: weights "
-    "and the most beside them; attention kernel: rows x keys at most, MLX's time and the kernel's",
+    "mlx-lm: its stream_generate; streaming: without options; peak: weights and the most beside "
+    "them; attention kernel: rows x keys at most, MLX's time and the kernel's",
 )
 
 
@@ -46,23 +45,19 @@ def _machine_lines(result: Row) -> Iterator[str]:
     """Rows, launches, the attention kernel, and where caches are written."""
     rows = result["rows"]
     launches = result["launches"]
-    both = rows["ratios"], rows["predicted"]
     yield (
         f"== rows of a whole forward, {rows['bits']}-bit weights, behind {rows['context']} tokens: "
-        f"medians of {rows['turns']} turns, {rows['noise']:.0%} noise; predicted for {rows['chip']}"
+        f"medians of {rows['turns']} turns, {rows['noise']:.0%} noise"
     )
     yield from aligned(
         [
             ["rows", *map(str, rows["rows"])],
             ["ms", *(f"{1e3 * one:.1f}" for one in rows["seconds"])],
-            ["T(n)/T(1)", *(f"{one:.2f}" for one in both[0])],
-            ["predicted", *(f"{one:.2f}" for one in both[1])],
-            ["found/predicted", *(f"{a / b:.2f}" for a, b in zip(*both, strict=True))],
+            ["T(n)/T(1)", *(f"{one:.2f}" for one in rows["ratios"])],
         ]
     )
     yield (
-        f"one row: {rows['one_over_predicted']:.2f} times the time predicted; "
-        f"a launch: {1e6 * rows['launch']:.2f} us, published {1e6 * rows['launch_predicted']:.2f}; "
+        f"a launch: {1e6 * rows['launch']:.2f} us; "
         f"the host reads {launches['reads']:g} times a step"
     )
     straight, paused = (
@@ -89,7 +84,7 @@ def _trial_text(one: Row) -> str:
 
 
 def _block(task: Row) -> list[str]:
-    """An adapter's answers, what was drafted, and what the brake learned."""
+    """An adapter's answers."""
     count = task["prompts"]
     what = f"{count} prompt{'s' * (count != 1)}, at most {task['max_tokens']} tokens"
     if task["is_cold"]:
@@ -108,21 +103,7 @@ def _block(task: Row) -> list[str]:
     return [
         f"== {task['adapter']} (scope {task['scope']}): {what}",
         *table(columns, task["systems"]),
-        f"{task['decision']}; learned: {_learned_text(task['learned'])}",
     ]
-
-
-def _learned_text(learned: Row) -> str:
-    """What the brake made of this machine and these texts."""
-    costs = [
-        f"{re.search(r'[0-9]+ nodes', name)[0]} {one['value']:.2f} ({one['weight']:.1f})"  # type: ignore[index]
-        for name, one in learned["costs"].items()
-    ]
-    texts = [f"{one['value']:.2f} from {name} on" for name, one in learned["texts"].items()]
-    return (
-        f"extra cost over expected {', '.join(costs) or '-'}; acceptance over expected by context "
-        f"{', '.join(texts) or '-'}; {learned['saved']:.1f} calls left for trials"
-    )
 
 
 def _context_line(task: Row) -> str:

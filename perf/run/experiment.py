@@ -18,7 +18,6 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.api import check_prompt
-from ssmlx.calibration.timing import TimedAnswer, in_turns
 from ssmlx.commands.machine import machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.loading.files import folder_digest
@@ -29,6 +28,7 @@ from .results import AnswerStore, Kept, code_version, files_version, machine_loa
 from .statistics import mean, median, ratio, speedup
 from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from .tasks import Example, Task, figures
+from .timing import TimedAnswer, in_turns
 
 Prompts = Sequence[Sequence[Kept]]
 """One system's answers: for every prompt, its repeats."""

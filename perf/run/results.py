@@ -12,11 +12,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine, power_source
 from ssmlx.errors import InputError, first_line
 from ssmlx.json_files import to_json
 from ssmlx.loading.files import PartFile
+
+from .timing import TimedAnswer
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results"

@@ -1,14 +1,12 @@
 """How results are shown: tables as text, and bars with intervals."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from ssmlx.report import Columns, cells, new_figure
 
-from .published import METHODS, Speed, span, speeds
 from .statistics import FEW, estimate
 
 Row = Mapping[str, Any]
@@ -23,8 +21,6 @@ COLOURS = {
     "lookahead": "#4f9da6",
     "prompt-lookup": "#86bbd8",
 }
-PAPER_COLOUR = "#e09f3e"
-PAPER_TEXT = "#9a6410"
 _NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0}
 
 
@@ -102,17 +98,11 @@ def task_heading(task: Row) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Panel:
-    label: str  # of the axis
-    figure: str  # of a row
-    column: Callable[[Speed], float]  # the same in the paper's table 1
-
-
-PANELS = (
-    Panel("speed-up over mlx-lm (decode tokens/s)", "speedup", lambda row: row.speedup),
-    Panel("tokens per target call", "tokens_per_call", lambda row: row.call_reduction),
-)
+PANELS = {
+    "speedup": "speed-up over mlx-lm (decode tokens/s)",
+    "tokens_per_call": "tokens per target call",
+}
+"""The label of the axis, by the figure of a row."""
 
 
 def draw(result: Row, path: Path) -> None:
@@ -124,47 +114,29 @@ def draw(result: Row, path: Path) -> None:
         len(tasks), len(PANELS), squeeze=False, gridspec_kw={"height_ratios": counts}
     )
     for task, row in zip(tasks, parts, strict=True):
-        for axes, panel in zip(row, PANELS, strict=True):
+        names = [fill(one["name"], 32) for one in task["systems"]]
+        for axes, (panel, label) in zip(row, PANELS.items(), strict=True):
             _draw_panel(axes, task, panel)
-            names = [fill(one["name"] * (panel is PANELS[0]), 32) for one in task["systems"]]
-            axes.set_yticks(range(len(names)), names)
+            axes.set_xlabel(label, fontsize=9)
+            axes.set_yticks(range(len(names)), names if axes is row[0] else [])
             axes.invert_yaxis()
         name = ", ".join(dict.fromkeys([task["task"], task["adapter"] or task["task"]]))
         row[0].set_title(f"{name}: {task['prompts']} prompts", loc="left", fontsize=10)
-    picture.suptitle(
-        f"{_measured_text(result)}\n95 % intervals over prompts; pale bands: the paper's table 1, "
-        "least to most over its models of 1.3B to 7B",
-        fontsize=9,
-    )
+    picture.suptitle(f"{_measured_text(result)}\n95 % intervals over prompts", fontsize=9)
     picture.savefig(path, dpi=150)
 
 
-def _draw_panel(axes: Any, task: Row, panel: Panel) -> None:
-    """A bar a system with its interval, its figure behind that, and the paper's range around."""
+def _draw_panel(axes: Any, task: Row, panel: str) -> None:
+    """A bar a system with its interval, and its figure behind that."""
     rows = task["systems"]
-    found = [estimate(row[panel.figure] or _NOTHING) for row in rows]
+    found = [estimate(row[panel] or _NOTHING) for row in rows]
     values = [one.value for one in found]
     places = range(len(rows))
-    for place, row in zip(places, rows, strict=True):
-        paper = speeds(task["task"], METHODS.get(row["kind"], ""))
-        if paper:
-            low, high = span(map(panel.column, paper))
-            style = {"color": PAPER_COLOUR, "alpha": 0.35, "lw": 0, "zorder": 0}
-            axes.barh(place, high - low, left=low, height=0.86, **style)
-            axes.annotate(
-                f"paper {low:.2f} to {high:.2f}",
-                (1.0, place),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="center",
-                fontsize=7.5,
-                color=PAPER_TEXT,
-            )
     axes.barh(places, values, height=0.56, color=[COLOURS[row["kind"]] for row in rows])
     errors = list(zip(*(one.errors for one in found), strict=True))
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
     for place, one, row in zip(places, found, rows, strict=True):
-        text = "-" if row[panel.figure] is None else f"{one.value:.2f}"
+        text = "-" if row[panel] is None else f"{one.value:.2f}"
         axes.annotate(
             text,
             (max(one.high, one.value), place),
@@ -174,7 +146,6 @@ def _draw_panel(axes: Any, task: Row, panel: Panel) -> None:
             fontsize=9,
             bbox={"facecolor": "white", "alpha": 0.75, "pad": 0.6, "edgecolor": "none"},
         )
-    axes.set_xlabel(panel.label, fontsize=9)
-    axes.set_xlim(0, 1.65 * axes.dataLim.x1 or 1)
+    axes.set_xlim(0, 1.25 * axes.dataLim.x1 or 1)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)

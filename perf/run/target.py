@@ -18,7 +18,6 @@ import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.calibration.timing import TimedAnswer, ssmlx_answer
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
@@ -34,6 +33,7 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import HEAD_DRAFTERS, GenerateConfig
 
 from .rounding import round_products
+from .timing import TimedAnswer, ssmlx_answer
 
 MLX_LM = "mlx-lm"
 PLAIN = "plain"
@@ -122,18 +122,17 @@ class Target:
         own = self.drafting(kind)
         return memory_of(own.model, own.model.make_cache(), loaded=own.loaded.values())
 
-    def drafter(self, system: System) -> Drafter | None:
-        """What drafts for a system, made once more; None for plain decoding."""
+    def drafters(self, system: System) -> Sequence[Drafter]:
+        """What drafts for a system, made once more; nothing for plain decoding."""
         if system.kind in (MLX_LM, DRAFT_ALONE):
-            return None
+            return ()
         own = self.drafting(system.kind)
-        return make_plan(own.model, system.config, **own.loaded).drafter
+        return make_plan(own.model, system.config, **own.loaded).drafters
 
     def extra_parameters(self, system: System) -> int:
         if system.kind == STREAMS and self.weights.adapter is not None:
             return added_parameters(self.weights.adapter)
-        drafter = self.drafter(system)
-        return drafter.num_parameters if drafter else 0
+        return sum(drafter.num_parameters for drafter in self.drafters(system))
 
     def answer(self, system: System, prompt: list[int]) -> TimedAnswer:
         """An answer, with the most memory that it took on top of what was in use before."""

@@ -314,7 +314,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         "--deterministic",
         action="store_true",
         default=None,
-        help="the same calls each time: no clock, no calibration, and seed 0",
+        help="the same calls each time: no clock, and seed 0",
     )
     group.add_argument(
         "--logit-bias",
@@ -348,7 +348,7 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
             str,
         ),
     )
-    tuned = "Without these, trees follow the chip and the clock, or what ssmlx.calibrate measured."
+    tuned = "Without these, trees follow what calls cost here."
     add_tree_options(parser.add_argument_group("draft tree", tuned))
 
 

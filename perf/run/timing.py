@@ -1,0 +1,58 @@
+"""Answers on the clock, in turns."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ssmlx.api import GenerationResponse, stream_generate
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.settings import GenerateConfig
+
+
+@dataclass(frozen=True)
+class TimedAnswer:
+    tokens: list[int]  # ids, the end token included
+    target_calls: int  # forward passes, the prompt's counted as one
+    decode_seconds: float  # from the first token to the last
+    prefill_seconds: float = 0.0  # until the first token
+    draft_calls: int = 0  # forward passes of a draft model
+    peak_bytes: int = 0  # most memory in use on top of what was there before; 0 where not measured
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first, over the time that they took."""
+        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+def ssmlx_answer(
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
+    prompt: list[int],
+    config: GenerateConfig,
+    **loaded: Any,
+) -> TimedAnswer:
+    """Answer with ssmlx; `loaded` is a draft model or heads, as `stream_generate` takes them."""
+    return answer_of(stream_generate(model, tokenizer, prompt, config, **loaded))
+
+
+def answer_of(responses: Iterable[GenerationResponse]) -> TimedAnswer:
+    segments = list(responses)
+    tokens = [token for one in segments for token in one.tokens]
+    last = segments[-1]
+    return TimedAnswer(
+        tokens, last.target_calls, last.decode_seconds, last.prefill_seconds, last.draft_calls
+    )
+
+
+def in_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """Every label for every prompt; the order of labels rotates from prompt to prompt."""
+    for index, prompt in enumerate(prompts):
+        turn = index % len(labels)
+        for label in (*labels[turn:], *labels[:turn]):
+            yield prompt, label
