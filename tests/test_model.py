@@ -54,9 +54,10 @@ IRREGULAR = {
 @pytest.mark.parametrize("told", IRREGULAR)
 def test_irregular_models_decode_plainly(told):
     backbone = Backbone(IRREGULAR[told]())
-    assert "cannot draft for itself" in backbone.why_plain
-    with pytest.raises(InputError, match=told):
-        backbone.require_stages("drafting")
+    assert "cannot draft for itself" in backbone.capabilities.stages
+    with pytest.raises(InputError, match=f"{told}.* decode plainly"):
+        backbone.capabilities.require("trees", "drafting")
+    assert not backbone.capabilities.has("batches")
 
 
 ROPES = {

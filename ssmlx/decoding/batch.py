@@ -88,7 +88,7 @@ class Batch:
     @property
     def shares_calls(self) -> bool:
         """Whether rows share calls; else each has its own, and keeps its cache."""
-        return self._model.backbone.takes_batches
+        return self._model.backbone.capabilities.has("batches")
 
     @property
     def members(self) -> list[Row]:

@@ -136,7 +136,7 @@ class StreamFusedModel:
         self.draft_head: LMHead | None = None  # of the draft vocabulary, where there is one
         if config is None or streams is None:
             return
-        backbone.require_stages("an adapter")
+        backbone.capabilities.require("stages", "an adapter")
         sizes = config.num_streams, config.hidden_size
         if config.stream_design == "value_rotation":
             self.rotation = ValueRotation(config.num_streams, config.rotation_step)
@@ -198,7 +198,7 @@ class StreamFusedModel:
 
     def make_cache(self, scratch: int = 0) -> TreeCache:
         """An empty cache; `scratch` is the most rows that a step will have, if known."""
-        if self.backbone.why_plain is not None:
+        if not self.backbone.capabilities.has("stages"):
             return StateCache(self.backbone.make_own_cache)
         return TreeCache(self.num_layers, scratch=scratch)
 
