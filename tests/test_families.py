@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
-from tiny import mlx_lm_tokens, slow
+from tiny import LATENT, mlx_lm_tokens, slow
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.batch import Batch, Row
@@ -62,6 +62,12 @@ FAMILIES = {
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5},
     "olmo3": BY_LAYER,
+    "deepseek_v3": {**LATENT, "q_lora_rank": None, "rope_scaling": {
+        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+    }},
+    "glm4_moe_lite": LATENT,
+    "mistral4": {**LATENT, **MINISTRAL},
     "exaone4": {"sliding_window_pattern": "LG", "rope_scaling": None},
 }  # fmt: skip
 WINDOWED = {

@@ -205,6 +205,13 @@ def test_a_head_without_rows_is_refused():
     assert "its LM head is a Head" in message
 
 
+def test_latent_attention_has_no_values_to_turn():
+    rotation = {"stream_design": "value_rotation", "rotation_step": 0.4}
+    base = tiny.make_base("deepseek_v3", **tiny.LATENT)
+    message = refusal(tiny.make_model, base=base, adapter=rotation)
+    assert "rotation of their values" in message
+
+
 def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 

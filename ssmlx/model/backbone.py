@@ -34,6 +34,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_pro
 from ..errors import InputError, first_line, require
 from .cache import StateCache, TreeCache
 from .capabilities import Capabilities, Reason
+from .latent import run_rows_as_texts
 from .masks import CausalMasks, WindowMasks
 from .metal import TreeMask, calls_attention, hook_layers
 from .ranks import Group, from_first
@@ -547,6 +548,7 @@ class Backbone:
         self.windows = [
             self._window(layer, cache) for layer, cache in enumerate(make_prompt_cache(self._outer))
         ]
+        run_rows_as_texts(self.layers)
         self._takes_names = calls_attention(self.layers)
         self._scales_queries = "attn_scale" in signature(type(self.layers[0]).__call__).parameters
         self._take_ends(name)

@@ -203,7 +203,7 @@ class AttentionState:
             rows = join(keys, values)
             if paths:
                 each = zip(rows, *paths, strict=True)
-                rows = tuple([mx.concatenate(parts, axis=2) for parts in each])
+                rows = tuple([mx.concatenate(list(parts), axis=2) for parts in each])
             self._step_first = self._scratch - num_rows(rows)
             self._write(self._step_first, rows)
             return self._read(self._step_first, self._scratch + offset)

@@ -11,10 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..errors import require
 from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
 from .backbone import Backbone, LMHead, Mask
 from .cache import RowsCache, StateCache, StreamCache, TreeCache
 from .condition import Condition, unit
+from .latent import is_latent
 from .lora import RowScope
 from .masks import (
     SINKS,
@@ -139,6 +141,13 @@ class StreamFusedModel:
         backbone.capabilities.require("stages", "an adapter")
         sizes = config.num_streams, config.hidden_size
         if config.stream_design == "value_rotation":
+            require(
+                not any(map(is_latent, backbone.layers)),
+                "streams that are told apart by the rotation of their values, for a model whose "
+                "attention keeps a latent vector in the place of values",
+                expected="stream embeddings",
+                do="use an adapter of the design `embeddings`",
+            )
             self.rotation = ValueRotation(config.num_streams, config.rotation_step)
         elif config.has_embeddings:
             if streams.embeddings is None:
