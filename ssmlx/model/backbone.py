@@ -16,13 +16,13 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -363,11 +363,18 @@ class Backbone:
         return self._decoder.embed_tokens(tokens)
 
     def run(
-        self, hidden: mx.array, first: int, last: int, mask: Mask, views: list[Any]
+        self,
+        hidden: mx.array,
+        first: int,
+        last: int,
+        mask: Mask,
+        views: list[Any],
+        inputs: dict[int, mx.array] | None = None,
     ) -> mx.array:
         """[1, R, D] output of layers `first` to `last` - 1 for their input `hidden`.
 
-        `views` are the cache objects of these layers.
+        `views` are the cache objects of these layers. Of the layers that `inputs` has a key for,
+        it gets the input.
         """
         more: dict[str, Any] = {}
         if self._scales_queries:
@@ -377,6 +384,8 @@ class Backbone:
             if isinstance(mask, WindowMasks | CausalMasks):
                 own, *hidden_keys = mask.of(self.windows[number])
                 view = view.without(*hidden_keys)
+            if inputs and number in inputs:
+                inputs[number] = hidden
             hidden = self.layers[number](hidden, mask=own, cache=view, **more)
         return hidden
 
@@ -459,13 +468,35 @@ class Backbone:
         """What rank 0 has for `arrays`, where the model is split over ranks; else themselves."""
         return from_first(arrays, self.group)
 
-    def append(self, tokens: mx.array, cache: TreeCache) -> mx.array:
-        """[1, R, D] last hidden states of `tokens` [R], which join the cache.
+    @overload
+    def append(self, tokens: mx.array, cache: TreeCache) -> mx.array: ...
 
-        Of a model that decodes plainly alone, what `logits` makes no others of.
+    @overload
+    def append(
+        self, tokens: mx.array, cache: TreeCache, taps: Sequence[int]
+    ) -> tuple[mx.array, list[mx.array]]: ...
+
+    def append(
+        self, tokens: mx.array, cache: TreeCache, taps: Sequence[int] | None = None
+    ) -> mx.array | tuple[mx.array, list[mx.array]]:
+        """Put `tokens` into the cache, and run the model on them.
+
+        Args:
+            tokens: [R] that follow what `cache` holds.
+            cache: of this model.
+            taps: numbers of layers, from 0, whose inputs are wanted.
+
+        Returns:
+            [1, R, D] last hidden states, before the final norm; of a model without stages, what
+            `logits` makes no others of. With `taps`, these and, for each of them in order, the
+            residual stream [1, R, D] as it enters the layer.
         """
         count = tokens.shape[0]
+        if not all(0 <= layer < len(self.layers) for layer in taps or ()):
+            raise ValueError(f"taps at layers {taps} of {len(self.layers)}")
         if isinstance(cache, StateCache):
+            if taps is not None:
+                self.capabilities.require("taps", "hidden states between layers")
             cache.advance(count)
             return self._outer(tokens[None], cache=cache.own)
         cache.reserve(tokens=count)
@@ -473,9 +504,10 @@ class Backbone:
         views = [cache.append_view(layer) for layer in range(num_layers)]
         mask = CausalMasks(count, cache.offset, dense=not self._takes_names)
         embedded = self.embed(tokens, mx.arange(count) + cache.offset)
-        hidden = self.run(embedded, 0, num_layers, mask, views)
+        inputs = dict.fromkeys(taps or (), embedded)
+        hidden = self.run(embedded, 0, num_layers, mask, views, inputs)
         cache.advance(count)
-        return hidden
+        return hidden if taps is None else (hidden, [inputs[layer] for layer in taps])
 
     def _embed_one(self) -> mx.array:
         """[1, 1, D] embedding of some token."""
