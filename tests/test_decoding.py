@@ -14,9 +14,12 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 from tiny import (
     ARCHITECTURES,
+    LATENT,
+    LAYERS,
     VOCAB,
     assert_close,
     first_tokens,
@@ -200,6 +203,7 @@ def test_what_can_be_pruned():
 
 
 PROMPT = [3, 1, 4, 1, 5]
+LATENT_FAMILIES = ["deepseek_v3", "glm4_moe_lite"]
 FAMILIES = ["llama", *slow(*(name for name in ARCHITECTURES if name != "llama"))]
 TREES = (
     TreeConfig(kind="full", width=1), TreeConfig(kind="full", width=3),
@@ -219,7 +223,8 @@ def shared_model():
 
 @lru_cache(maxsize=4)
 def bare_model(architecture="llama"):
-    return StreamFusedModel(Backbone(make_base(architecture)))
+    sizes = LATENT if architecture in LATENT_FAMILIES else {}
+    return StreamFusedModel(Backbone(make_base(architecture, **sizes)))
 
 
 @lru_cache(maxsize=16)
@@ -290,9 +295,9 @@ class ScriptedDrafter:
         return tree_from_parents(tokens, parents)
 
 
-def run_script(right, step=256, **options):
-    model = bare_model()
-    continuation = greedy_tokens()
+def run_script(right, step=256, architecture="llama", **options):
+    model = bare_model(architecture)
+    continuation = greedy_tokens(architecture)
     cache = TreeCache(model.num_layers, step=step)
     drafter = ScriptedDrafter(continuation, right, **options)
     steps = streaming_decode(model, PROMPT, cache, drafter=drafter)
@@ -317,6 +322,52 @@ def test_scripted_mixtures_across_cache_growth(seed):
     rng = random.Random(seed)
     right = [rng.randint(0, 5) for _ in range(10)]
     run_script(right, step=4, wrong=rng.randint(0, 3), below=rng.randint(0, 2), seed=seed)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("right", [[0] * 4, [4] * 4, [4, 0, 2, 0, 1, 4, 3]])
+@pytest.mark.parametrize("architecture", LATENT_FAMILIES)
+def test_scripted_acceptance_with_latent_attention(architecture, right, waits):
+    run_script(right, 4, architecture, wrong=1, below=1, waits=waits)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "top_p": 0.9, "seed": 3}])
+@pytest.mark.parametrize("architecture", LATENT_FAMILIES)
+def test_prompt_lookup_with_latent_attention(architecture, sampling):
+    """A text that comes to repeat itself."""
+    model = bare_model(architecture)
+    prompt = PROMPT * 3
+    plain, drafted = (
+        first_tokens(token_steps(model, prompt, model.make_cache(), **settings, **sampling), 300)
+        for settings in ({"decoding": "plain"}, {"drafter": "prompt-lookup"})
+    )
+    assert drafted[0] == plain[0] and len(drafted[1]) < 300
+    if not sampling:
+        assert plain[0] == mlx_lm_tokens(model.backbone.model, prompt, 300)
+
+
+@pytest.mark.parametrize("architecture", LATENT_FAMILIES)
+def test_rows_of_latent_attention_are_those_of_plain_decoding(architecture):
+    """A tree's in one call, against mlx-lm's one token at a time along each path."""
+    base = make_base(architecture, **LATENT)
+    text = mx.array(PROMPT * 8)
+    tokens = [1, 2, 3, 4, 5, 6]
+    parents = [0, 0, 0, 1, 1, 2]
+    expected = []
+    for node in range(len(tokens)):
+        path = [node]
+        while path[0]:
+            path.insert(0, parents[path[0]])
+        caches = make_prompt_cache(base)
+        base(text[None], cache=caches)
+        rows = [base(mx.array([[tokens[one]]]), cache=caches) for one in path]
+        expected.append(rows[-1][0, 0])
+    model = StreamFusedModel(Backbone(base))
+    cache = model.make_cache()
+    model.backbone.append(text, cache)
+    cache.reserve(tokens=1, scratch=len(tokens))
+    found = model.backbone.logits(model.lower(tree_from_parents(tokens, parents), cache))
+    assert_close(found, mx.stack(expected), 3e-6)
 
 
 def streamed(model, count, *, tree=TREES[2], prune=PRUNINGS[0], prompt=PROMPT, step=256, **options):
@@ -733,6 +784,32 @@ def test_caches_are_written_in_place(schedule, someone_holds_it):
     del held
     layer = cache.nbytes / model.num_layers
     assert (mx.get_peak_memory() - before > layer) == someone_holds_it
+
+
+def addresses_of(cache):
+    """Of the buffers of keys and of values."""
+    return [np.asarray(buffer).ctypes.data for buffer in cache.state[: 2 * LAYERS]]
+
+
+@pytest.mark.parametrize("decoding", ["plain", *STREAM_SCHEDULES])
+@pytest.mark.parametrize("someone_holds_it", [False, True])
+def test_latent_caches_are_written_in_place(decoding, someone_holds_it):
+    model = make_model("glm4_moe_lite", **LATENT)
+    cache = model.make_cache(100)
+    steps = plain_decode(model, PROMPT, cache)
+    if decoding != "plain":
+        drafter = StreamDrafter(model, PAIR[1], model.num_streams, decoding)
+        steps = streaming_decode(model, PROMPT, cache, drafter=drafter)
+    first_tokens(steps, 6)
+    mx.synchronize()
+    before = addresses_of(cache)
+    assert len(set(before)) == 2 * LAYERS
+    for _ in range(6):
+        held = cache.hold() if someone_holds_it else None
+        next(steps)
+    mx.synchronize()
+    assert (addresses_of(cache) != before) == someone_holds_it
+    del held
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])

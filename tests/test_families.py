@@ -9,7 +9,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
-from tiny import mlx_lm_tokens, slow
+from mlx_lm.models.cache import make_prompt_cache
+from tiny import LATENT, mlx_lm_tokens, slow
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.batch import Batch, Row
@@ -62,6 +63,12 @@ FAMILIES = {
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5},
     "olmo3": BY_LAYER,
+    "deepseek_v3": {**LATENT, "q_lora_rank": None, "rope_scaling": {
+        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+    }},
+    "glm4_moe_lite": LATENT,
+    "mistral4": {**LATENT, **MINISTRAL},
     "exaone4": {"sliding_window_pattern": "LG", "rope_scaling": None},
 }  # fmt: skip
 WINDOWED = {
@@ -157,6 +164,40 @@ def test_a_cache_goes_on_where_texts_part(name, tied):
             assert decoded(model, rest, one, known, **draft)[0] == expected
 
 
+@pytest.mark.parametrize("name, tied", SOME)
+def test_taps_are_what_mlx_lms_layers_are_given(name, tied):
+    """In two pieces, the second of which begins in the text."""
+    backbone = Backbone(make_base(name, tied))
+    base = make_base(name, tied)
+    given = []
+
+    def noting(layer):
+        kind = type(layer)
+
+        def call(self, x, *others, **named):
+            given.append(x)
+            return kind.__call__(self, x, *others, **named)
+
+        layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+    for layer in base.layers:
+        noting(layer)
+    cache = StreamFusedModel(backbone).make_cache()
+    caches = make_prompt_cache(getattr(base, "language_model", base))
+    first = mx.array(PROMPT[: WINDOW + 3])
+    second = mx.array(PROMPT[WINDOW + 3 :])
+    for piece, taps in ((first, [3, 0, 2]), (second, [1]), (second, [])):
+        expected = base(piece[None], cache=caches)[0]
+        hidden, found = backbone.append(piece, cache, taps)
+        for layer, tapped in zip(taps, found, strict=True):
+            tiny.assert_close(tapped, given[layer], 1e-4)
+        tiny.assert_close(backbone.logits(hidden), expected, 1e-4)
+        given.clear()
+    assert backbone.append(first, cache).shape == (1, first.size, 32)
+    with pytest.raises(ValueError, match="taps at layers"):
+        backbone.append(first, cache, [4])
+
+
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_cannot_take_tokens_back_decodes_plainly(name, bits):
@@ -172,6 +213,8 @@ def test_what_cannot_take_tokens_back_decodes_plainly(name, bits):
     assert decoded(model, [9, 8], cache, text)[0] == more
     cache.trim(cache.back_to(5))
     assert decoded(model, cache=cache)[0] == expected
+    with pytest.raises(InputError, match="hidden states between layers; decode plainly"):
+        model.backbone.append(mx.array(PROMPT), model.make_cache(), [0])
     for draft in ({"drafter": "prompt-lookup"}, {"decoding": "streaming"}):
         with pytest.raises(InputError, match=r"ArraysCache, from which .* decode plainly"):
             decoded(model, **draft)

@@ -54,9 +54,10 @@ IRREGULAR = {
 @pytest.mark.parametrize("told", IRREGULAR)
 def test_irregular_models_decode_plainly(told):
     backbone = Backbone(IRREGULAR[told]())
-    assert "cannot draft for itself" in backbone.why_plain
-    with pytest.raises(InputError, match=told):
-        backbone.require_stages("drafting")
+    assert "cannot draft for itself" in backbone.capabilities.stages
+    with pytest.raises(InputError, match=f"{told}.* decode plainly"):
+        backbone.capabilities.require("trees", "drafting")
+    assert not backbone.capabilities.has("batches")
 
 
 ROPES = {
@@ -204,6 +205,13 @@ def test_a_head_without_rows_is_refused():
     assert "its LM head is a Head" in message
 
 
+def test_latent_attention_has_no_values_to_turn():
+    rotation = {"stream_design": "value_rotation", "rotation_step": 0.4}
+    base = tiny.make_base("deepseek_v3", **tiny.LATENT)
+    message = refusal(tiny.make_model, base=base, adapter=rotation)
+    assert "rotation of their values" in message
+
+
 def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
@@ -265,19 +273,22 @@ def test_an_untrained_condition_changes_nothing(monkeypatch):
 # --- the cache, against one that concatenates ---
 
 
-HEADS = 2
-SIZE = 3
 DEPTH = 3
+# Heads and width of keys, and of values.
+SAME = (2, 3), (2, 3)
+UNLIKE = (2, 3), (1, 5)
 
 
 class NaiveCache:
-    """Committed keys and values as lists of rows, [rows, 2, Hkv, Dh] a layer.
+    """Committed keys and values as lists of rows, [rows, numbers of both] a layer.
 
     `paths` are those that the host has not counted: (rows a layer, how many count).
     """
 
-    def __init__(self):
-        self.committed = [np.zeros((0, 2, HEADS, SIZE), np.float32) for _ in range(DEPTH)]
+    def __init__(self, shapes=SAME):
+        self.shapes = shapes
+        width = sum(heads * size for heads, size in shapes)
+        self.committed = [np.zeros((0, width), np.float32) for _ in range(DEPTH)]
         self.step = [None] * DEPTH
         self.paths = []
 
@@ -305,24 +316,28 @@ class NaiveCache:
         return len(self.committed[0]) + sum(count for _, count in self.paths)
 
 
-def as_arrays(rows):
-    """[R, 2, Hkv, Dh] to the keys and values [1, Hkv, R, Dh] of a layer."""
-    keys, values = (mx.array(rows[:, i].transpose(1, 0, 2)[None]) for i in range(2))
-    return keys, values
+def as_arrays(rows, shapes=SAME):
+    """[R, numbers] to the keys [1, H, R, Dh] and values of a layer."""
+    (heads, size), _ = shapes
+    parts = np.split(rows, [heads * size], axis=1)
+    both = zip(parts, shapes, strict=True)
+    return [mx.array(part.reshape(1, -1, *shape).swapaxes(1, 2)) for part, shape in both]
 
 
 def as_rows(keys, values):
-    return np.stack([np.array(part[0]).transpose(1, 0, 2) for part in (keys, values)], axis=1)
+    both = [np.array(part).swapaxes(1, 2) for part in (keys, values)]
+    return np.concatenate([part.reshape(part.shape[1], -1) for part in both], axis=1)
 
 
-def random_rows(rng, count):
-    return rng.normal(size=(count, 2, HEADS, SIZE)).astype(np.float32)
+def random_rows(rng, count, shapes=SAME):
+    width = sum(heads * size for heads, size in shapes)
+    return rng.normal(size=(count, width)).astype(np.float32)
 
 
 def append(cache, naive, rng, count):
     for layer in range(DEPTH):
-        rows = random_rows(rng, count)
-        found = cache.append_view(layer).update_and_fetch(*as_arrays(rows))
+        rows = random_rows(rng, count, naive.shapes)
+        found = cache.append_view(layer).update_and_fetch(*as_arrays(rows, naive.shapes))
         naive.append(layer, rows)
         assert np.array_equal(as_rows(*found), naive.committed[layer])
     cache.advance(count)
@@ -330,10 +345,10 @@ def append(cache, naive, rng, count):
 
 def write_tree(cache, naive, rng, lower_rows, upper_rows, split):
     for layer in range(DEPTH):
-        rows = random_rows(rng, lower_rows if layer < split else upper_rows)
+        rows = random_rows(rng, lower_rows if layer < split else upper_rows, naive.shapes)
         view = cache.view(layer, mx.arange(len(rows)) + cache.length)
         assert view.offset.tolist() == list(range(naive.length, naive.length + len(rows)))
-        found = view.update_and_fetch(*as_arrays(rows))
+        found = view.update_and_fetch(*as_arrays(rows, naive.shapes))
         naive.step[layer] = rows
         assert np.array_equal(as_rows(*found), naive.seen(layer, rows))
 
@@ -369,13 +384,14 @@ def check_committed(cache, naive, rng):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("scratch", [0, 24])
-def test_random_sequences_equal_concatenation(seed, scratch):
+@pytest.mark.parametrize("shapes", [SAME, UNLIKE])
+def test_random_sequences_equal_concatenation(seed, scratch, shapes):
     rng = np.random.default_rng(seed)
     draw = random.Random(seed)
     cache = TreeCache(DEPTH, scratch=scratch, step=4)
-    naive = NaiveCache()
+    naive = NaiveCache(shapes)
     for _ in range(12):
-        action = draw.choice(["append", "step", "step", "step", "trim"])
+        action = draw.choice(["append", "step", "step", "step", "trim", "fork"])
         if action == "append":
             cache.trim(cache.offset)  # a path that nobody counted is forgotten
             naive.paths = []
@@ -384,6 +400,15 @@ def test_random_sequences_equal_concatenation(seed, scratch):
             append(cache, naive, rng, count)
         elif action == "step":
             one_step(cache, naive, rng, draw)
+        elif action == "fork" and cache.offset:
+            keep = draw.randint(1, cache.offset)
+            fork = cache.fork(keep)
+            check_committed(cache, naive, rng)  # which is not written into for the fork
+            cache = fork
+            cache.trim(keep)
+            cache.reserve(tokens=4)
+            naive.committed = [rows[:keep] for rows in naive.committed]
+            naive.paths = []
         else:
             keep = draw.randint(cache.offset // 2, cache.offset)
             cache.trim(keep)
@@ -391,7 +416,7 @@ def test_random_sequences_equal_concatenation(seed, scratch):
             naive.paths = []
         assert cache.offset == len(naive.committed[0])
         check_committed(cache, naive, rng)
-        assert cache.capacity % 4 == 0
+        assert cache.capacity % 4 == 0 and cache.nbytes > 0
 
 
 def test_a_step_that_is_not_run_is_taken_back():
@@ -419,7 +444,7 @@ def test_a_step_that_is_not_run_is_taken_back():
 def test_wrong_use_is_refused():
     cache = TreeCache(1, step=4)
     cache.reserve(tokens=2)
-    keys = mx.zeros((1, HEADS, 2, SIZE))
+    keys = mx.zeros((1, 2, 2, 3))
     cache.append_view(0).update_and_fetch(keys, keys)
     cache.advance(2)
     with pytest.raises(ValueError, match="cannot keep 3"):

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from real import ROOT, one_line, snapshot, tokens_of, words
 from tiny import (
+    LATENT,
     RESIDUAL,
     VOCAB,
     first_tokens,
@@ -90,7 +91,8 @@ def warm(prompts, model, tokens, **settings):
 
 
 def rows_of(cache):
-    return [np.array(rows.astype(mx.float32)) for rows in cache.rows(cache.offset)]
+    rows = cache.rows(cache.offset)
+    return [np.array(array.astype(mx.float32)) for own in rows for array in own]
 
 
 @pytest.mark.parametrize("name", drafters())
@@ -275,6 +277,23 @@ def test_a_folder_outlives_the_process(tmp_path, dtype):
     assert second.take(model, tokens)[1] == len(tokens) - 1  # it is in memory now
     other = PromptCache(folder=folder)
     assert other.take(model_of(seed=5), tokens)[1] == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", *slow("glm4_moe_lite")])
+def test_latent_attention_is_kept_too(name, tmp_path):
+    """Keys and values of different widths, in memory and in files."""
+    model = StreamFusedModel(Backbone(make_base(name, **LATENT)))
+    start = text(40)
+    with PromptCache(folder=tmp_path) as prompts:
+        warm(prompts, model, start, drafter="prompt-lookup")
+    for tokens, expected in ((start, 39), ([*start[:20], *text(30, seed=2)], 20)):
+        answer, known = warm(PromptCache(folder=tmp_path), model, tokens, drafter="prompt-lookup")
+        assert (answer, known) == (cold(model, tokens, decoding="plain"), expected)
+    whole = written(tmp_path)[0]
+    with pytest.raises(InputError, match=r"layers\.0\.values \(1, 1, \d+, 4\) instead of"):
+        read_prompt(damaged(whole, **{"layers.0.values": lambda rows: rows[..., :4]}), model)
+    with pytest.raises(InputError, match="another model"):
+        read_prompt(whole, model_of())
 
 
 def test_the_longer_of_memory_and_folder_counts(tmp_path):

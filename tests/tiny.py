@@ -30,6 +30,13 @@ WIDTH = 32
 VOCAB = 13
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "mistral")
 KINDS = (nn.Linear, nn.QuantizedLinear)
+# Of latent attention, which caches keys and values of different widths; and experts.
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 32,
+    "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    "routed_scaling_factor": 1.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 
 
 def randomise(model: nn.Module, seed: int, std: float = 0.25) -> None:

@@ -24,8 +24,6 @@ from ssmlx.answers import run as on_mlx_thread
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.commands.results import write_result
-from ssmlx.generation.plan import make_plan
-from ssmlx.json_files import to_json
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model

@@ -12,12 +12,12 @@ import mlx.core as mx
 
 from ssmlx.bars import bar
 from ssmlx.decoding.loop import prefill, speculative_decode
+from ssmlx.generation.plan import make_plan
 from ssmlx.model import metal
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import Tree, draft_topology, grow_tree
 from ssmlx.settings import GenerateConfig, TreeConfig
-from ssmlx.generation.plan import make_plan
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXT = 128  # tokens in front of the rows
@@ -199,7 +199,8 @@ def launches_result(model: StreamFusedModel, prompt: list[int]) -> dict[str, flo
         cache = model.make_cache()
         cache.reserve(tokens=LAUNCH_ROOM)
         stops = partial(paused, pause)
-        calls = filter(None, speculative_decode(model, prompt, cache, drafters=drafters, stops=stops))
+        steps = speculative_decode(model, prompt, cache, drafters=drafters, stops=stops)
+        calls = filter(None, steps)
         for _ in range(LAUNCH_STEPS // 2):
             next(calls)
         mx.synchronize()

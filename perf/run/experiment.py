@@ -67,7 +67,7 @@ class Experiment:
         for prompt in prompts:
             check_prompt(plain, len(prompt))
         for system in self.systems:
-            target.drafter(system)
+            target.drafters(system)
         return target, prompts
 
     def run(self) -> Measured:

@@ -158,7 +158,7 @@ class Run:
         self.most = int((args.memory_gb or memory_here() / 2**30) * 2**30)
         self.dtype = frozen_dtype(path, self.base, self.most)
         self.backbone = load_frozen(path, self.dtype)
-        self.backbone.require_stages("streams")
+        self.backbone.capabilities.require("stages", "streams")
         self.speaker = Speaker(self.backbone.model, self.words, 1, args.seed, self.wait)
         template = None if self.words.has_chat_template else "{prompt}"
         self.options = RunOptions(

@@ -53,7 +53,7 @@ class PromptFile:
         path = self.path
         if path is None:
             return
-        model.backbone.require_stages("--prompt-cache")
+        model.backbone.capabilities.require("stages", "--prompt-cache")
         self._key = run(lambda: PromptKey.of(model))
         if path.exists():
             self.tokens, self.cache = run(lambda: read_prompt(path, model))

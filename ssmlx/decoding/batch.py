@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from ..model.cache import TreeCache
+from ..model.layer_state import join, split
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import root_tree
@@ -67,7 +68,7 @@ class Row:
             return [KVCache() for _ in self.cache.layers]
         for rows in self.cache.rows(self.cache.offset):
             caches.append(KVCache())
-            caches[-1].state = rows[:1], rows[1:], rows.shape[2]
+            caches[-1].state = *split(rows), self.cache.offset
         return caches
 
 
@@ -89,7 +90,7 @@ class Batch:
     @property
     def shares_calls(self) -> bool:
         """Whether rows share calls; else each has its own, and keeps its cache."""
-        return self._model.backbone.takes_batches
+        return self._model.backbone.capabilities.has("batches")
 
     @property
     def members(self) -> list[Row]:
@@ -112,7 +113,7 @@ class Batch:
         number = self._rows.index(row)
         if self.shares_calls:
             found = [cache.extract(number) for cache in self._caches]
-            own = TreeCache.of_rows([mx.concatenate([one.keys, one.values]) for one in found])
+            own = TreeCache.of_rows([join(one.keys, one.values) for one in found])
             row.cache.restore(own)
         row.cache.trim(len(row.text) - 1)
         mx.eval(row.cache.state)

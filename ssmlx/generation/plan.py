@@ -192,7 +192,7 @@ def drafter_kind(
     elif kind is None and (model.num_streams or config.decoding):
         kind = "streams"
     if kind is not None:
-        model.backbone.require_stages("drafting")
+        model.backbone.capabilities.require("trees", "drafting")
     require(
         kind != "streams" or model.num_streams > 0,
         f"{'--drafter streams' if config.drafter else 'streaming'} was asked for, but the model "

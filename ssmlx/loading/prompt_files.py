@@ -1,7 +1,9 @@
 """Prompts on disk: the keys and values of tokens, in a safetensors file that fits one model alone.
 
-layers.N    [2, Hkv, L, Dh] keys and values of the tokens, as `TreeCache` has them
-metadata    format; model, dtype, weights and lora, what they were computed with; the token ids
+layers.N          [2, Hkv, L, Dh] keys and values of the tokens; or, where their shapes differ:
+layers.N.keys     [1, H, L, Dh]
+layers.N.values   [1, H, L, Dh]
+metadata          format; model, dtype, weights and lora, what they were computed with; token ids
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import InputError, first_line, require
 from ..model.cache import TreeCache
+from ..model.layer_state import Rows
 from ..model.streams import StreamFusedModel
 from ..prompts import common_prefix
 from .files import account_for, clear_leftovers, new_file
@@ -122,14 +125,18 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
         like = _rows_like(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
-        require(dtypes == {like[0].dtype}, found, expected=str(like[0].dtype), do=_DO)
-        shapes = {f"layers.{n}": one.shape for n, one in enumerate(like)}
-        shapes = {name: (*shape[:2], len(tokens), shape[3]) for name, shape in shapes.items()}
+        dtype = like[0][0].dtype
+        require(dtypes == {dtype}, found, expected=str(dtype), do=_DO)
+        shapes = {
+            name: (*array.shape[:2], len(tokens), array.shape[3])
+            for name, array in _named(like).items()
+        }
         account_for(arrays, shapes, path)
     except (RuntimeError, OSError) as error:
         found = f"{path} cannot be read ({first_line(error)})"
         raise InputError(found, expected=_WHOLE, do=_DO) from error
-    return tokens, TreeCache.of_rows([arrays[name] for name in shapes])
+    rows = [tuple([arrays[name] for name in _names(n, own)]) for n, own in enumerate(like)]
+    return tokens, TreeCache.of_rows(rows)
 
 
 def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
@@ -146,7 +153,21 @@ def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> Non
     require(limit is None or count <= limit, found, expected=expected, do=_DO)
 
 
-def _rows_like(model: StreamFusedModel) -> list[mx.array]:
+def _names(layer: int, rows: Rows) -> list[str]:
+    """What the arrays of a layer's rows are called."""
+    name = f"layers.{layer}"
+    return [name] if len(rows) == 1 else [f"{name}.keys", f"{name}.values"]
+
+
+def _named(rows: Sequence[Rows]) -> dict[str, mx.array]:
+    """The arrays of rows by layer, by their names."""
+    found: dict[str, mx.array] = {}
+    for layer, own in enumerate(rows):
+        found |= zip(_names(layer, own), own, strict=True)
+    return found
+
+
+def _rows_like(model: StreamFusedModel) -> list[Rows]:
     """A token's rows by layer, to tell shapes and types: nothing is computed."""
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
@@ -161,8 +182,7 @@ def write_prompt(path: Path, key: PromptKey, tokens: Tokens, cache: TreeCache, r
     metadata = {"format": FORMAT, **asdict(key), "tokens": ",".join(map(str, tokens))}
 
     def save() -> None:
-        arrays = {f"layers.{n}": rows for n, rows in enumerate(cache.rows(len(tokens)))}
-        mx.save_safetensors(file, arrays, metadata)
+        mx.save_safetensors(file, _named(cache.rows(len(tokens))), metadata)
 
     with new_file(path, mode=0o600) as file:
         run(save)

@@ -33,6 +33,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_pro
 
 from ..errors import InputError, first_line, require
 from .cache import StateCache, TreeCache
+from .capabilities import Capabilities, Reason
+from .latent import run_rows_as_texts
 from .masks import CausalMasks, WindowMasks
 from .metal import TreeMask, calls_attention, hook_layers
 from .ranks import Group, from_first
@@ -251,18 +253,17 @@ class Backbone:
         cache_dir: the folder that was given to keep things in; None for the user's cache folder.
         offline: whether nothing may be fetched.
         folder: where its weights were read, if they were.
-        why_plain: why the model decodes plainly alone, by its own call; None of any other.
     """
 
     name: str = "this model"
     cache_dir: str | Path | None = None
     offline: bool = False
-    why_plain: str | None = None
     args: Any
     final_norm: Any = None
     layers: list[Any]
     windows: list[int | None]
     folder: Path | None = None
+    _no_stages: Reason = None
 
     def __init__(
         self,
@@ -410,7 +411,7 @@ class Backbone:
 
         With a `head` that `draft_head` made, the logits [R, Vd] of its tokens alone.
         """
-        if self.why_plain is not None:
+        if self._no_stages is not None:
             return hidden.squeeze(0)
         # Not [0], which MLX takes as a gather.
         normed = self.final_norm(hidden).squeeze(0)
@@ -477,7 +478,11 @@ class Backbone:
         as by `run`.
         """
         count = tokens.shape[0]
+        if tapped and not all(0 <= layer < len(self.layers) for layer in tapped):
+            raise ValueError(f"taps at layers {list(tapped)} of {len(self.layers)}")
         if isinstance(cache, StateCache):
+            if tapped:
+                self.capabilities.require("taps", "hidden states between layers")
             cache.advance(count)
             return self._outer(tokens[None], cache=cache.own)
         cache.reserve(tokens=count)
@@ -491,7 +496,7 @@ class Backbone:
 
     def _embed_one(self) -> mx.array:
         """[1, 1, D] embedding of some token."""
-        if self.why_plain is not None:
+        if self._no_stages is not None:
             return self._embedded
         return self.embed(mx.array([0]), mx.array([0]))
 
@@ -499,13 +504,16 @@ class Backbone:
         """Caches by layer, of the model's own kinds."""
         return list(make_prompt_cache(self._outer))
 
-    def require_stages(self, taker: str) -> None:
-        """Raises InputError where the model decodes plainly alone, which rules out `taker`."""
-        require(
-            self.why_plain is None,
-            self.why_plain or "",
-            expected=f"a decoder whose layers run one by one, for {taker}",
-            do="decode plainly, or use another model",
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the model can do. Batches are tried when they are first asked about."""
+        reason = self._no_stages
+        return Capabilities(
+            stages=reason,
+            taps=reason,
+            trees=reason,
+            chains=reason,
+            try_batches=lambda: self._no_batches,
         )
 
     def _take_whole(self, error: InputError) -> None:
@@ -518,7 +526,7 @@ class Backbone:
         except (TypeError, ValueError, AttributeError, IndexError):
             raise error from None
         self.args = args
-        self.why_plain = error.found
+        self._no_stages = error.found
         self.layers = list(getattr(self._outer, "layers", []))
         self.windows = [None] * len(self.layers)
 
@@ -557,6 +565,7 @@ class Backbone:
         self.windows = [
             self._window(layer, cache) for layer, cache in enumerate(make_prompt_cache(self._outer))
         ]
+        run_rows_as_texts(self.layers)
         self._takes_names = calls_attention(self.layers)
         self._scales_queries = "attn_scale" in signature(type(self.layers[0]).__call__).parameters
         self._take_ends(name)
@@ -676,10 +685,10 @@ class Backbone:
         return self._gap(logits, expected) is None
 
     @cached_property
-    def takes_batches(self) -> bool:
-        """Whether rows of texts of other lengths do not disturb each other in the model's calls."""
-        if self.why_plain is not None:
-            return False
+    def _no_batches(self) -> Reason:
+        """Why rows of texts of different lengths disturb each other in the model's calls."""
+        if self._no_stages is not None:
+            return self._no_stages
         probe = self._with_short_windows()
         tokens = mx.array(_PROBE_TOKENS)
         first = tokens.size // 2
@@ -689,10 +698,16 @@ class Backbone:
         try:
             calls = mx.split(rows, [first, rows.shape[1] - 1], axis=1)
             both = [probe._outer(call, cache=caches)[:, -1] for call in calls][-1]
-        except (TypeError, ValueError, AttributeError, IndexError):
-            return False
-        alone = (probe._tree_logits(one)[-1] for one in (tokens, tokens[first:]))
-        return probe._gap(both, mx.stack([*alone])) is None
+            alone = [probe._tree_logits(one)[-1] for one in (tokens, tokens[first:])]
+            gap = probe._gap(both, mx.stack(alone))
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            return f"texts of different lengths cannot share a call ({first_line(error)})"
+        if gap is not None:
+            return (
+                "texts of different lengths that share a call get logits that differ by "
+                f"{gap:.3g} from their own"
+            )
+        return None
 
     def _tree_logits(
         self, tokens: mx.array, mask: mx.array | TreeMask | None = None, behind: int = 0

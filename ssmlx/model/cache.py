@@ -1,17 +1,10 @@
-"""The key/value caches of a step that verifies a tree: the only file that changes a cache.
+"""The caches of a step that verifies a tree: the only file that changes a cache.
 
-A layer has one buffer for keys and values:
-
-    [2, Hkv, S + capacity, Dh]:   | scratch S                   | committed                |
-                                       ^ R rows       ^ P path    ^ L tokens, then free room
-                                    of the step in hand
-
-A step's rows (tree nodes, and in the upper layers the streams) are written at the end of the
-scratch, directly before the committed tokens, so attention reads [R rows | L tokens] as one
-strided slice; keys are stored after rotary, so their order does not matter. `commit` takes the
-accepted path's rows, a handful, and `advance` writes them behind the committed ones. Nothing else
-is ever moved: the rows that were not accepted, and all stream rows, are simply overwritten by the
-next step.
+Each layer keeps its state itself (`layer_state`); a cache knows which tokens are committed, and
+which paths are not counted yet. A step's rows (tree nodes, and in the upper layers the streams)
+are written before the committed tokens. `commit` takes the accepted path's rows, a handful, and
+`advance` writes them behind the committed ones. Nothing else is ever moved: the rows that were
+not accepted, and all stream rows, are simply overwritten by the next step.
 
 How many rows of a path count is known to the device at once and to the host when it has read the
 result. A step may be built before that: it sees the path's rows between its own and the committed
@@ -29,59 +22,40 @@ from typing import Any
 
 import mlx.core as mx
 
+from .layer_state import (
+    AttentionState,
+    LayerState,
+    LayerView,
+    PathIndices,
+    Rows,
+    ValueMap,
+    num_rows,
+    without,
+)
 from .masks import SINKS, StepMasks
 from .rope import Positions
 from .shapes import arrays_in, expect_shape, indices
-
-ValueMap = Callable[[mx.array], mx.array]
-"""The values of a step's rows [1, Hkv, R, Dh], to those that attention sees."""
 
 
 @dataclass(eq=False)
 class Path:
     """An accepted path that a step left."""
 
-    rows: list[mx.array]  # [2, Hkv, P, Dh] keys and values of its nodes, a layer each
+    rows: list[Rows]  # what its P nodes left in each layer
     count: mx.array  # [1] how many of the P rows count
-    num_tokens: int | None = None  # the same on the host, once it has learned it
+    length: int  # P
+    num_tokens: int | None = None  # `count` on the host, once it has learned it
 
     @cached_property
     def counts(self) -> mx.array:
         """[P] bool: which of the rows count."""
         return indices(self.length) < self.count
 
-    @property
-    def length(self) -> int:
-        """P."""
-        return int(self.rows[0].shape[2])
-
-
-@dataclass(eq=False)
-class LayerView:
-    """The cache object that mlx-lm's decoder layer is handed."""
-
-    # tokens before those that are appended; or the positions of a step's rows, as
-    # `rope.PositionedRope` takes them
-    offset: int | mx.array | Positions
-    # keys and values of the rows, to those that attention reads
-    update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
-
-    def without(self, first: int, last: int) -> LayerView:
-        """The same, where attention does not read the keys from `first` up to `last`."""
-        if first == last:
-            return self
-
-        def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-            keys, values = self.update_and_fetch(keys, values)
-            return _without(keys, first, last), _without(values, first, last)
-
-        return LayerView(self.offset, write)
-
 
 class RowsCache:
-    """Buffers by layer: `scratch` (S) rows for steps, then room for `capacity` committed tokens.
+    """States by layer: `scratch` (S) rows for steps, then room for `capacity` committed tokens.
 
-    With it go the masks of the steps that it serves, of lower and of upper layers.
+    With them go the masks of the steps that it serves, of lower and of upper layers.
     """
 
     _skipped = 0  # committed tokens between the sinks and the others, which it does not hold
@@ -91,7 +65,7 @@ class RowsCache:
         self.scratch = scratch
         self.capacity = 0
         self._offset = 0
-        self._buffers: dict[int, mx.array] = {}
+        self._states: dict[int, LayerState] = {n: AttentionState(scratch, 0) for n in layers}
         self._paths: list[Path] = []
         self.lower_masks = StepMasks()
         self.upper_masks = StepMasks()
@@ -132,8 +106,8 @@ class RowsCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        """Bytes of all layers' states."""
+        return sum(state.nbytes for state in self._states.values())
 
     def path_masks(self, num_rows: int) -> list[mx.array]:
         """[num_rows, P] bool of each path that is not counted: every row sees what counts of it.
@@ -150,49 +124,21 @@ class RowsCache:
         Attention then reads [R rows | P of each uncounted path | L tokens], the rows' values as
         `map_values` makes them.
         """
-
-        def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-            if map_values is not None:
-                values = map_values(values)
-            return self._write_front(layer, mx.concatenate([keys, values], axis=0))
-
-        return LayerView(positions, write)
+        return self._states[layer].step_view(
+            positions, self._offset, [path.rows[layer] for path in self._paths], map_values
+        )
 
     def _resize(self, scratch: int, capacity: int) -> None:
-        """Buffers are copied only where they grow."""
-        front = scratch - self.scratch
-        back = capacity - self.capacity
-        if front or back:
-            self._buffers = {n: _pad(old, front, back) for n, old in self._buffers.items()}
+        if scratch == self.scratch and capacity == self.capacity:
+            return
+        for state in self._states.values():
+            state.resize(scratch, capacity)
         self.scratch = scratch
         self.capacity = capacity
 
-    def _write(self, layer: int, first: int, rows: mx.array) -> None:
-        if layer not in self._buffers:
-            _, num_heads, _, head_size = rows.shape
-            shape = (2, num_heads, self.scratch + self.capacity, head_size)
-            self._buffers[layer] = mx.zeros(shape, rows.dtype)
-        buffer = self._buffers[layer]
-        last = first + rows.shape[2]
-        if first < 0 or last > buffer.shape[2]:
-            raise ValueError(f"rows {first} to {last} of {buffer.shape[2]}: reserve more")
-        buffer[:, :, first:last] = rows
-
-    def _write_front(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
-        rows = mx.concatenate([rows, *(path.rows[layer] for path in self._paths)], axis=2)
-        first = self.scratch - rows.shape[2]
-        self._write(layer, first, rows)
-        return self._read(layer, first, self.scratch + self._offset)
-
-    def _read(self, layer: int, first: int, last: int) -> tuple[mx.array, mx.array]:
-        buffer = self._buffers[layer]
-        return buffer[:1, :, first:last], buffer[1:, :, first:last]
-
     def _append_path(self, path: Path) -> None:
-        # All of them, where there is room: rows that do not count are free room.
-        room = self.capacity - self._offset
-        for layer in self.layers:
-            self._write(layer, self.scratch + self._offset, path.rows[layer][:, :, :room])
+        for layer, state in self._states.items():
+            state.commit(path.rows[layer], self._offset)
         self._offset += path.num_tokens or 0
 
 
@@ -206,7 +152,6 @@ class TreeCache(RowsCache):
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
         super().__init__(range(num_layers), scratch)
         self._step = step
-        self._first_rows = [0] * num_layers
 
     @property
     def length(self) -> mx.array:
@@ -223,8 +168,9 @@ class TreeCache(RowsCache):
 
     @property
     def state(self) -> list[mx.array]:
-        """The buffers and the rows taken from them, for `mx.eval`."""
-        return [*self._buffers.values(), *(row for path in self._paths for row in path.rows)]
+        """The layers' states and what paths left, for `mx.eval`."""
+        kept = [array for state in self._states.values() for array in state.arrays]
+        return kept + [array for path in self._paths for rows in path.rows for array in rows]
 
     def reserve(self, *, tokens: int, scratch: int = 0) -> None:
         """Make room for `tokens` more committed tokens and a step of `scratch` rows.
@@ -241,15 +187,8 @@ class TreeCache(RowsCache):
 
     def append_view(self, layer: int) -> LayerView:
         """What to hand to decoder layer `layer` when tokens are appended."""
-
-        def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-            self._paths = []  # of a step that was abandoned
-            first = self.scratch + self._offset
-            rows = mx.concatenate([keys, values], axis=0)
-            self._write(layer, first, rows)
-            return self._read(layer, self.scratch, first + rows.shape[2])
-
-        return LayerView(self._offset, write)
+        self._paths = []  # of a step that was abandoned
+        return self._states[layer].append_view(self._offset)
 
     def commit(
         self, lower_path: mx.array, upper_path: mx.array, split: int, count: mx.array
@@ -265,17 +204,12 @@ class TreeCache(RowsCache):
             count: [1] how many of the P rows count.
         """
         expect_shape("upper path", upper_path, lower_path.shape[0])
-        places: dict[tuple[int, ...], mx.array] = {}  # in a buffer: once, where layers are alike
-        rows = []
-        for layer, first in zip(self.layers, self._first_rows, strict=True):
-            path = lower_path if layer < split else upper_path
-            buffer = self._buffers[layer]
-            shape = (*buffer.shape[:2], path.shape[0], buffer.shape[3])
-            key = (id(path), first, *shape)
-            if key not in places:
-                places[key] = mx.broadcast_to((path + first)[:, None], shape)
-            rows.append(mx.take_along_axis(buffer, places[key], axis=2))
-        self._paths.append(Path(rows, count))
+        known: PathIndices = {}
+        rows = [
+            state.take(lower_path if layer < split else upper_path, count, known)
+            for layer, state in self._states.items()
+        ]
+        self._paths.append(Path(rows, count, lower_path.shape[0]))
 
     def advance(self, num_tokens: int) -> None:
         """Count as committed `num_tokens` rows: of the oldest path, or of those appended.
@@ -300,7 +234,7 @@ class TreeCache(RowsCache):
         MLX cannot write in place into what someone holds: let go of it before evaluating.
         """
         held = copy.copy(self)
-        held._buffers = {layer: copy.copy(buffer) for layer, buffer in self._buffers.items()}
+        held._states = {layer: state.copy() for layer, state in self._states.items()}
         held._paths = list(self._paths)
         return held
 
@@ -309,18 +243,16 @@ class TreeCache(RowsCache):
         vars(self).update(vars(held))
 
     @classmethod
-    def of_rows(cls, rows: Sequence[mx.array]) -> TreeCache:
-        """A cache of L committed tokens: `rows` [2, Hkv, L, Dh] are keys and values by layer."""
+    def of_rows(cls, rows: Sequence[Rows]) -> TreeCache:
+        """A cache of L committed tokens alone, from their keys and values by layer."""
         cache = cls(len(rows))
-        cache._buffers = dict(enumerate(rows))
-        cache.capacity = cache._offset = int(rows[0].shape[2])
+        cache._states = {layer: AttentionState.of(own) for layer, own in enumerate(rows)}
+        cache.capacity = cache._offset = num_rows(rows[0])
         return cache
 
-    def rows(self, num_tokens: int, layers: range | None = None) -> list[mx.array]:
-        """[2, Hkv, L, Dh] keys and values of the first L committed tokens, by layer."""
-        first = self.scratch
-        last = self.scratch + num_tokens
-        return [self._buffers[layer][:, :, first:last] for layer in layers or self.layers]
+    def rows(self, num_tokens: int, layers: range | None = None) -> list[Rows]:
+        """Keys and values of the first `num_tokens` committed tokens, by layer."""
+        return [self._states[layer].committed(num_tokens) for layer in layers or self.layers]
 
     def fork(self, num_tokens: int) -> TreeCache:
         """A cache of the first `num_tokens` committed tokens alone, for someone else to go on with.
@@ -331,28 +263,27 @@ class TreeCache(RowsCache):
         if not 0 < num_tokens <= self._offset:
             raise ValueError(f"cannot take {num_tokens} tokens of {self._offset}")
         if 2 * num_tokens < self.scratch + self.capacity:
-            return TreeCache.of_rows([mx.contiguous(rows) for rows in self.rows(num_tokens)])
+            rows = self.rows(num_tokens)
+            return TreeCache.of_rows([tuple([*map(mx.contiguous, own)]) for own in rows])
         fork = TreeCache(len(self.layers), scratch=self.scratch, step=self._step)
-        fork._buffers = {layer: copy.copy(buffer) for layer, buffer in self._buffers.items()}
+        fork._states = {layer: state.copy() for layer, state in self._states.items()}
         fork.capacity = self.capacity
         fork._offset = num_tokens
         return fork
 
     def back_to(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` committed tokens `trim` can keep."""
-        return num_tokens
+        found = [state.back_to(num_tokens, self._offset) for state in self._states.values()]
+        return min(found, default=num_tokens)
 
     def trim(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens, and every uncounted path."""
         if not 0 <= num_tokens <= self._offset:
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
+        for state in self._states.values():
+            state.trim(num_tokens, self._offset)
         self._paths = []
         self._offset = num_tokens
-
-    def _write_front(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
-        keys, values = super()._write_front(layer, rows)
-        self._first_rows[layer] = self.scratch + self._offset - keys.shape[2]
-        return keys, values
 
 
 class StateCache(TreeCache):
@@ -409,32 +340,19 @@ class StreamCache(RowsCache):
         held = self._skipped + self._offset + sum(path.num_tokens or 0 for path in known)
         skipped = max(0, first - SINKS)
         scratch = num_streams + sum(path.length for path in cache.paths)
-        as_before = held == cache.offset and skipped == self._skipped and self._buffers
+        as_before = held == cache.offset and skipped == self._skipped and self.capacity > 0
         if not as_before or scratch > self.scratch:
             self.scratch = max(scratch, self.scratch)
             self.capacity = cache.capacity - skipped
             self._skipped = skipped
             self._offset = cache.offset - skipped
-            room = cache.capacity - cache.offset
-            self._buffers = {
-                n: _pad(_without(rows, SINKS, SINKS + skipped), self.scratch, room)
-                for n, rows in zip(self.layers, cache.rows(cache.offset, self.layers), strict=True)
-            }
+            rows = cache.rows(cache.offset, self.layers)
+            for layer, own in zip(self.layers, rows, strict=True):
+                kept = tuple([without(array, SINKS, SINKS + skipped) for array in own])
+                self._states[layer] = AttentionState.of(kept)
+                self._states[layer].resize(self.scratch, self.capacity)
         else:
             self._resize(self.scratch, max(self.capacity, cache.capacity - skipped))
             for path in known:
                 self._append_path(path)
         self._paths = list(cache.paths)
-
-
-def _without(rows: mx.array, first: int, last: int) -> mx.array:
-    """`rows` [B, Hkv, L, Dh] before `first`, and those from `last` on."""
-    if first == last:
-        return rows
-    behind = rows[:, :, last:]
-    return mx.concatenate([rows[:, :, :first], behind], axis=2) if first else behind
-
-
-def _pad(buffer: mx.array, front: int, back: int) -> mx.array:
-    """Add zero rows before and behind those of `buffer` [2, Hkv, S + capacity, Dh]."""
-    return mx.pad(buffer, [(0, 0), (0, 0), (front, back), (0, 0)])

@@ -11,10 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..errors import require
 from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
 from .backbone import Backbone, LMHead, Mask, Tapped
 from .cache import RowsCache, StateCache, StreamCache, TreeCache
 from .condition import Condition, unit
+from .latent import is_latent
 from .lora import RowScope
 from .masks import (
     SINKS,
@@ -136,9 +138,16 @@ class StreamFusedModel:
         self.draft_head: LMHead | None = None  # of the draft vocabulary, where there is one
         if config is None or streams is None:
             return
-        backbone.require_stages("an adapter")
+        backbone.capabilities.require("stages", "an adapter")
         sizes = config.num_streams, config.hidden_size
         if config.stream_design == "value_rotation":
+            require(
+                not any(map(is_latent, backbone.layers)),
+                "streams that are told apart by the rotation of their values, for a model whose "
+                "attention keeps a latent vector in the place of values",
+                expected="stream embeddings",
+                do="use an adapter of the design `embeddings`",
+            )
             self.rotation = ValueRotation(config.num_streams, config.rotation_step)
         elif config.has_embeddings:
             if streams.embeddings is None:
@@ -198,7 +207,7 @@ class StreamFusedModel:
 
     def make_cache(self, scratch: int = 0) -> TreeCache:
         """An empty cache; `scratch` is the most rows that a step will have, if known."""
-        if self.backbone.why_plain is not None:
+        if not self.backbone.capabilities.has("stages"):
             return StateCache(self.backbone.make_own_cache)
         return TreeCache(self.num_layers, scratch=scratch)
 

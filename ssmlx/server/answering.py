@@ -161,7 +161,8 @@ class Answering:
             config = replace(config, seed=secrets.randbits(31))
         with self._tokenizing:
             model = self.engine.model(self.models[ask.model])
-            if ask.prediction and config.decoding != "plain" and not model.backbone.why_plain:
+            can_draft = model.backbone.capabilities.has("trees")
+            if ask.prediction and config.decoding != "plain" and can_draft:
                 check_text(ask.prediction)
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
                 lookup = PromptLookupConfig(size=32, num_draft_tokens=16, reference=text)

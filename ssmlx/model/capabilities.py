@@ -1,0 +1,71 @@
+"""What a model can do beside decoding plainly, and why not where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import require
+
+Reason = str | None
+"""Why a model lacks a capability; None where it has it."""
+
+Capability = Literal["stages", "taps", "trees", "chains", "batches"]
+
+_EXPECTED: dict[Capability, str] = {
+    "stages": "a decoder whose layers run one by one",
+    "taps": "a decoder whose layers run one by one",
+    "trees": "a decoder whose layers run one by one",
+    "chains": "a decoder whose layers run one by one",
+    "batches": "a decoder that keeps the rows of a batch apart",
+}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a model can do, each with the reason where it cannot.
+
+    Attributes:
+        stages: embedding, layers, final norm and head can be run one after the other, as streams
+            and their training need it.
+        taps: hidden states between layers can be returned.
+        trees: the nodes of a tree can be verified in one call, and all but one path dropped.
+        chains: several tokens can be verified in one call, and the last of them dropped.
+        try_batches: finds out why texts of different lengths cannot share a call, by running the
+            model; see `batches`.
+    """
+
+    stages: Reason
+    taps: Reason
+    trees: Reason
+    chains: Reason
+    try_batches: Callable[[], Reason]
+
+    @property
+    def batches(self) -> Reason:
+        """Why texts of different lengths cannot share a call; None where they can."""
+        return self.try_batches()
+
+    def has(self, capability: Capability) -> bool:
+        """Whether the model has the capability."""
+        return self.reason(capability) is None
+
+    def reason(self, capability: Capability) -> Reason:
+        """Why the model lacks the capability; None where it has it."""
+        reason: Reason = getattr(self, capability)
+        return reason
+
+    def require(self, capability: Capability, taker: str) -> None:
+        """Refuse `taker`, such as "drafting", where the model lacks what it needs.
+
+        Raises:
+            InputError: with the reason.
+        """
+        reason = self.reason(capability)
+        require(
+            reason is None,
+            reason or "",
+            expected=f"{_EXPECTED[capability]}, for {taker}",
+            do="decode plainly, or use another model",
+        )

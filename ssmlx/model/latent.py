@@ -1,0 +1,74 @@
+"""Latent attention (DeepSeek V3, GLM-4.7-Flash, Mistral 4): a step's rows as plain decoding's.
+
+mlx-lm's modules cache a latent vector and one rotated key a token. The query of a single row is
+brought into the latent space. For several rows they unfold keys and values of every head from the
+whole text instead: right for a prompt, but a step of a few rows costs the more, the longer the
+text is, and its numbers differ from plain decoding's. So the rows of a step are run as texts of
+one row each, all of which read the one cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .layer_state import LayerView
+from .rope import Positions
+from .shapes import indices
+
+
+class RowsAsTexts(nn.Module):
+    """Marks the classes that `run_rows_as_texts` makes."""
+
+
+def is_latent(layer: Any) -> bool:
+    """Whether a decoder layer's attention keeps a latent vector in the place of values."""
+    attention = getattr(layer, "self_attn", None)
+    return hasattr(attention, "embed_q") and hasattr(attention, "unembed_out")
+
+
+def run_rows_as_texts(layers: Iterable[Any]) -> None:
+    """Let the latent attention among `layers` run a step's rows as texts; others stay as they are.
+
+    Their modules get another class, and their own call for whatever is no step's.
+    """
+    for layer in layers:
+        if is_latent(layer) and not isinstance(layer.self_attn, RowsAsTexts):
+            kind = type(layer.self_attn)
+            call = {"__call__": _as_texts(kind.__call__)}
+            layer.self_attn.__class__ = type(kind.__name__, (kind, RowsAsTexts), call)
+
+
+def _as_texts(own: Any) -> Any:
+    def call(attention: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
+        # As the layers call it: `attn_scale` where there is one, the mask, the cache.
+        *scales, mask, cache = given if len(given) > 1 else (None, None)
+        if x.shape[1] == 1 or not isinstance(cache, LayerView) or isinstance(cache.offset, int):
+            return own(attention, x, *given, **named)  # type: ignore[no-any-return]
+        rows = x.shape[1]
+        scales = [scale.swapaxes(0, 2) for scale in scales]
+        mask = None if mask is None else mask[:, None, None]
+        view = LayerView(_positions(cache.offset, rows), _folded(cache, rows))
+        texts = own(attention, x.swapaxes(0, 1), *scales, mask, view, **named)
+        return texts.swapaxes(0, 1)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _positions(offset: mx.array | Positions, rows: int) -> mx.array:
+    """[R] of the rows."""
+    array = offset.array if isinstance(offset, Positions) else offset
+    return array if array.size == rows else array + indices(rows)
+
+
+def _folded(view: LayerView, rows: int) -> Any:
+    """What `view` does, for [R, 1, 1, Dh] of texts of one row each."""
+
+    def update_and_fetch(latent: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
+        latent, key = view.update_and_fetch(latent.swapaxes(0, 2), key.swapaxes(0, 2))
+        return mx.broadcast_to(latent, (rows, *latent.shape[1:])), key
+
+    return update_and_fetch

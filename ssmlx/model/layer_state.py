@@ -1,0 +1,275 @@
+"""What one layer keeps of a text, and how a step goes on from it.
+
+The caches (`cache`) know which tokens are committed and which paths are not counted yet; a state
+knows what its layer keeps of them. Today all are rows of attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import mlx.core as mx
+
+from .rope import Positions
+
+Rows = tuple[mx.array, ...]
+"""Keys and values of R tokens in one layer: one array [2, Hkv, R, Dh] where both have one shape,
+else keys [1, H, R, Dh] and values [1, H, R, Dh], each of its own heads and width."""
+
+ValueMap = Callable[[mx.array], mx.array]
+"""The values of a step's rows [1, Hkv, R, Dh], to those that attention sees."""
+
+PathIndices = dict[tuple[int, ...], mx.array]
+"""Where the rows of a path are in buffers: once for all layers whose buffers are alike."""
+
+
+def join(keys: mx.array, values: mx.array) -> Rows:
+    """Keys and values [1, H, R, Dh] as a layer's buffers hold them."""
+    if keys.shape == values.shape:
+        return (mx.concatenate([keys, values], axis=0),)
+    return keys, values
+
+
+def split(rows: Rows) -> tuple[mx.array, mx.array]:
+    """Keys and values as attention takes them."""
+    if len(rows) == 1:
+        return rows[0][:1], rows[0][1:]
+    keys, values = rows
+    return keys, values
+
+
+def num_rows(rows: Rows) -> int:
+    """R."""
+    return int(rows[0].shape[2])
+
+
+def without(array: mx.array, first: int, last: int) -> mx.array:
+    """`array` [B, H, R, Dh] before row `first`, and from row `last` on."""
+    if first == last:
+        return array
+    behind = array[:, :, last:]
+    return mx.concatenate([array[:, :, :first], behind], axis=2) if first else behind
+
+
+@dataclass(eq=False)
+class LayerView:
+    """The cache object that mlx-lm's decoder layer is handed."""
+
+    # tokens before those that are appended; or the positions of a step's rows, as
+    # `rope.PositionedRope` takes them
+    offset: int | mx.array | Positions
+    # keys and values of the rows, to those that attention reads
+    update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+
+    def without(self, first: int, last: int) -> LayerView:
+        """The same, where attention does not read the keys from `first` up to `last`."""
+        if first == last:
+            return self
+
+        def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            keys, values = self.update_and_fetch(keys, values)
+            return without(keys, first, last), without(values, first, last)
+
+        return LayerView(self.offset, write)
+
+
+class LayerState(Protocol):
+    """What a cache asks of a layer's state.
+
+    In a step: `step_view` is what the decoder layer is handed, `take` what an accepted path
+    leaves, and `commit` counts that as text, once the host knows how many tokens it is.
+    Paths that are taken and not committed yet are handed to the next step.
+
+    A recurrent state, which has no rows, would fit in so. `step_view` gives its layer the state
+    that the newest path left, or the committed one, and keeps the inputs of the step's rows.
+    `take` runs the recurrence again over the accepted rows: what a path leaves is the state
+    behind it, and `commit` puts that in the place of the committed one. As arrays are never
+    written into, `copy` is a snapshot that costs nothing. `resize` does nothing, and `back_to`
+    knows no place but the committed tokens' end, its snapshots, and the beginning.
+    """
+
+    @property
+    def arrays(self) -> Sequence[mx.array]:
+        """Everything that it holds, for `mx.eval`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that it holds."""
+
+    def resize(self, scratch: int, capacity: int) -> None:
+        """Have room for steps of `scratch` rows, and for `capacity` committed tokens."""
+
+    def step_view(
+        self,
+        positions: mx.array | Positions,
+        offset: int,
+        paths: Sequence[Rows],
+        map_values: ValueMap | None,
+    ) -> LayerView:
+        """What to hand to the layer for a step's rows at rotary `positions`.
+
+        Behind `offset` committed tokens and `paths`, what each path not yet committed left.
+        """
+
+    def append_view(self, offset: int) -> LayerView:
+        """What to hand to the layer for tokens that follow `offset` committed ones."""
+
+    def take(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
+        """What the first `count` [1] of the rows `path` [P] of the step in hand leave.
+
+        `known` is shared by the layers of a step.
+        """
+
+    def commit(self, left: Rows, offset: int) -> None:
+        """Write what a path left behind `offset` committed tokens."""
+
+    def committed(self, num_tokens: int) -> Rows:
+        """The rows of the first `num_tokens` committed tokens."""
+
+    def copy(self) -> Self:
+        """The same on the same arrays; what becomes of the one is not seen by the other."""
+
+    def back_to(self, num_tokens: int, offset: int) -> int:
+        """How many of the first `num_tokens` of `offset` committed tokens `trim` can keep."""
+
+    def trim(self, num_tokens: int, offset: int) -> None:
+        """Forget all but the first `num_tokens` of `offset` committed tokens."""
+
+
+class AttentionState:
+    """Keys and values of one layer, in one buffer where both have one shape, else in two.
+
+        [2, Hkv, S + capacity, Dh]:   | scratch S                   | committed                |
+                                           ^ R rows       ^ P path    ^ L tokens, then free room
+                                        of the step in hand
+
+    A step's rows are written at the end of the scratch, directly before the committed tokens, so
+    attention reads [R rows | P of each path | L tokens] as one strided slice; keys are stored
+    after rotary, so their order does not matter.
+
+    Buffers are made when the first rows are written, and are written in place where nothing that
+    is evaluated later reads what they held before.
+
+    Args:
+        scratch: S.
+        capacity: most committed tokens.
+        buffers: of that size; none yet unless given.
+    """
+
+    def __init__(self, scratch: int, capacity: int, buffers: Rows = ()) -> None:
+        self._scratch = scratch
+        self._capacity = capacity
+        self._buffers = buffers
+        self._step_first = 0  # the first row of the step in hand
+
+    @classmethod
+    def of(cls, rows: Rows) -> AttentionState:
+        """The state of committed tokens alone, whose keys and values are `rows`."""
+        return cls(0, num_rows(rows), rows)
+
+    @property
+    def arrays(self) -> Sequence[mx.array]:
+        return self._buffers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def resize(self, scratch: int, capacity: int) -> None:
+        """Buffers are copied where they grow."""
+        front = scratch - self._scratch
+        back = capacity - self._capacity
+        if front or back:
+            widths = [(0, 0), (0, 0), (front, back), (0, 0)]
+            self._buffers = tuple([mx.pad(buffer, widths) for buffer in self._buffers])
+        self._scratch = scratch
+        self._capacity = capacity
+
+    def step_view(
+        self,
+        positions: mx.array | Positions,
+        offset: int,
+        paths: Sequence[Rows],
+        map_values: ValueMap | None,
+    ) -> LayerView:
+        """Attention reads the values of the step's rows as `map_values` makes them."""
+
+        def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            if map_values is not None:
+                values = map_values(values)
+            rows = join(keys, values)
+            if paths:
+                each = zip(rows, *paths, strict=True)
+                rows = tuple([mx.concatenate(list(parts), axis=2) for parts in each])
+            self._step_first = self._scratch - num_rows(rows)
+            self._write(self._step_first, rows)
+            return self._read(self._step_first, self._scratch + offset)
+
+        return LayerView(positions, write)
+
+    def append_view(self, offset: int) -> LayerView:
+        def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            first = self._scratch + offset
+            self._write(first, join(keys, values))
+            return self._read(self._scratch, first + keys.shape[2])
+
+        return LayerView(offset, write)
+
+    def take(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
+        """All P rows: a mask hides those that do not count."""
+        rows = []
+        for buffer in self._buffers:
+            shape = (*buffer.shape[:2], path.shape[0], buffer.shape[3])
+            key = (id(path), self._step_first, *shape)
+            if key not in known:
+                known[key] = mx.broadcast_to((path + self._step_first)[:, None], shape)
+            rows.append(mx.take_along_axis(buffer, known[key], axis=2))
+        return tuple(rows)
+
+    def commit(self, left: Rows, offset: int) -> None:
+        """All rows are written, where there is room: those that do not count are free room."""
+        room = self._capacity - offset
+        self._write(self._scratch + offset, tuple([array[:, :, :room] for array in left]))
+
+    def committed(self, num_tokens: int) -> Rows:
+        last = self._scratch + num_tokens
+        return tuple([buffer[:, :, self._scratch : last] for buffer in self._buffers])
+
+    def copy(self) -> AttentionState:
+        twin = copy.copy(self)
+        # Arrays of their own, for `_write` changes the array objects.
+        twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])
+        return twin
+
+    def back_to(self, num_tokens: int, offset: int) -> int:
+        return num_tokens
+
+    def trim(self, num_tokens: int, offset: int) -> None:
+        """Nothing: rows behind the committed ones are free room."""
+
+    def _write(self, first: int, rows: Rows) -> None:
+        last = first + num_rows(rows)
+        size = self._scratch + self._capacity
+        if first < 0 or last > size:
+            raise ValueError(f"rows {first} to {last} of {size}: reserve more")
+        if not self._buffers:
+            self._buffers = tuple([_empty(array, size) for array in rows])
+        for buffer, array in zip(self._buffers, rows, strict=True):
+            buffer[:, :, first:last] = array
+
+    def _read(self, first: int, last: int) -> tuple[mx.array, mx.array]:
+        """Keys and values from row `first` up to `last`, as attention takes them."""
+        if len(self._buffers) == 1:
+            (both,) = self._buffers
+            return both[:1, :, first:last], both[1:, :, first:last]
+        keys, values = self._buffers
+        return keys[:, :, first:last], values[:, :, first:last]
+
+
+def _empty(like: mx.array, size: int) -> mx.array:
+    """A buffer of `size` rows like those of `like` [B, H, R, Dh]."""
+    batch, num_heads, _, width = like.shape
+    return mx.zeros((batch, num_heads, size, width), like.dtype)
