@@ -280,8 +280,8 @@ def stream_generate(
         heads: Medusa heads or an MLP speculator, likewise; see `ssmlx.load_heads`.
         cache: holds what comes before the prompt, and is left holding prompt and answer but
             for the last token, or more; a fresh one unless given.
-        context: the tokens that `cache` holds; penalties and some drafters read them
-            (`ssmlx.settings.TEXT_DRAFTERS`).
+        context: the tokens that `cache` holds; penalties read them, and drafters that look tokens
+            up or have a cache of their own (prompt lookup, lookahead, a draft model).
         progress: told (tokens processed, tokens in all) while the prompt is processed.
         settings: single fields of `GenerateConfig`, such as `max_tokens=100`.
 

@@ -4,7 +4,7 @@ import json
 import math
 import random
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import islice, product
 
@@ -25,6 +25,7 @@ from tiny import (
 )
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
+from ssmlx import settings as listed
 from ssmlx.api import planned_steps, stream_generate, token_steps
 from ssmlx.calibration.guesses import copies_along
 from ssmlx.commands import generate
@@ -42,6 +43,7 @@ from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
+from ssmlx.drafters.registry import RegisteredDrafter, registered_drafter
 from ssmlx.drafters.streams import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
@@ -52,6 +54,8 @@ from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN
 from ssmlx.settings import (
+    DRAFT_HEADS,
+    STREAM_SCHEDULES,
     DraftModelConfig,
     GenerateConfig,
     LookaheadConfig,
@@ -114,6 +118,38 @@ def drafter_settings():
 
 
 DRAFTERS = tuple(drafter_settings())
+
+
+def shown_keys(registered):
+    """What `--drafter` takes for a drafter, by what it registered: keys, and how they are shown."""
+    keys = {}
+    if registered.weights is not None:
+        key, _, shown = registered.weights.key.partition("=")
+        keys[key] = shown
+    for one in fields(registered.settings) if registered.settings else ():
+        if "allowed" in one.metadata:
+            key = one.metadata["allowed"].option.partition("=")[0]
+            numbers = "N,N,..." if "Sequence" in str(one.type) else "N"
+            keys[key] = numbers if one.default is None else str(one.default)
+    return keys
+
+
+@pytest.mark.parametrize("name", listed.DRAFTERS)
+def test_what_help_lists_of_a_drafter_is_what_it_registers(name):
+    known = dict(one.split("=") for one in listed.DRAFTERS[name].keys.split())
+    if name == "streams":
+        assert sorted(known.pop("schedule").split("|")) == sorted(STREAM_SCHEDULES)
+        assert known.pop("head").split("|") == list(DRAFT_HEADS)
+    assert known == shown_keys(registered_drafter(name))
+
+
+def test_settings_of_another_class_are_refused():
+    mine = RegisteredDrafter(name="mine", build=None, settings=LookaheadConfig)
+    assert mine.settings_in(GenerateConfig()) == LookaheadConfig()
+    given = GenerateConfig(drafter_settings=SMALL_LOOKAHEAD)
+    assert mine.settings_in(given) is SMALL_LOOKAHEAD
+    with pytest.raises(InputError, match="expected a LookaheadConfig for the drafter mine"):
+        mine.settings_in(GenerateConfig(drafter_settings={"window": 3}))
 
 
 def written(model, prompt, count, config=None, **settings):

@@ -17,6 +17,7 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, grow_tree, num_candidates
 from ..settings import StreamSchedule, TreeConfig
 from .copies import Copies
+from .registry import DrafterInputs, register_drafter
 
 TEXT_TOKENS = 256
 
@@ -167,3 +168,17 @@ class StreamDrafter:
             known = self._model.root_states(verified.root[None], verified.last_hidden)
         position = verified.position + verified.acceptance.num_accepted
         return self._model.second_pass(hidden, last, position, cache, self.num_levels, known)
+
+
+@register_drafter(
+    "streams",
+    config_keys={"schedule": "stream_schedule"},
+    shaped_by=("num_streams", "tree", "prune"),
+)
+def build(inputs: DrafterInputs) -> StreamDrafter:
+    model = inputs.model
+    config = inputs.config
+    assert model.config and config.tree and config.stream_schedule
+    streams = model.config.usable_streams(config.num_streams)
+    sampling = inputs.guess_sampling
+    return StreamDrafter(model, config.tree, streams, config.stream_schedule, sampling)

@@ -2,26 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
 from ..decoding.drafter import Drafter
 from ..decoding.loop import scratch_rows
 from ..decoding.pace import Pace, Rung
-from ..decoding.sampling import GREEDY, Sampling
-from ..drafters.draft_model import DraftModel, DraftModelDrafter
-from ..drafters.head_drafter import DraftingHeads, HeadDrafter
+from ..decoding.sampling import Sampling
+from ..drafters.draft_model import DraftModel
+from ..drafters.head_drafter import DraftingHeads
+from ..drafters.registry import Loaded, build_drafter, registered_drafter
 from ..drafters.streams import StreamDrafter
 from ..errors import require
 from ..model.streams import StreamFusedModel
-from ..settings import (
-    FREE_DRAFTERS,
-    HEAD_DRAFTERS,
-    TEXT_DRAFTERS,
-    DrafterKind,
-    GenerateConfig,
-)
+from ..settings import GenerateConfig
 from . import ladder
 from .cost import DraftShape
 from .experience import Experience, experience_of
@@ -31,11 +25,10 @@ from .profile import Profile, profile_of
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
     config: GenerateConfig  # the settings, with nothing of the draft's shape left open
-    kind: DrafterKind | None  # what drafts; None for plain decoding
+    kind: str | None  # the drafter's registered name; None for plain decoding
     drafter: Drafter | None  # it, ready to start; None for plain decoding
     sampling: Sampling  # how the target decides
-    # the draft model and the heads that there are, whether or not they draft
-    loaded: Sequence[DraftModel | DraftingHeads]
+    loaded: Sequence[Loaded]  # what was loaded to draft with, whether or not it drafts
     decision: str  # what is done and why, in one line
     is_tuned: bool = False  # whether a profile of this machine decided it
     pace: Pace = field(default_factory=Pace)  # what is drafted, from call to call
@@ -49,7 +42,9 @@ class Plan:
     @property
     def reads_text(self) -> bool:
         """Whether the tokens before the prompt must be known."""
-        return self.sampling.context_size > 0 or self.kind in TEXT_DRAFTERS
+        if self.sampling.context_size > 0:
+            return True
+        return self.kind is not None and registered_drafter(self.kind).reads_text
 
     @property
     def lossy(self) -> bool:
@@ -73,16 +68,16 @@ def make_plan(
     that are committed when the answer begins; of the answers that were measured unless told.
     """
     config = replace(config or GenerateConfig(), **settings)
-    kind = _drafter_kind(model, config, draft_model, heads)
-    sampling = Sampling(config, model.backbone.vocab_size)
     loaded = [one for one in (draft_model, heads) if one is not None]
+    kind = _drafter_kind(model, config, loaded)
+    sampling = Sampling(config, model.backbone.vocab_size)
     # Machines that share a model have to draft alike.
     if kind == "streams" and config.leaves_shape_open and model.backbone.group is None:
         return _streams_plan(model, config, sampling, loaded, context)
     done = config.with_default_shape()
     drafter = None
     if kind is not None:
-        drafter = _make_drafter(model, done, kind, sampling, draft_model, heads)
+        drafter = build_drafter(kind, model, done, sampling, loaded)
     return Plan(
         config=done,
         kind=kind,
@@ -97,7 +92,7 @@ def _streams_plan(
     model: StreamFusedModel,
     config: GenerateConfig,
     sampling: Sampling,
-    loaded: Sequence[DraftModel | DraftingHeads],
+    loaded: Sequence[Loaded],
     context: int | None,
 ) -> Plan:
     """What streams draft where nobody says: as a profile of this machine has it, or row costs."""
@@ -123,7 +118,7 @@ def _streams_plan(
     experience = None
     if drafts:
         largest = replace(config, **vars((rungs[-1] if paced else best).shape))
-        drafter = _make_drafter(model, largest, "streams", sampling)
+        drafter = build_drafter("streams", model, largest, sampling)
     if paced:
         experience = experience_of(model)
         assert isinstance(drafter, StreamDrafter)
@@ -152,19 +147,14 @@ def _beside(drafter: StreamDrafter, rung: Rung) -> StreamDrafter:
 
 
 def _drafter_kind(
-    model: StreamFusedModel,
-    config: GenerateConfig,
-    draft_model: DraftModel | None,
-    heads: DraftingHeads | None,
-) -> DrafterKind | None:
-    """What the settings let draft for `model`; None for plain decoding."""
+    model: StreamFusedModel, config: GenerateConfig, loaded: Sequence[Loaded]
+) -> str | None:
+    """The name of what the settings let draft for `model`; None for plain decoding."""
     if config.decoding == "plain":
         return None
     kind = config.drafter
-    if kind is None and draft_model is not None:
-        kind = "draft-model"
-    elif kind is None and heads is not None:
-        kind = heads.drafter
+    if kind is None and loaded:
+        kind = loaded[0].drafter
     elif kind is None and (model.num_streams or config.decoding):
         kind = "streams"
     if kind is not None:
@@ -176,69 +166,13 @@ def _drafter_kind(
         expected="an adapter",
         do="give --adapter FOLDER, another --drafter, or --decoding plain",
     )
-    for needs, given, lacks, key in (
-        (kind == "draft-model", draft_model, "a draft model", "model=MODEL"),
-        (kind in HEAD_DRAFTERS, heads, "heads", "heads=FOLDER"),
-    ):
-        require(
-            not needs or given is not None,
-            f"--drafter {kind} without {lacks}",
-            expected=f"{key} with it",
-            do=f'give --drafter "{kind} {key}", or choose another',
-        )
-    if kind in HEAD_DRAFTERS and heads is not None:
-        require(
-            heads.drafter == kind,
-            f"--drafter {kind} with heads for another drafter",
-            expected=f"--drafter {heads.drafter} with them",
-            do="choose that drafter, or give other heads",
-        )
     return kind
-
-
-def _make_drafter(
-    model: StreamFusedModel,
-    config: GenerateConfig,
-    kind: DrafterKind,
-    sampling: Sampling,
-    draft_model: DraftModel | None = None,
-    heads: DraftingHeads | None = None,
-) -> Drafter:
-    assert config.tree and config.prune and config.stream_schedule
-    prune = config.prune.kind
-    require(
-        prune == "off" or kind != "lookahead",
-        f"--prune {prune} with --drafter lookahead, whose window must reach the target whole",
-        expected="--prune off",
-        do="drop --prune",
-    )
-    require(
-        prune == "off" or (model.streams is not None and model.streams.prune is not None),
-        f"--prune {prune}, but the adapter has no pruning adapter",
-        expected="prune_adapter.* among its stream weights",
-        do="use --prune off, or train one",
-    )
-    if kind in FREE_DRAFTERS:
-        module, _, name = FREE_DRAFTERS[kind].partition(".")
-        home = import_module(f"..drafters.{module}", __package__)
-        return getattr(home, name)(getattr(config, kind.replace("-", "_")))
-    if draft_model is not None and kind == "draft-model":
-        return DraftModelDrafter(draft_model, config.draft, sampling)
-    # What is likely counts for typical acceptance, not what is drawn.
-    known = sampling if config.acceptance.kind == "exact" else GREEDY
-    if kind == "streams":
-        assert model.config is not None
-        streams = model.config.usable_streams(config.num_streams)
-        return StreamDrafter(model, config.tree, streams, config.stream_schedule, known)
-    assert heads is not None
-    shape = config.tree if kind == "medusa" else config.speculator_tree
-    return HeadDrafter(model.backbone, heads, shape, known)
 
 
 def _decision(
     model: StreamFusedModel,
     config: GenerateConfig,
-    kind: DrafterKind | None,
+    kind: str | None,
     drafter: Drafter | None,
 ) -> str:
     if drafter is None:
