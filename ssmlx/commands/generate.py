@@ -64,7 +64,8 @@ def _main(args: argparse.Namespace) -> None:
         options.reject(args, ("logprobs",), "--jsonl")
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     kept = PromptFile(args.prompt_cache)
-    model, tokenizer, config, drafts = options.load_all(args)
+    config = options.generate_config(args)
+    model, tokenizer, drafts = options.load_all(args)
 
     import mlx.core as mx
 

@@ -121,10 +121,15 @@ class DrafterOption:
         return self.values.get("attention", ATTENTIONS[0])
 
 
-def drafter_option(text: str | None) -> DrafterOption:
+class _ParseDrafter(argparse.Action):
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, drafter_option(values))
+
+
+def drafter_option(text: str) -> DrafterOption:
     """What the value of --drafter says, such as "lookahead window=7"."""
-    if text is None:
-        return DrafterOption()
     name, *words = _split("--drafter", text) or [""]
     check_choice("--drafter", name, tuple(DRAFTERS))
     keys = f"{DRAFTERS[name].keys} {_SHARED_KEYS}".split()
@@ -331,14 +336,15 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         for name, own in {**keys, "any of them": _SHARED_KEYS}.items()
     ]
     title = "What drafts, and its own settings with their defaults:"
-    add_options(
-        parser.add_argument_group("drafting (streaming only)", "\n".join([title, *rows, _LEGEND])),
-        (
-            "--drafter",
-            '"NAME ..."',
-            'such as "lookahead window=7" (default: streams, where there are any)',
-            str,
-        ),
+    group = parser.add_argument_group(
+        "drafting (streaming only)", "\n".join([title, *rows, _LEGEND])
+    )
+    group.add_argument(
+        "--drafter",
+        action=_ParseDrafter,
+        default=DrafterOption(),
+        metavar='"NAME ..."',
+        help='such as "lookahead window=7" (default: streams, where there are any)',
     )
     tuned = "Without these, trees follow the chip and the clock, or what ssmlx.calibrate measured."
     add_tree_options(parser.add_argument_group("draft tree", tuned))
@@ -417,7 +423,7 @@ _SHAPE_OPTIONS = {
 
 def generate_config(args: argparse.Namespace) -> GenerateConfig:
     """The settings that the options ask for; a command need not have every option."""
-    drafter = drafter_option(getattr(args, "drafter", None))
+    drafter: DrafterOption = getattr(args, "drafter", DrafterOption())
     prune, has_threshold, _ = (getattr(args, "prune", None) or "").partition("=")
     _reject_idle_options(args, drafter.name, prune)
     tree = _taken(args, kind="tree", width="tree_width", size="tree_size")
@@ -504,13 +510,12 @@ def _refuse(option: str, needs: str) -> NoReturn:
 
 def load_all(
     args: argparse.Namespace, default_adapter: str | None = None
-) -> tuple[Any, Any, GenerateConfig, dict[str, Any]]:
-    """Model, tokenizer, settings, and what is loaded to draft with, as `ssmlx.stream_generate`
-    takes them; `default_adapter` as for `load_target`, where nothing else is to draft."""
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Model, tokenizer, and what is loaded to draft with, as `ssmlx.stream_generate` takes them;
+    `default_adapter` as for `load_target`, where nothing else is to draft."""
     from ..model.ranks import launched
 
-    config = generate_config(args)
-    drafter = drafter_option(args.drafter)
+    drafter: DrafterOption = args.drafter
     group = launched()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         _refuse("--prompt-cache", "a model that is not split over processes")
@@ -528,14 +533,14 @@ def load_all(
         if drafter.name is None or drafter.name == "streams":
             others = [one for one in _drafters_shaped_by("tree") if one != "streams"]
             reject(args, _TREE_OPTIONS, f"{streams}, or --drafter {' or '.join(others)}")
-    return model, tokenizer, config, load_drafts(args, model, tokenizer)
+    return model, tokenizer, load_drafts(args, model, tokenizer)
 
 
 def load_drafts(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
     """What --drafter names to draft with, as `ssmlx.stream_generate` takes it."""
     from ..drafters.registry import registered_drafter
 
-    drafter = drafter_option(args.drafter)
+    drafter: DrafterOption = args.drafter
     weights = registered_drafter(drafter.name).weights if drafter.name else None
     key = weights.key.partition("=")[0] if weights else ""
     if weights is None or key not in drafter.values:
@@ -677,8 +682,7 @@ def command(
     `act` do what that says, and returns the exit code."""
 
     def main(argv: list[str] | None = None) -> int:
-        args = parse(argv)
-        return run(lambda: act(args), prog)
+        return run(lambda: act(parse(argv)), prog)
 
     return main
 

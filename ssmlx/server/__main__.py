@@ -88,7 +88,7 @@ def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
 def _main(args: argparse.Namespace) -> None:
     config = options.generate_config(args)
     keys = read_keys(args.api_keys)
-    drafter = options.drafter_option(args.drafter)
+    drafter: options.DrafterOption = args.drafter
     try:
         import uvicorn
 
