@@ -11,8 +11,9 @@ from typing import Any, Self, cast
 import mlx.core as mx
 
 from .answers import Answer, Prefilled, run, wired
-from .api import GenerationResponse, segments_of, with_seed
+from .api import Decode, GenerationResponse, planned_steps, segments_of, with_seed
 from .bars import Progress
+from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import require
 from .loading.adapter import load_adapter
 from .loading.attach import default_adapter, fuse_streams
@@ -123,8 +124,9 @@ class Engine:
         progress: Progress | None = None,
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
-        drafts: Mapping[str, Any] | None = None,
+        drafter: DrafterArgument | None = None,
         prompt_cache: PromptCache | None = None,
+        _decode: Decode = planned_steps,
         **settings: Any,
     ) -> Answer[GenerationResponse]:
         """Answer a question, segment by segment; what it begins with may be known already.
@@ -136,8 +138,7 @@ class Engine:
             adapter: a name or a folder; the engine's default unless given, "none" for the base.
             progress: told (tokens processed, tokens in all) while the prompt is processed.
             tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
-            drafts: `draft_model` or `heads`, as `ssmlx.stream_generate` takes them; and `decode`,
-                the loop that stands in for `api.planned_steps`.
+            drafter: what drafts, as `ssmlx.stream_generate` takes it.
             prompt_cache: prompts that this answer may begin with and adds to; the engine's own
                 unless given.
 
@@ -146,12 +147,14 @@ class Engine:
         """
         model = self.model(adapter)
         config = with_seed(replace(config or GenerateConfig(), **settings))
+        config, loaded = with_drafter(config, drafter)
         template = {"tools": tools, "template_args": template_args}
 
         def opened() -> Answer[GenerationResponse]:
             prompt = self._tokens(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            answer = Answer(self._segments(model, prompt, config, drafts or {}, kept), progress)
+            segments = self._segments(model, prompt, config, loaded, kept, _decode)
+            answer = Answer(segments, progress)
             self._join(answer)
             return answer
 
@@ -162,8 +165,9 @@ class Engine:
         model: StreamFusedModel,
         prompt: list[int],
         config: GenerateConfig,
-        drafts: Mapping[str, Any],
+        loaded: Sequence[Loaded],
         kept: PromptCache,
+        decode: Decode,
     ) -> Iterator[GenerationResponse | Prefilled]:
         cache = model.make_cache()
         known = 0
@@ -182,7 +186,8 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
-            **drafts,
+            decode=decode,
+            loaded=loaded,
         )
 
     def _tokens(
@@ -203,7 +208,7 @@ class Engine:
         system: str | None = None,
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
-        drafts: Mapping[str, Any] | None = None,
+        drafter: DrafterArgument | None = None,
         **settings: Any,
     ) -> ChatSession:
         """A chat on this model: see `ssmlx.ChatSession`, and `stream` for the arguments.
@@ -215,12 +220,12 @@ class Engine:
             self.model(adapter),
             self.tokenizer,
             replace(config or GenerateConfig(), **settings),
+            drafter=drafter,
             system=system,
             tools=tools,
             template_args=template_args,
             prompts=self.prompt_cache,
             swap=self._swap,
-            **(drafts or {}),
         )
         run(lambda: self._join(chat))
         return chat

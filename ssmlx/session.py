@@ -12,8 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .answers import Answer, Prefilled, run
 from .api import GenerationResponse, segments_of, stream_generate, with_seed
 from .bars import Progress
-from .drafters.draft_model import DraftModel
-from .drafters.head_drafter import DraftingHeads
+from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import require
 from .loading.attach import swap_adapter
 from .model.cache import TreeCache
@@ -58,7 +57,7 @@ class ChatSession:
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
         config: settings of every answer.
-        draft_model, heads: what is loaded to draft with, as `ssmlx.stream_generate` takes it.
+        drafter, draft_model, heads: what drafts, as `ssmlx.stream_generate` takes it.
         system: the system prompt; None leaves it to the template.
         tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
         prompts: prompts that were processed before, to begin with and to add to.
@@ -71,8 +70,9 @@ class ChatSession:
         tokenizer: TokenizerWrapper,
         config: GenerateConfig | None = None,
         *,
-        draft_model: DraftModel | None = None,
-        heads: DraftingHeads | None = None,
+        drafter: DrafterArgument | None = None,
+        draft_model: Loaded | None = None,
+        heads: Loaded | None = None,
         system: str | None = None,
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
@@ -85,9 +85,9 @@ class ChatSession:
         self._swap = swap
         self._is_closed = False
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
-        self._drafts: dict[str, Any] = {"draft_model": draft_model, "heads": heads}
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
-        self.config = config or GenerateConfig()
+        given = (drafter, draft_model, heads)
+        self.config, self._loaded = with_drafter(config or GenerateConfig(), *given)
         self.totals = ChatTotals()
         self.plain_tps: float | None = None
         self.reset(system)
@@ -118,7 +118,7 @@ class ChatSession:
     @property
     def plan(self) -> Plan:
         """How answers are decoded; behind a long context, a profile may decide otherwise."""
-        return make_plan(self.model, self.config, **self._drafts)
+        return make_plan(self.model, self.config, drafter=self._loaded)
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
         """Go on with the same base model and conversation under another adapter.
@@ -138,7 +138,7 @@ class ChatSession:
 
         def go_on() -> None:
             self._check_idle()
-            make_plan(swapped, self.config, **self._drafts)
+            make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
             self.plain_tps = None
             self._empty_cache()
@@ -148,7 +148,7 @@ class ChatSession:
     @property
     def memory(self) -> Memory:
         """Where the memory goes: at the end of the last whole answer, or now if there is none."""
-        return self._memory or memory_of(self.model, self._cache, loaded=self.plan.loaded)
+        return self._memory or memory_of(self.model, self._cache, loaded=self._loaded)
 
     @property
     def cached(self) -> tuple[list[int], TreeCache]:
@@ -193,7 +193,7 @@ class ChatSession:
             if not self._is_closed:
                 self._is_closed = True
                 self._cache = TreeCache(0)
-                del self.model, self._drafts
+                del self.model, self._loaded
 
         run(closed)
 
@@ -257,7 +257,7 @@ class ChatSession:
             cache=self._cache,
             context=prompt[:reused],
             done=done,
-            **self._drafts,
+            loaded=self._loaded,
         )
 
         def turns() -> Iterator[GenerationResponse | Prefilled]:
@@ -304,7 +304,7 @@ class ChatSession:
         config = with_seed(self.config)  # the same for both, or two samples would be compared
         drafting = replace(config, decoding="streaming") if config.decoding == "plain" else config
         streaming, plain = (
-            list(stream_generate(self.model, self.tokenizer, prompt, one, **self._drafts))
+            list(stream_generate(self.model, self.tokenizer, prompt, one, drafter=self._loaded))
             for one in (drafting, replace(config, decoding="plain"))
         )
         streamed, expected = (

@@ -649,6 +649,43 @@ def test_the_drafter_follows_from_what_is_loaded():
             assert make_plan(target, heads=heads, **asked).kind == kind
 
 
+def test_a_drafter_is_given_by_name_or_as_it_was_loaded():
+    model = bare_model()
+    heads = make_heads("medusa", model.backbone)
+    draft = DraftModel(make_base(seed=50))
+    for given, kind in (
+        ("lookahead", "lookahead"),
+        (heads, "medusa"),
+        ([heads], "medusa"),
+        ([draft, heads], "draft-model"),
+        (["medusa", draft, heads], "medusa"),
+        ([], None),
+    ):
+        assert make_plan(model, drafter=given).kind == kind
+    config = GenerateConfig(drafter="draft-model")
+    assert make_plan(model, config, drafter=[heads, draft]).kind == "draft-model"
+    # The older names.
+    assert make_plan(model, draft_model=draft, heads=heads).kind == "draft-model"
+    tokenizer = make_tokenizer(VOCAB)
+    answers = [
+        list(stream_generate(model, tokenizer, PROMPT, max_tokens=12, seed=1, **given))
+        for given in ({"drafter": draft}, {"draft_model": draft})
+    ]
+    texts = [[one.tokens for one in answer] for answer in answers]
+    assert texts[0] == texts[1] and answers[0][-1].draft_calls > 0
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    (["medusa", "lookahead"], "drafter= names medusa and lookahead; expected one name"),
+    (7, "drafter= is 7; expected a drafter's name, or what"),
+    ("oak", "--drafter oak; expected one of streams, prompt-lookup"),
+    ("medusa", "--drafter medusa without heads"),
+])  # fmt: skip
+def test_a_drafter_that_is_none_is_refused(given, said):
+    with pytest.raises(InputError, match=said):
+        make_plan(bare_model(), drafter=given)
+
+
 @pytest.mark.parametrize("settings", [{}, {"temp": 1.0, "seed": 2}])
 @pytest.mark.parametrize("sizes", [(VOCAB, VOCAB + 5), (VOCAB + 5, VOCAB)])
 def test_vocabularies_are_padded_to_sizes_of_their_own(sizes, settings):

@@ -57,7 +57,7 @@ def ask(engine, folders, batches):
         def decode(*args, **more):
             return batches.decode(*args, mask=mask, **more)
 
-        more = {"deterministic": True} if alone else {"drafts": {"decode": decode}}
+        more = {"deterministic": True} if alone else {"_decode": decode}
         settings = {"max_tokens": LENGTH, "prefill_step_size": 8, **settings}
         return engine.stream(question, adapter=folders[adapter], **more, **settings)
 

@@ -263,7 +263,7 @@ def _main(args: argparse.Namespace) -> None:
         screen.note(HINT)
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
-    model, tokenizer, drafts = options.load_all(args, DEFAULT_ADAPTER)
+    model, tokenizer, loaded = options.load_all(args, DEFAULT_ADAPTER)
 
     import mlx.core as mx
 
@@ -271,7 +271,12 @@ def _main(args: argparse.Namespace) -> None:
     from ..session import ChatSession
 
     session = ChatSession(
-        model, tokenizer, config, system=args.system, template_args=args.template_args, **drafts
+        model,
+        tokenizer,
+        config,
+        drafter=loaded,
+        system=args.system,
+        template_args=args.template_args,
     )
     kept.read(model)
     if kept.cache is not None:

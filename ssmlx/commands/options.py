@@ -510,7 +510,7 @@ def _refuse(option: str, needs: str) -> NoReturn:
 
 def load_all(
     args: argparse.Namespace, default_adapter: str | None = None
-) -> tuple[Any, Any, dict[str, Any]]:
+) -> tuple[Any, Any, list[Any]]:
     """Model, tokenizer, and what is loaded to draft with, as `ssmlx.stream_generate` takes them;
     `default_adapter` as for `load_target`, where nothing else is to draft."""
     from ..model.ranks import launched
@@ -533,21 +533,20 @@ def load_all(
         if drafter.name is None or drafter.name == "streams":
             others = [one for one in _drafters_shaped_by("tree") if one != "streams"]
             reject(args, _TREE_OPTIONS, f"{streams}, or --drafter {' or '.join(others)}")
-    return model, tokenizer, load_drafts(args, model, tokenizer)
+    return model, tokenizer, load_drafter(args, model, tokenizer)
 
 
-def load_drafts(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What --drafter names to draft with, as `ssmlx.stream_generate` takes it."""
+def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
+    """What --drafter names to draft with, for `drafter=` of `ssmlx.stream_generate`."""
     from ..drafters.registry import registered_drafter
 
     drafter: DrafterOption = args.drafter
     weights = registered_drafter(drafter.name).weights if drafter.name else None
     key = weights.key.partition("=")[0] if weights else ""
     if weights is None or key not in drafter.values:
-        return {}
+        return []
     how = {"dtype": args.dtype, "progress": DownloadBar()}
-    loaded = weights.load(drafter.values[key], model, tokenizer, **how)
-    return {{"model": "draft_model"}.get(key, key): loaded}
+    return [weights.load(drafter.values[key], model, tokenizer, **how)]
 
 
 def load_target(

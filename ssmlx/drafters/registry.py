@@ -4,9 +4,9 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from ..decoding.drafter import Drafter
 from ..decoding.sampling import GREEDY, Sampling
@@ -115,6 +115,42 @@ class RegisteredDrafter:
             do="make one, or leave it out",
         )
         return given
+
+
+DrafterArgument = str | Loaded | Sequence[str | Loaded]
+"""A name in `ssmlx.settings.DRAFTERS`, what was loaded to draft with, or several of these."""
+
+
+def with_drafter(
+    config: GenerateConfig, *given: DrafterArgument | None
+) -> tuple[GenerateConfig, list[Loaded]]:
+    """`config` with the drafter that is named among `given`, and what was loaded among them.
+
+    Raises:
+        InputError: several are named, or something is neither a name nor was loaded to draft.
+    """
+    names: list[str] = []
+    loaded: list[Loaded] = []
+    for argument in given:
+        several = isinstance(argument, Sequence) and not isinstance(argument, str)
+        for one in cast("Sequence[str | Loaded | None]", argument if several else [argument]):
+            if isinstance(one, str):
+                names.append(one)
+            elif one is not None:
+                require(
+                    hasattr(one, "drafter"),
+                    f"drafter= is {quoted(one)}",
+                    expected="a drafter's name, or what `load_draft_model` or `load_heads` returns",
+                    do="give one of these",
+                )
+                loaded.append(one)
+    require(
+        len(set(names)) < 2,
+        f"drafter= names {' and '.join(names)}",
+        expected="one name",
+        do="drop the others",
+    )
+    return (replace(config, drafter=names[0]) if names else config), loaded
 
 
 _Build = TypeVar("_Build", bound=Callable[[DrafterInputs], Drafter])

@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from ..answers import Answer
 from ..api import GenerationResponse, planned_steps
 from ..decoding.batch import Mask
+from ..drafters.registry import Loaded
 from ..engine import Engine
 from ..errors import InputError, first_line
 from ..json_files import parse_json
@@ -83,7 +84,7 @@ class Answering:
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
     # processed prompts of each user, which nobody else's answers begin with
     prompts: Sequence[PromptCache] = ()
-    drafts: Mapping[str, Any] = field(default_factory=dict)  # as `Engine.stream` takes them
+    loaded: Sequence[Loaded] = ()  # what was loaded to draft with
     template_args: Mapping[str, Any] = field(default_factory=dict)  # a request's own go first
     limits: Limits = field(default_factory=Limits)
 
@@ -203,7 +204,7 @@ class Answering:
         elif config.deterministic:  # by itself, whoever else asks
             decode = planned_steps
         more: Any = {"adapter": self.models[ask.model], "prompt_cache": self.prompts[user]}
-        return self.engine.stream(prompt, config, drafts={**self.drafts, "decode": decode}, **more)
+        return self.engine.stream(prompt, config, drafter=self.loaded, _decode=decode, **more)
 
 
 def logprobs_of(tokenizer: TokenizerWrapper, said: GenerationResponse) -> Any:

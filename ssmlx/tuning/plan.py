@@ -9,9 +9,13 @@ from ..decoding.drafter import Drafter
 from ..decoding.loop import scratch_rows
 from ..decoding.pace import Pace, Rung
 from ..decoding.sampling import Sampling
-from ..drafters.draft_model import DraftModel
-from ..drafters.head_drafter import DraftingHeads
-from ..drafters.registry import Loaded, build_drafter, registered_drafter
+from ..drafters.registry import (
+    DrafterArgument,
+    Loaded,
+    build_drafter,
+    registered_drafter,
+    with_drafter,
+)
 from ..drafters.streams import StreamDrafter
 from ..errors import require
 from ..model.streams import StreamFusedModel
@@ -56,35 +60,37 @@ def make_plan(
     model: StreamFusedModel,
     config: GenerateConfig | None = None,
     *,
-    draft_model: DraftModel | None = None,
-    heads: DraftingHeads | None = None,
+    drafter: DrafterArgument | None = None,
+    draft_model: Loaded | None = None,
+    heads: Loaded | None = None,
     context: int | None = None,
     **settings: Any,
 ) -> Plan:
-    """What `config` comes to on `model`; `settings` are single fields of `GenerateConfig`.
+    """What `config` comes to on `model`; `settings` are single fields of `GenerateConfig`, and
+    `drafter`, `draft_model` and `heads` as `ssmlx.stream_generate` takes them.
 
     Where nothing of the draft's shape is asked for, a profile of this machine decides, if there is
     one; where nothing at all is asked for, even whether to draft. `context` is the number of tokens
     that are committed when the answer begins; of the answers that were measured unless told.
     """
     config = replace(config or GenerateConfig(), **settings)
-    loaded = [one for one in (draft_model, heads) if one is not None]
+    config, loaded = with_drafter(config, drafter, draft_model, heads)
     kind = _drafter_kind(model, config, loaded)
     sampling = Sampling(config, model.backbone.vocab_size)
     # Machines that share a model have to draft alike.
     if kind == "streams" and config.leaves_shape_open and model.backbone.group is None:
         return _streams_plan(model, config, sampling, loaded, context)
     done = config.with_default_shape()
-    drafter = None
+    built = None
     if kind is not None:
-        drafter = build_drafter(kind, model, done, sampling, loaded)
+        built = build_drafter(kind, model, done, sampling, loaded)
     return Plan(
         config=done,
         kind=kind,
-        drafter=drafter,
+        drafter=built,
         sampling=sampling,
         loaded=loaded,
-        decision=_decision(model, done, kind, drafter),
+        decision=_decision(model, done, kind, built),
     )
 
 
