@@ -17,8 +17,7 @@ from .answers import Answer, Prefilled, run, wired
 from .bars import Progress
 from .decoding.loop import CallCounts
 from .decoding.sampling import TokenLogprobs
-from .drafters.draft_model import DraftModel
-from .drafters.head_drafter import DraftingHeads
+from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import InputError, quoted, require
 from .generation.memory import Memory, memory_of
 from .generation.plan import decode_plan, make_plan
@@ -220,8 +219,9 @@ def stream_generate(
     prompt: str | Sequence[int],
     config: GenerateConfig | None = None,
     *,
-    draft_model: DraftModel | None = None,
-    heads: DraftingHeads | None = None,
+    drafter: DrafterArgument | None = None,
+    draft_model: Loaded | None = None,
+    heads: Loaded | None = None,
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
     progress: Progress | None = None,
@@ -229,19 +229,21 @@ def stream_generate(
 ) -> Answer[GenerationResponse]:
     """Generate an answer, yielding a segment of it for each target call.
 
-    From any thread, and for any; see `Answer`. What `model`, `draft_model` and `heads` hold is only
-    read, so any number of answers may be open at once; a `cache` belongs to one of them.
+    From any thread, and for any; see `Answer`. What `model` and `drafter` hold is only read, so any
+    number of answers may be open at once; a `cache` belongs to one of them.
 
     Args:
         model, tokenizer: as `load` returns them.
         prompt: text (a template, if any, already applied) or token ids.
         config: settings; `GenerateConfig()` unless given.
-        draft_model: drafts, unless `config` says otherwise; see `ssmlx.load_draft_model`.
-        heads: Medusa heads or an MLP speculator, likewise; see `ssmlx.load_heads`.
+        drafter: what drafts: a name of `ssmlx.settings.DRAFTERS`; what was loaded to draft with, by
+            `ssmlx.load_draft_model` or `ssmlx.load_heads`; or a sequence of these, of which the
+            first that was loaded drafts unless one is named here or in `config`.
+        draft_model, heads: older names of it.
         cache: holds what comes before the prompt, and is left holding prompt and answer but
             for the last token, or more; a fresh one unless given.
-        context: the tokens that `cache` holds; penalties and some drafters read them
-            (`ssmlx.settings.TEXT_DRAFTERS`).
+        context: the tokens that `cache` holds; penalties read them, and drafters that look tokens
+            up or have a cache of their own (prompt lookup, lookahead, a draft model).
         progress: told (tokens processed, tokens in all) while the prompt is processed.
         settings: single fields of `GenerateConfig`, such as `max_tokens=100`.
 
@@ -250,14 +252,14 @@ def stream_generate(
         TypeError: `GenerateConfig` has no field of such a name.
     """
     config = with_seed(replace(config or GenerateConfig(), **settings))
+    config, loaded = with_drafter(config, drafter, draft_model, heads)
     opened = partial(
         segments_of,
         model,
         tokenizer,
         prompt,
         config,
-        draft_model=draft_model,
-        heads=heads,
+        loaded=loaded,
         cache=cache,
         context=context,
     )
@@ -287,12 +289,12 @@ def segments_of(
     context: Sequence[int] = (),
     done: Callable[[list[GenerationResponse]], None] | None = None,
     decode: Decode = decode_plan,
-    **drafts: Any,
+    loaded: Sequence[Loaded] = (),
 ) -> Iterator[GenerationResponse | Prefilled]:
     """The turns of an answer, for the thread that runs MLX; the arguments are `stream_generate`'s.
 
     Wherever an answer ends that was begun, `done` is told what was given out of it. The tokens are
-    those that `decode` finds.
+    those that `decode` finds, and `loaded` is what was loaded to draft with.
     """
     tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _ids(prompt)
     context = _ids(context)
@@ -310,7 +312,7 @@ def segments_of(
     room = None if limit is None else limit - num_prompt
     text = Text(tokenizer.detokenizer, config.stop)
     budget = Budget(text, end_token_ids(model, tokenizer), config.max_tokens, room)
-    plan = make_plan(model, config, context=num_prompt, **drafts)
+    plan = make_plan(model, config, drafter=loaded, context=num_prompt)
     logprobs: list[TokenLogprobs] | None = None if config.logprobs is None else []
     counts = CallCounts()
     steps = decode(

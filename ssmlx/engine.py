@@ -15,6 +15,7 @@ from .answers import Answer, Prefilled, run, wired
 from .api import Decode, GenerationResponse, segments_of, with_seed
 from .bars import Progress
 from .decoding.batch import Mask
+from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import require
 from .generation.batching import Batches
 from .generation.plan import decode_plan
@@ -129,7 +130,7 @@ class Engine:
         progress: Progress | None = None,
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
-        drafts: Mapping[str, Any] | None = None,
+        drafter: DrafterArgument | None = None,
         prompt_cache: PromptCache | None = None,
         mask: Mask | None = None,
         **settings: Any,
@@ -143,7 +144,7 @@ class Engine:
             adapter: a name or a folder; the engine's default unless given, "none" for the base.
             progress: told (tokens processed, tokens in all) while the prompt is processed.
             tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
-            drafts: `draft_model` or `heads`, as `ssmlx.stream_generate` takes them.
+            drafter: what drafts, as `ssmlx.stream_generate` takes it.
             prompt_cache: prompts that this answer may begin with and adds to; the engine's own
                 unless given.
             mask: given the answer's tokens so far and the logits [1, V] of the next one, returns
@@ -154,6 +155,7 @@ class Engine:
         """
         model = self.model(adapter)
         config = with_seed(replace(config or GenerateConfig(), **settings))
+        config, loaded = with_drafter(config, drafter)
         template = {"tools": tools, "template_args": template_args}
 
         def opened() -> Answer[GenerationResponse]:
@@ -162,7 +164,7 @@ class Engine:
             decode = self._decode(model, config)
             if mask is not None:
                 decode = partial(self._batches.decode, mask=mask)
-            segments = self._segments(model, prompt, config, drafts or {}, kept, decode)
+            segments = self._segments(model, prompt, config, loaded, kept, decode)
             answer = Answer(segments, progress)
             self._join(answer)
             return answer
@@ -174,7 +176,7 @@ class Engine:
         model: StreamFusedModel,
         prompt: list[int],
         config: GenerateConfig,
-        drafts: Mapping[str, Any],
+        loaded: Sequence[Loaded],
         kept: PromptCache,
         decode: Decode,
     ) -> Iterator[GenerationResponse | Prefilled]:
@@ -196,7 +198,7 @@ class Engine:
             context=prompt[:known],
             done=done,
             decode=decode,
-            **drafts,
+            loaded=loaded,
         )
 
     def _decode(self, model: StreamFusedModel, config: GenerateConfig) -> Decode:
@@ -222,7 +224,7 @@ class Engine:
         system: str | None = None,
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
-        drafts: Mapping[str, Any] | None = None,
+        drafter: DrafterArgument | None = None,
         **settings: Any,
     ) -> ChatSession:
         """A chat on this model: see `ssmlx.ChatSession`, and `stream` for the arguments.
@@ -234,12 +236,12 @@ class Engine:
             self.model(adapter),
             self.tokenizer,
             replace(config or GenerateConfig(), **settings),
+            drafter=drafter,
             system=system,
             tools=tools,
             template_args=template_args,
             prompts=self.prompt_cache,
             swap=self._swap,
-            **(drafts or {}),
         )
         run(lambda: self._join(chat))
         return chat

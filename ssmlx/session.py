@@ -14,17 +14,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .answers import Answer, Prefilled, run
 from .api import GenerationResponse, segments_of, stream_generate, with_seed
 from .bars import Progress
-from .drafters.draft_model import DraftModel
-from .drafters.head_drafter import DraftingHeads
+from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import require
 from .generation.memory import Memory, memory_of
-from .generation.plan import drafter_kind, make_plan
+from .generation.plan import drafter_name, make_plan
 from .loading.attach import swap_adapter
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, check_text, common_prefix, is_alone, own_template, turns_tokens
-from .settings import DrafterKind, GenerateConfig
+from .settings import GenerateConfig
 
 _TURNS = "ABBAABBA"
 """A: drafting, B: plain. A machine that becomes slower or faster meanwhile favours neither."""
@@ -81,7 +80,7 @@ class ChatSession:
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
         config: settings of every answer.
-        draft_model, heads: what is loaded to draft with, as `ssmlx.stream_generate` takes it.
+        drafter, draft_model, heads: what drafts, as `ssmlx.stream_generate` takes it.
         system: the system prompt; None leaves it to the template.
         tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
         prompts: prompts that were processed before, to begin with and to add to.
@@ -94,8 +93,9 @@ class ChatSession:
         tokenizer: TokenizerWrapper,
         config: GenerateConfig | None = None,
         *,
-        draft_model: DraftModel | None = None,
-        heads: DraftingHeads | None = None,
+        drafter: DrafterArgument | None = None,
+        draft_model: Loaded | None = None,
+        heads: Loaded | None = None,
         system: str | None = None,
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
@@ -108,10 +108,9 @@ class ChatSession:
         self._swap = swap
         self._is_closed = False
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
-        self._drafts: dict[str, Any] = {"draft_model": draft_model, "heads": heads}
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
-        self._loaded = [one for one in (draft_model, heads) if one is not None]
-        self.config = config or GenerateConfig()
+        given = (drafter, draft_model, heads)
+        self.config, self._loaded = with_drafter(config or GenerateConfig(), *given)
         self.totals = ChatTotals()
         self.reset(system)
 
@@ -139,9 +138,9 @@ class ChatSession:
         self._memory: Memory | None = None
 
     @property
-    def drafter(self) -> DrafterKind | None:
-        """What may draft in this chat; None where it decodes plainly."""
-        return drafter_kind(self.model, self.config, **self._drafts)
+    def drafter(self) -> str | None:
+        """The name of what may draft in this chat; None where it decodes plainly."""
+        return drafter_name(self.model, self.config, self._loaded)
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
         """Go on with the same base model and conversation under another adapter.
@@ -161,7 +160,7 @@ class ChatSession:
 
         def go_on() -> None:
             self._check_idle()
-            make_plan(swapped, self.config, **self._drafts)
+            make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
             self._empty_cache()
 
@@ -215,7 +214,7 @@ class ChatSession:
             if not self._is_closed:
                 self._is_closed = True
                 self._cache = TreeCache(0)
-                del self.model, self._drafts
+                del self.model, self._loaded
 
         run(closed)
 
@@ -279,7 +278,7 @@ class ChatSession:
             cache=self._cache,
             context=prompt[:reused],
             done=done,
-            **self._drafts,
+            loaded=self._loaded,
         )
 
         def turns() -> Iterator[GenerationResponse | Prefilled]:
@@ -335,7 +334,9 @@ class ChatSession:
             if progress is not None:
                 progress(number, len(_TURNS))
             segments = list(
-                stream_generate(self.model, self.tokenizer, prompt, configs[which], **self._drafts)
+                stream_generate(
+                    self.model, self.tokenizer, prompt, configs[which], drafter=self._loaded
+                )
             )
             texts.add(tuple(token for segment in segments for token in segment.tokens))
             lasts[which].append(segments[-1])

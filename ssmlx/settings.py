@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from .errors import quoted, require
 
@@ -18,9 +18,6 @@ AdapterScope = Literal["all", "streams"]
 StreamSchedule = Literal["fused", "second-pass"]
 TreeKind = Literal["full", "best"]
 PruneKind = Literal["off", "budget", "threshold"]
-DrafterKind = Literal[
-    "streams", "prompt-lookup", "lookahead", "draft-model", "medusa", "mlp-speculator"
-]
 AcceptanceKind = Literal["exact", "typical"]
 Attention = Literal["auto", "mlx", "fused"]
 
@@ -29,15 +26,6 @@ STREAM_INITS = get_args(StreamInit)
 STREAM_DESIGNS = get_args(StreamDesign)
 ADAPTER_SCOPES = get_args(AdapterScope)
 STREAM_SCHEDULES = get_args(StreamSchedule)
-DRAFTERS = get_args(DrafterKind)
-FREE_DRAFTERS = {
-    "prompt-lookup": "lookup.PromptLookupDrafter",
-    "lookahead": "lookahead.LookaheadDrafter",
-}
-"""Drafters that need nothing loaded, and their classes in `ssmlx.drafters`: each is made of the
-field of `GenerateConfig` that has its name, whose own fields are what `--drafter` takes."""
-TEXT_DRAFTERS = (*FREE_DRAFTERS, "draft-model")  # those that read the text
-HEAD_DRAFTERS = ("medusa", "mlp-speculator")
 ACCEPTANCES = get_args(AcceptanceKind)
 ATTENTIONS = get_args(Attention)
 DEFAULT_MODEL = "smollm2-135m"
@@ -57,6 +45,24 @@ MIN_TEMP = 1e-5
 MAX_TEMP = 1e5
 MAX_PENALTY = 1000
 MAX_BIAS = 10_000
+
+
+class ListedDrafter(NamedTuple):
+    """What is known of a drafter before its file is imported."""
+
+    module: str  # of `ssmlx.drafters`, which registers it
+    keys: str  # what --drafter takes behind its name, with the defaults: a line of `--help`
+
+
+DRAFTERS = {
+    "streams": ListedDrafter("streams", "schedule=second-pass|fused head=auto|stored|8bit"),
+    "prompt-lookup": ListedDrafter("lookup", "ngram=3 tokens=8 size=16"),
+    "lookahead": ListedDrafter("lookahead", "window=5 ngram=4 guesses=5"),
+    "draft-model": ListedDrafter("draft_model", "model=MODEL tokens=3 width=1"),
+    "medusa": ListedDrafter("heads", "heads=FOLDER"),
+    "mlp-speculator": ListedDrafter("heads", "heads=FOLDER widths=N,N,... candidates=N size=N"),
+}
+"""The drafters that there are, by the names that `drafter` takes; see `ssmlx.drafters.registry`."""
 
 # An edge's log probability is held in this range: below zero by more than float32 rounding, so
 # that a child always scores less than its parent and the best nodes are closed under ancestors.
@@ -561,6 +567,8 @@ class GenerateConfig(SamplingConfig):
         stream_schedule: when they run, see `StreamDrafter`: "fused" or "second-pass"; None for
             "second-pass".
         prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
+        drafter_settings: those of a drafter that has no field here, of the class that it
+            registered; None for its defaults.
         acceptance: when a drafted token counts; all but the default is lossy.
         prefill_step_size: prompt tokens per forward pass.
         deterministic: make the same calls on every run: nothing that was learned decides what is
@@ -572,7 +580,7 @@ class GenerateConfig(SamplingConfig):
     decoding: Decoding | None = setting(None, choices=DECODINGS)
     max_tokens: int = setting(256, least=1)
     stop: Sequence[str] = ()
-    drafter: DrafterKind | None = setting(None, choices=DRAFTERS)
+    drafter: str | None = setting(None, choices=tuple(DRAFTERS))
     tree: TreeConfig | None = None
     prune: PruneConfig | None = None
     num_streams: int | None = setting(None)
@@ -583,6 +591,7 @@ class GenerateConfig(SamplingConfig):
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
     speculator_tree: SpeculatorTreeConfig = field(default_factory=SpeculatorTreeConfig)
+    drafter_settings: Any = None
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     prefill_step_size: int = setting(PREFILL_STEP_SIZE, least=1, most=2**20)
     deterministic: bool = False

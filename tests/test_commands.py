@@ -203,9 +203,8 @@ IDLE = (
 @pytest.mark.parametrize("command", [generate, chat])
 def test_an_option_that_could_change_nothing_is_refused(command, options, needs):
     ask = ["--prompt", "w1"] if command is generate else []
-    args = command.parse_args([*ask, *shlex.split(options)])
     with pytest.raises(InputError, match="would do nothing here") as caught:
-        generate_config(args)
+        generate_config(command.parse_args([*ask, *shlex.split(options)]))
     assert caught.value.expected == needs
 
 

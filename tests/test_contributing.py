@@ -45,7 +45,7 @@ def patched(source: str, diff: str) -> str:
     return source
 
 
-def test_a_drafter_is_two_files(examples):
+def test_a_drafter_is_a_file_and_its_place_in_a_list(examples):
     paths = ["ssmlx/drafters/bigram.py", "ssmlx/settings.py"]
     assert [path for _, path, _ in examples[:2]] == paths
 

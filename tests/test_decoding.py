@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+from ssmlx.decoding.pace import Rung
 from tiny import (
     ARCHITECTURES,
     LATENT,
@@ -40,7 +41,6 @@ from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
 from ssmlx.decoding.loop import plain_decode, prefill, streaming_decode
-from ssmlx.decoding.pace import Rung
 from ssmlx.decoding.prune import (
     is_pruned,
     nodes_over_threshold,

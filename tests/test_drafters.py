@@ -4,7 +4,7 @@ import json
 import math
 import random
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import islice, product
 
@@ -25,6 +25,7 @@ from tiny import (
 )
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
+from ssmlx import settings as listed
 from ssmlx.api import planned_steps, stream_generate, token_steps
 from ssmlx.calibration.guesses import copies_along
 from ssmlx.commands import generate
@@ -42,6 +43,7 @@ from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
+from ssmlx.drafters.registry import RegisteredDrafter, registered_drafter
 from ssmlx.drafters.streams import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
@@ -53,6 +55,8 @@ from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN
 from ssmlx.settings import (
+    DRAFT_HEADS,
+    STREAM_SCHEDULES,
     DraftModelConfig,
     GenerateConfig,
     LookaheadConfig,
@@ -114,6 +118,38 @@ def drafter_settings():
 
 
 DRAFTERS = tuple(drafter_settings())
+
+
+def shown_keys(registered):
+    """What `--drafter` takes for a drafter, by what it registered: keys, and how they are shown."""
+    keys = {}
+    if registered.weights is not None:
+        key, _, shown = registered.weights.key.partition("=")
+        keys[key] = shown
+    for one in fields(registered.settings) if registered.settings else ():
+        if "allowed" in one.metadata:
+            key = one.metadata["allowed"].option.partition("=")[0]
+            numbers = "N,N,..." if "Sequence" in str(one.type) else "N"
+            keys[key] = numbers if one.default is None else str(one.default)
+    return keys
+
+
+@pytest.mark.parametrize("name", listed.DRAFTERS)
+def test_what_help_lists_of_a_drafter_is_what_it_registers(name):
+    known = dict(one.split("=") for one in listed.DRAFTERS[name].keys.split())
+    if name == "streams":
+        assert sorted(known.pop("schedule").split("|")) == sorted(STREAM_SCHEDULES)
+        assert known.pop("head").split("|") == list(DRAFT_HEADS)
+    assert known == shown_keys(registered_drafter(name))
+
+
+def test_settings_of_another_class_are_refused():
+    mine = RegisteredDrafter(name="mine", build=None, settings=LookaheadConfig)
+    assert mine.settings_in(GenerateConfig()) == LookaheadConfig()
+    given = GenerateConfig(drafter_settings=SMALL_LOOKAHEAD)
+    assert mine.settings_in(given) is SMALL_LOOKAHEAD
+    with pytest.raises(InputError, match="expected a LookaheadConfig for the drafter mine"):
+        mine.settings_in(GenerateConfig(drafter_settings={"window": 3}))
 
 
 def written(model, prompt, count, config=None, **settings):
@@ -611,6 +647,43 @@ def test_the_drafter_follows_from_what_is_loaded():
             ({"drafter": "prompt-lookup"}, "prompt-lookup"),
         ):
             assert make_plan(target, heads=heads, **asked).kind == kind
+
+
+def test_a_drafter_is_given_by_name_or_as_it_was_loaded():
+    model = bare_model()
+    heads = make_heads("medusa", model.backbone)
+    draft = DraftModel(make_base(seed=50))
+    for given, kind in (
+        ("lookahead", "lookahead"),
+        (heads, "medusa"),
+        ([heads], "medusa"),
+        ([draft, heads], "draft-model"),
+        (["medusa", draft, heads], "medusa"),
+        ([], None),
+    ):
+        assert make_plan(model, drafter=given).kind == kind
+    config = GenerateConfig(drafter="draft-model")
+    assert make_plan(model, config, drafter=[heads, draft]).kind == "draft-model"
+    # The older names.
+    assert make_plan(model, draft_model=draft, heads=heads).kind == "draft-model"
+    tokenizer = make_tokenizer(VOCAB)
+    answers = [
+        list(stream_generate(model, tokenizer, PROMPT, max_tokens=12, seed=1, **given))
+        for given in ({"drafter": draft}, {"draft_model": draft})
+    ]
+    texts = [[one.tokens for one in answer] for answer in answers]
+    assert texts[0] == texts[1] and answers[0][-1].draft_calls > 0
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    (["medusa", "lookahead"], "drafter= names medusa and lookahead; expected one name"),
+    (7, "drafter= is 7; expected a drafter's name, or what"),
+    ("oak", "--drafter oak; expected one of streams, prompt-lookup"),
+    ("medusa", "--drafter medusa without heads"),
+])  # fmt: skip
+def test_a_drafter_that_is_none_is_refused(given, said):
+    with pytest.raises(InputError, match=said):
+        make_plan(bare_model(), drafter=given)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temp": 1.0, "seed": 2}])

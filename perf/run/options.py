@@ -12,6 +12,7 @@ from ssmlx.commands.options import (
     add_counts,
     add_options,
     add_tree_options,
+    drafter_option,
     generate_config,
 )
 from ssmlx.errors import InputError, require
@@ -261,7 +262,7 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
             parser.error(f"{key} is not a system's to choose here")
     args = parser.parse_args(words[first:])
     args.decoding = "streaming"
-    args.drafter = " ".join(words[:first])
+    args.drafter = drafter_option(" ".join(words[:first]))
     # What its name says, on every machine: no profile of this one decides.
     return name, kind, generate_config(args).with_default_shape()
 

@@ -30,7 +30,7 @@ from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve
 from ssmlx.model.backbone import Backbone, on_same_arrays
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.settings import HEAD_DRAFTERS, GenerateConfig
+from ssmlx.settings import GenerateConfig
 
 from .rounding import round_products
 from .timing import TimedAnswer, ssmlx_answer
@@ -40,7 +40,7 @@ PLAIN = "plain"
 STREAMS = "streams"
 DRAFT_MODEL = "draft-model"
 DRAFT_ALONE = "draft model alone"
-CHECKPOINTS = (*HEAD_DRAFTERS, DRAFT_MODEL)
+CHECKPOINTS = ("medusa", "mlp-speculator", DRAFT_MODEL)
 """Kinds of systems that draft with weights of their own."""
 FLOATS = ("float32", "float16", "bfloat16")
 PACKED = {"8bit": 8, "4bit": 4}

@@ -258,14 +258,14 @@ def turn(line: str, chat: Chat) -> bool:
 
 
 def _main(args: argparse.Namespace) -> None:
-    options.generate_config(args)  # a bad option is told before anything else is
+    config = options.generate_config(args)  # a bad option is told before anything else is
     kept = PromptFile(args.prompt_cache)
     screen = Screen()
     if not has_fast_blas:
         screen.note(HINT)
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
-    model, tokenizer, config, drafts = options.load_all(args, DEFAULT_ADAPTER)
+    model, tokenizer, loaded = options.load_all(args, DEFAULT_ADAPTER)
 
     import mlx.core as mx
 
@@ -273,7 +273,12 @@ def _main(args: argparse.Namespace) -> None:
     from ..session import ChatSession
 
     session = ChatSession(
-        model, tokenizer, config, system=args.system, template_args=args.template_args, **drafts
+        model,
+        tokenizer,
+        config,
+        drafter=loaded,
+        system=args.system,
+        template_args=args.template_args,
     )
     kept.read(model)
     if kept.cache is not None:

@@ -64,7 +64,8 @@ def _main(args: argparse.Namespace) -> None:
         options.reject(args, ("logprobs",), "--jsonl")
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     kept = PromptFile(args.prompt_cache)
-    model, tokenizer, config, drafts = options.load_all(args)
+    config = options.generate_config(args)
+    model, tokenizer, loaded = options.load_all(args)
 
     import mlx.core as mx
 
@@ -79,7 +80,7 @@ def _main(args: argparse.Namespace) -> None:
     kept.read(model)
     shared = min(common_prefix(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
-    plan = make_plan(model, config, **drafts)
+    plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
         print(f"[{plan.decision()}]", file=sys.stderr)
     show_bar = args.jsonl and len(prompts) > 1
@@ -88,8 +89,17 @@ def _main(args: argparse.Namespace) -> None:
         answer = []
         bar = options.PromptBar()
         cache, known = kept.take(model, tokens)
-        started = {"cache": cache, "context": tokens[:known], "progress": bar}
-        for one in stream_generate(model, tokenizer, tokens[known:], config, **drafts, **started):
+        answering = stream_generate(
+            model,
+            tokenizer,
+            tokens[known:],
+            config,
+            drafter=loaded,
+            cache=cache,
+            context=tokens[:known],
+            progress=bar,
+        )
+        for one in answering:
             answer.append(one)
             if not args.jsonl:
                 print(one.text, end="", flush=True)

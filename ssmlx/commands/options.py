@@ -10,28 +10,24 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from ..bars import PATIENCE_SECONDS, shown
 from ..errors import InputError, check_choice, quoted, require
 from ..json_files import parse_json
 from ..loading.names import bundled_adapters
 from ..settings import (
-    ACCEPTANCES,
     ATTENTIONS,
     DECODINGS,
     DEFAULT_MODEL,
     DRAFT_HEADS,
     DRAFTERS,
     DTYPES,
-    FREE_DRAFTERS,
-    STREAM_SCHEDULES,
+    AcceptanceConfig,
     Attention,
-    DrafterKind,
     GenerateConfig,
     PruneConfig,
     TreeConfig,
@@ -97,71 +93,75 @@ def template_text(text: str) -> str:
     return text.replace("\\n", "\n")
 
 
-def _own_keys(place: str) -> dict[str, str]:
-    """The keys of a drafter's settings, which their own `Allowed.option` tells."""
-    told = {one.name: one.metadata for one in fields(getattr(_DEFAULTS, place))}
-    options = {name: more["allowed"].option for name, more in told.items() if "allowed" in more}
-    return {option.partition("=")[0]: f"{place}.{name}" for name, option in options.items()}
+_SHARED_KEYS = "acceptance=exact|typical epsilon=0.09 delta=0.3 attention=auto|mlx|fused"
+"""What --drafter takes for every drafter, as `ListedDrafter.keys` are written."""
 
-
-_KEYS = {
-    "streams": {"schedule": "stream_schedule", "head": "draft_head"},
-    **{kind: _own_keys(kind.replace("-", "_")) for kind in FREE_DRAFTERS},
-    "draft-model": {"model": "draft_model", **_own_keys("draft")},
-    "medusa": {"heads": "heads"},
-    "mlp-speculator": {"heads": "heads", **_own_keys("speculator_tree")},
-}
-"""Each drafter's own keys, and where their values go: in `GenerateConfig`, or what is loaded."""
-
-_SHARED_KEYS = {**_own_keys("acceptance"), "attention": "attention"}
-_WORDS = {
-    "schedule": "|".join(reversed(STREAM_SCHEDULES)),
-    "head": "|".join(DRAFT_HEADS),
-    "model": "MODEL",
-    "heads": "FOLDER",
-    "acceptance": "|".join(ACCEPTANCES),
-    "attention": "|".join(ATTENTIONS),
-}
-"""Keys whose values are words, and what they may be; all others are numbers."""
 _PENALTIES = ("repetition", "presence", "frequency")
-_FRACTIONS = ("epsilon", "delta", "threshold", *_PENALTIES)
 _LEGEND = """\
 schedule: streams of the accepted node alone, in a pass after the tree's, or of every node in it;
 head: weights of the LM head's copy that guesses; attention: the fused Metal kernel, or never (mlx);
 acceptance=typical: LOSSY, accept what the model finds likely enough (Medusa)"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DrafterOption:
-    """What --drafter says; `settings` are fields of `GenerateConfig`."""
+    """What --drafter says: a drafter's name, and values by key."""
 
-    kind: DrafterKind | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    draft_model: str | None = None
-    heads: str | None = None
-    draft_head: str = DRAFT_HEADS[0]
-    attention: Attention = ATTENTIONS[0]
+    name: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def draft_head(self) -> str:
+        """As `ssmlx.load` takes it."""
+        return self.values.get("head", DRAFT_HEADS[0])
+
+    @property
+    def attention(self) -> Attention:
+        """As `metal.use` takes it."""
+        return self.values.get("attention", ATTENTIONS[0])
 
 
-def drafter_option(text: str | None) -> DrafterOption:
-    if text is None:
-        return DrafterOption()
-    kind, *words = _split("--drafter", text) or [""]
-    check_choice("--drafter", kind, DRAFTERS)
-    places = {**_KEYS[kind], **_SHARED_KEYS}
-    given = _pairs(f"--drafter {kind}", words, _shown(places))
-    if given.get("acceptance") != "typical":
-        for key in {"epsilon", "delta"} & set(given):
+class _ParseDrafter(argparse.Action):
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, drafter_option(values))
+
+
+def drafter_option(text: str) -> DrafterOption:
+    """What the value of --drafter says, such as "lookahead window=7"."""
+    name, *words = _split("--drafter", text) or [""]
+    check_choice("--drafter", name, tuple(DRAFTERS))
+    keys = f"{DRAFTERS[name].keys} {_SHARED_KEYS}".split()
+    values = _pairs(f"--drafter {name}", words, keys)
+    if values.get("acceptance") != "typical":
+        for key in {"epsilon", "delta"} & set(values):
             _refuse(f"{key}=", "acceptance=typical beside it")
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        place, _, inner = places[key].partition(".")
-        if inner:
-            before = values.get(place, getattr(_DEFAULTS, place))
-            value = replace(before, **{inner: value})
-        values[place] = value
-    loaded = {one.name: values.pop(one.name) for one in fields(DrafterOption) if one.name in values}
-    return DrafterOption(kind=cast("DrafterKind", kind), settings=values, **loaded)
+    return DrafterOption(name, values)
+
+
+def _drafter_settings(option: DrafterOption) -> dict[str, Any]:
+    """The fields of `GenerateConfig` that --drafter sets."""
+    if option.name is None:
+        return {}
+    from ..drafters.registry import registered_drafter
+
+    values = option.values
+    drafter = registered_drafter(option.name)
+    found = {name: values[key] for key, name in drafter.config_keys.items() if key in values}
+    if drafter.settings is not None:
+        found[drafter.config_field] = _of_keys(drafter.settings, values)
+    acceptance = _of_keys(AcceptanceConfig, values)
+    return {"drafter": option.name, "acceptance": acceptance, **found}
+
+
+def _of_keys(settings: type, values: Mapping[str, Any]) -> Any:
+    """An object of a settings class, of the `values` by key that are its fields' options."""
+    known: dict[str, str] = {}
+    for one in fields(settings):
+        if "allowed" in one.metadata:
+            known[one.metadata["allowed"].option.partition("=")[0]] = one.name
+    return settings(**{known[key]: value for key, value in values.items() if key in known})
 
 
 def _split(option: str, text: str) -> list[str]:
@@ -173,48 +173,44 @@ def _split(option: str, text: str) -> list[str]:
         ) from error
 
 
-def _shown(keys: Mapping[str, str]) -> list[str]:
-    """Keys with their defaults, or with what they may be."""
-    texts = {**_WORDS, "widths": "N,N,..."}
-    for key, place in keys.items():
-        if key not in texts:
-            default = attrgetter(place)(_DEFAULTS)
-            texts[key] = "N" if default is None else str(default)
-    return [f"{key}={texts[key]}" for key in keys]
-
-
 def _pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dict[str, Any]:
-    """The values of `key=value` words, each key once and one of those that are `shown`."""
+    """The values of `key=value` words, each key once and one of those that are `shown`.
+
+    What is shown behind a key says what its values are: "a|b" one of these words, "N" or "16" a
+    whole number, "X", "P" or "0.3" a number, "N,N,..." several, "MODEL" or "FOLDER" a name.
+    """
     found: dict[str, Any] = {}
+    known = dict(one.split("=") for one in shown)
     for word in words:
         key, _, value = word.partition("=")
-        known = [one.partition("=")[0] for one in shown]
         require(
             key in known and value != "" and key not in found,
             f"{option} {word}",
             expected=f"keys of {option}, each once: {' '.join(shown)}",
             do="correct or drop it",
         )
-        found[key] = _value(f"{option} {word}", key, value)
+        found[key] = _value(f"{option} {word}", known[key], value)
     return found
 
 
-def _value(told: str, key: str, text: str) -> Any:
-    known = _WORDS.get(key, "")
-    if known:
-        ok = "|" not in known or text in known.split("|")
-        require(ok, told, expected=f"one of {known}", do="choose one of them")
+def _value(found: str, shown: str, text: str) -> Any:
+    if "|" in shown:
+        words = shown.split("|")
+        require(text in words, found, expected=f"one of {shown}", do="choose one of them")
+        return text
+    if shown in ("MODEL", "FOLDER"):
         # In quotes, no shell does it.
         return str(Path(text).expanduser()) if text.startswith("~") else text
-    expected = "a number" if key in _FRACTIONS else "a whole number"
-    if key == "widths":
+    is_whole = shown == "N" or shown.isdigit()
+    expected = "a whole number" if is_whole else "a number"
+    if shown == "N,N,...":
         expected = "whole numbers with commas between"
     try:
-        if key == "widths":
+        if shown == "N,N,...":
             return tuple(int(one) for one in text.split(","))
-        return float(text) if key in _FRACTIONS else int(text)
+        return int(text) if is_whole else float(text)
     except ValueError:
-        raise InputError(told, expected=expected, do="correct it") from None
+        raise InputError(found, expected=expected, do="correct it") from None
 
 
 # --- The options of a model, and of how it decodes; those that another one makes meaningless have
@@ -334,19 +330,21 @@ def _token_bias(text: str) -> tuple[int, float]:
 
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:
+    keys = {name: listed.keys for name, listed in DRAFTERS.items()}
     rows = [
-        f"  {name:15} {'  '.join(_shown(keys))}"
-        for name, keys in {**_KEYS, "any of them": _SHARED_KEYS}.items()
+        f"  {name:15} {'  '.join(own.split())}"
+        for name, own in {**keys, "any of them": _SHARED_KEYS}.items()
     ]
     title = "What drafts, and its own settings with their defaults:"
-    add_options(
-        parser.add_argument_group("drafting (streaming only)", "\n".join([title, *rows, _LEGEND])),
-        (
-            "--drafter",
-            '"NAME ..."',
-            'such as "lookahead window=7" (default: streams, where there are any)',
-            str,
-        ),
+    group = parser.add_argument_group(
+        "drafting (streaming only)", "\n".join([title, *rows, _LEGEND])
+    )
+    group.add_argument(
+        "--drafter",
+        action=_ParseDrafter,
+        default=DrafterOption(),
+        metavar='"NAME ..."',
+        help='such as "lookahead window=7" (default: streams, where there are any)',
     )
     tuned = "Without these, trees follow what calls cost here."
     add_tree_options(parser.add_argument_group("draft tree", tuned))
@@ -415,18 +413,19 @@ def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> No
 _CHANCE_OPTIONS = ("top_p", "min_p", "top_k", "seed")
 _TREE_OPTIONS = ("tree", "tree_width", "tree_size")
 _PRUNE_OPTIONS = ("prune", "prune_to")
-_DRAFTERS_WITH = {
-    "num_streams": ("streams",),
-    **dict.fromkeys(_TREE_OPTIONS, ("streams", "medusa")),
-    **dict.fromkeys(_PRUNE_OPTIONS, tuple(kind for kind in DRAFTERS if kind != "lookahead")),
+_SHAPE_OPTIONS = {
+    "num_streams": "num_streams",
+    **dict.fromkeys(_TREE_OPTIONS, "tree"),
+    **dict.fromkeys(_PRUNE_OPTIONS, "prune"),
 }
+"""Options, and the field of `GenerateConfig` that each belongs to."""
 
 
 def generate_config(args: argparse.Namespace) -> GenerateConfig:
     """The settings that the options ask for; a command need not have every option."""
-    drafter = drafter_option(getattr(args, "drafter", None))
+    drafter: DrafterOption = getattr(args, "drafter", DrafterOption())
     prune, has_threshold, _ = (getattr(args, "prune", None) or "").partition("=")
-    _reject_idle_options(args, drafter.kind, prune)
+    _reject_idle_options(args, drafter.name, prune)
     tree = _taken(args, kind="tree", width="tree_width", size="tree_size")
     pruning = {**({"kind": prune} if prune else {}), **_taken(args, keep="prune_to")}
     if has_threshold:
@@ -434,11 +433,10 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
     bias = getattr(args, "logit_bias", None)
     names = ("decoding", "max_tokens", "stop", "num_streams", "temp", *_CHANCE_OPTIONS)
     return GenerateConfig(
-        drafter=drafter.kind,
         tree=TreeConfig(**tree) if tree else None,
         prune=PruneConfig(**pruning) if pruning else None,
         logit_bias=dict(bias) if bias else None,
-        **drafter.settings,
+        **_drafter_settings(drafter),
         **_penalties(getattr(args, "penalty", None) or ()),
         **_taken(args, **{name: name for name in (*names, "logprobs", "deterministic")}),
     )
@@ -474,11 +472,14 @@ def _penalties(texts: Iterable[str]) -> dict[str, Any]:
 def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: str) -> None:
     """An option that could change nothing is a mistake, not a no-op."""
     if getattr(args, "decoding", None) == "plain":
-        reject(args, ("drafter", *_DRAFTERS_WITH), "streaming decoding")
-    for name, drafters in _DRAFTERS_WITH.items():
-        # The model may yet turn out to have streams.
-        if (drafter or "streams") not in drafters:
-            reject(args, (name,), "--drafter " + " or ".join(drafters))
+        if drafter is not None:
+            _refuse("--drafter", "streaming decoding")
+        reject(args, _SHAPE_OPTIONS, "streaming decoding")
+    for option, name in _SHAPE_OPTIONS.items():
+        if drafter is not None and getattr(args, option, None) is not None:
+            able = _drafters_shaped_by(name)
+            if drafter not in able:
+                reject(args, (option,), "--drafter " + " or ".join(able))
     if getattr(args, "tree", None) == "full":
         reject(args, ("tree_size",), "--tree best")
     if prune != "budget":
@@ -487,6 +488,13 @@ def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: s
         reject(args, ("prompt_cache",), "no --deterministic")
     if not getattr(args, "temp", 0.0):
         reject(args, _CHANCE_OPTIONS, "--temp above 0")
+
+
+def _drafters_shaped_by(name: str) -> list[str]:
+    """The drafters whose trees a field of `GenerateConfig` shapes: tree, num_streams or prune."""
+    from ..drafters.registry import registered_drafter
+
+    return [one for one in DRAFTERS if name in registered_drafter(one).shaped_by]
 
 
 def reject(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
@@ -502,17 +510,16 @@ def _refuse(option: str, needs: str) -> NoReturn:
 
 def load_all(
     args: argparse.Namespace, default_adapter: str | None = None
-) -> tuple[Any, Any, GenerateConfig, dict[str, Any]]:
-    """Model, tokenizer, settings, and what is loaded to draft with, as `ssmlx.stream_generate`
-    takes them; `default_adapter` as for `load_target`, where nothing else is to draft."""
+) -> tuple[Any, Any, list[Any]]:
+    """Model, tokenizer, and what is loaded to draft with, as `ssmlx.stream_generate` takes them;
+    `default_adapter` as for `load_target`, where nothing else is to draft."""
     from ..model.ranks import launched
 
-    config = generate_config(args)
-    drafter = drafter_option(args.drafter)
+    drafter: DrafterOption = args.drafter
     group = launched()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         _refuse("--prompt-cache", "a model that is not split over processes")
-    wants_streams = drafter.kind in (None, "streams")
+    wants_streams = drafter.name in (None, "streams")
     model, tokenizer = load_target(
         args,
         default_adapter if wants_streams else None,
@@ -523,27 +530,23 @@ def load_all(
     if model.num_streams == 0:
         streams = "a model with streams, that is an --adapter"
         reject(args, ("num_streams", *_PRUNE_OPTIONS), streams)
-        if drafter.kind != "medusa":
-            reject(args, _TREE_OPTIONS, f"{streams}, or --drafter medusa")
-    return model, tokenizer, config, load_drafts(args, model, tokenizer)
+        if drafter.name is None or drafter.name == "streams":
+            others = [one for one in _drafters_shaped_by("tree") if one != "streams"]
+            reject(args, _TREE_OPTIONS, f"{streams}, or --drafter {' or '.join(others)}")
+    return model, tokenizer, load_drafter(args, model, tokenizer)
 
 
-def load_drafts(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What --drafter names to draft with, as `ssmlx.stream_generate` takes it."""
-    drafter = drafter_option(args.drafter)
-    drafts = dict[str, Any]()
-    if drafter.draft_model is not None:
-        from ..drafters.draft_model import load_draft_model
+def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
+    """What --drafter names to draft with, for `drafter=` of `ssmlx.stream_generate`."""
+    from ..drafters.registry import registered_drafter
 
-        vocab_size = model.backbone.vocab_size
-        drafts["draft_model"] = load_draft_model(
-            drafter.draft_model, tokenizer, vocab_size, dtype=args.dtype, progress=DownloadBar()
-        )
-    if drafter.heads is not None:
-        from ..drafters.heads import load_heads
-
-        drafts["heads"] = load_heads(drafter.heads, model)
-    return drafts
+    drafter: DrafterOption = args.drafter
+    weights = registered_drafter(drafter.name).weights if drafter.name else None
+    key = weights.key.partition("=")[0] if weights else ""
+    if weights is None or key not in drafter.values:
+        return []
+    how = {"dtype": args.dtype, "progress": DownloadBar()}
+    return [weights.load(drafter.values[key], model, tokenizer, **how)]
 
 
 def load_target(
@@ -678,8 +681,7 @@ def command(
     `act` do what that says, and returns the exit code."""
 
     def main(argv: list[str] | None = None) -> int:
-        args = parse(argv)
-        return run(lambda: act(args), prog)
+        return run(lambda: act(parse(argv)), prog)
 
     return main
 

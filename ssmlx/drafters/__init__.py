@@ -9,6 +9,7 @@
 | Medusa heads | `medusa.py` | yes | no |
 | an MLP speculator | `mlp_speculator.py` | yes | no |
 
-Heads of every kind share `head_drafter.py`, and a folder format, `heads.py`.
+Each is registered in its file, by `registry.py`. Heads of every kind share `head_drafter.py`, and a
+folder format, `heads.py`, where they are registered.
 `ssmlx.decoding.drafter` says what the loop expects of them.
 """

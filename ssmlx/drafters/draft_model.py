@@ -21,9 +21,11 @@ from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import Fetch, resolve_model
 from ..model.backbone import arrays_of
 from ..model.shapes import to_list
+from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, comb_topology
 from ..prompts import common_prefix
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
+from .registry import DrafterInputs, DrafterWeights, register_drafter
 
 _MOST_IDLE = 2
 
@@ -45,6 +47,8 @@ class DraftModel:
         vocab_size: Vd, tokens of its embedding.
         target_vocab_size: V, those of the target's, padding included.
     """
+
+    drafter = "draft-model"
 
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
         self.model = model
@@ -268,3 +272,20 @@ def check_vocabulary(
         expected=f"the target's {vocab_size}, or padding alone in which they differ",
         do=do,
     )
+
+
+def _load(
+    name: str, model: StreamFusedModel, tokenizer: TokenizerWrapper, **how: Any
+) -> DraftModel:
+    return load_draft_model(name, tokenizer, model.backbone.vocab_size, **how)
+
+
+@register_drafter(
+    "draft-model",
+    settings=DraftModelConfig,
+    config_field="draft",
+    weights=DrafterWeights("a draft model", "model=MODEL", _load),
+    reads_text=True,
+)
+def build(inputs: DrafterInputs) -> DraftModelDrafter:
+    return DraftModelDrafter(inputs.loaded, inputs.settings, inputs.sampling)

@@ -17,7 +17,7 @@ from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
 from ..model.backbone import Backbone
 from ..model.tree import Tree
-from ..settings import DrafterKind, check_settings, setting
+from ..settings import check_settings, setting
 
 HeadKind = Literal["medusa", "mlp_speculator"]
 _Config = TypeVar("_Config", bound="HeadConfig")
@@ -85,7 +85,7 @@ class HeadConfig:
 class DraftingHeads:
     """Heads on a base model, of their settings and `config.expected_tensors()` in its dtype."""
 
-    drafter: ClassVar[DrafterKind]  # the name under which they draft
+    drafter: ClassVar[str]  # the name under which they draft
     nbytes: int  # what they keep in memory beside the base model
 
     def __init__(

@@ -19,9 +19,11 @@ from ..loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
 from ..loading.files import account_for, read_tensors, save_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
-from .head_drafter import DraftingHeads, HeadConfig, HeadKind
+from ..settings import SpeculatorTreeConfig
+from .head_drafter import DraftingHeads, HeadConfig, HeadDrafter, HeadKind
 from .medusa import MedusaConfig, MedusaHeads
 from .mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
+from .registry import DrafterInputs, DrafterWeights, register_drafter
 
 FORMAT = "ssmlx-heads/1"
 CONFIG_FILE = "heads_config.json"
@@ -109,3 +111,27 @@ def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Pat
     account_for(tensors, config.expected_tensors(), source)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)
+
+
+def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object) -> DraftingHeads:
+    return load_heads(folder, model)
+
+
+_WEIGHTS = DrafterWeights("heads", "heads=FOLDER", _load)
+
+
+@register_drafter("medusa", shaped_by=("tree", "prune"), weights=_WEIGHTS)
+def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
+    tree = inputs.config.tree
+    return HeadDrafter(inputs.model.backbone, inputs.loaded, tree, inputs.guess_sampling)
+
+
+@register_drafter(
+    "mlp-speculator",
+    settings=SpeculatorTreeConfig,
+    config_field="speculator_tree",
+    weights=_WEIGHTS,
+)
+def build_speculator(inputs: DrafterInputs) -> HeadDrafter:
+    tree = inputs.settings
+    return HeadDrafter(inputs.model.backbone, inputs.loaded, tree, inputs.guess_sampling)

@@ -28,6 +28,7 @@ from ..decoding.sampling import OPEN
 from ..model.shapes import to_list
 from ..model.tree import Tree
 from ..settings import LookaheadConfig
+from .registry import DrafterInputs, register_drafter
 from .trie import Trie, padded_size
 
 MAX_KEYS = 1 << 16  # first tokens whose n-grams are kept
@@ -125,3 +126,14 @@ class LookaheadDrafter:
         tree, index = trie.tree(num_levels)
         self._last_level = [index[node] for node in nodes[-1]]
         return tree
+
+
+@register_drafter(
+    "lookahead",
+    settings=LookaheadConfig,
+    config_field="lookahead",
+    reads_text=True,
+    shaped_by=(),
+)
+def build(inputs: DrafterInputs) -> LookaheadDrafter:
+    return LookaheadDrafter(inputs.settings)

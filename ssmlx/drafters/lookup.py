@@ -11,6 +11,7 @@ from ..decoding.controller import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
 from ..model.tree import Tree
 from ..settings import PromptLookupConfig
+from .registry import DrafterInputs, register_drafter
 from .trie import Trie, padded_size
 
 MAX_MATCHES = 8  # places that are remembered of each n-gram, the newest ones
@@ -84,3 +85,13 @@ class PromptLookupDrafter:
         for n in range(min(self._config.ngram, len(text)), 0, -1):
             ends = self._ends[tuple(text[-n:])]
             yield from (end for end in reversed(ends) if end < len(text))
+
+
+@register_drafter(
+    "prompt-lookup",
+    settings=PromptLookupConfig,
+    config_field="prompt_lookup",
+    reads_text=True,
+)
+def build(inputs: DrafterInputs) -> PromptLookupDrafter:
+    return PromptLookupDrafter(inputs.settings)

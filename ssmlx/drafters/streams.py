@@ -19,6 +19,7 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, grow_tree, num_candidates
 from ..settings import StreamSchedule, TreeConfig
 from .copies import Copies
+from .registry import DrafterInputs, register_drafter
 
 TEXT_TOKENS = 256
 
@@ -186,3 +187,17 @@ class StreamDrafter:
         return self._model.second_pass(
             verified.insertion_hidden, last, position, cache, num_streams, known
         )
+
+
+@register_drafter(
+    "streams",
+    config_keys={"schedule": "stream_schedule"},
+    shaped_by=("num_streams", "tree", "prune"),
+)
+def build(inputs: DrafterInputs) -> StreamDrafter:
+    model = inputs.model
+    config = inputs.config
+    assert model.config and config.tree and config.stream_schedule
+    streams = model.config.usable_streams(config.num_streams)
+    sampling = inputs.guess_sampling
+    return StreamDrafter(model, config.tree, streams, config.stream_schedule, sampling)

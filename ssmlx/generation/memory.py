@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 import mlx.core as mx
 
 from ..decoding.drafter import Drafter
-from ..drafters.draft_model import DraftModel
-from ..drafters.head_drafter import DraftingHeads
+from ..drafters.registry import Loaded
 from ..loading.adapter import stream_tensors
 from ..model.backbone import head_bytes
 from ..model.cache import TreeCache
@@ -78,7 +77,7 @@ def memory_of(
     model: StreamFusedModel,
     cache: TreeCache,
     drafters: Sequence[Drafter] = (),
-    loaded: Iterable[DraftModel | DraftingHeads] = (),
+    loaded: Iterable[Loaded] = (),
 ) -> Memory:
     """What an answer keeps in memory now, and the peak so far.
 

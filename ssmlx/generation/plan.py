@@ -2,30 +2,26 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 from ..decoding.controller import Always, DraftController, Never
 from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
 from ..decoding.loop import CallCounts, Stops, never_stops, plain_decode, speculative_decode
-from ..decoding.sampling import GREEDY, Sampling, TokenLogprobs
-from ..drafters.draft_model import DraftModel, DraftModelDrafter
-from ..drafters.head_drafter import DraftingHeads, HeadDrafter
-from ..drafters.streams import StreamDrafter
+from ..decoding.sampling import Sampling, TokenLogprobs
+from ..drafters.registry import (
+    DrafterArgument,
+    Loaded,
+    build_drafter,
+    registered_drafter,
+    with_drafter,
+)
 from ..errors import require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..policy.controller import Controller
 from ..policy.offers import CurveSource, OfferSource, SingleShape
-from ..settings import (
-    FREE_DRAFTERS,
-    HEAD_DRAFTERS,
-    TEXT_DRAFTERS,
-    DrafterKind,
-    GenerateConfig,
-    PruneConfig,
-)
+from ..settings import GenerateConfig, PruneConfig
 from .learned import Learned, learned_of
 
 TYPICAL_TOKENS = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
@@ -41,20 +37,20 @@ class Plan:
 
     Attributes:
         config: the settings, with nothing of the draft's shape left open.
-        kind: what drafts; None for plain decoding.
+        kind: the registered name of what drafts; None for plain decoding.
         drafters: ready to start; none for plain decoding.
         controller: decides what each call drafts.
         sampling: how the target decides.
-        loaded: the draft model and the heads that there are, whether or not they draft.
+        loaded: what was loaded to draft with, whether or not it drafts.
         learned: what the answer will teach; None where nothing is learned.
     """
 
     config: GenerateConfig
-    kind: DrafterKind | None
+    kind: str | None
     drafters: Sequence[Drafter]
     controller: DraftController
     sampling: Sampling
-    loaded: Sequence[DraftModel | DraftingHeads]
+    loaded: Sequence[Loaded]
     learned: Learned | None = None
 
     @property
@@ -70,7 +66,9 @@ class Plan:
     @property
     def reads_text(self) -> bool:
         """Whether the tokens before the prompt must be known."""
-        return self.sampling.context_size > 0 or self.kind in TEXT_DRAFTERS
+        if self.sampling.context_size > 0:
+            return True
+        return self.kind is not None and registered_drafter(self.kind).reads_text
 
     @property
     def lossy(self) -> bool:
@@ -113,8 +111,9 @@ def make_plan(
     model: StreamFusedModel,
     config: GenerateConfig | None = None,
     *,
-    draft_model: DraftModel | None = None,
-    heads: DraftingHeads | None = None,
+    drafter: DrafterArgument | None = None,
+    draft_model: Loaded | None = None,
+    heads: Loaded | None = None,
     context: int = 0,
     **settings: Any,
 ) -> Plan:
@@ -126,7 +125,7 @@ def make_plan(
     Args:
         model: as `ssmlx.load` returns it.
         config: the settings.
-        draft_model, heads: what is loaded to draft with.
+        drafter, draft_model, heads: what drafts, as `ssmlx.stream_generate` takes it.
         context: tokens that are committed when the answer begins.
         settings: single fields of `GenerateConfig`.
 
@@ -134,14 +133,15 @@ def make_plan(
         InputError: the settings do not fit the model or what is loaded.
     """
     config = replace(config or GenerateConfig(), **settings)
-    kind = drafter_kind(model, config, draft_model, heads)
+    config, loaded = with_drafter(config, drafter, draft_model, heads)
+    kind = drafter_name(model, config, loaded)
     sampling = Sampling(config, model.backbone.vocab_size)
     complete = config.with_default_shape()
     drafters: list[Drafter] = []
     controller: DraftController = Never()
     learned = None
     if kind is not None:
-        drafters = [_make_drafter(model, complete, kind, sampling, draft_model, heads)]
+        drafters = [build_drafter(kind, model, complete, sampling, loaded)]
         controller = Always(drafters[0].largest)
         # Machines that share a model have to draft alike.
         if config.is_controlled and model.backbone.group is None:
@@ -160,7 +160,7 @@ def make_plan(
         drafters=drafters,
         controller=controller,
         sampling=sampling,
-        loaded=[one for one in (draft_model, heads) if one is not None],
+        loaded=loaded,
         learned=learned,
     )
 
@@ -175,88 +175,31 @@ def _offers_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
     return CurveSource(largest.drafter, curve, largest.levels)
 
 
-def drafter_kind(
-    model: StreamFusedModel,
-    config: GenerateConfig,
-    draft_model: DraftModel | None,
-    heads: DraftingHeads | None,
-) -> DrafterKind | None:
-    """What the settings let draft for `model`; None for plain decoding."""
+def drafter_name(
+    model: StreamFusedModel, config: GenerateConfig, loaded: Sequence[Loaded]
+) -> str | None:
+    """The registered name of what the settings let draft for `model`; None for plain decoding.
+
+    Raises:
+        InputError: the model cannot draft that way.
+    """
     if config.decoding == "plain":
         return None
-    kind = config.drafter
-    if kind is None and draft_model is not None:
-        kind = "draft-model"
-    elif kind is None and heads is not None:
-        kind = heads.drafter
-    elif kind is None and (model.num_streams or config.decoding):
-        kind = "streams"
-    if kind is not None:
+    name = config.drafter
+    if name is None and loaded:
+        name = loaded[0].drafter
+    elif name is None and (model.num_streams or config.decoding):
+        name = "streams"
+    if name is not None:
         model.backbone.capabilities.require("trees", "drafting")
     require(
-        kind != "streams" or model.num_streams > 0,
+        name != "streams" or model.num_streams > 0,
         f"{'--drafter streams' if config.drafter else 'streaming'} was asked for, but the model "
         "has no streams",
         expected="an adapter",
         do="give --adapter FOLDER, another --drafter, or --decoding plain",
     )
-    for needs, given, lacks, key in (
-        (kind == "draft-model", draft_model, "a draft model", "model=MODEL"),
-        (kind in HEAD_DRAFTERS, heads, "heads", "heads=FOLDER"),
-    ):
-        require(
-            not needs or given is not None,
-            f"--drafter {kind} without {lacks}",
-            expected=f"{key} with it",
-            do=f'give --drafter "{kind} {key}", or choose another',
-        )
-    if kind in HEAD_DRAFTERS and heads is not None:
-        require(
-            heads.drafter == kind,
-            f"--drafter {kind} with heads for another drafter",
-            expected=f"--drafter {heads.drafter} with them",
-            do="choose that drafter, or give other heads",
-        )
-    return kind
-
-
-def _make_drafter(
-    model: StreamFusedModel,
-    config: GenerateConfig,
-    kind: DrafterKind,
-    sampling: Sampling,
-    draft_model: DraftModel | None = None,
-    heads: DraftingHeads | None = None,
-) -> Drafter:
-    assert config.tree and config.prune and config.stream_schedule
-    prune = config.prune.kind
-    require(
-        prune == "off" or kind != "lookahead",
-        f"--prune {prune} with --drafter lookahead, whose window must reach the target whole",
-        expected="--prune off",
-        do="drop --prune",
-    )
-    require(
-        prune == "off" or (model.streams is not None and model.streams.prune is not None),
-        f"--prune {prune}, but the adapter has no pruning adapter",
-        expected="prune_adapter.* among its stream weights",
-        do="use --prune off, or train one",
-    )
-    if kind in FREE_DRAFTERS:
-        module, _, name = FREE_DRAFTERS[kind].partition(".")
-        home = import_module(f"..drafters.{module}", __package__)
-        return getattr(home, name)(getattr(config, kind.replace("-", "_")))
-    if draft_model is not None and kind == "draft-model":
-        return DraftModelDrafter(draft_model, config.draft, sampling)
-    # What is likely counts for typical acceptance, not what is drawn.
-    known = sampling if config.acceptance.kind == "exact" else GREEDY
-    if kind == "streams":
-        assert model.config is not None
-        streams = model.config.usable_streams(config.num_streams)
-        return StreamDrafter(model, config.tree, streams, config.stream_schedule, known)
-    assert heads is not None
-    shape = config.tree if kind == "medusa" else config.speculator_tree
-    return HeadDrafter(model.backbone, heads, shape, known)
+    return name
 
 
 def decode_plan(

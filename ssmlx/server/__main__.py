@@ -88,7 +88,7 @@ def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
 def _main(args: argparse.Namespace) -> None:
     config = options.generate_config(args)
     keys = read_keys(args.api_keys)
-    drafter = options.drafter_option(args.drafter)
+    drafter: options.DrafterOption = args.drafter
     try:
         import uvicorn
 
@@ -114,10 +114,10 @@ def _main(args: argparse.Namespace) -> None:
         do = "rename one, or give its run's folder"
         require(key not in models, found, expected="a name for each", do=do)
         models[key] = one
-    drafts = options.load_drafts(args, engine.model(), engine.tokenizer)
+    loaded = options.load_drafter(args, engine.model(), engine.tokenizer)
     for one in models.values():
-        make_plan(engine.model(one), config, **drafts)  # what does not fit is told now
-    answering = Answering(engine, models, caches, drafts, args.template_args or {}, limits)
+        make_plan(engine.model(one), config, drafter=loaded)  # what does not fit is told now
+    answering = Answering(engine, models, caches, loaded, args.template_args or {}, limits)
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(answering, config, hosts, keys)
     _greet(sock, [*models], bool(keys))

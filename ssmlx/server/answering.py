@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from ..answers import Answer
 from ..api import GenerationResponse
 from ..decoding.batch import Mask
+from ..drafters.registry import Loaded
 from ..engine import Engine
 from ..errors import InputError, first_line
 from ..json_files import parse_json
@@ -82,7 +83,7 @@ class Answering:
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
     # processed prompts of each user, which nobody else's answers begin with
     prompts: Sequence[PromptCache] = ()
-    drafts: Mapping[str, Any] = field(default_factory=dict)  # as `Engine.stream` takes them
+    loaded: Sequence[Loaded] = ()  # what was loaded to draft with
     template_args: Mapping[str, Any] = field(default_factory=dict)  # a request's own go first
     limits: Limits = field(default_factory=Limits)
 
@@ -202,7 +203,7 @@ class Answering:
             config,
             adapter=self.models[ask.model],
             prompt_cache=self.prompts[user],
-            drafts=self.drafts,
+            drafter=self.loaded,
             mask=mask,
         )
 

@@ -1,0 +1,234 @@
+"""Which drafters there are: each file registers what it defines, by `register_drafter`.
+
+`ssmlx.settings.DRAFTERS` lists their names and files, so that `--help` imports none of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any, Protocol, TypeVar, cast
+
+from ..decoding.drafter import Drafter
+from ..decoding.sampling import GREEDY, Sampling
+from ..errors import InputError, quoted, require
+from ..model.streams import StreamFusedModel
+from ..settings import DRAFTERS, GenerateConfig
+
+
+class Loaded(Protocol):
+    """What was loaded to draft with: weights that are only read, so that any number of answers may
+    share them.
+
+    Attributes:
+        drafter: the registered name of the drafter that they are for.
+        nbytes: what they keep in memory.
+    """
+
+    @property
+    def drafter(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, eq=False)
+class DrafterInputs:
+    """What a drafter is built from.
+
+    Attributes:
+        model: the target.
+        config: the settings, with nothing of the draft's shape left open.
+        sampling: how the target decides.
+        settings: the drafter's own, of the class that it registered; None where that is None.
+        loaded: what its `DrafterWeights` loaded; None where it needs nothing.
+    """
+
+    model: StreamFusedModel
+    config: GenerateConfig
+    sampling: Sampling
+    settings: Any = None
+    loaded: Any = None
+
+    @property
+    def guess_sampling(self) -> Sampling:
+        """How the likeliest tokens are found: typical acceptance asks what is likely, not what is
+        drawn."""
+        return self.sampling if self.config.acceptance.kind == "exact" else GREEDY
+
+
+@dataclass(frozen=True)
+class DrafterWeights:
+    """What has to be loaded before a drafter can draft.
+
+    Attributes:
+        what: what a message calls it, such as "a draft model".
+        key: the key of `--drafter` that names it, such as "model=MODEL".
+        load: loads it: `load(name, model, tokenizer, dtype=, progress=)`, the last two as
+            `ssmlx.load` takes them.
+    """
+
+    what: str
+    key: str
+    load: Callable[..., Loaded]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredDrafter:
+    """What is known of a drafter.
+
+    Attributes:
+        name: as `GenerateConfig.drafter` and `--drafter` take it.
+        build: makes one for an answer.
+        settings: the class of its own settings; a field's option "tokens={}" makes `tokens=` a key
+            of `--drafter`. None where it has none.
+        config_field: the field of `GenerateConfig` that holds them.
+        config_keys: other keys of `--drafter`, and the fields of `GenerateConfig` that they set.
+        shaped_by: which of `tree`, `num_streams` and `prune` of `GenerateConfig` shape its trees.
+        weights: what has to be loaded; None where that is nothing.
+        reads_text: whether it has to know the tokens before the prompt.
+    """
+
+    name: str
+    build: Callable[[DrafterInputs], Drafter]
+    settings: type | None = None
+    config_field: str = "drafter_settings"
+    config_keys: Mapping[str, str] = field(default_factory=dict)
+    shaped_by: Sequence[str] = ("prune",)
+    weights: DrafterWeights | None = None
+    reads_text: bool = False
+
+    def settings_in(self, config: GenerateConfig) -> Any:
+        """The drafter's own settings in `config`, or their defaults.
+
+        Raises:
+            InputError: they are of another class.
+        """
+        if self.settings is None:
+            return None
+        given = getattr(config, self.config_field)
+        if given is None:
+            return self.settings()
+        require(
+            isinstance(given, self.settings),
+            f"{self.config_field} is {quoted(given)}",
+            expected=f"a {self.settings.__name__} for the drafter {self.name}",
+            do="make one, or leave it out",
+        )
+        return given
+
+
+DrafterArgument = str | Loaded | Sequence[str | Loaded]
+"""A name in `ssmlx.settings.DRAFTERS`, what was loaded to draft with, or several of these."""
+
+
+def with_drafter(
+    config: GenerateConfig, *given: DrafterArgument | None
+) -> tuple[GenerateConfig, list[Loaded]]:
+    """`config` with the drafter that is named among `given`, and what was loaded among them.
+
+    Raises:
+        InputError: several are named, or something is neither a name nor was loaded to draft.
+    """
+    names: list[str] = []
+    loaded: list[Loaded] = []
+    for argument in given:
+        several = isinstance(argument, Sequence) and not isinstance(argument, str)
+        for one in cast("Sequence[str | Loaded | None]", argument if several else [argument]):
+            if isinstance(one, str):
+                names.append(one)
+            elif one is not None:
+                require(
+                    hasattr(one, "drafter"),
+                    f"drafter= is {quoted(one)}",
+                    expected="a drafter's name, or what `load_draft_model` or `load_heads` returns",
+                    do="give one of these",
+                )
+                loaded.append(one)
+    require(
+        len(set(names)) < 2,
+        f"drafter= names {' and '.join(names)}",
+        expected="one name",
+        do="drop the others",
+    )
+    return (replace(config, drafter=names[0]) if names else config), loaded
+
+
+_Build = TypeVar("_Build", bound=Callable[[DrafterInputs], Drafter])
+_registered: dict[str, RegisteredDrafter] = {}
+
+
+def register_drafter(name: str, **facts: Any) -> Callable[[_Build], _Build]:
+    """Make what is decorated the `build` of the drafter `name`; `facts` are the other fields of
+    `RegisteredDrafter`."""
+
+    def register(build: _Build) -> _Build:
+        _registered[name] = RegisteredDrafter(name=name, build=build, **facts)
+        return build
+
+    return register
+
+
+def registered_drafter(name: str) -> RegisteredDrafter:
+    """The drafter of a name in `DRAFTERS`, whose file is imported when it is first asked for."""
+    import_module(f".{DRAFTERS[name].module}", __package__)
+    return _registered[name]
+
+
+def build_drafter(
+    name: str,
+    model: StreamFusedModel,
+    config: GenerateConfig,
+    sampling: Sampling,
+    loaded: Sequence[Loaded] = (),
+) -> Drafter:
+    """The drafter of a name in `DRAFTERS`, ready to start on one answer.
+
+    Args:
+        name: which drafter.
+        model: the target.
+        config: the settings, with nothing of the draft's shape left open.
+        sampling: how the target decides.
+        loaded: what was loaded to draft with, for this drafter or for others.
+
+    Raises:
+        InputError: what it needs was not loaded, or the settings do not fit it or the model.
+    """
+    registered = registered_drafter(name)
+    own = _weights_of(registered, loaded)
+    assert config.prune
+    prune = config.prune.kind
+    require(
+        prune == "off" or "prune" in registered.shaped_by,
+        f"--prune {prune} with --drafter {name}, whose trees must reach the target whole",
+        expected="--prune off",
+        do="drop --prune",
+    )
+    require(
+        prune == "off" or (model.streams is not None and model.streams.prune is not None),
+        f"--prune {prune}, but the adapter has no pruning adapter",
+        expected="prune_adapter.* among its stream weights",
+        do="use --prune off, or train one",
+    )
+    settings = registered.settings_in(config)
+    return registered.build(DrafterInputs(model, config, sampling, settings, own))
+
+
+def _weights_of(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
+    """What the drafter drafts with, of what was loaded; None if it needs nothing."""
+    weights = registered.weights
+    name = registered.name
+    own = next((one for one in loaded if one.drafter == name), None)
+    if weights is None or own is not None:
+        return own
+    for other in loaded:
+        require(
+            registered_drafter(other.drafter).weights != weights,
+            f"--drafter {name} with {weights.what} for another drafter",
+            expected=f"--drafter {other.drafter} with them",
+            do=f"choose that drafter, or give other {weights.what}",
+        )
+    raise InputError(
+        f"--drafter {name} without {weights.what}",
+        expected=f"{weights.key} with it",
+        do=f'give --drafter "{name} {weights.key}", or choose another',
+    )
