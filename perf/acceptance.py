@@ -21,7 +21,6 @@ import numpy as np
 import ssmlx
 from ssmlx.answers import run as on_mlx_thread
 from ssmlx.bars import bar
-from ssmlx.calibration.guesses import guesses_along, most_candidates
 from ssmlx.calibration.timing import ssmlx_answer
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.errors import require
@@ -29,8 +28,9 @@ from ssmlx.loading.files import write_whole
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.prompts import as_messages, common_prefix, encode_prompt, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, GenerateConfig, TreeConfig, read_json
+from ssmlx.training.guesses import guesses_along, most_candidates
+from ssmlx.training.replay import Ints, advance, depths_within, needed_sizes
 from ssmlx.tuning.ladder import SIZES
-from ssmlx.tuning.replay import Ints, advance, depths_within, needed_sizes
 
 from .run.options import check_counts
 from .run.results import ROOT, reading

@@ -25,14 +25,15 @@ from ssmlx.calibration.costs import (
     spread,
     with_whole_steps,
 )
-from ssmlx.calibration.guesses import guesses_along, split_prompts
+from ssmlx.calibration.recorded import split_prompts
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import STREAM_SCHEDULES, GenerateConfig, TreeConfig
+from ssmlx.training import replay
+from ssmlx.training.guesses import guesses_along
 from ssmlx.tuning import profile as tuning
-from ssmlx.tuning import replay
 from ssmlx.tuning.cost import DraftShape, Surface
 
 PLAN = CostPlan(rows=(1, 2, 5), fused_nodes=(1, 3), contexts=(8, 20), repeats=2)

@@ -26,7 +26,6 @@ from tiny import (
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
 from ssmlx.api import planned_steps, stream_generate, token_steps
-from ssmlx.calibration.guesses import copies_along
 from ssmlx.commands import generate
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import Acceptance, accept
@@ -60,6 +59,7 @@ from ssmlx.settings import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
+from ssmlx.training.guesses import copies_along
 from ssmlx.tuning.plan import make_plan
 
 BUDGET = PruneConfig(kind="budget", keep=4)

@@ -19,7 +19,7 @@ from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.settings import TreeConfig
-from ssmlx.tuning.replay import advance
+from ssmlx.training.replay import advance
 
 RUNGS = [Rung(verify=cost, draft=0.1, tokens=tokens) for cost, tokens in ((1.2, 2.0), (1.5, 2.5))]
 

@@ -28,7 +28,7 @@ from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, StreamConfig, rea
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, draft_indices
 from ssmlx.training.objective import MAIN, STREAM
-from ssmlx.tuning.replay import Replay
+from ssmlx.training.replay import Replay
 
 from ..base import copy_settings, load_base
 from ..reference.checkpoint import fine_tuned

@@ -15,11 +15,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..bars import bar
 from ..model.streams import StreamFusedModel
 from ..settings import GenerateConfig, StreamSchedule, TreeConfig
+from ..training.replay import Guesses, advance, depths_within, needed_sizes
 from ..tuning.cost import DraftShape, MeasuredShape, StepCosts
 from ..tuning.profile import MLX_VERSION, SLACK, Profile, ProfileKey
-from ..tuning.replay import Guesses, advance, depths_within, needed_sizes
 from .costs import config_of
-from .guesses import RecordedAnswer
+from .recorded import RecordedAnswer
 from .timing import TimedAnswer, in_turns, ssmlx_answer
 
 PLAIN = "plain"

@@ -23,7 +23,7 @@ from ..bars import bar
 from ..calibration import BUSY, CONTEXTS
 from ..calibration.choice import choose
 from ..calibration.costs import ROWS, CostPlan, measure_costs
-from ..calibration.guesses import RecordedAnswer, guesses_along, most_candidates
+from ..calibration.recorded import RecordedAnswer
 from ..calibration.timing import ssmlx_answer
 from ..errors import InputError, require
 from ..loading.adapter import load_adapter
@@ -36,11 +36,13 @@ from ..settings import GenerateConfig, read_json
 from ..templates import on_one_day
 from ..training.answers import Speaker, Text
 from ..training.config import RunOptions, TrainConfig
+from ..training.guesses import guesses_along, most_candidates
 from ..training.job import prepare, read_base, run_to_end, stream_config
 from ..training.mlx_model import TrainedModel, new_adapter, with_new_parts
 from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 from ..training.questions import normalised, opening, written_prompts
 from ..training.record import LOG_FILE, PICTURE_FILE, draw, read_record
+from ..training.replay import Replay
 from ..training.sizing import (
     ANSWER_TOKENS,
     RESERVE,
@@ -56,7 +58,6 @@ from ..training.sizing import (
 from ..tuning import ladder
 from ..tuning.chips import Decoder
 from ..tuning.profile import digest_of, store_profile
-from ..tuning.replay import Replay
 from .machine import power_source
 from .options import DownloadBar
 from .train import STORE_FILE

@@ -132,7 +132,7 @@ def prompts_of(args: argparse.Namespace) -> Path:
 def _main(args: argparse.Namespace) -> None:
     from ..calibration.choice import check, choose
     from ..calibration.costs import measure_costs
-    from ..calibration.guesses import read_tokens, record_answers, split_prompts
+    from ..calibration.recorded import read_tokens, record_answers, split_prompts
     from ..calibration.report import report, result_of
     from ..loading.files import make_folder
     from ..tuning.profile import store_profile
