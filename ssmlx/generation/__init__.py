@@ -1,0 +1,1 @@
+"""Answers from loaded models: what their steps cost on this machine."""
