@@ -546,7 +546,7 @@ def forecast_line(costs: StepCosts, validate: Validation) -> str:
     )
     if speedup >= PAYS:
         return forecast
-    return f"{forecast}; from {PAYS} on it is worth its time. What does not pay is not drafted"
+    return f"{forecast} (worth its time from {PAYS} on)"
 
 
 def joined_log(folders: Sequence[Path]) -> list[dict[str, Any]]:
