@@ -229,7 +229,7 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.training.job import run_to_end
 
     from .formats.heads import check_base_sizes, save_published
-    from .training.drafters import HeadObjective, build_heads, load_frozen
+    from .training.heads import HeadObjective, build_heads, load_frozen
     from .training.run import TorchTrainer, choose_device
 
     device = choose_device(args.device)

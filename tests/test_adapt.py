@@ -13,33 +13,36 @@ from real import answer, one_line, words, write_packed, write_tokenizer
 from tiny import slow
 
 import ssmlx
-from ssmlx.calibration.costs import CostPlan
-from ssmlx.commands import adapt, adapting, upload
+from ssmlx.commands import adapt as adapt_command
+from ssmlx.commands import machine, upload
 from ssmlx.commands.adapt import PROG, main
 from ssmlx.loading.attach import adapters_for, default_adapter
-from ssmlx.loading.files import PartFile, folder_digest
+from ssmlx.loading.files import PartFile, alone_in, folder_digest
 from ssmlx.loading.load import load_base
-from ssmlx.loading.names import own_adapters, resolve_adapter
-from ssmlx.training import answers, record, sizing
+from ssmlx.loading.names import adapters_home, own_adapters, resolve_adapter
+from ssmlx.training import adapt, answers, record, sizing
+from ssmlx.training.adapt import AdaptOptions, Amounts
 from ssmlx.training.answers import Speaker, Text
-from ssmlx.training.config import TrainConfig
-from ssmlx.tuning.profile import profile_of
+from ssmlx.training.config import RunOptions, TrainConfig
+from ssmlx.training.job import read_base, stream_config
 
-HELD_OUT = 4
-ANSWERS = 26
 LENGTH = 12
-CALIBRATE = adapting.Run._calibrate
-RATES = {"answer": 9.0, "token": 0.1, "lower": 0.1, "batch_size": 4, "together": 3, "memory": 2**30}
-
-
-def within(hours, rates, prompt_tokens, before):
-    return sizing.Plan(
-        hours=hours,
-        answers=before + int(ANSWERS * hours),
-        epochs=2,
-        answer_seconds=1.0,
-        train_seconds=1.0,
-    )
+AMOUNTS = Amounts(
+    answer_tokens=LENGTH,
+    question_tokens=6,
+    held_out=4,
+    checked=2,
+    checked_tokens=8,
+    timing_seconds=0.0,
+)
+RATES = sizing.Rates(  # of a machine that makes 26 answers an hour
+    answer_tokens_per_second=1.15 * 9 / 60,
+    train_seconds_per_token=30 / 9,
+    frozen_seconds_per_token=0.0,
+    batch_size=4,
+    answers_at_once=3,
+    memory=2**30,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,30 +53,38 @@ def packed(base):
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch, tmp_path):
-    """A plan of seconds, the same each time."""
+def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sizing.Plan, "within", within)
-    monkeypatch.setattr(adapting, "measure", lambda *_: sizing.Rates(**RATES))
-    monkeypatch.setattr(adapting, "ANSWER_TOKENS", LENGTH)
-    monkeypatch.setattr(adapting, "HELD_OUT", HELD_OUT)
-    monkeypatch.setattr(adapting, "CHECKED", 2)
-    monkeypatch.setattr(answers, "QUESTION_TOKENS", 6)
-    monkeypatch.setattr(record, "find_spec", lambda _: None)  # no picture
-    monkeypatch.setattr(adapting, "CHECKED_TOKENS", 8)
-    monkeypatch.setattr(adapting.Run, "_calibrate", lambda *_: None)
 
 
-def adapted(model, *more):
-    assert main(["--model", str(model), "--name", "mine", *map(str, more)]) == 0
-    return resolve_adapter("mine")
+@pytest.fixture(autouse=True)
+def known_rates(monkeypatch):
+    """The same plan on every machine, of few answers."""
+    monkeypatch.setattr(adapt, "measure_rates", lambda *_: RATES)
 
 
-def test_a_packed_model_drafts_for_itself_afterwards(packed, capsys):
-    folder = adapted(packed)
-    said = capsys.readouterr().out
+def adapted(model, *, hours=1.0, data=(), seed=0):
+    """Run to the end, or go on, with small amounts; the adapter's folder, and what was said."""
+    out = adapters_home() / "mine"
+    options = AdaptOptions(
+        model=str(model),
+        path=model,
+        out=out,
+        hours=hours,
+        data=tuple(data),
+        seed=seed,
+        amounts=AMOUNTS,
+    )
+    lines = []
+    with alone_in(out):
+        adapt.adapt(options, prog=PROG, say=lines.append)
+    return resolve_adapter("mine"), "\n".join(lines)
+
+
+def test_a_packed_model_drafts_for_itself_afterwards(packed):
+    folder, said = adapted(packed)
     assert "plan: 26 answers" in said and "of 2 answers the same" in said
-    assert "should bring" in said and "less than 1.1x" in said and "GiB of memory" in said
+    assert "GiB of memory" in said
     # By itself, and by its name; of no other model's folder.
     assert own_adapters(packed) == own_adapters() == {"mine": folder}
     assert own_adapters(packed.parent) == {}
@@ -94,7 +105,7 @@ def test_a_packed_model_drafts_for_itself_afterwards(packed, capsys):
 
 
 def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys):
-    folder = adapted(packed)
+    folder, _ = adapted(packed)
     figures = json.loads((folder / "figures.json").read_text())
     curve = ssmlx.load(packed, adapter=folder)[0].config.tokens_per_call
     assert figures["figures"]["tokens_per_call"] == {str(n): one for n, one in curve.items()}
@@ -106,18 +117,53 @@ def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys)
     assert f"6: {curve[6]}," in capsys.readouterr().out
 
 
-def test_it_calibrates_what_will_be_used_unless_others_disturb(packed, monkeypatch, capsys):
-    monkeypatch.setattr(adapting.Run, "_calibrate", CALIBRATE)
-    plan = CostPlan(rows=(1, 4), fused_nodes=(1,), contexts=(16,), repeats=1)
-    monkeypatch.setattr(adapting, "CALIBRATED", plan)
-    monkeypatch.setattr(adapting, "BUSY", -1.0)
-    folder = adapted(packed)
-    assert "not calibrated" in capsys.readouterr().out
-    assert profile_of(ssmlx.load(packed, adapter=folder)[0]) is None
-    monkeypatch.setattr(adapting, "BUSY", float("inf"))
-    adapted(packed)
-    assert "calibrated: fastest here is a best tree of 4 nodes" in capsys.readouterr().out
-    assert profile_of(ssmlx.load(packed, adapter=folder)[0]).best().shape.num_nodes == 4
+def test_what_it_should_bring_is_forecast_as_training_goes_on(packed):
+    folder, said = adapted(packed)
+    plan = json.loads((folder.parent / "plan.json").read_text())
+    costs = {int(n): cost for n, cost in plan["step_costs"].items()}
+    assert {2} <= {*costs} <= {2, 4, 8, 16} and min(costs.values()) > 0
+    forecasts = [line for line in said.splitlines() if line.startswith("so far: ")]
+    assert len(forecasts) >= adapt.VALIDATIONS
+    log = record.read_record(folder.parent / "round-1" / "log.jsonl")
+    curve = ssmlx.load(packed, adapter=folder)[0].config.tokens_per_call
+    kept = max(range(len(log)), key=lambda n: log[n].get("tokens_per_call", 0.0))
+    nodes, speedup = sizing.best_tree(costs, curve)
+    validated = [entry["step"] for entry in log if "tokens_per_call" in entry and entry["step"]]
+    line = forecasts[validated.index(log[kept]["step"])]
+    assert f"{curve[nodes]:.2f} tokens per call with {nodes} nodes" in line
+    assert f"{speedup:.2f} times" in line and ("worth its time" in line) == (speedup < adapt.PAYS)
+
+
+def test_streams_get_the_layers_that_should_be_fastest():
+    cheap = {2: 1.0, 4: 1.1, 8: 1.2, 16: 1.4}
+    dear = {2: 2.0, 4: 3.0}
+    assert {*sizing.candidate_layers(30)} == {2, 4, 8}
+    assert sizing.choose_layers({2: cheap, 4: dear, 8: dear}, 30) == 2
+    assert sizing.choose_layers({2: cheap, 4: cheap, 8: cheap}, 30) == 8
+    assert {*sizing.candidate_layers(4)} == {1}
+    assert sizing.best_tree({2: 1.0, 4: 3.0}, {2: 1.5, 4: 2.0}) == (2, 1.5)
+
+
+def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
+    backbone, _ = load_base(packed, "float32")
+    run = RunOptions(data=tmp_path, out=tmp_path, model=str(packed), template=None)
+    base = {**read_base(packed), "num_hidden_layers": 4}
+    before = backbone.digest
+    found = sizing.time_candidates(backbone, base, run, range(3, 40), seconds=0)
+    assert {*found} == {*sizing.candidate_layers(4)}
+    assert all(costs[2] > 0 for costs in found.values())
+    assert backbone.digest == before
+
+
+def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
+    monkeypatch.setattr(adapt, "measure_rates", sizing.measure_rates)
+    _, said = adapted(packed, hours=0.002)
+    plan = json.loads((adapters_home() / "mine" / "plan.json").read_text())
+    (planned,) = plan["rounds"]
+    assert planned["answers"] > plan["train"]["batch_size"] + AMOUNTS.held_out
+    seconds = planned["answer_seconds"] + planned["train_seconds"]
+    assert seconds <= (1 - sizing.RESERVE) * 3600 * 0.002
+    assert f"plan: {planned['answers']:,} answers" in said
 
 
 def write_family(folder, name):
@@ -136,58 +182,56 @@ class Stopped(KeyboardInterrupt):
     pass
 
 
-def stopped(monkeypatch, owner, name, turn, *argv):
+def stopped(monkeypatch, owner, name, turn, model, **asked):
     """Run until `name` of `owner` was called so many times."""
     real = getattr(owner, name)
     calls = []
 
-    def stops(self, *values):
-        calls.append(self)
+    def stops(*values, **more):
+        calls.append(name)
         if len(calls) == turn:
             raise Stopped
-        return real(self, *values)
+        return real(*values, **more)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(owner, name, stops)
-        assert main(list(map(str, argv))) == 130
+        adapted(model, **asked)
 
 
 @pytest.mark.slow
 def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path, monkeypatch):
-    once = ("--model", packed, "--name", "mine")
-    twice = ("--hours", 2)
-    whole = folder_digest(adapted(packed))
-    grown = adapted(packed, *twice)
-    more = folder_digest(grown)
+    whole = folder_digest(adapted(packed)[0])
+    more = folder_digest(adapted(packed, hours=2)[0])
     assert more != whole
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "again"))
+    # The candidate is chosen by the clock: the tiny model has one.
     for owner, name, turn in (
         (PartFile, "append", 3),
         (PartFile, "append", 20),
         (sizing.MlxTrainer, "advance", 4),
-        (adapting.Run, "check", 1),
+        (adapt, "check_adapter", 1),
     ):
-        stopped(monkeypatch, owner, name, turn, *once)
-    folder = adapted(packed)
+        stopped(monkeypatch, owner, name, turn, packed)
+    folder, _ = adapted(packed)
     assert folder_digest(folder) == whole
     # More hours, stopped in what they make; what a kill leaves of the adapter is put back.
-    stopped(monkeypatch, PartFile, "append", 20, *once, *twice)
-    stopped(monkeypatch, sizing.MlxTrainer, "advance", 4, *once, *twice)
+    stopped(monkeypatch, PartFile, "append", 20, packed, hours=2)
+    stopped(monkeypatch, sizing.MlxTrainer, "advance", 4, packed, hours=2)
     folder.rename(folder.with_name(".adapter.x.old"))
     (folder.parent / ".adapter.x").mkdir()
-    assert folder_digest(adapted(packed, *twice)) == more
+    assert folder_digest(adapted(packed, hours=2)[0]) == more
     assert not list(folder.parent.glob(".adapter*"))
 
 
 @pytest.mark.slow
-def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, capsys, monkeypatch):
-    first = adapted(packed)
+def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
+    first, said = adapted(packed)
     rows = (first.parent / "round-1" / "data" / "train.jsonl").read_text()
     held = (first.parent / "round-1" / "data" / "valid.jsonl").read_text()
     before = record.read_record(first.parent / "round-1" / "log.jsonl")
-    assert "goes on with what was planned" not in capsys.readouterr().out
-    adapted(packed, "--hours", 2.5)
-    assert "plan: 39 more answers" in capsys.readouterr().out
+    assert "goes on with what was planned" not in said
+    _, said = adapted(packed, hours=2.5)
+    assert "plan: 26 more answers" in said
     data = first.parent / "round-2" / "data"
     assert (data / "valid.jsonl").read_text() == held
     assert (data / "train.jsonl").read_text().startswith(rows)
@@ -200,22 +244,22 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, capsys, monkeyp
     assert figures["recipe"]["steps"] == before[-1]["step"] + after[-1]["step"]
     held = [len(json.loads(line)["completion_tokens"]) for line in (data / "valid.jsonl").open()]
     calls = sum(held) / before[0]["tokens_per_call"] - len(held)
-    told = pytest.approx((sum(held) - len(held)) / calls, abs=2e-3)
-    assert figures["figures"]["untrained_tokens_per_call"] == told
-    adapted(packed, "--hours", 2.5)
-    assert "goes on with what was planned" in capsys.readouterr().out
+    untrained = pytest.approx((sum(held) - len(held)) / calls, abs=2e-3)
+    assert figures["figures"]["untrained_tokens_per_call"] == untrained
+    _, said = adapted(packed, hours=2.5)
+    assert "goes on with what was planned" in said
     # What makes worse guesses than before does not take its place.
     kept = folder_digest(first)
     with monkeypatch.context() as patch:
         patch.setattr(TrainConfig, "rate", lambda *_: 0.5)
-        adapted(packed, "--hours", 4)
+        adapted(packed, hours=4)
     log = record.read_record(first.parent / "round-3" / "log.jsonl")
     assert max(one.get("tokens_per_call", 0) for one in log[1:]) < log[0]["tokens_per_call"]
     assert folder_digest(first) == kept
     # Planned for more before the first hours were over.
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "early"))
-    stopped(monkeypatch, sizing.MlxTrainer, "advance", 2, "--model", packed, "--name", "mine")
-    early = adapted(packed, "--hours", 2.5)
+    stopped(monkeypatch, sizing.MlxTrainer, "advance", 2, packed)
+    early, _ = adapted(packed, hours=2.5)
     assert folder_digest(early) == folder_digest(first)
 
 
@@ -224,7 +268,7 @@ def test_your_prompts_come_first_and_are_told_to_be_private(packed, tmp_path):
     instruction = "w7 " * 8
     asked = [{"prompt": f"{instruction}w{n}"} for n in range(6)] + [{"prompt": words(2000)}]
     data.write_text("\n".join(map(json.dumps, asked)))
-    folder = adapted(packed, "--data", data)
+    folder, _ = adapted(packed, data=[data])
     figures = json.loads((folder / "figures.json").read_text())
     assert figures["data"]["private"] is True
     rows = [
@@ -232,7 +276,7 @@ def test_your_prompts_come_first_and_are_told_to_be_private(packed, tmp_path):
         for name in ("train", "valid")
         for line in (folder.parent / "round-1" / "data" / f"{name}.jsonl").open()
     ]
-    assert sum(row["source"] == adapting.FILES for row in rows) == 6
+    assert sum(row["source"] == adapt.FILES for row in rows) == 6
 
 
 def refused(capsys, *argv):
@@ -259,7 +303,7 @@ def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
     own = [*model, "--name", "mine"]
     assert "other settings" in refused(capsys, *own, "--seed", 2)
     assert "1 or more" in refused(capsys, *own, "--hours", 0.5)
-    assert "more than 30" in refused(capsys, *own, "--hours", 1.1)
+    assert "more than 36" in refused(capsys, *own, "--hours", 1.1)
 
 
 def test_memory_decides_how_many_go_at_a_time():
@@ -276,7 +320,7 @@ def test_weights_are_unpacked_where_there_is_room(packed, tmp_path):
     assert sizing.frozen_dtype(packed, settings, 6 * size) == "stored"
     plain = {**settings, "quantization": None, "text_config": None}
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    assert sizing.frozen_dtype(packed, adapting.read_base(tmp_path), 6 * size) == "auto"
+    assert sizing.frozen_dtype(packed, read_base(tmp_path), 6 * size) == "auto"
 
 
 def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
@@ -284,18 +328,20 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     whole = sizing.collate
     monkeypatch.setattr(sizing, "collate", lambda *a: batches.append(whole(*a)) or batches[-1])
     backbone, _ = load_base(base, "float32")
+    answer_tokens = Amounts().answer_tokens
     train = sizing.TrainConfig(
         num_streams=2,
         num_msa_layers=2,
         adapter_scope="streams",
         draft_vocab_size=32,
-        max_length=64 + sizing.ANSWER_TOKENS,
+        max_length=64 + answer_tokens,
     )
     speaker = Speaker(backbone.model, ssmlx.load(base)[1], 1)
     settings = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 64}
-    config = adapting.stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
-    rates = sizing.measure(backbone, config, train, speaker, 64, 2**33)
-    assert rates.batch_size == 16 and rates.together == 32 and min(rates.answer, rates.token) > 0
+    config = stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
+    rates = sizing.measure_rates(backbone, config, train, speaker, 64, answer_tokens, 2**33)
+    assert rates.batch_size == 16 and rates.answers_at_once == 32
+    assert min(rates.answer_tokens_per_second, rates.train_seconds_per_token) > 0
     assert batches and all((batch.tokens < 32).all() for batch in batches)  # streams learn of all
     # The largest batch, for real.
     tokens = sizing.np.arange(train.max_length, dtype="int32") % 32
@@ -325,14 +371,13 @@ def test_answers_are_those_of_one_text_after_the_other(base, tmp_path):
     assert other[2] != together[2]
 
 
-def test_a_model_that_asks_nothing_sensible_is_not_waited_for(base, tmp_path, monkeypatch):
+def test_a_model_that_asks_nothing_sensible_is_is_not_waited_for(base, tmp_path):
     model, tokenizer = ssmlx.load(base, dtype="float32")
-    monkeypatch.setattr(answers, "QUESTION_TOKENS", 4)
     part = PartFile(tmp_path / "questions.part", {})
     speaker = Speaker(model.backbone.model, tokenizer, 2)
-    assert speaker.questions(2, part) == []  # it never ends a text
+    assert speaker.questions(2, 4, part) == []  # it never ends a text
     assert len(part.done) == answers._TRIES * 2
-    assert speaker.questions(100, part) == [] and len(part.done) == answers._ROUNDS * 4
+    assert speaker.questions(100, 4, part) == [] and len(part.done) == answers._ROUNDS * 4
 
 
 @pytest.mark.parametrize(
@@ -346,24 +391,24 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
     )
     free = iter([(load,) * 3, *[(0.0,) * 3] * 9])
     sources = iter([power, *["AC"] * 9])
-    monkeypatch.setattr(adapting, "time", now)
-    monkeypatch.setattr(adapting, "power_source", lambda: next(sources))
+    monkeypatch.setattr(adapt_command, "time", now)
+    monkeypatch.setattr(machine, "power_source", lambda: next(sources))
     monkeypatch.setattr(os, "getloadavg", lambda: next(free))
-    adapting.waiting(True)()
+    adapt_command.waiting(True)()
     assert len(slept) == waits
-    adapting.waiting(False)()
+    adapt_command.waiting(False)()
     assert len(slept) == waits
 
 
 def test_names_of_models_become_names_of_adapters():
     for model, name in (("org/Some-Model_4bit@refs/pr/3", "some-model_4bit"), ("a/b c", "b-c")):
-        assert adapt.name_of(Namespace(model=model, name=None)) == name
+        assert adapt_command.name_of(Namespace(model=model, name=None)) == name
 
 
 @pytest.mark.parametrize("name", ["qwen3", *slow("gemma3_text", "gpt_oss", "mistral3", "cohere2")])
 def test_families_draft_for_themselves(name, tmp_path):
     folder = write_family(tmp_path / name, name)
-    model, tokenizer = ssmlx.load(folder, adapter=adapted(folder), dtype="float32")
+    model, tokenizer = ssmlx.load(folder, adapter=adapted(folder)[0], dtype="float32")
     assert model.num_streams > 0 and model.backbone.base().model.model_type == name
     prompt = ssmlx.prompt_tokens(words(40), model, tokenizer)
     plain, _ = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="plain")

@@ -36,7 +36,6 @@ from tiny import (
 
 import ssmlx
 from ssmlx.api import stream_generate, summary, token_steps
-from ssmlx.calibration.guesses import guesses_along
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
@@ -79,6 +78,7 @@ from ssmlx.settings import (
     SamplingConfig,
     TreeConfig,
 )
+from ssmlx.training.guesses import guesses_along
 
 # --- acceptance and pruning, against walks and sums in plain Python ---
 

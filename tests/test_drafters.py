@@ -27,7 +27,6 @@ from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads
 
 from ssmlx import settings as listed
 from ssmlx.api import planned_steps, stream_generate, token_steps
-from ssmlx.calibration.guesses import copies_along
 from ssmlx.commands import generate
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import Acceptance, accept
@@ -65,6 +64,7 @@ from ssmlx.settings import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
+from ssmlx.training.guesses import copies_along
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)

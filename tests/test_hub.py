@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -215,12 +214,13 @@ def send(hub, adapter, monkeypatch, capsys, tmp_path):
         def create_repo(self, repo, **options):
             hub.asked.append(options)
 
-        def create_commit(self, repo, operations, **options):
+        def upload_folder(self, *, repo_id, folder_path, delete_patterns, **options):
             if isinstance(hub.failure, BaseException):
                 raise hub.failure
-            files = {one.path_in_repo: getattr(one, "path_or_fileobj", None) for one in operations}
-            hub.commits[SECOND] = {file: one for file, one in files.items() if one is not None}
-            hub.deleted = [file for file, one in files.items() if one is None]
+            files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
+            spare = {*hub.commits[FIRST]} & {*delete_patterns} - {*files}
+            hub.deleted = sorted(spare)
+            hub.commits[SECOND] = files
             return SimpleNamespace(oid=SECOND)
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
@@ -242,7 +242,7 @@ def test_an_adapter_goes_there_and_comes_back(hub, send, base, adapter, tmp_path
     hub.commits[FIRST] = dict.fromkeys((".gitattributes", SETTINGS, *spare), b"old")
     for name in (*spare, "prompts.jsonl", "README.md"):
         (tmp_path / "made" / name).write_text("secret")
-    code, out, err = send("--yes", "--license", "mit")
+    code, out, err = send("--license", "mit")
     assert code == 0, err
     sent = hub.commits[SECOND]
     assert {*sent} == {*snapshot(adapter), "figures.json", "README.md"}
@@ -265,30 +265,24 @@ def test_what_may_be_private_is_not_sent_unasked(hub, send):
     files = {**FIGURES["data"]["sources"], "your files": 1}
     for change in ({"private": True}, {"private": "no"}, {"sources": files}, {"sources": 1}, None):
         figures = None if change is None else {**FIGURES, "data": {**FIGURES["data"], **change}}
-        code, out, err = send("--yes", "--private", figures=figures)
+        code, out, err = send("--private", figures=figures)
         assert (code, out) == (2, "") and "expected --yes-private" in one_line(err, upload.PROG)
         code, out, _ = send("--dry-run", figures=figures)
         assert code == 0 and "nothing was sent; to send it takes --yes-private" in out
     assert SECOND not in hub.commits and not any(isinstance(one, dict) for one in hub.asked)
 
 
-def test_without_figures_the_card_says_so(hub, send):
+def test_without_figures_the_card_has_none(hub, send):
     hub.commits[FIRST] = {}
-    code, out, _ = send("--yes", "--yes-private", figures=None)
-    assert code == 0 and "It was not measured" in out and "tokens per call" not in out
+    code, out, _ = send("--yes-private", figures=None)
+    assert code == 0 and "tokens per call" not in out
 
 
-def test_it_asks_a_terminal(hub, send, monkeypatch):
+def test_of_the_figures_only_what_adapt_writes_is_sent(hub, send):
     hub.commits[FIRST] = {}
-    code, out, err = send()
-    assert code == 2 and STREAMS in out and "or --yes" in one_line(err, upload.PROG)
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
-    for said in ("", "n", "yes please"):
-        monkeypatch.setattr("builtins.input", lambda _, said=said: said)
-        assert send()[0] == 1 and SECOND not in hub.commits
-    monkeypatch.setattr("builtins.input", lambda _: "Y")
-    assert send()[0] == 0 and SECOND in hub.commits
+    code, out, _ = send(figures={**FIGURES, "examples": {"1": "secret"}})
+    assert code == 0 and "secret" not in out
+    assert {*json.loads(hub.commits[SECOND]["figures.json"])} == {*FIGURES}
 
 
 def test_what_cannot_be_sent_is_told_in_one_line(hub, send):
@@ -299,13 +293,11 @@ def test_what_cannot_be_sent_is_told_in_one_line(hub, send):
     ):
         hub.commits[FIRST] = there
         hub.failure = failure
-        code, _, err = send("--yes", "--private")
+        code, _, err = send("--private")
         assert code == 2 and said in one_line(err, upload.PROG)
-    code, _, err = send("--yes")
+    code, _, err = send()
     assert code == 2 and "cannot be written on the Hugging Face Hub (no)" in err
     hub.failure = KeyboardInterrupt()
-    assert send("--yes")[0] == 130 and SECOND not in hub.commits
-    for figures in ({**FIGURES, "examples": {"1": "secret"}}, {**FIGURES, "base": {}}):
-        assert "figures.json holds other things" in send("--yes", figures=figures)[2]
+    assert send()[0] == 130 and SECOND not in hub.commits
     for name in ("org", "org/name@v1", "../name"):
-        assert "expected org/name" in send("--yes", "--repo", name)[2]
+        assert "expected org/name" in send("--repo", name)[2]

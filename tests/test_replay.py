@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from ssmlx.tuning import replay
 from tiny import first_tokens, make_model
 
 from ssmlx.api import token_steps
-from ssmlx.calibration.guesses import guesses_along
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig, TreeConfig
-from ssmlx.tuning import replay
+from ssmlx.training.guesses import guesses_along
 
 PROMPT = [3, 1, 4, 1, 5]
 LENGTH = 60

@@ -38,7 +38,6 @@ COMMANDS = {
     "ssmlx.commands.generate": ("--prompt", "w1", "--model", "{evil}"),
     "ssmlx.commands.train": ("--data", "{data}", "--out", "{out}", "--model", "{evil}"),
     "convert.train": ("--data", "{data}", "--out", "{out}", "--model", "{evil}"),
-    "convert.train_draft": ("--data", "{data}", "--out", "{out}", "--model", "{evil}"),
     "convert.continuations": ("--prompts", "{prompts}", "--out", "{out}/a", "--model", "{evil}"),
     "convert.__main__": ("--lora", "{data}", "--out", "{out}", "--fuse", "--base", "{evil}"),
 }  # fmt: skip
@@ -134,23 +133,8 @@ LONG = {
     "calls": "{% macro m(n) %}{{ m(n-1) if n }}{{ m(n-1) if n }}{% endmacro %}{{ m(60) }}",
 }
 LARGE = {
-    "times": "{{ 'x' * 10 ** 10 }}",
-    "power": "{{ 10 ** (10 ** 10) }}",
-    "filter": "{{ 'x'|center(10 ** 9) }}",
-    "method": "{{ 'x'.ljust(10 ** 9) }}",
-    "mapped": "{{ ['x']|map('center', 999999999)|list }}",
-    "format": "{{ '%999999999d' % 1 }}",
-    "str.format": "{{ '{:999999999}'.format(1) }}",
-    "nested format": "{{ '{:{}}'.format(1, 999999999) }}",
-    "indent": "{{ messages|tojson(indent=999999999) }}",
-    "replace": "{% set a = 'x' * 1000000 %}{{ a.replace('x', a) }}",
-    "join": "{% set a = 'x' * 1000000 %}{{ ([a] * 1000)|join }}",
     "text": "{% for i in range(9999) %}" + "x" * 9999 + "{% endfor %}",
     "set": "{% set a %}{% for i in range(9999) %}" + "x" * 9999 + "{% endfor %}{% endset %}",
-    "doubled": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
-    "{% endfor %}",
-    "kept": "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, 'x' * 999999] "
-    "%}{% endfor %}",
     "prompt": "{{ 'x' * 12000000 }}",
 }
 WRONG = {
@@ -210,8 +194,9 @@ def test_a_template_that_is_none_is_told(case, words):
     assert expected in template_refusal(words, template)
 
 
-def test_templates_rendered_by_others_keep_their_freedom(words):
-    words._tokenizer.chat_template = "{{ 'w1 '.ljust(20000) }}"
+def test_templates_rendered_by_others_keep_their_freedom(words, monkeypatch):
+    words._tokenizer.chat_template = "{{ 'w1 ' * 100 }}"
+    monkeypatch.setattr(templates, "MAX_CHARS", 200)
     words.apply_chat_template(TURNS)
-    assert "asks for much of ljust" in template_refusal(words, words.chat_template)
+    assert "makes too much text" in template_refusal(words, words.chat_template)
     words.apply_chat_template(TURNS)

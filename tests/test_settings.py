@@ -4,10 +4,10 @@ import inspect
 import pydoc
 
 import pytest
-from ssmlx.tuning.plan import make_plan
 from tiny import make_model, make_tokenizer
 
 import ssmlx
+from ssmlx.generation.plan import make_plan
 
 
 def test_a_setting_that_does_not_exist_is_named():

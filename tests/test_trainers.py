@@ -43,7 +43,6 @@ from convert.training.run import (
     stream_attention,
     use_stream_attention,
 )
-from ssmlx.calibration.guesses import guesses_along
 from ssmlx.commands import train as mlx_command
 from ssmlx.decoding.loop import streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
@@ -57,6 +56,7 @@ from ssmlx.settings import StreamConfig, TreeConfig
 from ssmlx.training import mlx_trainer
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, Packing, collate
+from ssmlx.training.guesses import guesses_along
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trained_weights
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
@@ -266,7 +266,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     tmp_path, monkeypatch, reduced, packing
 ):
     """Streams of packed texts see what they see when decoding; what is copied is not learned."""
-    monkeypatch.setattr("ssmlx.calibration.guesses.copies_along", lambda *found: found[2:])
+    monkeypatch.setattr("ssmlx.training.guesses.copies_along", lambda *found: found[2:])
     monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})

@@ -12,7 +12,6 @@ NEEDED = {
     "examples.recipes.chat_prompts": ["--out", "a"],
     "convert.continuations": ["--prompts", "a", "--out", "b"],
     "convert.train": ["--data", "a", "--out", "b"],
-    "convert.train_draft": ["--data", "a", "--out", "b"],
     "convert.train_heads": ["--kind", "medusa", "--data", "a", "--out", "b"],
 }
 HELPED = [*NEEDED, "convert", "convert.export", "examples.recipes.e2e_prompts"]

@@ -192,7 +192,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     return {
         "name": system.name,
         "kind": system.kind,
-        "options": _options_of(system, target.drafter(system)),
+        "options": _options_of(system, target.drafters(system)),
         "tokens_per_call": asdict(ratio(tokens, calls)),
         "target_calls": sum(calls),
         "target_calls_per_answer": asdict(mean(calls)),
@@ -218,14 +218,15 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     }
 
 
-def _options_of(system: System, drafter: Drafter | None) -> dict[str, Any]:
-    if drafter is None:
+def _options_of(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
+    if not drafters:
         return {}
+    (drafter,) = drafters
     config = asdict(system.config)
     names = {DRAFT_MODEL: "draft", "mlp-speculator": "speculator_tree"}
     own = names.get(system.kind, system.kind.replace("-", "_"))
     shapes = {name: config[name] for name in ("tree", "prune", own) if name in config}
-    return {"levels": drafter.num_levels, "nodes": drafter.max_nodes, **shapes}
+    return {"levels": drafter.largest.levels, "nodes": drafter.largest.nodes, **shapes}
 
 
 def _medians(prompts: Prompts, of: Callable[[TimedAnswer], float]) -> list[float]:

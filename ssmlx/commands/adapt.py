@@ -1,14 +1,18 @@
 """The command that makes a model on this machine draft for itself."""
 
 import argparse
+import os
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import require
-from ..loading.names import NO_ADAPTER, adapters_home, bundled_adapters
-from .options import add_options, command, make_parser
+from ..loading.names import NO_ADAPTER, Fetch, adapters_home, bundled_adapters, resolve_model
+from .options import DownloadBar, add_options, command, make_parser
 
 PROG = "ssmlx.adapt"
+_BUSY_SECONDS = 10
 EPILOG = """examples:
   python -m ssmlx.adapt --model mlx-community/Qwen3-4B-4bit
   python -m ssmlx.chat --model mlx-community/Qwen3-4B-4bit     # drafts from then on
@@ -16,8 +20,10 @@ EPILOG = """examples:
 The model answers prompts that ship with ssmlx, and questions that it asks itself; streams learn to
 guess these answers, which stay what they are, token for token. With --data it answers your prompts
 too (JSON lines with "prompt" or "messages"), and nothing else of yours is read; what streams have
-learnt of them can be guessed from the adapter, so keep it as you keep the data. At the end it is
-measured which drafts are fastest here.
+learnt of them can be guessed from the adapter, so keep it as you keep the data.
+
+First it times what drafting costs here, and chooses how many layers get streams. As training goes
+on, held-out answers say what speed that comes to: stop it where that is not worth the hours.
 
 The same command again goes on where it was stopped, at whatever moment; with more hours, it goes
 on from what they made, with more answers. All is kept in
@@ -68,17 +74,49 @@ def name_of(args: argparse.Namespace) -> str:
 
 def _main(args: argparse.Namespace) -> None:
     from ..loading.files import alone_in
-    from .adapting import Run
+    from ..training.adapt import AdaptOptions, adapt
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
         require(ok, f"{flag} {value}", expected="more than 0, and below a million", do="correct it")
-    folder = adapters_home() / name_of(args)
-    with alone_in(folder):
-        run = Run(args, folder, PROG)
-        run.prepare()
-        run.go()
-        run.check()
+    out = adapters_home() / name_of(args)
+    with alone_in(out):
+        options = AdaptOptions(
+            model=args.model,
+            path=resolve_model(args.model, Fetch(progress=DownloadBar())),
+            out=out,
+            data=tuple(args.data),
+            hours=args.hours,
+            memory_gb=args.memory_gb,
+            seed=args.seed,
+        )
+        adapt(options, prog=PROG, say=say, wait=waiting(args.give_way))
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def waiting(give_way: bool) -> Callable[[], None]:
+    """What waits until others leave the machine free, and it is not on battery, where `give_way`
+    asks for that."""
+    from .machine import power_source
+
+    looked = time.monotonic()
+    own = time.process_time()
+
+    def wait() -> None:
+        nonlocal looked, own
+        while give_way and time.monotonic() - looked > _BUSY_SECONDS:
+            used = (time.process_time() - own) / (time.monotonic() - looked)
+            others = os.getloadavg()[0] - max(1.0, used)
+            looked = time.monotonic()
+            own = time.process_time()
+            if others < (os.cpu_count() or 1) / 2 and "battery" not in power_source().lower():
+                return
+            time.sleep(_BUSY_SECONDS)
+
+    return wait
 
 
 main = command(PROG, parse_args, _main)

@@ -10,7 +10,6 @@ from .options import alone, command, launched_rank
 from .train_options import add_cache_option, run_options, train_config, training_parser
 
 PROG = "ssmlx.train"
-STORE_FILE = "lower.states"
 DTYPES = ("auto", "stored", "bfloat16", "float32")
 EPILOG = """examples:
   # fine-tune for a task, streams included
@@ -72,7 +71,7 @@ def _run(args: argparse.Namespace) -> None:
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest
     from ..model.ranks import launched
-    from ..training.job import prepare, run_to_end
+    from ..training.job import STORE_FILE, prepare, run_to_end
     from ..training.mlx_model import TrainedModel, new_adapter, start_from, with_new_parts
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 

@@ -100,8 +100,8 @@ def add_settings(
         group.add_argument("--" + name.replace("_", "-"), **settings)
 
 
-def add_run_options(parser: argparse.ArgumentParser, *, with_trees: bool = True) -> None:
-    """Data, folder, model, template, and how often to save and to validate (on trees, or not)."""
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Data, folder, model, template, and how often to save and to validate."""
     group = parser.add_argument_group("run")
     group.add_argument(
         "--data",
@@ -129,9 +129,7 @@ def add_run_options(parser: argparse.ArgumentParser, *, with_trees: bool = True)
         ),
     )
     for one in fields(RunOptions):
-        if one.name == "tree_size" and not with_trees:
-            parser.set_defaults(tree_size=one.default)
-        elif text := one.metadata.get("help"):
+        if text := one.metadata.get("help"):
             text += "" if one.default is None else f" (default: {one.default})"
             default = int if one.default is None else one.default
             add_options(group, ("--" + one.name.replace("_", "-"), "N", text, default))

@@ -203,6 +203,11 @@ class PartFile:
         return sum(len(line) + 1 for line in lines)
 
 
+def digest_of_json(values: Any) -> str:
+    """Of JSON values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def folder_digest(folder: Path | None) -> str:
     """Of the settings and weights in a folder; of nothing where there is no folder."""
     digest = hashlib.sha256()

@@ -17,7 +17,6 @@ from ..bars import bar
 from ..loading.files import PartFile
 from .questions import is_good_prompt, normalised, user_prefix
 
-QUESTION_TOKENS = 110
 PREFILL_AT_ONCE = 8
 _MIN_P = 0.02
 _TRIES = 6  # a wanted question, and after so many rounds a found one: else a model gives up
@@ -82,8 +81,11 @@ class Speaker:
             known[number] = tokens
         return [known[text.number] for text in texts]
 
-    def questions(self, wanted: int, part: PartFile) -> list[str]:
-        """At most so many different questions of the model's own, in the order of their numbers."""
+    def questions(self, wanted: int, max_tokens: int, part: PartFile) -> list[str]:
+        """At most `wanted` different questions of the model's own, in the order of their numbers.
+
+        Each has at most `max_tokens` tokens; all that it asks goes into `part`.
+        """
         prefix = user_prefix(self.tokenizer) if wanted else []
         known = dict(part.done)
         found: dict[str, str] = {}
@@ -95,9 +97,8 @@ class Speaker:
             numbers = range(first, first + size)
             texts = [Text(number, prefix, 1.0) for number in numbers if number not in known]
             label = f"questions, {len(found)} of {wanted}"
-            for number, tokens in bar(
-                self.answers(texts, QUESTION_TOKENS), label, total=len(texts)
-            ):
+            asked = self.answers(texts, max_tokens)
+            for number, tokens in bar(asked, label, total=len(texts)):
                 ended = tokens[-1] in self.tokenizer.eos_token_ids
                 known[number] = self.tokenizer.decode(tokens[:-1]).strip() if ended else ""
                 part.append([number, known[number]])

@@ -41,6 +41,8 @@ from .record import LOG_FILE, PICTURE_FILE, Record, draw
 
 logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
+STORE_FILE = "lower.states"
+"""What the frozen layers say, of a run in MLX."""
 _VALIDATION_BATCH = 16
 _OF_STREAMS = ("stream_init", "stream_init_rank", "stream_design", "rotation_step",
                "num_msa_layers")  # fmt: skip
@@ -248,16 +250,17 @@ def run_to_end(
     identity: str,
     lower: Callable[[], Lower],
     write: Callable[[Validation], Path | None],
-    replay_size: int | None = None,
     keep_best: bool = False,
     wait: Callable[[], None] = lambda: None,
+    validated: Callable[[Validation], None] = lambda validate: None,
 ) -> None:
     """Go on with a run where it was stopped, if it was; write, draw and tell what it came to.
 
     `lower` makes what the frozen layers, of `dtype`, say of a batch; `write` writes what was
     trained, and returns where, or None for the run's folder. Validations replay the nodes of the
-    options' tree, or `replay_size`. With `keep_best`, what is untrained is validated too, and that
-    is written which brought most tokens per call, whenever it does. `wait` is called before steps.
+    options' tree. With `keep_best`, what is untrained is validated too, and that
+    is written which brought most tokens per call, whenever it does. `wait` is called before steps,
+    and `validated` behind every validation.
     """
     out = job.options.out
     options = job.options
@@ -280,7 +283,7 @@ def run_to_end(
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
     lower_of = lower()
     objective = trainer.objective
-    size = replay_size or options.tree_size
+    size = options.tree_size
     batches = in_order(job.valid, _VALIDATION_BATCH)
     texts = [collate(job.valid, one.indices, job.packing) for one in batches if job.packing]
     validate, of_packed = (Validation(objective, one, size) for one in (batches, texts))
@@ -301,6 +304,7 @@ def run_to_end(
             if rate := of_packed().get("tokens_per_call"):
                 entry["packed_tokens_per_call"] = rate
             _say(entry, job.num_steps)
+            validated(validate)
         record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
         if keep_best and entry.get("tokens_per_call", 0.0) > best:
             best = entry["tokens_per_call"]

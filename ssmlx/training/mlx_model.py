@@ -45,13 +45,14 @@ from ..model.lora import (
 )
 from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotation
 from ..settings import StreamConfig
-from ..tuning.ladder import SIZES
 from .config import Part, TrainConfig
 from .data import Batch
 from .job import check_init, check_scale, check_shapes
 from .objective import Validation
 
 EMBEDDING_STD = 0.02
+RECORDED_TREE_SIZES = (2, 3, 4, 6, 8, 12, 16)
+"""Nodes of the trees whose tokens per call an adapter's settings record."""
 _CARRIERS_AT_ONCE = 64
 
 Weights = dict[str, mx.array]
@@ -282,7 +283,7 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
 
 def write_trained(folder: Path, adapter: Adapter, validate: Validation) -> Path:
     """Write an adapter with what it brings on held-out text, by the nodes of a tree."""
-    config = replace(adapter.config, tokens_per_call=validate.curve(SIZES) or None)
+    config = replace(adapter.config, tokens_per_call=validate.curve(RECORDED_TREE_SIZES) or None)
     with new_folder(folder) as work:
         write_adapter(work, replace(adapter, config=config))
     return folder

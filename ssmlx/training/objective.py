@@ -19,9 +19,9 @@ from ..errors import require, unwritable
 from ..loading.files import write_whole
 from ..model.tree import num_candidates
 from ..settings import TreeConfig
-from ..tuning.replay import Guesses, Replay, replay
 from .config import TrainConfig
 from .data import Batch, Example, draft_indices, in_order
+from .replay import Guesses, Replay, replay
 
 MAIN = "main"
 STREAM = "stream"

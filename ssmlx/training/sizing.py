@@ -1,4 +1,4 @@
-"""What streams a model should have, what they should bring, and how long that takes here."""
+"""Which streams a model should have, and how many answers fit into the hours, as measured here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import log
 from pathlib import Path
 from typing import Any
 
@@ -15,142 +14,129 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import require
+from ..generation.step_costs import measure_step_costs
+from ..loading.attach import fuse_streams
 from ..model.backbone import Backbone
 from ..settings import StreamConfig
-from ..tuning.chips import MOST_ROWS, Bound, Chip, Decoder, costs, row_costs
-from ..tuning.cost import interpolate
-from ..tuning.ladder import USUAL_CONTEXT, shapes
 from .answers import Speaker, Text
-from .config import DRAFT_VOCAB_SIZE, TrainConfig
+from .config import RunOptions, TrainConfig
 from .data import Example, collate
+from .job import stream_config
 from .mlx_model import TrainedModel, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
-from .objective import STRIDE
 
-ANSWER_TOKENS = 160
-USUAL_TOKENS = 120  # of an answer, of the tokens that it may have
+NUM_STREAMS = 4
+LAYER_SHARES: Mapping[float, float] = {2 / 30: 0.75, 4 / 30: 0.82, 8 / 30: 1.0}
+"""Shares of the layers that may have streams, and the share of accepted drafts that is left with
+them on SmolLM2-135M: perf/figures/ablation.png."""
+TIMED_SIZES = (2, 4, 8, 16)
+"""Nodes of the trees whose calls are timed."""
+_USUAL_TOKENS: Mapping[int, float] = {2: 1.59, 4: 1.98, 8: 2.28, 16: 2.5}
+"""Tokens per call by nodes of the adapter `chat`, on held-out answers. They only decide between
+geometries: what is forecast is what the adapter itself shows."""
+_TIMED_CONTEXT = 128
+RESERVE = 0.12
+"""Share of the time for validations, and for the figures at the end."""
 _QUESTION_SHARE = 0.15  # of the time of answers, that the model's own questions take
-RESERVE = 0.12  # of the time: validations, and figures at the end
+_USUAL_SHARE = 0.75  # of the tokens that an answer may have, that it has
 _MOST_EPOCHS = 3
-TRAINED: Mapping[int, float] = {2: 1.59, 3: 1.81, 4: 1.98, 6: 2.16, 8: 2.28, 12: 2.37, 16: 2.5}
-"""Tokens per call by nodes of the adapter `chat`, on answers that were held out."""
-LEARNT: Mapping[int, float] = {1450: 0.54, 11_000: 1.0}
-"""What its like has of its accepted drafts after so many answers, each pass over one counted."""
-SHARES: Mapping[float, float] = {2 / 30: 0.75, 4 / 30: 0.82, 8 / 30: 1.0}
-"""What is left of them where only so many of the layers have streams: perf/figures/ablation.png."""
-_STREAMS: Mapping[int, float] = {2: 0.88, 3: 0.96, 4: 1.0}
-"""What is left of them where only so many streams guess."""
 _BATCHES = (16, 8, 4, 2, 1)
-_TOGETHER = (32, 16, 8, 4, 1)
+_ANSWERS_AT_ONCE = (32, 16, 8, 4, 1)
 _PROBED = (1, 3)
 _PROBED_TOKENS = 16
 _WEIGHTS_SHARE = 2 / 3
-_MEMORY_SHARE = 0.7  # of the machine's, that may be used unless told
+_MEMORY_SHARE = 0.7  # of the machine's, where nothing is asked for
+
+StepCosts = Mapping[int, float]
+"""Plain calls that a call with n nodes takes, by n."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Streams, and the speed-up over plain decoding that they should bring on a chip."""
-
-    num_layers: int
-    num_streams: int
-    nodes: int  # of the tree that should be fastest
-    low: float
-    middle: float
-    high: float
-
-    def train(self, **more: Any) -> TrainConfig:
-        return TrainConfig(
-            num_streams=self.num_streams,
-            num_msa_layers=self.num_layers,
-            adapter_scope="streams",
-            root_init_rank=64,
-            condition_rank=64,
-            stream_weights=(1.0,),
-            schedule="cosine",
-            learning_rate=1e-3,
-            prune_rank=0,
-            **more,
-        )
-
-
-def choose_sizes(decoder: Decoder, chip: Chip) -> Sizes:
-    """Those that should be fastest on a chip, by what others published of its rows."""
-    layers = {max(1, round(share * decoder.layers)) for share in SHARES}
-    found = [predicted(decoder, chip, n, g) for n in sorted(layers) for g in _STREAMS]
-    return max(found, key=lambda one: one.middle)
-
-
-def _drafting(decoder: Decoder, layers: int, streams: int) -> Decoder:
-    return replace(
-        decoder,
-        msa_layers=layers,
-        num_streams=streams,
-        is_conditional=True,
-        starts_from_root=True,
-        draft_vocab=min(decoder.vocab, DRAFT_VOCAB_SIZE),
+def stream_training(num_layers: int, **more: Any) -> TrainConfig:
+    """How streams in so many top layers are trained; `more` are other settings."""
+    return TrainConfig(
+        num_streams=NUM_STREAMS,
+        num_msa_layers=num_layers,
+        adapter_scope="streams",
+        root_init_rank=64,
+        condition_rank=64,
+        stream_weights=(1.0,),
+        schedule="cosine",
+        learning_rate=1e-3,
+        prune_rank=0,
+        **more,
     )
 
 
-def predicted(
-    decoder: Decoder, chip: Chip, layers: int, streams: int, learnt: float = min(LEARNT)
-) -> Sizes:
-    """What these sizes should bring, once so many answers are learnt."""
-    drafting = _drafting(decoder, layers, streams)
-    kept = interpolate([*SHARES], [*SHARES.values()], layers / decoder.layers) * _STREAMS[streams]
-    kept *= interpolate([log(n) for n in LEARNT], [*LEARNT.values()], log(max(1.0, learnt)))
-    tokens = {n: 1 + kept * (one - 1) for n, one in TRAINED.items()}
+def candidate_layers(num_layers: int) -> dict[int, float]:
+    """Numbers of layers that may have streams, and the share of accepted drafts that is left."""
+    return {max(1, round(share * num_layers)): kept for share, kept in LAYER_SHARES.items()}
 
-    def speedups(bound: Bound) -> dict[int, float]:
-        steps = costs(drafting, chip, bound)
-        every = {shape.num_nodes: shape for shape in shapes(streams)}
-        return {n: tokens[n] / steps.breakeven(one, USUAL_CONTEXT) for n, one in every.items()}
 
-    middle = speedups("middle")
-    nodes = max(middle, key=middle.__getitem__)
-    return Sizes(
-        num_layers=layers,
-        num_streams=streams,
-        nodes=nodes,
-        low=speedups("high")[nodes],
-        middle=middle[nodes],
-        high=speedups("low")[nodes],
-    )
+def time_candidates(
+    backbone: Backbone,
+    base: dict[str, Any],
+    options: RunOptions,
+    tokens: Sequence[int],
+    *,
+    seconds: float,
+) -> dict[int, StepCosts]:
+    """Time calls with untrained streams: what a call costs does not depend on what they learned.
+
+    Args:
+        backbone: the base model, which stays as it is.
+        base: its settings, as `read_base` gives them.
+        options: of the run.
+        tokens: a text, the beginning of which is decoded behind.
+        seconds: for each candidate.
+
+    Returns:
+        What calls cost, by the number of layers with streams.
+    """
+    found: dict[int, StepCosts] = {}
+    for num_layers in candidate_layers(base["num_hidden_layers"]):
+        train = stream_training(num_layers).sized(base["vocab_size"])
+        config = stream_config(train, base, options, [])
+        adapter = new_adapter(backbone.twin(), config, train, _any_vocab(train))
+        model = fuse_streams(backbone, adapter, merge_lora=True)
+        text = tokens[:_TIMED_CONTEXT]
+        found[num_layers] = measure_step_costs(model, text, TIMED_SIZES, seconds=seconds)
+    return found
+
+
+def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
+    """The number of layers with streams that should be fastest by what calls cost."""
+    kept = candidate_layers(num_layers)
+
+    def speedup(layers: int) -> float:
+        tokens = {n: 1 + kept[layers] * (one - 1) for n, one in _USUAL_TOKENS.items()}
+        return best_tree(costs[layers], tokens)[1]
+
+    return max(costs, key=speedup)
+
+
+def best_tree(costs: StepCosts, tokens_per_call: Mapping[int, float]) -> tuple[int, float]:
+    """Nodes of the fastest tree, and its speed as a multiple of plain decoding's."""
+    speeds = {n: tokens_per_call[n] / cost for n, cost in costs.items()}
+    nodes = max(speeds, key=speeds.__getitem__)
+    return nodes, speeds[nodes]
+
+
+def _any_vocab(train: TrainConfig) -> np.ndarray | None:
+    """A draft vocabulary of the right size: which tokens it has changes no time."""
+    size = train.draft_vocab_size
+    return np.arange(size, dtype=np.int32) if size else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """What was measured here, of real steps on random tokens."""
 
-    answer: float  # tokens/s of answers, together
-    token: float  # seconds that learning a token of an answer takes
-    lower: float  # seconds that the frozen layers take of a token
+    answer_tokens_per_second: float  # of all answers that are made at once
+    train_seconds_per_token: float  # of learning a token of an answer
+    frozen_seconds_per_token: float  # of the layers below the streams'
     batch_size: int  # examples of a step, as many as the memory allows
-    together: int  # answers at a time
-    memory: int  # bytes that all this takes at the most
-
-
-def expected_rates(decoder: Decoder, chip: Chip, sizes: Sizes) -> Rates:
-    """What `measure` should find on a chip, by what others published of its rows; no memory.
-
-    Learning a token takes a row of it, and one of each stream forth and back, through the layers
-    that have streams, and the draft head forth and back, once and for one token in `STRIDE` twice.
-    """
-    layers = sizes.num_layers
-    streams = sizes.num_streams
-    drafting = _drafting(decoder, layers, streams)
-    together = _TOGETHER[0]
-    row = row_costs(chip, decoder.bits)[MOST_ROWS] / MOST_ROWS
-    layer = row * chip.seconds(decoder.layer_bytes())
-    head = row * chip.seconds(decoder.head_bytes(drafting.draft_vocab))
-    return Rates(
-        answer=together / costs(drafting, chip).batch_seconds(together, USUAL_CONTEXT),
-        token=layers * layer * (1 + 2 * streams) + 2 * (1 + 1 / STRIDE) * streams * head,
-        lower=(decoder.layers - layers) * layer,
-        batch_size=_BATCHES[0],
-        together=together,
-        memory=0,
-    )
+    answers_at_once: int
+    memory: int  # bytes that all this takes at most
 
 
 def memory_here() -> int:
@@ -170,61 +156,75 @@ def frozen_dtype(path: Path, settings: Mapping[str, Any], most: int) -> str:
     return "auto" if stored * 32 / bits <= _WEIGHTS_SHARE * most else "stored"
 
 
-def measure(
+def measure_rates(
     backbone: Backbone,
     config: StreamConfig,
     train: TrainConfig,
     speaker: Speaker,
     prompt_tokens: int,
+    answer_tokens: int,
     most: int,
 ) -> Rates:
-    """Time some answers, and some steps, of the longest prompts; `most` is the bytes allowed.
+    """Time some answers, and some training steps, of the longest examples.
+
+    Args:
+        backbone: the base model, which stays as it is.
+        config: of the adapter.
+        train: its training.
+        speaker: answers with the same model.
+        prompt_tokens: of the longest prompt.
+        answer_tokens: that an answer may have.
+        most: bytes of memory that may be used.
 
     Raises:
         InputError: not even one example at a time fits.
     """
     rng = np.random.default_rng(train.seed)
-    size = train.draft_vocab_size
-    known = size or backbone.vocab_size  # tokens that are learnt, as nearly all of an answer's are
-    tokens = rng.integers(0, known, prompt_tokens + ANSWER_TOKENS).astype(np.int32)
-    together, answer, for_answers = _answer_rate(speaker, tokens[:prompt_tokens].tolist(), most)
+    # Of tokens that streams learn, as nearly all of an answer's are.
+    known = train.draft_vocab_size or backbone.vocab_size
+    tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
+    prompt = tokens[:prompt_tokens].tolist()
+    at_once, answer_rate, for_answers = _answer_rate(speaker, prompt, answer_tokens, most)
     twin = backbone.twin()
-    vocab = np.arange(size, dtype=np.int32) if size else None
+    vocab = _any_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab))
     objective = MlxObjective(model, train, vocab)
     trainer = MlxTrainer(objective, 100)
     peaks = {}
     for count in _PROBED:
         batch = collate([Example(tokens, prompt_tokens)] * count, np.arange(count))
-        with _watched() as lower:
+        with _watched() as frozen:
             states = objective.lower(batch)
         with _watched() as step:
             trainer.advance(batch, states)
         peaks[count] = step.peak
+    most_probed = _PROBED[-1]
     batch_size, for_steps = _largest(_BATCHES, peaks, most, "training")
     return Rates(
-        answer=answer,
-        token=step.seconds / count / ANSWER_TOKENS,
-        lower=lower.seconds / count / len(tokens),
+        answer_tokens_per_second=answer_rate,
+        train_seconds_per_token=step.seconds / most_probed / answer_tokens,
+        frozen_seconds_per_token=frozen.seconds / most_probed / len(tokens),
         batch_size=batch_size,
-        together=together,
+        answers_at_once=at_once,
         memory=max(for_answers, for_steps),
     )
 
 
-def _answer_rate(speaker: Speaker, prompt: list[int], most: int) -> tuple[int, float, int]:
+def _answer_rate(
+    speaker: Speaker, prompt: list[int], answer_tokens: int, most: int
+) -> tuple[int, float, int]:
     """Answers at a time, their tokens/s, and the bytes that they take."""
     peaks = {}
     for count in _PROBED:
         texts = [Text(number, prompt) for number in range(count)]
         with _watched() as prompts:
-            list(replace(speaker, batch_size=count).answers(texts, ANSWER_TOKENS // 10))
+            list(replace(speaker, batch_size=count).answers(texts, max(1, answer_tokens // 10)))
         peaks[count] = prompts.peak
-    together, memory = _largest(_TOGETHER, peaks, most, "answering")
-    texts = [Text(number, prompt[-8:], 1.0) for number in range(together)]
+    at_once, memory = _largest(_ANSWERS_AT_ONCE, peaks, most, "answering")
+    texts = [Text(number, prompt[-8:], 1.0) for number in range(at_once)]
     with _watched() as spent:
-        found = list(replace(speaker, batch_size=together).answers(texts, _PROBED_TOKENS))
-    return together, sum(len(answer) for _, answer in found) / spent.seconds, memory
+        found = list(replace(speaker, batch_size=at_once).answers(texts, _PROBED_TOKENS))
+    return at_once, sum(len(answer) for _, answer in found) / spent.seconds, memory
 
 
 @dataclass
@@ -261,34 +261,43 @@ def _largest(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Round:
     """How much is made in the time that there is."""
 
-    hours: float  # those of plans before it among them
+    hours: float  # those of rounds before it among them
     answers: int  # likewise
     epochs: int
     answer_seconds: float
     train_seconds: float
 
-    @classmethod
-    def within(cls, hours: float, rates: Rates, prompt_tokens: int, before: int = 0) -> Plan:
-        """Answers beside those that are there, and passes over all.
 
-        More passes where answers take longer to make.
-        """
-        asking = 1 + _QUESTION_SHARE
-        tokens = USUAL_TOKENS
-        made = tokens / rates.answer * asking
-        frozen = rates.lower * (prompt_tokens + tokens)
-        learnt = rates.token * tokens
-        epochs = min(_MOST_EPOCHS, max(1, round(made / learnt)))
-        trained = frozen + epochs * learnt
-        seconds = (1 - RESERVE) * 3600 * hours
-        answers = before + int((seconds - before * trained) / (made + trained))
-        return cls(
-            hours=hours,
-            answers=answers,
-            epochs=epochs,
-            answer_seconds=(answers - before) * made,
-            train_seconds=answers * trained,
-        )
+def plan_round(
+    hours: float, rates: Rates, prompt_tokens: int, answer_tokens: int, before: Round | None = None
+) -> Round:
+    """How many answers, and passes over all, fit into the hours.
+
+    More passes where answers take longer to make.
+
+    Args:
+        hours: in all, those of the rounds before among them.
+        rates: as measured.
+        prompt_tokens: of a usual prompt.
+        answer_tokens: that an answer may have.
+        before: the round before, if there was one.
+    """
+    old = before.answers if before else 0
+    tokens = _USUAL_SHARE * answer_tokens
+    make_seconds = (1 + _QUESTION_SHARE) * tokens / rates.answer_tokens_per_second
+    frozen_seconds = rates.frozen_seconds_per_token * (prompt_tokens + tokens)
+    pass_seconds = rates.train_seconds_per_token * tokens
+    epochs = min(_MOST_EPOCHS, max(1, round(make_seconds / pass_seconds)))
+    train_seconds = frozen_seconds + epochs * pass_seconds
+    seconds = (1 - RESERVE) * 3600 * (hours - (before.hours if before else 0.0))
+    new = max(0, int((seconds - old * train_seconds) / (make_seconds + train_seconds)))
+    return Round(
+        hours=hours,
+        answers=old + new,
+        epochs=epochs,
+        answer_seconds=new * make_seconds,
+        train_seconds=(old + new) * train_seconds,
+    )

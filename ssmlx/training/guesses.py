@@ -3,89 +3,25 @@
 An answer is decoded once. One forward over it, the whole answer as a tree of one branch with all
 its streams beside it, then says what the streams would have drafted at every place (the paper's
 own pass, section 3.2.1); with greedy decoding that is what they do draft there, whatever the
-tree. `ssmlx.tuning.replay` replays it; a test compares with real decoding, call for call. Only how
-far copies are trusted follows the calls: here it is as if every token were one's.
+tree. `ssmlx.training.replay` replays it; a test compares with real decoding, call for call. Only
+how far copies are trusted follows the calls: here it is as if every token were one's.
 """
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..api import check_prompt
-from ..bars import bar
 from ..decoding.loop import prefill
 from ..drafters.copies import TextOnDevice, foretold, untold, with_copies
 from ..drafters.streams import DraftVocab
-from ..errors import require
 from ..model.cache import TreeCache
 from ..model.condition import RESCORED
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, full_topology, num_candidates
-from ..prompts import encode_prompt, read_prompts
-from ..settings import GenerateConfig, TreeConfig
-from ..tuning.replay import Guesses
-from .timing import ssmlx_answer
+from ..settings import TreeConfig
+from .replay import Guesses
 
-_LEAST_TOKENS = 50
 _LOGIT_ROWS = 64  # rows of logits at a time: a vocabulary of 150,000 makes 40 MB of them
-
-
-@dataclass(frozen=True)
-class RecordedAnswer:
-    prompt: list[int]
-    guesses: Guesses
-
-
-def read_tokens(
-    path: Path, model: StreamFusedModel, tokenizer: TokenizerWrapper
-) -> list[list[int]]:
-    found = [encode_prompt(prompt, model, tokenizer) for prompt in read_prompts(path, "--data")]
-    for tokens in found:
-        check_prompt(model, len(tokens))
-    return found
-
-
-def split_prompts(
-    prompts: Sequence[list[int]], count: int, checked: int
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The last `count` prompts to learn from, and `checked` before them to check on."""
-    require(
-        count >= 1 and checked >= 0 and len(prompts) >= count + checked,
-        f"--count {count} --check {checked} of {len(prompts)} prompts",
-        expected="1 or more to learn from, others to check on, and no more than there are",
-        do="give smaller numbers, or more --data",
-    )
-    first = len(prompts) - count
-    return list(prompts[first:]), list(prompts[first - checked : first])
-
-
-def record_answers(
-    model: StreamFusedModel,
-    tokenizer: TokenizerWrapper,
-    prompts: Sequence[list[int]],
-    max_tokens: int,
-    largest: int,
-) -> list[RecordedAnswer]:
-    """Decode each prompt, and record what trees of up to `largest` nodes are made of."""
-    config = GenerateConfig(decoding="streaming", max_tokens=max_tokens, tree=TreeConfig())
-    most = most_candidates(model, largest)
-    found = []
-    for prompt in bar(prompts, "answers"):
-        answer = ssmlx_answer(model, tokenizer, prompt, config).tokens
-        found.append(RecordedAnswer(prompt, guesses_along(model, prompt, answer, most)))
-    tokens = sum(len(one.guesses.answer) for one in found)
-    require(
-        tokens >= _LEAST_TOKENS,
-        f"the answers have {tokens} tokens in all",
-        expected=f"{_LEAST_TOKENS} or more",
-        do="give --data with longer answers, or a larger --count or --max-tokens",
-    )
-    return found
 
 
 def most_candidates(model: StreamFusedModel, size: int) -> int:

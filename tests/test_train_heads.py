@@ -1,4 +1,4 @@
-"""The trainers of drafters, heads and draft models: losses, replay, resuming, what they write."""
+"""The trainer of drafting heads: losses, replay, resuming, what it writes."""
 
 import json
 
@@ -8,38 +8,31 @@ import pytest
 import ssmlx  # first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
-import mlx_lm
 import real
-from mlx_lm.utils import load_model, save_config
 from real import answer
 from tiny_heads import converted
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from oracle import make_base
-from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from convert import train_draft, train_heads
+from convert import train_heads
 from convert.__main__ import main as convert
 from convert.base import load_base
 from convert.formats.heads import DRAFT_VOCAB_FILE, load_published
 from convert.reference.checkpoint import load_reference
 from convert.reference.heads import MlpSpeculatorReference
 from convert.train import main as train_streams
-from convert.train_draft import MODEL_FOLDER
 from convert.train_heads import HeadSettings, head_config
-from convert.training import drafters
-from convert.training.run import TorchTrainer, freeze_base
+from convert.training import heads as heads_training
+from convert.training.run import TorchTrainer
 from ssmlx.drafters.heads import load_heads
 from ssmlx.loading.load import load_base as load_mlx_base
-from ssmlx.loading.load import load_weights
-from ssmlx.settings import DraftModelConfig, SpeculatorTreeConfig, StreamConfig, TreeConfig
+from ssmlx.settings import SpeculatorTreeConfig, TreeConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import BatchPlan, collate
 from ssmlx.training.record import LOG_FILE, read_record
 
-KEPT = 2
 SMALL = (
     "--batch-size", "8", "--device", "cpu", "--dtype", "float32", "--template", "{prompt}",
     "--save-every", "3", "--valid-every", "50", "--learning-rate", "0.01",
@@ -47,7 +40,6 @@ SMALL = (
 OWN = {
     "medusa": ("--kind", "medusa", "--num-heads", "2", "--valid-count", "4"),
     "mlp_speculator": ("--kind", "mlp_speculator", "--num-heads", "2", "--valid-count", "4"),
-    "draft": ("--layers", str(KEPT), "--valid-count", "16"),
 }
 KINDS = ("medusa", "mlp_speculator")
 PROMPTS = [real.words(1 + i % 3, first=3 * i) for i in range(16)]
@@ -71,10 +63,6 @@ def own_answers(base, tmp_path_factory):
     return real.write_data(tmp_path_factory.mktemp("own"), lines[:-UNSEEN], lines)
 
 
-def command_of(kind):
-    return train_draft if kind == "draft" else train_heads
-
-
 def argv(kind, base, data, out, *more):
     where = ["--model", str(base), "--data", str(data), "--out", str(out)]
     return [*where, *SMALL, *OWN[kind], *more]
@@ -82,7 +70,7 @@ def argv(kind, base, data, out, *more):
 
 def run_trainer(kind, *where_and_more):
     """The exit code of a trainer."""
-    return command_of(kind).main(argv(kind, *where_and_more))
+    return train_heads.main(argv(kind, *where_and_more))
 
 
 def train_lora(base, data, out, *more):
@@ -98,14 +86,12 @@ def refused(capsys):
     def refused(kind, *where_and_more):
         capsys.readouterr()
         assert run_trainer(kind, *where_and_more) == 2
-        return real.one_line(capsys.readouterr().err, command_of(kind).PROG)
+        return real.one_line(capsys.readouterr().err, train_heads.PROG)
 
     return refused
 
 
 def weights(out):
-    if (out / MODEL_FOLDER).exists():
-        return load_file(out / MODEL_FOLDER / "model.safetensors")
     return dict(load_published(out).named_parameters())
 
 
@@ -128,27 +114,13 @@ def head_objective(base, kind, vocab=None, alphas=(1.0, 0.5, 0.25), dtype=torch.
     """Heads of which every number does something, on the tiny base."""
     settings = HeadSettings(kind=kind, num_heads=3, **shape)
     train = TrainConfig(num_streams=3, prune_rank=0, stream_weights=alphas, learning_rate=0.01)
-    frozen = drafters.load_frozen(base, None)
+    frozen = heads_training.load_frozen(base, None)
     config = head_config(settings, real.VOCAB, real.WIDTH, 0 if vocab is None else len(vocab))
-    model = drafters.build_heads(config, vocab, 0, frozen.base.lm_head.weight)
+    model = heads_training.build_heads(config, vocab, 0, frozen.base.lm_head.weight)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
-    return drafters.HeadObjective(model, frozen, train, (4, 3, 2), torch.device("cpu"), dtype)
-
-
-def draft_objective(base, num_layers=KEPT, dtype=torch.float32):
-    train = TrainConfig(num_streams=0, num_msa_layers=num_layers, prune_rank=0, learning_rate=0.01)
-    sizes = json.loads((base / "config.json").read_text())
-    config = StreamConfig(
-        num_streams=0,
-        num_msa_layers=num_layers,
-        num_layers=sizes["num_hidden_layers"],
-        hidden_size=sizes["hidden_size"],
-    )
-    model = drafters.build_draft(base, config, num_layers)
-    freeze_base(model, dtype)
-    return drafters.DraftObjective(model, train, None, torch.device("cpu"), dtype)
+    return heads_training.HeadObjective(model, frozen, train, (4, 3, 2), torch.device("cpu"), dtype)
 
 
 SHAPES = [
@@ -256,118 +228,16 @@ def longest(tree, following):
     )
 
 
-def test_a_draft_model_costs_what_its_first_layers_cost(base):
-    """Padded and bucketed, the loss is that of the first layers run by transformers."""
-    objective = draft_objective(base)
-    examples = real.random_examples(5)
-    batch = collate(examples, np.arange(5))
-    with torch.no_grad():
-        total, parts = objective.loss(batch, objective.lower(batch), 0)
-    losses = []
-    for example in examples:
-        tokens = torch.from_numpy(example.tokens).long()
-        with torch.no_grad():
-            logits = objective.model.base(tokens[None]).logits[0]
-        span = slice(example.start - 1, -1)
-        losses += F.cross_entropy(logits[span], tokens[example.start :], reduction="none").tolist()
-    assert len(objective.model.base.model.layers) == KEPT
-    assert list(parts) == ["main_loss"]
-    assert float(total) == pytest.approx(np.mean(losses), rel=1e-4)
-    assert parts["main_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "draft"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_holds_what_is_trained_in_float32(base, kind):
-    def objective(dtype):
-        if kind == "draft":
-            return draft_objective(base, dtype=dtype)
-        return head_objective(base, kind, dtype=dtype)
-
-    fine, rough = map(objective, (torch.float32, torch.bfloat16))
+    fine = head_objective(base, kind, dtype=torch.float32)
+    rough = head_objective(base, kind, dtype=torch.bfloat16)
     batch = collate(real.random_examples(5), np.arange(5))
     exact = fine.parts(batch, fine.lower(batch))
     for name, value in rough.parts(batch, rough.lower(batch)).items():
         assert value == pytest.approx(exact[name], rel=0.05)
     assert {p.dtype for p in take_steps(rough, 1).named.values()} == {torch.float32}
-    frozen = {p.dtype for p in rough.model.parameters() if not p.requires_grad}
-    assert frozen == ({torch.bfloat16} if kind == "draft" else set())
-
-
-@pytest.mark.parametrize(("agrees", "length", "calls"), [
-    ([0], 3, 1),
-    ([1, 1, 1, 1, 1], 3, 2),  # the prompt's call gives one, the next one three and its own
-    ([1, 1, 1, 1, 1, 1], 3, 3), ([1, 0, 0, 0], 3, 4),
-    ([0, 1, 0, 1, 1, 0], 3, 3), ([1, 1, 1, 1, 1], 1, 3),
-    ([1, 1, 1, 1], 9, 2),
-])  # fmt: skip
-def test_calls_of_a_chain(agrees, length, calls):
-    assert drafters.chain_calls(np.array(agrees, bool), length) == calls
-
-
-def tied(folder):
-    """A base whose LM head is its embedding."""
-    _, config = load_model(real.write_base(folder))
-    config |= {"tie_word_embeddings": True}
-    save_config(config, folder / "config.json")
-    weights = {
-        n: w for n, w in mx.load(str(folder / "model.safetensors")).items() if "lm_" not in n
-    }
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    return folder
-
-
-def packed(folder):
-    """A tied base in 4 bits, as mlx-lm writes it."""
-    return real.write_packed(folder, tied(folder))
-
-
-def of_transformers(architecture, **changes):
-    def write(folder):
-        model = make_base(architecture, vocab=real.VOCAB, **changes)
-        model.save_pretrained(folder)
-        real.write_tokenizer(folder)
-        return folder
-
-    return write
-
-
-BASES = {
-    "untied": real.write_base,
-    "tied": tied,
-    "packed": packed,
-    "layer types": of_transformers("Qwen2"),
-    "another norm": of_transformers("Phi", partial_rotary_factor=0.5),
-    "learned positions": of_transformers(
-        "OPT", ffn_dim=48, word_embed_proj_dim=32, tie_word_embeddings=True
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", BASES)
-def test_what_is_written_is_what_was_trained(kind, tmp_path):
-    """By transformers, by mlx-lm and by ssmlx's loader: the same logits, frozen parts as before."""
-    base = BASES[kind](tmp_path / "base")
-    out = tmp_path / "model"
-    objective = draft_objective(base)
-    run = take_steps(objective)
-    assert any("norm" in name and "layers" not in name for name in run.named)
-    drafters.write_draft(drafters.trained_weights(objective.model), base, KEPT, out)
-    tokens = torch.arange(9)[None] + 7
-    with torch.no_grad():
-        expected = objective.model(tokens, stream_rows=tokens[0, :0]).main_logits
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
-        assert near(loaded.float()(tokens).logits, expected)
-    models = [load_weights(out, "stored", "")[0]]
-    if kind in ("untied", "tied", "packed"):
-        models.append(mlx_lm.load(str(out))[0])
-    for model in models:
-        assert near(model(mx.array(tokens.numpy())), expected, 1e-4)
-    assert json.loads((out / "config.json").read_text())["num_hidden_layers"] == KEPT
-    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
-    before = load_base(base).state_dict()
-    after = load_file(out / "model.safetensors")
-    for name in after.keys() - drafters.trained_weights(objective.model).keys():
-        assert torch.equal(before[name], after[name])
+    assert all(parameter.requires_grad for parameter in rough.model.parameters())
 
 
 @pytest.mark.slow
@@ -394,32 +264,6 @@ def test_what_heads_learn_shows_when_they_draft(base, data, tmp_path, kind, more
     assert heads.config.num_guessed == (60 if "--draft-vocab-size" in more else real.VOCAB)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_draft_model_learns_shows_when_it_drafts(base, own_answers, tmp_path, dtype):
-    """Fewer calls for the same tokens, and as many as the validation foretold."""
-    run = tmp_path / "run"
-    more = ("--epochs", "60", "--num-draft-tokens", "4", "--dtype", dtype)
-    assert run_trainer("draft", base, own_answers, run, *more) == 0
-    log = read_record(run / LOG_FILE)
-    assert log[-1]["main_loss"] < 0.5 * log[0]["main_loss"]
-    assert log[-1]["tokens_per_call"] > 2
-    assert (run / "curves.png").stat().st_size > 10_000
-    model, tokenizer = ssmlx.load(str(base), dtype="float32")
-    draft = ssmlx.load_draft_model(str(run / MODEL_FOLDER), tokenizer, real.VOCAB, dtype="float32")
-    chain = DraftModelConfig(num_draft_tokens=4)
-    settings = {"max_tokens": 10, "draft_model": draft, "draft": chain}
-    tokens = calls = 0
-    for prompt in map(tokenizer.encode, PROMPTS):
-        plain, _ = answer(model, tokenizer, prompt, decoding="plain", max_tokens=10)
-        found, last = answer(model, tokenizer, prompt, **settings)
-        assert found == plain
-        tokens = tokens + len(found)
-        calls = calls + last.target_calls
-    foretold = log[-1]["tokens_per_call"]
-    assert tokens / calls == pytest.approx(foretold, rel=1e-3 if dtype == "float32" else 0.1)
-
-
 def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
     """The hidden states are the fine-tuned model's, and both are frozen."""
     lora = tmp_path / "lora"
@@ -439,12 +283,14 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
         "--lora-rank",
         4,
     )
-    frozen = drafters.load_frozen(base, lora)
+    frozen = heads_training.load_frozen(base, lora)
     settings = HeadSettings(kind="medusa", num_heads=3)
     train = TrainConfig(num_streams=3, prune_rank=0)
     config = head_config(settings, real.VOCAB, real.WIDTH, 0)
-    model = drafters.build_heads(config, None, 0, frozen.base.lm_head.weight)
-    objective = drafters.HeadObjective(model, frozen, train, (), torch.device("cpu"), torch.float32)
+    model = heads_training.build_heads(config, None, 0, frozen.base.lm_head.weight)
+    objective = heads_training.HeadObjective(
+        model, frozen, train, (), torch.device("cpu"), torch.float32
+    )
     batch = collate(real.random_examples(1), np.arange(1))
     tokens = torch.from_numpy(batch.tokens).long()
     with torch.no_grad():
@@ -501,31 +347,22 @@ def test_stage_2_goes_on_from_stage_1(base, data, own_answers, tmp_path, capsys)
     ("mlp_speculator", ("--widths", "3"), "2 numbers of 1 or more"),
     ("medusa", ("--init", "nowhere"), "holds no drafting heads"),
     ("medusa", ("--draft-vocab-size", "65"), "draft_vocab_size is 65 of 64 tokens"),
-    ("draft", ("--layers", "9"), f"--layers 9; expected 1 to {real.LAYERS}"),
-    ("draft", ("--layers", "0"), f"--layers 0; expected 1 to {real.LAYERS}"),
-    ("draft", ("--num-draft-tokens", "0"), "--num-draft-tokens 0"),
-    ("draft", ("--model", "./nowhere"), "nowhere"),
 ])  # fmt: skip
 def test_bad_options_are_told_in_one_line(base, data, tmp_path, refused, kind, more, said):
     assert said in refused(kind, base, data, tmp_path / "run", *more)
     assert not (tmp_path / "run" / TorchTrainer.STATE_FILE).exists()
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"), [("medusa", ("--decay", "0.7")), ("draft", ("--layers", "3"))]
-)
-def test_another_runs_folder_is_refused(base, data, tmp_path, refused, kind, change):
+def test_another_runs_folder_is_refused(base, data, tmp_path, refused):
+    kind = "medusa"
     out = tmp_path / "run"
     mine = tmp_path / "base"
     mine.symlink_to(base)
     assert run_trainer(kind, mine, data, out, "--max-steps", "2") == 0
     before = (out / TorchTrainer.STATE_FILE).read_bytes()
-    for more in (("--dtype", "bfloat16"), change):
+    for more in (("--dtype", "bfloat16"), ("--decay", "0.7")):
         assert "holds a run with" in refused(kind, mine, data, out, *more)
     mine.unlink()
     mine.symlink_to(real.write_base(tmp_path / "other", norm=1.5))
     assert "another model to start from" in refused(kind, mine, data, out)
     assert (out / TorchTrainer.STATE_FILE).read_bytes() == before
-    (out / TorchTrainer.STATE_FILE).unlink()
-    if kind == "draft":
-        assert "state.pt beside it does not" in refused(kind, base, data, out)

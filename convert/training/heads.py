@@ -1,45 +1,29 @@
-"""The losses of drafters on a frozen model, and held-out text replayed with them.
+"""The losses of drafting heads on a frozen model, and held-out text replayed with them.
 
 Head h guesses the token h + 2 places after a row of final-normed hidden states, as stream h + 1
 does: so the batches, the schedule and the saved state are those of the stream trainer.
-
-A draft model keeps the base's embedding, first K layers, final norm and LM head. Layers and norm
-are trained. The first ones, because each of them then sees the states that it was pretrained on:
-only the norm and the head meet others. So it is a stream-fused model without streams, whose upper
-layers are all that it has, and its loss is that of the main stream.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
 from ssmlx.drafters.head_drafter import HeadConfig
-from ssmlx.errors import unwritable
-from ssmlx.json_files import read_json
-from ssmlx.loading.files import new_folder
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, draft_indices
-from ssmlx.training.objective import MAIN, STREAM
-from ssmlx.tuning.replay import Replay
+from ssmlx.training.objective import STREAM
+from ssmlx.training.replay import Replay
 
-from ..base import copy_settings, load_base
+from ..base import load_base
 from ..reference.checkpoint import fine_tuned
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
 from ..reference.model import StreamFusedReference, places_of
 from .run import TorchObjective, freeze_base, precision
-
-_TRAINED = ("layers", "norm", "final_layernorm", "final_layer_norm")
-# What a config.json says of the weights that it came with; those written here are float32.
-_OF_THE_WEIGHTS = ("quantization", "quantization_config", "dtype", "torch_dtype")
 
 
 def build_heads(
@@ -195,92 +179,3 @@ def accepted_depth(
         beam = int(agreeing[0])
         depth = depth + 1
     return depth
-
-
-def load_first_layers(path: Path, num_layers: int) -> Any:
-    """A base model of transformers in float32, without its layers from `num_layers` on."""
-    base = load_base(path, attn_implementation="sdpa")
-    decoder = base.get_decoder()
-    decoder.layers = decoder.layers[:num_layers]
-    base.config.num_hidden_layers = num_layers
-    if getattr(base.config, "layer_types", None):
-        base.config.layer_types = base.config.layer_types[:num_layers]
-    return base
-
-
-def build_draft(path: Path, config: StreamConfig, num_layers: int) -> StreamFusedReference:
-    """The draft model of K layers, these and its norm to be trained."""
-    settings = replace(config, num_layers=num_layers, num_msa_layers=num_layers)
-    model = StreamFusedReference(load_first_layers(path, num_layers), settings)
-    for name in _TRAINED:
-        part = getattr(model.decoder.module, name, None)
-        if part is not None:
-            part.requires_grad_(True)
-    return model
-
-
-class DraftObjective(TorchObjective):
-    """Cross-entropy of the answers, and held-out text replayed with chains of drafted tokens."""
-
-    @torch.no_grad()
-    def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay:
-        """The target calls of decoding the answers with chains of `size` drafted tokens."""
-        hidden = self.upper(batch, lower.to(self.device)).main
-        carriers = self.tensor(batch.carriers)
-        num_tokens = num_calls = 0
-        for row, places, answer in batch.answers():
-            states = hidden[row, carriers[row, places]]
-            said = self.logits(states, MAIN).argmax(-1).cpu().numpy()
-            num_tokens += len(answer)
-            num_calls += chain_calls(said == answer, size)
-        return Replay(num_tokens, num_calls)
-
-
-def chain_calls(agrees: np.ndarray, num_draft_tokens: int) -> int:
-    """Target calls that an answer takes; the first comes with the prompt.
-
-    As long as a chain agrees with the text, its next token is the one that the text before it
-    calls for: so one forward over the text tells where every chain would end.
-
-    `agrees` [A] says whether the draft model's likeliest token is the answer's.
-    """
-    place = 0
-    calls = 1
-    while place + 1 < len(agrees):
-        # The call before gave the token at `place`; the chain goes on from it.
-        chain = agrees[place + 1 : place + 1 + num_draft_tokens]
-        place += 1 + (len(chain) if chain.all() else int(chain.argmin()))
-        calls += 1
-    return calls
-
-
-def trained_weights(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    named = model.base.named_parameters()
-    return {name: p.detach().cpu() for name, p in named if p.requires_grad}
-
-
-def write_draft(
-    trained: Mapping[str, torch.Tensor], source: Path, num_layers: int, target: Path
-) -> None:
-    """Write a model folder that mlx-lm and transformers load, in float32.
-
-    What was not `trained` is the base model's, unrounded, of the folder `source`. A folder `target`
-    that exists is replaced.
-    """
-    base = load_first_layers(source, num_layers)
-    base.load_state_dict(trained, strict=False)
-    tensors = base.state_dict()
-    if base.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    settings = read_json(source / "config.json", "a model folder")
-    settings = {name: value for name, value in settings.items() if name not in _OF_THE_WEIGHTS}
-    settings["num_hidden_layers"] = num_layers
-    if settings.get("layer_types"):
-        settings["layer_types"] = settings["layer_types"][:num_layers]
-    with new_folder(target) as folder:
-        copy_settings(source, folder)
-        try:
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk
-            raise unwritable(folder, error) from error
-        (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")

@@ -1,1 +1,0 @@
-"""What is fastest on this machine."""

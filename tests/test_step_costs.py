@@ -1,0 +1,56 @@
+"""What a call costs is measured in the loop that answers are decoded in."""
+
+import time
+
+import pytest
+
+from ssmlx.generation import step_costs
+from ssmlx.generation.step_costs import measure_step_costs
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
+
+TEXT = [3, 4, 5, 6, 7, 8, 9, 3, 4, 5]
+
+
+@pytest.fixture
+def model(loaded):
+    return loaded[0]
+
+
+def slowed(monkeypatch, seconds_of):
+    """Make calls take so many seconds more, by the nodes of their trees."""
+    real_lower = StreamFusedModel.lower
+    real_append = Backbone.append
+
+    def lower(self, tree, *more):
+        time.sleep(seconds_of(tree.num_nodes))
+        return real_lower(self, tree, *more)
+
+    def append(self, tokens, cache):
+        time.sleep(seconds_of(1))
+        return real_append(self, tokens, cache)
+
+    monkeypatch.setattr(StreamFusedModel, "lower", lower)
+    monkeypatch.setattr(Backbone, "append", append)
+
+
+def test_a_slow_tree_is_dear(model, monkeypatch):
+    slowed(monkeypatch, lambda nodes: 0.5 if nodes == 4 else 0.1)
+    costs = measure_step_costs(model, TEXT, (4, 2, 3), seconds=0)
+    assert list(costs) == [2, 3, 4]
+    assert costs[4] > 3 * max(costs[2], costs[3])
+    assert min(costs.values()) > 0.5
+
+
+def test_nothing_larger_is_timed_than_what_can_pay(model, monkeypatch):
+    slowed(monkeypatch, lambda nodes: 0.8 if nodes >= 4 else 0.1)
+    costs = measure_step_costs(model, TEXT, (2, 4, 8, 16), seconds=0)
+    assert list(costs) == [2, 4] and costs[4] > 1 + model.num_streams
+
+
+def test_the_least_of_the_rounds_counts(model, monkeypatch):
+    times = iter([1.0, 2.0, 2.6, 3.0, 1.5, 9.0, 8.0, 8.0, 2.5])  # plain, 2 and 3 nodes; 3 rounds
+    rounds = iter([0.0, 0.5, 0.9, 1.1])
+    monkeypatch.setattr(step_costs, "_seconds_of_a_call", lambda _: next(times))
+    monkeypatch.setattr(step_costs.time, "perf_counter", lambda: next(rounds))
+    assert measure_step_costs(model, TEXT, (2, 3), seconds=1.0) == {2: 1.5, 3: 2.5}
