@@ -19,22 +19,21 @@ CODE = (".py", ".js", ".html", ".metal", ".swift", ".c", ".h")
 # From the top down; an import goes to a later word or line, or stays on its own.
 BUILDINGS = ["examples", "perf", "convert", "ssmlx"]
 ROOMS = [
-    "chat generate adapt train upload export caches server",
+    "chat generate adapt train upload export caches check server",
     "commands",
     "engine",
-    "calibration",
     "training",
-    "generation",
     "api session exported",
     "prompt_cache",
-    "tuning",
+    "generation",
+    "policy",
     "drafters",
     "decoding",
     "loading",
     "model",
     "prompts adapters",
     "settings templates",
-    "errors json_files blas answers bars __init__",
+    "errors json_files blas answers bars report __init__",
 ]
 EXCEPTIONS = {
     ("ssmlx/export.py", "convert/export"),  # the command's stub; the PyTorch side does it
