@@ -282,7 +282,8 @@ class _SpeculativeLoop:
     def begin(self, tree: Tree, tail: mx.array) -> TargetCall:
         """The call that verifies `tree`; of a bare root without streams, a plain one."""
         streams = self.text.num_streams
-        if tree.num_nodes == 1 and not streams:
+        # A plain call appends to the committed tokens, so it cannot follow a path that is unread.
+        if tree.num_nodes == 1 and not streams and not self.cache.paths:
             return plain_call(
                 self.model, tree.tokens, tail, self.cache, self.sampler, self.text.taps
             )
