@@ -199,7 +199,7 @@ class Controller:
             return Decision(None)
         if self._probe_calls:
             for one in candidates:
-                if one.shape == self._probe:
+                if one.shape == self._probe and self._is_unlearned(one):
                     return Decision(one)
         best = max(
             candidates, key=lambda one: one.speed * (STAY if one.shape == self._pending else 1)
@@ -207,6 +207,10 @@ class Controller:
         pays = self._pays(best)
         probe = self._probe_of(candidates, best.speed if pays else 1.0)
         return probe or Decision(best if pays else None)
+
+    def _is_unlearned(self, candidate: Candidate) -> bool:
+        """Whether no answer has taught what a shape costs."""
+        return self._costs.weight((candidate.shape.drafter, candidate.shape.nodes)) < 1
 
     def _candidates(self) -> Iterator[Candidate]:
         """Every shape that can be drafted now."""
@@ -238,17 +242,18 @@ class Controller:
 
     def _probe_of(self, candidates: list[Candidate], speed: float) -> Decision | None:
         """A shape that may be faster than what is known to be, if its probe can be afforded."""
-        probe = max(candidates, key=lambda one: one.hoped_speed)
-        if probe.hoped_speed <= speed * PROBE_GAIN:
-            if speed > 1:
-                return None
-            probe = min(candidates, key=lambda one: one.hope)
-        likely = (probe.cost + probe.hope) / 2
-        entry = ENTRY if self._pending is None else 0.0
-        risk = entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
-        if self._behind > BEHIND or not self._table.may_probe(risk):
+        if self._behind > BEHIND or not self._table.may_probe(is_start=self._tokens <= 1):
             return None
-        return Decision(probe, risk)
+        is_parked = speed == 1.0
+        for probe in sorted(candidates, key=lambda one: one.hoped_speed, reverse=True):
+            if not is_parked and probe.hoped_speed <= speed * PROBE_GAIN:
+                return None
+            likely = (probe.cost + probe.hope) / 2
+            entry = ENTRY if self._pending is None else 0.0
+            risk = entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
+            if risk <= self._table.bank:
+                return Decision(probe, risk)
+        return None
 
     def _acceptance_of(self, drafter: str) -> AnswerAcceptance:
         if drafter not in self._acceptance:

@@ -245,9 +245,9 @@ class CostTable:
         if timing is not None:
             timing.tokens_since += tokens
 
-    def may_probe(self, risk: float) -> bool:
-        """Whether a probe that may lose `risk` plain calls can be afforded now."""
-        return risk <= self.bank and self.since_probe >= self.probe_wait
+    def may_probe(self, is_start: bool) -> bool:
+        """Whether a probe may begin; when an answer starts, a text may be of another kind."""
+        return self.since_probe >= (PROBE_WAIT if is_start else self.probe_wait)
 
     def reset_probes(self) -> None:
         """Allow a probe soon: the last one taught something."""
