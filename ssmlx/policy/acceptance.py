@@ -13,7 +13,7 @@ FIRST_RATIO = 0.9
 """An adapter's own answers flatter: others' questions accepted two thirds of what they did."""
 FIRST_WEIGHT = 10.0
 """Offered tokens that the first ratio counts as."""
-PRIOR_MOST = 60.0
+PRIOR_MOST = 120.0
 """Offered tokens that earlier answers count as at most: texts change."""
 ANSWER_WEIGHT = 12.0
 """Offered tokens that the prior counts as within an answer."""
