@@ -13,7 +13,7 @@ FIRST_RATIO = 0.9
 """An adapter's own answers flatter: others' questions accepted two thirds of what they did."""
 FIRST_WEIGHT = 10.0
 """Offered tokens that the first ratio counts as."""
-MOST_WEIGHT = 60.0
+PRIOR_MOST = 120.0
 """Offered tokens that earlier answers count as at most: texts change."""
 ANSWER_WEIGHT = 12.0
 """Offered tokens that the prior counts as within an answer."""
@@ -51,7 +51,7 @@ class AcceptancePrior:
             start = self._nearest(drafter, context)
             self._ratios[key] = Ratio(start.value, min(start.weight, FIRST_WEIGHT))
         ratio = self._ratios[key]
-        ratio.weight = min(ratio.weight, MOST_WEIGHT) + offered
+        ratio.weight = min(ratio.weight, PRIOR_MOST) + offered
         ratio.value += (accepted / offered - ratio.value) * offered / ratio.weight
 
     def _nearest(self, drafter: str, context: int) -> Ratio:

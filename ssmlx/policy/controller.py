@@ -9,7 +9,8 @@ conservative bandit: Wu et al., 2016). Costs are frozen while an answer runs; se
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from math import sqrt
+from statistics import fmean, median, stdev
 
 from ..decoding.controller import Call, DraftShape
 from .acceptance import AcceptancePrior, AnswerAcceptance
@@ -25,16 +26,17 @@ MARGIN = 1.02
 """Speed over plain decoding from which on drafting begins; it ends below 1 / MARGIN."""
 STAY = 1.03
 """What the present shape's speed is favoured by: each change is a kernel to compile, a run cut."""
-BEHIND = 1.2
-BEHIND_PER_TOKEN = 0.03
+PROBE_BEHIND = 1.0
+BEHIND = 2.4
+BEHIND_PER_TOKEN = 0.07
 """Plain calls that an answer may be behind plain decoding: at first, and more with each token."""
-CREDIT = 5.0
+CREDIT = 3.0
 """Calls whose expected gain it may be behind beside that."""
 PROBE_CALLS = 3
 """Calls of a probe, and of a run that teaches a cost."""
 TEACHES = 0.1
 """Change of a cost from which on another probe may follow soon."""
-PROBE_GAIN = 1.05
+PROBE_GAIN = 1.08
 """What a shape has to promise over the best known for a probe."""
 SURPRISE = 0.25
 SURPRISES = 3
@@ -44,7 +46,10 @@ MOST_SCALED = 2.5
 FOLLOWED = 5
 """Calls whose median is a cost after surprises."""
 PLAIN_CALLS = 3
-"""Plain calls timed in a row."""
+MOST_PLAIN_CALLS = 12
+KEPT_PLAIN = 64
+PLAIN_ERROR = 0.06
+"""Plain calls timed in a row: at least, at most, and standard error at which that ends."""
 PLAIN_FRESH = 64
 """Tokens for which an answer's own timing of plain calls counts as taken beside a call."""
 
@@ -133,14 +138,14 @@ class Controller:
         self._probe_calls = 0  # that the probe has yet to draft
         self._runs: list[Run] = []
         self._is_run_open = False
-        self._plain: deque[float] = deque(maxlen=2 * PLAIN_CALLS)  # seconds, the latest
+        self._plain: deque[float] = deque(maxlen=KEPT_PLAIN)  # seconds, the latest
         self._since_plain = PLAIN_FRESH
         self._plain_calls_due = 0
         self._surprises = 0  # calls in a row that are far off their cost; below 0: too cheap
         self._follows_seconds = False
         self._latest: deque[tuple[Kind, float]] = deque(maxlen=FOLLOWED)
         if reads_seconds and table.is_timing_due(context):
-            self._plain_calls_due = PLAIN_CALLS
+            self._plain_calls_due = MOST_PLAIN_CALLS
 
     @classmethod
     def deterministic(cls, sources: Sequence[OfferSource], context: int = 0) -> "Controller":
@@ -199,7 +204,7 @@ class Controller:
             return Decision(None)
         if self._probe_calls:
             for one in candidates:
-                if one.shape == self._probe:
+                if one.shape == self._probe and self._is_unlearned(one):
                     return Decision(one)
         best = max(
             candidates, key=lambda one: one.speed * (STAY if one.shape == self._pending else 1)
@@ -207,6 +212,10 @@ class Controller:
         pays = self._pays(best)
         probe = self._probe_of(candidates, best.speed if pays else 1.0)
         return probe or Decision(best if pays else None)
+
+    def _is_unlearned(self, candidate: Candidate) -> bool:
+        """Whether no answer has taught what a shape costs."""
+        return self._costs.weight((candidate.shape.drafter, candidate.shape.nodes)) < 1
 
     def _candidates(self) -> Iterator[Candidate]:
         """Every shape that can be drafted now."""
@@ -230,25 +239,28 @@ class Controller:
 
     def _pays(self, best: Candidate) -> bool:
         """Whether to draft, as far as the answer may fall behind plain decoding."""
-        allowed = BEHIND + BEHIND_PER_TOKEN * self._tokens
+        allowed = max(BEHIND, BEHIND_PER_TOKEN * self._tokens)
         allowed += CREDIT * max(0.0, best.tokens - best.cost)
+        # A call that brings one token loses all that it takes beyond a plain one.
+        at_risk = self._behind + best.cost - 1
         if self._pending is not None:
-            return best.speed > 1 / MARGIN and self._behind <= allowed
-        return best.speed > MARGIN and self._behind + ENTRY <= allowed
+            return best.speed > 1 / MARGIN and at_risk <= allowed
+        return best.speed > MARGIN and at_risk + ENTRY <= allowed
 
     def _probe_of(self, candidates: list[Candidate], speed: float) -> Decision | None:
         """A shape that may be faster than what is known to be, if its probe can be afforded."""
-        probe = max(candidates, key=lambda one: one.hoped_speed)
-        if probe.hoped_speed <= speed * PROBE_GAIN:
-            if speed > 1:
-                return None
-            probe = min(candidates, key=lambda one: one.hope)
-        likely = (probe.cost + probe.hope) / 2
-        entry = ENTRY if self._pending is None else 0.0
-        risk = entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
-        if self._behind > BEHIND or not self._table.may_probe(risk):
+        if self._behind > PROBE_BEHIND or not self._table.may_probe(is_start=self._tokens <= 1):
             return None
-        return Decision(probe, risk)
+        is_parked = speed == 1.0
+        for probe in sorted(candidates, key=lambda one: one.hoped_speed, reverse=True):
+            if not is_parked and probe.hoped_speed <= speed * PROBE_GAIN:
+                return None
+            likely = (probe.cost + probe.hope) / 2
+            entry = ENTRY if self._pending is None else 0.0
+            risk = entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
+            if risk <= self._table.bank:
+                return Decision(probe, risk)
+        return None
 
     def _acceptance_of(self, drafter: str) -> AnswerAcceptance:
         if drafter not in self._acceptance:
@@ -311,10 +323,16 @@ class Controller:
             self._since_plain = 0
         if self._plain_calls_due:
             self._plain_calls_due -= 1
-            if not self._plain_calls_due and self._plain:
+            if self._is_timed() or (not self._plain_calls_due and self._plain):
+                self._plain_calls_due = 0
                 self._table.learn_plain(self._context, self._plain)
                 self._plain.clear()
                 self._take_new_costs()
+
+    def _is_timed(self) -> bool:
+        """Whether the standard error of the latest plain calls is small enough."""
+        count = len(self._plain)
+        return count >= PLAIN_CALLS and stdev(self._plain) <= PLAIN_ERROR * fmean(self._plain) * sqrt(count)
 
     def _check_cost(self, shape: DraftShape, seconds: float) -> None:
         """See whether calls in a row are far off their cost, all to one side."""
@@ -339,7 +357,7 @@ class Controller:
                 self._take_new_costs()
             else:
                 # The whole machine may be slower, plain calls too.
-                self._plain_calls_due = PLAIN_CALLS
+                self._plain_calls_due = MOST_PLAIN_CALLS
 
     def _take_new_costs(self) -> None:
         """After surprises: scale the answer's costs to what its latest calls took."""

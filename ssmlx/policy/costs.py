@@ -29,12 +29,14 @@ ENTRY = 0.35
 """Plain calls that beginning to draft costs beside steady calls: the first drafting pass."""
 SEED_WEIGHT = 0.5
 """What a head start's timing counts as: half a run. A cost of less than one run is not learned."""
-UNKNOWN_WEIGHT = 0.4
+UNKNOWN_WEIGHT = 0.3
 """What a cost beyond the measured counts counts as."""
-DOUBT = 0.3
+DOUBT = 0.15
 """Share of what a call takes beyond a plain one that a single run may be wrong by."""
 MOST_WEIGHT = 8.0
 """Runs that the past counts as at most, so that a table follows its machine."""
+DOUBTED = 0.3
+"""What a cost may be off by; of one that is further off the past counts little."""
 FIRST_CLAMP = 0.5
 CLAMP = 0.25
 """What an answer may change a cost by: of one that is not yet learned, and of one that is."""
@@ -48,8 +50,8 @@ PROBE_WAIT_MOST = 512
 TIMING_WAIT = 1024
 TIMING_WAIT_MOST = 4096
 """Tokens after which plain calls are timed again: at first, and at most after doubling."""
-MOST_TIMINGS = 6
-"""Timings of plain calls that are averaged at most."""
+MOST_PLAIN = 128
+"""Plain calls that a timing averages at most."""
 _MOST_ENTRIES = 1024
 """Costs that a file may hold."""
 
@@ -76,7 +78,7 @@ class PlainTiming:
     seconds: float
     tokens_since: int = 0
     wait: int = TIMING_WAIT
-    timings: int = 0  # of this process that agree: good enough to compare runs with
+    calls: int = 0  # calls of this process that agree: good enough to compare runs with
 
 
 def context_bucket(context: int) -> int:
@@ -197,23 +199,23 @@ class CostTable:
         means = self._own_bucket(context)
         before = self.frozen(context).calls(kind)
         mean = means.setdefault(kind, Mean(before, 0.0))
-        clamp = CLAMP
-        if mean.weight < 1:
-            clamp = FIRST_CLAMP
-            if abs(calls / before - 1) > CLAMP:
-                mean.weight = 0.0
+        off = abs(calls / before - 1)
+        clamp = CLAMP if mean.weight >= 1 else FIRST_CLAMP
+        if off > DOUBTED:
+            mean.weight = min(mean.weight, 1.0) if mean.weight >= 1 else 0.0
         mean.add(calls, clamp)
         mean.value = max(mean.value, LEAST_COST)
         moved = (mean.value - 1) / (before - 1)
         for (name, count), other in means.items():
-            if name == kind[0] and count != kind[1] and other.weight < 1:
+            if name == kind[0] and count != kind[1] and (other.weight < 1 or off > CLAMP):
                 other.value = 1 + (other.value - 1) * moved
+                other.weight = min(other.weight, SEED_WEIGHT)
         return moved
 
     def plain_seconds(self, context: int, is_recent: bool = False) -> float | None:
         """Seconds of a plain call; None where unknown, or not `is_recent` where that is asked."""
         timing = self._plain.get(context_bucket(context))
-        if timing is None or (is_recent and not timing.timings):
+        if timing is None or (is_recent and not timing.calls):
             return None
         return timing.seconds
 
@@ -231,8 +233,9 @@ class CostTable:
         found = median(seconds)
         timing = self._plain.setdefault(bucket, PlainTiming(found))
         agrees = 1 / (1 + CLAMP) < found / timing.seconds < 1 + CLAMP
-        timing.timings = min(timing.timings + 1, MOST_TIMINGS) if agrees else 1
-        timing.seconds += (found - timing.seconds) / timing.timings
+        before = timing.calls if agrees else 0
+        timing.calls = min(before + len(seconds), MOST_PLAIN)
+        timing.seconds += (found - timing.seconds) * min(len(seconds) / timing.calls, 1.0)
         if timing.tokens_since >= timing.wait:
             timing.wait = min(2 * timing.wait, TIMING_WAIT_MOST)
         timing.tokens_since = 0
@@ -245,9 +248,9 @@ class CostTable:
         if timing is not None:
             timing.tokens_since += tokens
 
-    def may_probe(self, risk: float) -> bool:
-        """Whether a probe that may lose `risk` plain calls can be afforded now."""
-        return risk <= self.bank and self.since_probe >= self.probe_wait
+    def may_probe(self, is_start: bool) -> bool:
+        """Whether a probe may begin; when an answer starts, a text may be of another kind."""
+        return self.since_probe >= (PROBE_WAIT if is_start else self.probe_wait)
 
     def reset_probes(self) -> None:
         """Allow a probe soon: the last one taught something."""
