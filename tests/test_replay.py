@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from ssmlx.tuning import replay
 from tiny import first_tokens, make_model
 
 from ssmlx.api import token_steps
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig, TreeConfig
+from ssmlx.training import replay
 from ssmlx.training.guesses import guesses_along
 
 PROMPT = [3, 1, 4, 1, 5]

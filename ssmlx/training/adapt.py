@@ -268,7 +268,7 @@ def load_source(options: AdaptOptions, prompts: Sequence[dict[str, Any]], say: S
     tokenizer = load_tokenizer(options.path, base)
     dtype = frozen_dtype(options.path, base, options.memory)
     backbone = load_frozen(options.path, dtype)
-    backbone.require_stages("streams")
+    backbone.capabilities.require("stages", "streams")
     run = RunOptions(
         data=options.out / _DATA,
         out=options.out,
