@@ -31,7 +31,8 @@ MAX_NODES = 16
 FIXED_SIZES = (2, 3, 4, 6, 8, 12, 16)
 SEEDED_SIZES = (2, 3, 4, 6, 8, 16)
 ENTRY = 0.35
-"""Plain calls that beginning to draft costs beside steady calls."""
+"""Plain calls that a drafting pass takes: the call that begins to draft has it beside a plain one,
+and the call that leaves drafting goes without it."""
 PLAIN_SECONDS = 0.02
 TABLES: dict[str, dict[int, float]] = {
     # Plain calls that a call with n nodes takes, drafting included.
@@ -229,6 +230,8 @@ class Loop:
             depth = self._answer.depths[shape.nodes][place - 1]
             tokens = min(1 + depth, self._answer.length - place)
             cost = self._condition.cost(shape.nodes, place > self._late_from)
+            if drafted is None:
+                cost = max(1.0, cost - ENTRY)
         elif drafted is not None:
             cost += ENTRY
         # What the prompt takes is nobody's choice.
@@ -270,7 +273,7 @@ def replay(
     done = 0
     taken = []
     for answer in answers:
-        controller = Controller(table, prior, [source, *more_sources])
+        controller = Controller(table, prior, [source, *more_sources], ahead=condition.lag)
         loop = Loop(answer, condition, rng, half - done)
         loop.run(controller)
         controller.finish()

@@ -15,7 +15,7 @@ FIRST_WEIGHT = 10.0
 """Offered tokens that the first ratio counts as."""
 PRIOR_MOST = 120.0
 """Offered tokens that earlier answers count as at most: texts change."""
-ANSWER_WEIGHT = 12.0
+ANSWER_WEIGHT = 8.0
 """Offered tokens that the prior counts as within an answer."""
 KEEP_PER_CALL = 0.97
 KEEP_PER_PLAIN_TOKEN = 0.985

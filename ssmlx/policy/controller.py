@@ -22,15 +22,18 @@ MAX_NODES = 16
 NODES = (2, 3, 4, 6, 8, 12, 16)
 FIRST_NODES = 4
 """Nodes at most where no drafting call was ever measured."""
+LEAVE = 0.92
 MARGIN = 1.02
 """Speed over plain decoding from which on drafting begins; it ends below 1 / MARGIN."""
 STAY = 1.03
 """What the present shape's speed is favoured by: each change is a kernel to compile, a run cut."""
 PROBE_BEHIND = 1.0
-BEHIND = 2.4
+PROBE_RISK = 4.0
+LAGW = 0.9
+BEHIND = 4.0
 BEHIND_PER_TOKEN = 0.07
 """Plain calls that an answer may be behind plain decoding: at first, and more with each token."""
-CREDIT = 3.0
+CREDIT = 2.0
 """Calls whose expected gain it may be behind beside that."""
 PROBE_CALLS = 3
 """Calls of a probe, and of a run that teaches a cost."""
@@ -107,6 +110,7 @@ class Controller:
         context: committed tokens when the answer begins.
         max_nodes: nodes that are drafted at most.
         reads_seconds: whether seconds are read at all.
+        ahead: calls that the loop has built beyond the one that it records.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class Controller:
         context: int = 0,
         max_nodes: int = MAX_NODES,
         reads_seconds: bool = True,
+        ahead: int = 0,
     ) -> None:
         self._table = table
         self._prior = prior
@@ -125,6 +130,7 @@ class Controller:
         self._context = context
         self._max_nodes = max_nodes
         self._reads_seconds = reads_seconds
+        self._ahead = ahead
         self._costs = table.frozen(context)
         self._acceptance: dict[str, AnswerAcceptance] = {}
         # what was asked: decisions of the last two calls, each with the calls recorded before it
@@ -242,9 +248,9 @@ class Controller:
         allowed = max(BEHIND, BEHIND_PER_TOKEN * self._tokens)
         allowed += CREDIT * max(0.0, best.tokens - best.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
-        at_risk = self._behind + best.cost - 1
+        at_risk = self._behind + (1 + LAGW * self._ahead) * (best.cost - 1)
         if self._pending is not None:
-            return best.speed > 1 / MARGIN and at_risk <= allowed
+            return best.speed > LEAVE and at_risk <= allowed
         return best.speed > MARGIN and at_risk + ENTRY <= allowed
 
     def _probe_of(self, candidates: list[Candidate], speed: float) -> Decision | None:
@@ -258,7 +264,7 @@ class Controller:
             likely = (probe.cost + probe.hope) / 2
             entry = ENTRY if self._pending is None else 0.0
             risk = entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
-            if risk <= self._table.bank:
+            if risk <= min(self._table.bank, PROBE_RISK):
                 return Decision(probe, risk)
         return None
 
@@ -276,9 +282,10 @@ class Controller:
 
     def _cost(self, call: Call) -> float:
         """Plain calls that a recorded call took, by the table."""
-        if call.shape is not None:
-            return self._costs.calls((call.shape.drafter, call.shape.nodes))
-        return 1.0 if call.drafted is None else 1 + ENTRY
+        if call.shape is None:
+            return 1.0 if call.drafted is None else 1 + ENTRY
+        steady = self._costs.calls((call.shape.drafter, call.shape.nodes))
+        return steady if call.drafted else max(1.0, steady - ENTRY)
 
     def _count_tokens(self, call: Call) -> None:
         self._tokens += call.tokens
@@ -296,7 +303,7 @@ class Controller:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
         elif decision.risk is not None and call.drafted != call.shape:
             self._probe = call.drafted
-            self._probe_calls = PROBE_CALLS
+            self._probe_calls = PROBE_CALLS - self._ahead
             self._table.begin_probe(decision.risk)
 
     def _note_seconds(self, call: Call) -> None:
