@@ -20,7 +20,8 @@ class DraftShape:
 class Call:
     """A target call that was done."""
 
-    shape: DraftShape | None  # of the tree that it verified; None for a bare root
+    # that was asked for of the tree that it verified, which may have fewer nodes; None for a bare root
+    shape: DraftShape | None
     tokens: int  # that it advanced by
     context: int  # committed tokens before it
     seconds: float | None  # None where nothing says what it took

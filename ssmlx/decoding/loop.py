@@ -4,7 +4,7 @@ Both yield the same thing, so that one is the other's oracle and baseline.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -189,10 +189,9 @@ class _NextCall:
 
     @property
     def shape(self) -> DraftShape | None:
-        """The shape that its tree really has; None for a bare root."""
-        if self.drafts is None or self.tree is None or self.tree.num_nodes == 1:
-            return None
-        return replace(self.drafts, nodes=self.tree.num_nodes)
+        """What was asked for; None where the drafter had nothing, and proposed a bare root."""
+        has_draft = self.tree is not None and self.tree.num_nodes > 1
+        return self.drafts if has_draft else None
 
 
 class _SpeculativeLoop:
