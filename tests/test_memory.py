@@ -15,7 +15,6 @@ from tiny_heads import HEAD_KINDS, make_heads
 from ssmlx import api
 from ssmlx.api import stream_generate
 from ssmlx.commands.chat import Chat, Screen, turn
-from ssmlx.decoding.pace import Pace
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
@@ -235,9 +234,8 @@ def test_with_a_packed_draft_head_streaming_takes_little_more_than_the_base_alon
 
 
 @pytest.mark.parametrize("settings", [{"decoding": "streaming"}, {}, {"decoding": "plain"}])
-def test_an_answer_leaves_nothing_for_the_garbage_collector(settings, monkeypatch):
+def test_an_answer_leaves_nothing_for_the_garbage_collector(settings):
     """Its cache is freed with it: who waits for a collection may hold many of them meanwhile."""
-    monkeypatch.setattr("ssmlx.tuning.plan.Pace", Pace)
     model = make_model()
     held = []
     gc.collect(), gc.disable()
