@@ -6,7 +6,7 @@ import random
 import sys
 from dataclasses import replace
 from functools import lru_cache
-from itertools import cycle, product
+from itertools import cycle, pairwise, product
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
-from ssmlx.decoding.pace import Rung
 from tiny import (
     ARCHITECTURES,
     LATENT,
@@ -39,7 +38,10 @@ from ssmlx.api import stream_generate, summary, token_steps
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
-from ssmlx.decoding.loop import plain_decode, prefill, streaming_decode
+from ssmlx.decoding.controller import Always, DraftShape, Never
+from ssmlx.decoding.drafter import Needs
+from ssmlx.decoding.drafting import DraftingText, scratch_rows
+from ssmlx.decoding.loop import CallCounts, plain_decode, prefill, speculative_decode
 from ssmlx.decoding.prune import (
     is_pruned,
     nodes_over_threshold,
@@ -234,58 +236,64 @@ def greedy_tokens(architecture="llama", count=60):
 
 
 class ScriptedDrafter:
-    """Knows what the target will write, and drafts as right or as wrong as it is told.
+    """Knows what the target will write, and drafts as right or as wrong as the script says.
 
     Args:
         continuation: the target's own tokens.
-        right: right levels of each successive tree; nothing is drafted at the end.
+        script: right levels of each successive tree, and wrong levels below every leaf; nothing is
+            drafted at the end.
         wrong: wrong siblings beside each node of the right path.
-        below: wrong levels below every leaf.
-        waits: read what the target decided and check it; else the loop runs ahead.
+        host_tokens: read what the target decided and check it; else the loop runs ahead.
     """
 
-    num_streams = 0
-    num_levels = 8
+    largest = DraftShape("scripted", 64, 8)
+    num_parameters = draft_calls = cache_bytes = 0
 
-    def __init__(self, continuation, right, *, wrong=0, below=0, seed=0, waits=True):
-        self.waits = waits
+    def __init__(self, continuation, script, *, wrong=0, seed=0, host_tokens=True):
+        self.needs = Needs(host_tokens=host_tokens)
         self.continuation = continuation
-        self.right = list(right)
+        self.script = list(script)
         self.wrong = wrong
-        self.below = below
         self.rng = random.Random(seed)
         self.done = self.promised = 0
+        self.starts = []
 
     def start(self, tokens):
-        self.started = list(tokens)
+        self.starts.append(list(tokens))
+        self.text = list(tokens)
 
-    def propose(self, verified):
+    def follow(self, tokens, position, taps=None):
+        assert position == len(self.text) and taps is None
+        self.text += tokens
+
+    def propose(self, verified, shape):
+        assert shape == self.largest
         assert verified.stream_hidden.shape[:2] == (1, 0)
         self.done += self.promised + 1
-        if self.waits:
-            assert verified.root.tolist() == [self.continuation[self.done - 1]]
-        self.promised = self.right.pop(0) if self.right else 0
-        return self.draft(self.continuation[self.done - 1 :][: self.promised + 2])
+        if self.needs.host_tokens:
+            assert verified.root.tolist() == self.text[-1:]
+            assert self.text[len(PROMPT) :] == self.continuation[: self.done]
+        self.promised, below = self.script.pop(0) if self.script else (0, 0)
+        return self.draft(self.continuation[self.done - 1 :][: self.promised + 2], below)
 
-    def draft(self, known):
+    def draft(self, known, below):
         """Breadth first; `True` marks a node on the right path."""
         tokens = [known[0]]
         parents = [0]
         level = [(0, True)]
-        for depth in range(self.promised + self.below):
+        for depth in range(self.promised + below):
             following = []
             for parent, on_path in level:
                 children = []
                 if on_path:
                     right = known[depth + 1]
-                    wrong = self.wrong if self.below or self.wrong else 0
                     others = [t for t in range(VOCAB) if t != right]
-                    children = [(t, False) for t in self.rng.sample(others, max(wrong, 1))]
-                    children = children[:wrong] if depth < self.promised else children
+                    wrong = self.wrong if depth < self.promised else max(self.wrong, 1)
+                    children = [(t, False) for t in self.rng.sample(others, wrong)]
                     if depth < self.promised:
                         children.append((right, True))
                     self.rng.shuffle(children)
-                elif self.below:
+                elif below:
                     children = [(self.rng.randrange(VOCAB), False)]
                 for token, right_too in children:
                     following.append((len(tokens), right_too))
@@ -295,40 +303,54 @@ class ScriptedDrafter:
         return tree_from_parents(tokens, parents)
 
 
-def run_script(right, step=256, architecture="llama", **options):
+def run_script(script, step=256, architecture="llama", **options):
     model = bare_model(architecture)
     continuation = greedy_tokens(architecture)
     cache = TreeCache(model.num_layers, step=step)
-    drafter = ScriptedDrafter(continuation, right, **options)
-    steps = streaming_decode(model, PROMPT, cache, drafter=drafter)
-    count = 1 + sum(r + 1 for r in right)
+    drafter = ScriptedDrafter(continuation, script, **options)
+    counts = CallCounts()
+    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter], counts=counts)
+    count = 1 + sum(right + 1 for right, _ in script)
     tokens, lengths = first_tokens(steps, count)
     assert tokens == continuation[:count]
-    assert lengths == [1, *(r + 1 for r in right)]
-    assert cache.offset == len(PROMPT) + count - 1
-    assert drafter.started == PROMPT
+    assert lengths == [1, *(right + 1 for right, _ in script)]
+    assert cache.offset - (len(PROMPT) + count - 1) in (0, 1)
+    assert drafter.starts == [PROMPT]
+    assert counts.drafted_nodes >= sum(right + below for right, below in script)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 4])
 @pytest.mark.parametrize("below", [0, 1, 2])
 @pytest.mark.parametrize("right", [[0] * 6, [1] * 5, [3] * 5, [4, 0, 2, 0, 1, 4, 3]])
-@pytest.mark.parametrize("waits", [False, True])
-def test_scripted_acceptance(right, wrong, below, waits):
-    run_script(right, wrong=wrong, below=below, waits=waits)
+@pytest.mark.parametrize("host_tokens", [False, True])
+def test_scripted_acceptance(right, wrong, below, host_tokens):
+    run_script([(levels, below) for levels in right], wrong=wrong, host_tokens=host_tokens)
+
+
+@pytest.mark.parametrize("step", [4, 256])
+@pytest.mark.parametrize("host_tokens", [False, True])
+def test_nothing_part_and_all_of_a_tree_is_accepted_in_every_order(host_tokens, step):
+    """Each of the nine pairs of successive outcomes."""
+    nothing, part, whole = (0, 2), (2, 1), (3, 0)
+    orders = [nothing, nothing, part, part, whole, whole, nothing, whole, part, nothing]
+    assert len(set(pairwise(orders))) == 9
+    run_script(orders, step=step, host_tokens=host_tokens)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_scripted_mixtures_across_cache_growth(seed):
+@pytest.mark.parametrize("host_tokens", [False, True])
+def test_scripted_mixtures_across_cache_growth(seed, host_tokens):
     rng = random.Random(seed)
-    right = [rng.randint(0, 5) for _ in range(10)]
-    run_script(right, step=4, wrong=rng.randint(0, 3), below=rng.randint(0, 2), seed=seed)
+    script = [(rng.randint(0, 5), rng.randint(0, 2)) for _ in range(10)]
+    run_script(script, step=4, wrong=rng.randint(0, 3), seed=seed, host_tokens=host_tokens)
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("host_tokens", [False, True])
 @pytest.mark.parametrize("right", [[0] * 4, [4] * 4, [4, 0, 2, 0, 1, 4, 3]])
 @pytest.mark.parametrize("architecture", LATENT_FAMILIES)
-def test_scripted_acceptance_with_latent_attention(architecture, right, waits):
-    run_script(right, 4, architecture, wrong=1, below=1, waits=waits)
+def test_scripted_acceptance_with_latent_attention(architecture, right, host_tokens):
+    script = [(levels, 1) for levels in right]
+    run_script(script, 4, architecture, wrong=1, host_tokens=host_tokens)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "top_p": 0.9, "seed": 3}])
@@ -339,7 +361,10 @@ def test_prompt_lookup_with_latent_attention(architecture, sampling):
     prompt = PROMPT * 3
     plain, drafted = (
         first_tokens(token_steps(model, prompt, model.make_cache(), **settings, **sampling), 300)
-        for settings in ({"decoding": "plain"}, {"drafter": "prompt-lookup"})
+        for settings in (
+            {"decoding": "plain"},
+            {"decoding": "streaming", "drafter": "prompt-lookup"},
+        )
     )
     assert drafted[0] == plain[0] and len(drafted[1]) < 300
     if not sampling:
@@ -373,7 +398,7 @@ def test_rows_of_latent_attention_are_those_of_plain_decoding(architecture):
 def streamed(model, count, *, tree=TREES[2], prune=PRUNINGS[0], prompt=PROMPT, step=256, **options):
     cache = TreeCache(model.num_layers, step=step)
     drafter = StreamDrafter(model, tree, options.pop("num_streams", model.num_streams))
-    steps = streaming_decode(model, prompt, cache, drafter=drafter, prune=prune, **options)
+    steps = speculative_decode(model, prompt, cache, drafters=[drafter], prune=prune, **options)
     return first_tokens(steps, count)
 
 
@@ -541,7 +566,7 @@ def test_neither_loop_copies_the_cache(decoding):
     else:
         tree = TreeConfig(kind="full", width=2)
         drafter = StreamDrafter(model, tree, model.num_streams, decoding)
-        steps = streaming_decode(model, [1, 2, 3], cache, drafter=drafter)
+        steps = speculative_decode(model, [1, 2, 3], cache, drafters=[drafter])
     steps = filter(None, steps)
     for _ in range(3):
         next(steps)
@@ -567,8 +592,8 @@ class Recorder(StreamDrafter):
         super().start(tokens)
         self.trees = []
 
-    def propose(self, verified):
-        tree = super().propose(verified)
+    def propose(self, verified, shape):
+        tree = super().propose(verified, shape)
         self.trees.append((tree.tokens, tree.paths))
         return tree
 
@@ -577,7 +602,7 @@ def drafted(model, schedule, *, count=22, tree=PAIR[0], prune=PRUNINGS[0], num_s
     """Tokens, and the tokens and paths of every tree that was proposed on the way."""
     drafter = Recorder(model, tree, num_streams or model.num_streams, schedule)
     cache = TreeCache(model.num_layers, step=4)  # grows often
-    steps = streaming_decode(model, PROMPT, cache, drafter=drafter, prune=prune)
+    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter], prune=prune)
     tokens, lengths = first_tokens(steps, count)
     trees = [(tuple(np.array(t)), np.array(p).tolist()) for t, p in drafter.trees[: len(lengths)]]
     return tokens, lengths, trees
@@ -612,7 +637,7 @@ def test_a_replay_knows_the_window_at_every_place(root):
     for place in range(9):
         drafter = Recorder(model, chain, 3)
         text = [*prompt, *answer[:place]]
-        first_tokens(streaming_decode(model, text, model.make_cache(), drafter=drafter), 1)
+        first_tokens(speculative_decode(model, text, model.make_cache(), drafters=[drafter]), 1)
         chain_tokens = drafter.trees[0][0].tolist()
         assert chain_tokens == [answer[place], *guesses.tokens[place, :, 0]]
     everything = guesses_along(make_model(adapter=root), prompt, answer, 2)
@@ -639,7 +664,7 @@ def test_a_second_pass_costs_the_same_memory_behind_any_context():
     sizes = []
     for length in (356, 1636):  # as full as each other in the cache, which grows by 256
         drafter = StreamDrafter(model, PAIR[0], 3)
-        steps = streaming_decode(model, [5] * length, model.make_cache(), drafter=drafter)
+        steps = speculative_decode(model, [5] * length, model.make_cache(), drafters=[drafter])
         first_tokens(steps, 40)
         sizes.append(drafter.cache_bytes)
     assert sizes[1] == sizes[0]
@@ -670,7 +695,7 @@ def test_a_drafter_starts_anew_with_every_sequence():
         drafter = Recorder(model, PAIR[0], 3, schedule)
         trees[schedule] = []
         for prompt in (PROMPT, [9, 2, 6, 5, 3]):
-            steps = streaming_decode(model, prompt, model.make_cache(), drafter=drafter)
+            steps = speculative_decode(model, prompt, model.make_cache(), drafters=[drafter])
             _, lengths = first_tokens(steps, 12)
             trees[schedule] += [tuple(np.array(t)) for t, _ in drafter.trees[: len(lengths)]]
     assert trees["fused"] == trees["second-pass"]
@@ -681,7 +706,7 @@ def test_a_drafter_starts_anew_with_every_sequence():
 
 @pytest.fixture
 def events(monkeypatch):
-    """What the loop does, in order: "build" a step, "launch" it, "wait" for it, "read"."""
+    """What the loop does, in order: "draft", "build" a call, "launch" work, "wait" and "read"."""
     log = []
 
     def logged(name, function):
@@ -691,7 +716,9 @@ def events(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(decode, "step", logged("build", decode.step))
+    for name in ("plain_call", "verify_tree"):
+        monkeypatch.setattr(decode, name, logged("build", getattr(decode, name)))
+    monkeypatch.setattr(DraftingText, "propose", logged("draft", DraftingText.propose))
     monkeypatch.setattr(mx, "async_eval", logged("launch", mx.async_eval))
     monkeypatch.setattr(mx, "eval", logged("wait", mx.eval))
     users = [name for name in sys.modules if name.startswith("ssmlx.") and name != shapes.__name__]
@@ -702,67 +729,100 @@ def events(monkeypatch):
     return log
 
 
-def streaming(model, prune=PRUNINGS[0], drafter=None, **more):
+def speculative(model, prune=PRUNINGS[0], drafter=None, **more):
     drafter = drafter or StreamDrafter(model, PAIR[1], model.num_streams)
-    cache = model.make_cache(drafter.max_nodes)
+    cache = model.make_cache(scratch_rows([drafter]))
     return filter(
-        None, streaming_decode(model, PROMPT, cache, drafter=drafter, prune=prune, **more)
+        None, speculative_decode(model, PROMPT, cache, drafters=[drafter], prune=prune, **more)
     )
 
 
-def after_start(events, steps):
-    """The events of later calls, the prompt's and the one behind it left out."""
-    next(steps), next(steps)
+def events_of(events, steps, count):
+    """The events of the next `count` calls."""
     events.clear()
-    for _ in range(3):
+    for _ in range(count):
         next(steps)
         events.append("give")
     return events
 
 
-# A step is launched in two parts: it decides, the host reads, and while it drafts the next starts.
-CALL = ["build", "wait", "launch", "read", "launch", "give"]
+def after_start(events, steps):
+    """The events of later calls, the prompt's and the one behind it left out."""
+    next(steps), next(steps)
+    return events_of(events, steps, 3)
+
+
+# The next tree is launched while a call runs; the next call once the tokens are read.
+CALL = ["draft", "build", "wait", "launch", "read", "launch", "give"]
 
 
 @pytest.mark.parametrize("prune", PRUNINGS[:2])
-def test_the_next_step_is_built_while_one_runs_and_starts_before_tokens_are_given(prune, events):
+def test_the_next_call_is_built_while_one_runs_and_starts_before_tokens_are_given(prune, events):
     """A budget of nodes needs no further read."""
-    steps = streaming(make_model(), prune=prune)
+    steps = speculative(make_model(), prune=prune)
     assert after_start(events, steps) == CALL * 3
 
 
-def test_what_has_to_know_the_text_reads_first(events):
-    """The drafter reads once; the loop once more, when nothing is left to wait for."""
-    call = ["launch", "build", "read", "wait", "launch", "read", "give"]
+def test_who_has_to_know_the_text_drafts_when_it_is_read(events):
+    steps = speculative(make_model(), drafter=PromptLookupDrafter(PromptLookupConfig()))
+    call = ["read", "draft", "build", "wait", "launch", "give"]
+    assert after_start(events, steps) == call * 3
+
+
+def test_pruning_by_threshold_reads_twice(events):
+    """How many nodes are left is read while a call is built, and nothing else is under way."""
     threshold = PruneConfig(kind="threshold", threshold=0.1)
-    for more in ({"drafter": PromptLookupDrafter(PromptLookupConfig())}, {"prune": threshold}):
-        first_tokens(streaming(make_model(), **more), 12)  # constants are evaluated once
-        assert after_start(events, streaming(make_model(), **more)) == call * 3
+    first_tokens(speculative(make_model(), prune=threshold), 12)  # constants are evaluated once
+    steps = speculative(make_model(), prune=threshold)
+    call = ["draft", "read", "launch", "build", "read", "wait", "launch", "give"]
+    assert after_start(events, steps) == call * 3
 
 
 def test_plain_decoding_reads_once_a_token(events):
     model = make_model()
     steps = filter(None, plain_decode(model, PROMPT, model.make_cache()))
-    assert after_start(events, steps) == ["launch", "read", "give"] * 3
+    assert after_start(events, steps) == ["build", "launch", "read", "give"] * 3
 
 
-def test_the_first_token_is_given_before_anything_else_starts(events):
+def test_plain_calls_among_others_are_plain_decodings(events):
+    steps = speculative(make_model(), controller=Never())
+    assert after_start(events, steps) == ["build", "launch", "read", "give"] * 3
+
+
+def test_the_first_token_is_given_before_drafting_is_launched(events):
     """`launch` may block while work is queued, which the reader of the first token would feel."""
-    steps = streaming(make_model())
-    events.clear()
-    next(steps)
-    assert events == ["wait", "build", "launch", "read"]  # the prompt is waited for
-    events.clear()
-    next(steps)
-    assert events == ["launch", "build", "wait", "launch", *CALL[:-1]]
+    steps = speculative(make_model())
+    # The prompt is waited for; then its call is launched.
+    assert events_of(events, steps, 1) == ["wait", "build", "launch", "draft", "read", "give"]
+    assert events_of(events, steps, 1) == ["launch", "build", "wait", "launch", *CALL]
 
 
-def test_no_step_is_started_for_an_answer_that_has_ended(events):
-    steps = streaming(make_model(), ends=lambda tokens: True)
+def test_no_call_is_launched_for_an_answer_that_has_ended(events):
+    steps = speculative(make_model(), stops=lambda tokens: True)
     next(steps)
-    events.clear()
-    next(steps)
-    assert events == ["launch", "build", "wait", "launch", *CALL[:-2]]
+    behind_first = ["launch", "build", "wait", "launch"]
+    ended = [*CALL[: CALL.index("read") + 1], "give"]
+    assert events_of(events, steps, 1) == [*behind_first, *ended]
+
+
+def test_drafting_begins_and_ends_without_a_call_or_a_draft_of_its_own(events):
+    """It begins behind the plain call that is under way, and ends with the last draft verified."""
+    model = make_model()
+    drafter = StreamDrafter(model, PAIR[1], model.num_streams)
+    turns = Turns([None, None, None, drafter.largest, drafter.largest, None, None])
+    steps = speculative(model, drafter=drafter, controller=turns)
+    first_tokens(speculative(model), 12)  # constants are evaluated once
+    next(steps), next(steps)
+    plain = ["build", "launch", "read", "give"]
+    # Launched without a wait for the host: the last two plain calls, and the first tree.
+    assert events_of(events, steps, 1) == plain
+    begins = ["draft", "build", "wait", "launch", "read", "wait", "launch", "give"]
+    assert events_of(events, steps, 1) == begins
+    assert events_of(events, steps, 1) == CALL
+    ends = ["read", "build", "wait", "launch", "give"]
+    assert events_of(events, steps, 1) == ends
+    assert events_of(events, steps, 1) == plain
+    assert turns.shapes == [None, None, None, None, drafter.largest, drafter.largest, None]
 
 
 @pytest.mark.parametrize("schedule", STREAM_SCHEDULES)
@@ -771,9 +831,9 @@ def test_caches_are_written_in_place(schedule, someone_holds_it):
     """A copy of one layer of the cache would show in the peak, as it does where one is held."""
     model = make_model()
     drafter = StreamDrafter(model, PAIR[1], model.num_streams, schedule)
-    cache = model.make_cache(drafter.max_nodes * (1 + model.num_streams))
+    cache = model.make_cache(scratch_rows([drafter]))
     cache.reserve(tokens=20_000)
-    steps = streaming_decode(model, PROMPT, cache, drafter=drafter)
+    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter])
     first_tokens(steps, 12)
     mx.synchronize()
     mx.reset_peak_memory()
@@ -799,7 +859,7 @@ def test_latent_caches_are_written_in_place(decoding, someone_holds_it):
     steps = plain_decode(model, PROMPT, cache)
     if decoding != "plain":
         drafter = StreamDrafter(model, PAIR[1], model.num_streams, decoding)
-        steps = streaming_decode(model, PROMPT, cache, drafter=drafter)
+        steps = speculative_decode(model, PROMPT, cache, drafters=[drafter])
     first_tokens(steps, 6)
     mx.synchronize()
     before = addresses_of(cache)
@@ -813,37 +873,43 @@ def test_latent_caches_are_written_in_place(decoding, someone_holds_it):
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
-def test_an_answer_that_ended_can_go_on(after):
-    """The step that was built and not run leaves no trace: neither in tokens nor in the cache."""
+@pytest.mark.parametrize("turns", [[True], [True, True, False, False]], ids=["drafts", "pauses"])
+def test_an_answer_that_ended_can_go_on(after, turns):
+    """The call that was built and not run leaves no trace: neither in tokens nor in the cache."""
     model = make_model()
     calls = []
+    drafter = StreamDrafter(model, PAIR[1], model.num_streams)
+    shapes = [drafter.largest if drafts else None for drafts in turns]
 
-    def ends(tokens):
+    def stops(tokens):
         calls.append(tokens)
         return len(calls) % after == 0
 
+    def decoded(**more):
+        return first_tokens(
+            speculative(model, drafter=drafter, controller=Turns(shapes), **more), 40
+        )
+
     expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 40)
-    _, lengths = first_tokens(streaming(model), 40)
-    assert first_tokens(streaming(model, ends=ends), 40) == (expected, lengths)
+    _, lengths = decoded()
+    assert decoded(stops=stops) == (expected, lengths)
 
 
-class Pause:
-    """A pace that drafts nothing from call `first` to call `last`, and keeps what it is told."""
+class Turns:
+    """A controller that takes one of `shapes` after the other, and notes what was verified."""
 
-    num_drafted = 0
+    def __init__(self, shapes):
+        self._turns = cycle(shapes)
+        self._next = next(self._turns)
+        self.shapes = []
 
-    def __init__(self, first, last):
-        self.first = first
-        self.last = last
-        self.told = []
+    def next(self):
+        return self._next
 
-    @property
-    def rung(self):
-        drafts = not self.first <= len(self.told) < self.last
-        return Rung(verify=1.0, draft=0.0, tokens=1.0) if drafts else None
-
-    def observe(self, num_tokens, *, verified=None, seconds=None):
-        self.told.append(verified is not None)
+    def record(self, call):
+        self.shapes.append(call.shape)
+        assert call.drafted == self._next
+        self._next = next(self._turns)
 
 
 def test_drafting_can_pause():
@@ -853,46 +919,41 @@ def test_drafting_can_pause():
     lengths = {}
     for first in (0, 4):
         for schedule in STREAM_SCHEDULES:
-            pause = Pause(first, first + 5)
             drafter = StreamDrafter(model, PAIR[1], model.num_streams, schedule)
-            steps = streaming(model, drafter=drafter, pace=pause)
+            largest = drafter.largest
+            turns = Turns([*[largest] * first, *[None] * 5, *[largest] * 40])
+            steps = speculative(model, drafter=drafter, controller=turns)
             tokens, lengths[schedule] = first_tokens(steps, 40)
             assert tokens == expected
-            # The last call of a pause is under way when it ends; then a bare root is drafted from.
-            before = [False, *[True] * (first - 1)] if first else []
-            assert pause.told[: first + 8] == [*before, *[False] * 7, True]
+            # What is drafted behind a call is verified by the next.
+            verified = [None, *[largest] * first, *[None] * 5, *[largest] * 40]
+            assert turns.shapes == verified[: len(turns.shapes)]
         fused = lengths["fused"]
         assert fused == lengths["second-pass"]
-        assert fused[first : first + 7] == [1] * 7 and max(fused[first + 7 :]) > 1
+        assert fused[first + 1 : first + 6] == [1] * 5 and max(fused[first + 6 :]) > 1
 
 
-class Turns:
-    """A pace that takes one rung after the other."""
-
-    num_drafted = 0
-
-    def __init__(self, rungs):
-        self.turns = cycle(rungs)
-        self.observe()
-
-    def observe(self, *_, **__):
-        self.rung = next(self.turns)
-
-
-def test_a_pace_may_change_what_is_drafted_at_every_call():
-    """Drafters of several shapes take turns on one cache."""
+def test_another_shape_may_be_drafted_at_every_call():
     model = make_model()
     expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 60)
-    largest = StreamDrafter(model, TreeConfig(size=12), model.num_streams)
-    shapes = [(TreeConfig(size=size), min(size - 1, model.num_streams)) for size in (2, 3, 12, 6)]
-    rungs = [
-        Rung(verify=1.0, draft=0.0, tokens=1.0, drafter=largest.beside(*shape, "second-pass"))
-        for shape in shapes
-    ]
-    tokens, lengths = first_tokens(
-        streaming(model, drafter=largest, pace=Turns([*rungs, rungs[2], None])), 60
-    )
+    drafter = StreamDrafter(model, TreeConfig(size=12), model.num_streams)
+    levels = model.num_streams
+    small = [DraftShape("streams", size, min(size - 1, levels)) for size in (2, 3, 6)]
+    shapes = [*small, drafter.largest, drafter.largest, None]
+    turns = Turns(shapes)
+    tokens, lengths = first_tokens(speculative(model, drafter=drafter, controller=turns), 60)
     assert tokens == expected and max(lengths) > 2
+    assert turns.shapes[1:7] == shapes
+
+
+def test_what_a_controller_does_not_ask_for_is_the_drafters_largest_tree():
+    model = make_model()
+    drafter = StreamDrafter(model, PAIR[1], model.num_streams)
+    unasked = first_tokens(speculative(model, drafter=drafter), 30)
+    always = Always(drafter.largest)
+    assert first_tokens(speculative(model, drafter=drafter, controller=always), 30) == unasked
+    never = first_tokens(speculative(model, drafter=drafter, controller=Never()), 30)
+    assert never == (unasked[0], [1] * 30) and len(unasked[1]) < 30
 
 
 @pytest.mark.parametrize("context", [PROMPT, ()])
@@ -910,11 +971,12 @@ def test_copies_are_of_the_whole_text(context, monkeypatch):
     cache = model.make_cache()
     drafter = StreamDrafter(model, PAIR[1], model.num_streams)
     prefill(model, PROMPT, cache)
-    other = drafter.beside(PAIR[0], 2, "second-pass")
-    rung = Rung(verify=1.0, draft=0.0, tokens=1.0, drafter=other)
-    pace = Turns([rung, rung, None, rung, None, None])
-    steps = streaming_decode(model, [5, 9], cache, drafter=drafter, context=context, pace=pace)
-    tokens, _ = first_tokens(filter(None, steps), 300)
+    shape = DraftShape("streams", 5, 2)
+    turns = Turns([shape, shape, None, shape, None, None])
+    steps = speculative_decode(
+        model, [5, 9], cache, drafters=[drafter], controller=turns, context=context
+    )
+    tokens, _ = first_tokens(steps, 300)
     expected = [*(context or [PAD_TOKEN] * len(PROMPT)), 5, 9, *tokens]
     ends = [int(last.item()) + 1 for _, last in seen]
     assert len(set(ends)) > 20 and max(ends) > 256 + len(expected) - len(tokens)

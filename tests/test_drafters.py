@@ -26,31 +26,38 @@ from tiny import (
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
 from ssmlx import settings as listed
-from ssmlx.api import planned_steps, stream_generate, token_steps
+from ssmlx.api import stream_generate, token_steps
 from ssmlx.commands import generate
-from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
+from ssmlx.decoding.loop import speculative_decode
 from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
-from ssmlx.decoding.sampling import filter_logprobs, log_softmax
+from ssmlx.decoding.sampling import GREEDY, filter_logprobs, log_softmax
 from ssmlx.drafters import copies as text_copies
 from ssmlx.drafters import draft_model
 from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice, foretold, with_copies
-from ssmlx.drafters.draft_model import DraftCache, DraftModel, check_vocabulary
+from ssmlx.drafters.draft_model import (
+    DraftCache,
+    DraftModel,
+    DraftModelDrafter,
+    check_vocabulary,
+)
+from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
 from ssmlx.drafters.registry import RegisteredDrafter, registered_drafter
-from ssmlx.drafters.streams import TEXT_TOKENS, DraftVocab
+from ssmlx.drafters.streams import TEXT_TOKENS, DraftVocab, StreamDrafter
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
-from ssmlx.generation.plan import make_plan
+from ssmlx.generation.plan import decode_plan, make_plan
 from ssmlx.loading.load import carries_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora
+from ssmlx.model.shapes import to_list
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN
 from ssmlx.settings import (
@@ -152,6 +159,24 @@ def test_settings_of_another_class_are_refused():
         mine.settings_in(GenerateConfig(drafter_settings={"window": 3}))
 
 
+def drafter_of(model, settings):
+    """What drafts by some of `drafter_settings`."""
+    if "draft_model" in settings:
+        draft = settings.get("draft", DraftModelConfig())
+        return DraftModelDrafter(settings["draft_model"], draft, GREEDY)
+    if heads := settings.get("heads"):
+        trees = {"medusa": ("tree", TreeConfig()), "mlp-speculator": ("speculator_tree", None)}
+        name, usual = trees[heads.drafter]
+        return HeadDrafter(
+            model.backbone, heads, settings.get(name, usual or SpeculatorTreeConfig())
+        )
+    if settings.get("drafter") == "prompt-lookup":
+        return PromptLookupDrafter(PromptLookupConfig())
+    if settings.get("drafter") == "lookahead":
+        return LookaheadDrafter(settings["lookahead"])
+    return StreamDrafter(model, settings.get("tree", TreeConfig()), model.num_streams)
+
+
 def written(model, prompt, count, config=None, **settings):
     steps = token_steps(model, prompt, model.make_cache(), config, **settings)
     return first_tokens(steps, count)
@@ -171,12 +196,15 @@ def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
     for _ in range(2):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
         expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
-        tokens, lengths = written(model, prompt, 18, **sampling, **settings)
-        assert tokens == expected, prompt
-        plan = make_plan(model, **settings)
-        drafter = plan.drafter
-        assert max(lengths) <= 1 + drafter.num_levels
-        assert plan.scratch >= drafter.max_nodes + (0 if drafter.waits else drafter.num_levels + 1)
+        cache = model.make_cache()
+        steps = token_steps(model, prompt, cache, **sampling, **settings)
+        assert next(steps) == expected[:1]
+        room = cache.scratch
+        tokens, lengths = first_tokens(steps, 17)
+        assert tokens == expected[1:], prompt
+        drafter = drafter_of(model, settings)
+        assert max(lengths) <= 1 + drafter.largest.levels
+        assert cache.scratch == room  # it was made once, and not anew by the largest tree
         assert (drafter.num_parameters > 0) == (not name.startswith(("prompt-lookup", "lookahead")))
 
 
@@ -224,8 +252,8 @@ def test_the_target_as_its_own_draft_model(num_draft_tokens, width):
         settings["max_tokens"] = 1 + 4 * (num_draft_tokens + 1)
         responses = list(stream_generate(model, make_tokenizer(), [3, 1], **settings))
         assert [len(r.tokens) for r in responses] == [1] + [num_draft_tokens + 1] * 4
-        # The prompt, and a draft after each of the five calls.
-        assert responses[-1].draft_calls == 1 + 5 * num_draft_tokens
+        # The prompt, and a draft behind each of the five calls but the last.
+        assert responses[-1].draft_calls == 1 + 4 * num_draft_tokens
         assert not responses[-1].lossy
 
 
@@ -286,13 +314,19 @@ def verified_root(token):
     )
 
 
+def draft_behind(drafter, token):
+    """What is drafted behind `token`, which is new in the text."""
+    drafter.follow([token], 0)
+    return drafter.propose(verified_root(token), drafter.largest)
+
+
 def test_prompt_lookup_takes_the_longest_then_the_newest():
     drafter = PromptLookupDrafter(PromptLookupConfig(ngram=2, num_draft_tokens=2, size=7))
     drafter.start([1, 2, 3, 4, 5, 2, 6, 7, 1])
-    tree = drafter.propose(verified_root(2))  # ... 1 2: first after "1 2", then after "2"
+    tree = draft_behind(drafter, 2)  # ... 1 2: first after "1 2", then after "2"
     assert tree.tokens.tolist()[:5] == [2, 3, 6, 4, 7]
     assert tree.tokens.tolist()[5:] == [PAD_TOKEN] * 3
-    nothing = drafter.propose(verified_root(11))
+    nothing = draft_behind(drafter, 11)
     assert nothing.tokens.tolist() == [11]
 
 
@@ -302,7 +336,7 @@ def test_prompt_lookup_drafts_from_a_reference_alone():
     drafter = PromptLookupDrafter(config)
     drafter.start([9, 1, 2, 9, 1, 2])
     for root, drafted in ((5, [5, 6, 7, 8]), (8, [8]), (1, [1]), (2, [2, 5, 6, 7])):
-        assert drafter.propose(verified_root(root)).tokens.tolist()[: len(drafted)] == drafted
+        assert draft_behind(drafter, root).tokens.tolist()[: len(drafted)] == drafted
     model = cycle_model()
     config = replace(config, reference=(1, 2, 3, 9, 9))
     settings = GenerateConfig(drafter="prompt-lookup", prompt_lookup=config)
@@ -315,7 +349,7 @@ def test_the_window_sees_what_the_paper_says():
     drafter.start([7])
     drafter._window = [[1, 2, 3], [4, 5, 6]]
     drafter._pool.add([9, 1, 8])
-    tree = drafter.propose(verified_root(9))
+    tree = draft_behind(drafter, 9)
     tokens = tree.tokens.tolist()
     ancestors = np.array(tree.ancestors)
     seen = {
@@ -335,6 +369,28 @@ def test_the_window_sees_what_the_paper_says():
     }
     depths = dict(zip(tokens, tree.depths.tolist(), strict=True))
     assert [depths[token] for token in (1, 2, 3, 4, 5, 6)] == [1, 2, 3, 2, 3, 4]
+
+
+def test_a_window_learns_from_its_own_trees_alone():
+    """Not from another drafter's tree of as many nodes, nor from one before which it paused."""
+    drafter = LookaheadDrafter(
+        LookaheadConfig(window=3, ngram=3, guesses=2, pool_from_prompt=False)
+    )
+    drafter.start([7, 8, 9])
+    tree = draft_behind(drafter, 1)
+    window = list(drafter._window)
+    said = mx.arange(tree.num_nodes)
+    own = replace(verified_root(2), tree=tree, target_tokens=said)
+    drafter.follow([2], 4)
+    drafter.propose(own, drafter.largest)
+    assert drafter._window != window and len(drafter._pool) == 3
+    window = list(drafter._window)
+    drafter.follow([3], 5)
+    drafter.follow([4], 6)
+    other = replace(own, tree=replace(drafter._tree))
+    assert other.tree.num_nodes == drafter._tree.num_nodes
+    drafter.propose(other, drafter.largest)
+    assert drafter._window == window and len(drafter._pool) == 3
 
 
 # --- Lookup beside another drafter, on the device ---
@@ -428,6 +484,12 @@ def test_copies_are_trusted_by_what_they_foretold():
     for place, text, accepted in [(4, [3], 0), (5, [2, 5, 5], 1), (7, [7], 0)]:
         copies.among(guesses, *(mx.array(one) for one in (text, [accepted], [place])))
     assert np.allclose(copies._told - text_copies.untold(), [[1, 1], [2, 1]])
+    # What was guessed before a hole is no guess of what stands behind it.
+    shown = copies._told
+    copies.follow([3, 2], 8)
+    copies.among(guesses, *(mx.array(one) for one in ([5], [0], [10])))
+    assert np.array_equal(copies._told, shown)
+    assert copies._text.continuation(mx.array([10]), 3)[0].tolist() == [7, 3, 2]
 
 
 def test_replays_trust_copies_by_what_was_said_before():
@@ -484,17 +546,16 @@ def plain(model, prompt, count, **settings):
 
 
 def drafted(model, settings, prompt, count):
-    """The text that is written, and the tree of each call with the text that it continues."""
-    drafter = make_plan(model, **settings).drafter
+    """The text that is written, and the tree behind each call with the text that it continues."""
+    drafter = drafter_of(model, settings)
     trees = []
     propose = drafter.propose
-    drafter.propose = lambda verified: trees.append(propose(verified)) or trees[-1]
-    steps = decode.streaming_decode(model, prompt, model.make_cache(), drafter=drafter)
+    drafter.propose = lambda *given: trees.append(propose(*given)) or trees[-1]
+    steps = speculative_decode(model, prompt, model.make_cache(), drafters=[drafter])
     tokens, lengths = first_tokens(steps, count)
     text = list(prompt)
     seen = []
-    assert len(trees) == len(lengths) + 1  # the next step is built ahead
-    for tree, end in zip(trees, np.cumsum(lengths).tolist(), strict=False):
+    for tree, end in zip(trees, np.cumsum(lengths).tolist(), strict=True):
         if end <= count:
             text = [*prompt, *tokens[:end]]
             seen.append((text, tree))
@@ -520,7 +581,7 @@ def test_every_tree_is_the_heads_own(architecture, kind, settings):
     """At every call, from mlx-lm's own hidden state of the text so far."""
     model = bare_model(architecture)
     heads = make_heads(kind, model.backbone, **settings)
-    drafter = make_plan(model, heads=heads).drafter
+    drafter = drafter_of(model, {"heads": heads})
     assert drafter.num_parameters == heads.config.num_parameters
     tokens, seen = drafted(model, {"heads": heads}, PROMPT, 16)
     assert tokens == plain(model, PROMPT, 16) and len(seen) > 3
@@ -530,8 +591,8 @@ def test_every_tree_is_the_heads_own(architecture, kind, settings):
         assert tree.paths.tolist() == expected.paths.tolist()
         assert tree.depths.tolist() == expected.depths.tolist()
         assert set(tree.tokens.tolist()[1:]) <= set(settings.get("vocab", range(VOCAB)))
-        assert tree.num_nodes == drafter.max_nodes
-        assert int(tree.depths.max().item()) <= drafter.num_levels
+        assert tree.num_nodes == drafter.largest.nodes
+        assert int(tree.depths.max().item()) <= drafter.largest.levels
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
@@ -539,24 +600,20 @@ def test_drafting_waits_for_nothing(kind):
     """MLX refuses to read a value while it traces a function."""
     model = bare_model()
     heads = make_heads(kind, model.backbone, vocab=FEW_TOKENS)
+    drafter = drafter_of(model, {"heads": heads})
+    assert not drafter.needs.host_tokens
 
-    def draft(drafter, root, hidden):
+    def draft(root, hidden):
         accepted = Acceptance(mx.array([0]), root, mx.array([0]))
         verified = replace(verified_root(7), acceptance=accepted, node_hidden=hidden)
-        tree = drafter.propose(verified)
-        return tree.tokens, tree.depths, tree.paths
-
-    def compiled(drafter):
-        return mx.compile(lambda root, hidden: draft(drafter, root, hidden))
+        return drafter.propose(verified, drafter.largest).arrays
 
     state = mx.random.normal((1, 1, model.backbone.hidden_size), key=mx.random.key(0))
     given = mx.array([7], mx.int32), state
-    drafter = make_plan(model, heads=heads).drafter
-    for found, expected in zip(compiled(drafter)(*given), draft(drafter, *given), strict=True):
+    for found, expected in zip(mx.compile(draft)(*given), draft(*given), strict=True):
         assert found.tolist() == expected.tolist()
-    reader = make_plan(model, drafter="prompt-lookup").drafter
     with pytest.raises(ValueError, match="eval"):
-        compiled(reader)(*given)
+        mx.compile(lambda root: mx.array(to_list(root)))(given[0])
 
 
 def speculator(heads, **tree):
@@ -604,7 +661,7 @@ def test_heads_of_an_adapted_model(kind, merge):
     assert model.backbone.replaced and (RowLora in kinds) != merge
     attached = attach_heads(heads, model.backbone)
     settings = {"heads": attached, "prune": PruneConfig(kind="budget", keep=6)}
-    assert make_plan(model, **settings).kind == attached.drafter == kind
+    assert attached.drafter == kind
     oracle = StreamFusedModel(Backbone(target_of("llama", "all")))
     expected = plain(oracle, PROMPT, 20)
     tokens, seen = drafted(model, settings, PROMPT, 20)
@@ -709,7 +766,7 @@ def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch)
     draft = DraftModel(make_base())
     other = [*PROMPT[:2], 7, 7, 7, 7]
     written(model, PROMPT, 1, draft_model=draft)
-    steps = planned_steps(make_plan(model, draft_model=draft), model, other, model.make_cache())
+    steps = decode_plan(make_plan(model, draft_model=draft), model, other, model.make_cache())
     assert not any(islice(steps, stop))  # two turns in the target's prompt, two in its own
     del steps
     assert written(model, PROMPT, 9, draft_model=draft)[1] == [1, 4, 4] and len(draft._caches) == 1
@@ -846,7 +903,7 @@ def test_the_command_takes_every_drafter(run, folders, base, tmp_path):
         assert record["target_calls"] <= 10
     record = run("--drafter", f"draft-model model={base} tokens=2")
     assert record["tokens"] == expected
-    assert (record["target_calls"], record["draft_calls"]) == (4, 1 + 4 * 2)  # 1 + 3 + 3 + 3
+    assert (record["target_calls"], record["draft_calls"]) == (4, 1 + 3 * 2)  # 1 + 3 + 3 + 3
     adapter = write_tiny_adapter(tmp_path / "adapter", base)
     adapted = run("--adapter", adapter, "--decoding", "plain")["tokens"]
     assert adapted != expected

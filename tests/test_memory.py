@@ -9,7 +9,6 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from real import ROOT, write_base, write_tiny_adapter
-from ssmlx.decoding.pace import Pace
 from tiny import LAYERS, make_adapter, make_base, make_lora, make_model, make_tokenizer
 from tiny_heads import HEAD_KINDS, make_heads
 
@@ -235,9 +234,8 @@ def test_with_a_packed_draft_head_streaming_takes_little_more_than_the_base_alon
 
 
 @pytest.mark.parametrize("settings", [{"decoding": "streaming"}, {}, {"decoding": "plain"}])
-def test_an_answer_leaves_nothing_for_the_garbage_collector(settings, monkeypatch):
+def test_an_answer_leaves_nothing_for_the_garbage_collector(settings):
     """Its cache is freed with it: who waits for a collection may hold many of them meanwhile."""
-    monkeypatch.setattr("ssmlx.generation.plan.Pace", Pace)
     model = make_model()
     held = []
     gc.collect(), gc.disable()

@@ -17,7 +17,7 @@ from metal.lint import complaints
 from mlx_lm.models import base as mlx_lm_base
 from tiny import first_tokens, make_base, make_model
 
-from ssmlx.decoding.loop import plain_decode, streaming_decode
+from ssmlx.decoding.loop import plain_decode, speculative_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.model import metal
@@ -299,7 +299,7 @@ def test_mlx_switches_it_off(on_shim):
     model = make_model()
     cache = model.make_cache()
     drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams, "fused")
-    first_tokens(streaming_decode(model, PROMPT, cache, drafter=drafter), 6)
+    first_tokens(speculative_decode(model, PROMPT, cache, drafters=[drafter]), 6)
     assert on_shim.calls == 0
 
 
@@ -361,7 +361,7 @@ def test_answers_through_the_kernel_are_plain_decodings(schedule, prune, on_shim
     model = make_model("llama", "all")
     drafter = StreamDrafter(model, TreeConfig(size=7), model.num_streams, schedule)
     cache = model.make_cache()
-    steps = streaming_decode(model, PROMPT, cache, drafter=drafter, prune=prune)
+    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter], prune=prune)
     tokens, _ = first_tokens(steps, 10)
     assert on_shim.calls > 12
     assert tokens == first_tokens(plain_decode(model, PROMPT, model.make_cache()), 10)[0]
@@ -419,7 +419,7 @@ def test_nothing_is_tried_before_the_first_token(on_shim, speeds):
     for first_answer in (True, False):
         drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams)
         cache = model.make_cache()
-        steps = filter(None, streaming_decode(model, PROMPT, cache, drafter=drafter))
+        steps = filter(None, speculative_decode(model, PROMPT, cache, drafters=[drafter]))
         before = len(tried)
         tokens = [*next(steps)]
         calls = on_shim.calls

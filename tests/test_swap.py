@@ -19,7 +19,7 @@ from tiny import make_adapter as tiny_adapter
 
 import ssmlx
 from ssmlx.commands import chat, generate
-from ssmlx.decoding.loop import plain_decode, streaming_decode
+from ssmlx.decoding.loop import plain_decode, speculative_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.loading import load as loading
@@ -554,7 +554,7 @@ def plain(model, count=LENGTH):
 
 def streamed(model, schedule):
     drafter = StreamDrafter(model, TREE, model.num_streams, schedule)
-    steps = streaming_decode(model, PROMPT, model.make_cache(64), drafter=drafter)
+    steps = speculative_decode(model, PROMPT, model.make_cache(64), drafters=[drafter])
     return first_tokens(steps, LENGTH)
 
 

@@ -44,7 +44,7 @@ from convert.training.run import (
     use_stream_attention,
 )
 from ssmlx.commands import train as mlx_command
-from ssmlx.decoding.loop import streaming_decode
+from ssmlx.decoding.loop import speculative_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import fuse_streams, read_task_lora
@@ -313,7 +313,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
         assert gap(along.logprobs, found.logprobs) < 1e-4
         ends.clear()
         drafter = StreamDrafter(fused, TreeConfig(kind="full", width=1), 3)
-        next(filter(None, streaming_decode(fused, text, fused.make_cache(), drafter=drafter)))
+        next(filter(None, speculative_decode(fused, text, fused.make_cache(), drafters=[drafter])))
         assert gap(streams[row, places.stop - 1], ends[0][0]) < 1e-4
     for _ in range(2):
         assert mine.advance(batch, lower) == pytest.approx(

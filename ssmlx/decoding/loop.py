@@ -374,7 +374,7 @@ class _SpeculativeLoop:
         if following.drafts is None:
             following.tree = root_tree(call.verified.root)
         elif following.tree is None:
-            yield from self.text.catch_up(following.drafts.drafter)
+            yield from self.watch.untimed(self.text.catch_up(following.drafts.drafter))
             following.tree = self.text.propose(call, following.drafts)
         else:
             self.drafting = following.tree.arrays

@@ -93,14 +93,18 @@ class LookaheadDrafter:
         self._window = [rng.choices(tokens, k=config.window) for _ in range(self._num_rows)]
         self._tree: Tree | None = None
         self._last_level: list[int] = []
+        self._calls = 0  # that were read since the last tree was drafted
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """See `Drafter.follow`."""
         self._root = tokens[-1]
+        self._calls += 1
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """See `Drafter.propose`. The target's tokens behind its own tree are the next iterates."""
-        if self._tree is not None and verified.tree.num_nodes == self._tree.num_nodes:
+        # Whether the call just read verified its own tree, and all of it.
+        is_own = self._tree is not None and self._calls == 1
+        if is_own and verified.tree.num_nodes == self._tree.num_nodes:
             # One Jacobi step: every level takes the place of the one above it.
             # A token that was left open is as good a guess as others.
             last = [max(token, OPEN - token) for token in to_list(verified.target_tokens)]
@@ -109,6 +113,7 @@ class LookaheadDrafter:
                 self._pool.add(ngram)
             self._window = rows[1:]
         self._tree = self._draft(self._root, shape.levels)
+        self._calls = 0
         return self._tree
 
     def _draft(self, root: int, num_levels: int) -> Tree:

@@ -178,7 +178,10 @@ class StreamDrafter:
     def _second_pass(self, verified: Verified, num_streams: int) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
         cache = self._cache
-        cache.follow(verified.cache, num_streams, self._model.window_start(verified.cache))
+        # The root's position, as far as the host knows: a plain call has committed the root's row.
+        known_position = verified.cache.offset - (0 if verified.cache.paths else 1)
+        window_start = self._model.window_start(verified.cache, known_position)
+        cache.follow(verified.cache, num_streams, window_start)
         last = verified.acceptance.last
         known = None
         if self._model.starts_from_root:

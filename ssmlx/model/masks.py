@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -62,13 +62,17 @@ SINKS = 4
 """First tokens of a text that streams always see: attention rests on them where nothing fits."""
 
 
-def window_start(position: int, window: int) -> int:
+Position = TypeVar("Position", int, mx.array)
+
+
+def window_start(position: Position, window: int) -> Position:
     """The first token behind the sinks that streams of the node at `position` see.
 
     That is half a window before the last multiple of half a window, so it moves seldom.
     """
     half = window // 2
-    return max(0, (position // half - 1) * half)
+    start = (position // half - 1) * half
+    return start * (start > 0)
 
 
 def in_window(visible: Any, columns: Any, firsts: Any) -> Any:

@@ -330,7 +330,7 @@ class StreamFusedModel:
             num_streams: G, at most as many as were trained.
             nodes: this tree's `node_rows`, where they are known.
             starts: [M] the first token behind the sinks that each node's streams see; what
-                `window_start` says of `cache` unless told.
+                `window_start` says of the root's position unless given.
             tapped: filled as by `Backbone.run`, the streams' rows among them.
         """
         num_nodes = tree.num_nodes
@@ -344,14 +344,22 @@ class StreamFusedModel:
         if self.rotation is not None:
             rotate = partial(self.rotation, num_nodes=num_nodes, num_streams=num_streams)
         visible = stream_visibility(tree.ancestors, num_streams)
-        if starts is None and (start := self.window_start(cache)) > SINKS:
-            starts = mx.full(num_nodes, start, mx.int32)
+        most = cache.offset + sum(path.length for path in cache.paths)
+        if starts is None and self.window_start(cache, most) > SINKS:
+            # The device knows where the root stands, the host perhaps not yet.
+            assert self.config is not None
+            start = window_start(cache.length, self.config.stream_window)
+            starts = mx.broadcast_to(start, (num_nodes,))
         if starts is None:
             mask = cache.upper_masks.step_mask(visible, cache, tree.topology, self._takes_bits)
         else:
             own = positions.array
             committed = indices(cache.offset)
-            later = [mx.full(path.length, cache.offset, mx.int32) for path in cache.paths]
+            later = []
+            position = mx.array([cache.offset], mx.int32)
+            for path in cache.paths:
+                later.append(position + indices(path.length))
+                position = position + path.count
             columns = mx.concatenate([own, *later, committed])
             dense = cache.upper_masks.mask(visible, cache, tree.topology)
             firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
