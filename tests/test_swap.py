@@ -479,7 +479,7 @@ CURRENT = {
     ],
     "--model other": [
         "ssmlx ships no chat adapter for this model: plain decoding; "
-        "`python -m convert.train --help` says how to train one",
+        "`python -m ssmlx.adapt --help` says how to train one",
         "no adapter: plain decoding",
         "that are here: foreign (for other models: chat, e2e, sql)",
     ],

@@ -290,7 +290,7 @@ def _main(args: argparse.Namespace) -> None:
     if args.adapter is None and args.decoding is None and undrafted:
         screen.note(
             "ssmlx ships no chat adapter for this model: plain decoding; "
-            "`python -m convert.train --help` says how to train one"
+            "`python -m ssmlx.adapt --help` says how to train one"
         )
     if screen.interactive:
         dtype = str(model.backbone.dtype).removeprefix("mlx.core.")

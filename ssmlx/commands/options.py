@@ -260,7 +260,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
             "--decoding",
             "HOW",
             "streaming: verify what a drafter proposes; plain: a token a pass "
-            "(default: whichever the clock finds faster, from call to call)",
+            "(default: what should be faster, decided from call to call)",
             str,
             DECODINGS,
         ),
@@ -310,7 +310,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         "--deterministic",
         action="store_true",
         default=None,
-        help="the same calls each time: no clock, and seed 0",
+        help="the same calls each time: nothing learned decides what is drafted, and seed 0",
     )
     group.add_argument(
         "--logit-bias",
@@ -346,8 +346,8 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         metavar='"NAME ..."',
         help='such as "lookahead window=7" (default: streams, where there are any)',
     )
-    tuned = "Without these, trees follow what calls cost here."
-    add_tree_options(parser.add_argument_group("draft tree", tuned))
+    text = "Without these, and without --decoding, a controller decides by what calls cost here."
+    add_tree_options(parser.add_argument_group("draft tree", text))
 
 
 def add_tree_options(group: argparse._ArgumentGroup) -> None:

@@ -1,1 +1,1 @@
-"""From settings to tokens: what an answer drafts with, what calls cost, and where memory goes."""
+"""From settings to tokens: plans of answers, batches, what answers teach, step costs, memory."""

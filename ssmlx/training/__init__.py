@@ -7,6 +7,13 @@ objective.py    the terms of eq. 5; losses and tokens per call of held-out examp
 job.py          a run from its options to its last step
 record.py       the log of a run, its picture and its bar
 
+adapt.py        a model learns to draft for itself, in a run that can be stopped
+sizing.py       which streams a model should have, and how many answers fit into the hours
+questions.py    prompts that ship, and questions that a model asks itself
+answers.py      what a model answers, many prompts at once
+replay.py       how many tokens a call would have brought on recorded answers
+guesses.py      what streams guess along a text, for replays
+
 mlx_model.py    the stream-fused model in batches, as a function of its trained weights
 mlx_trainer.py  losses under the frozen head, the optimiser's steps, and the saved state
 """
