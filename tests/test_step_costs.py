@@ -26,9 +26,9 @@ def slowed(monkeypatch, seconds_of):
         time.sleep(seconds_of(tree.num_nodes))
         return real_lower(self, tree, *more)
 
-    def append(self, tokens, cache):
+    def append(self, *args):
         time.sleep(seconds_of(1))
-        return real_append(self, tokens, cache)
+        return real_append(self, *args)
 
     monkeypatch.setattr(StreamFusedModel, "lower", lower)
     monkeypatch.setattr(Backbone, "append", append)
@@ -38,7 +38,7 @@ def test_a_slow_tree_is_dear(model, monkeypatch):
     slowed(monkeypatch, lambda nodes: 0.5 if nodes == 4 else 0.1)
     costs = measure_step_costs(model, TEXT, (4, 2, 3), seconds=0)
     assert list(costs) == [2, 3, 4]
-    assert costs[4] > 3 * max(costs[2], costs[3])
+    assert costs[4] > 2 * max(costs[2], costs[3])
     assert min(costs.values()) > 0.5
 
 

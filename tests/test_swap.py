@@ -369,12 +369,12 @@ def test_a_fused_folder_without_its_streams_and_back(base, tmp_path):
     fused = fuse(base, tmp_path / "fused")
     model, tokenizer = ssmlx.load(str(fused), dtype="float32")
     assert model.num_streams == 2
-    own = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
+    own = answer(model, tokenizer, PROMPT, max_tokens=LENGTH, deterministic=True)
     model = ssmlx.swap_adapter(model, None)
-    plain = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
+    plain = answer(model, tokenizer, PROMPT, max_tokens=LENGTH, deterministic=True)
     assert (plain[0], plain[1].target_calls) == (own[0], LENGTH)
     model = ssmlx.swap_adapter(model, fused)
-    again = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
+    again = answer(model, tokenizer, PROMPT, max_tokens=LENGTH, deterministic=True)
     assert (again[0], again[1].target_calls) == (own[0], own[1].target_calls)
     assert ssmlx.load(str(fused), adapter="none", dtype="float32")[0].num_streams == 0
 

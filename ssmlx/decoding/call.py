@@ -23,11 +23,11 @@ EXACT = AcceptanceConfig()
 NO_PRUNING = PruneConfig()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TargetCall:
     """A target call, on the device."""
 
-    verified: Verified  # what a drafter may read of it
+    states: Verified | None  # what a drafter may read of it; None once it is released
     tail: mx.array  # [C] the last tokens before the next root, as the sampler needs them
     # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`; [1] the token alone
     # where no tree was verified
@@ -37,6 +37,17 @@ class TargetCall:
     # whether the call's row is committed; rows of a tree are when the host has read how many count
     is_committed: bool
     num_drafted: int  # nodes of the verified tree below its root, before pruning
+
+    @property
+    def verified(self) -> Verified:
+        """What a drafter may read of it."""
+        if self.states is None:
+            raise ValueError("the call's states were released")
+        return self.states
+
+    def release(self) -> None:
+        """Free its hidden states: a tree is drafted behind it."""
+        self.states = None
 
     def decided(self) -> list[mx.array]:
         """What the host will read, and the next tail: all of it before anything is drafted."""

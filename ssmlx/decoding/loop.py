@@ -343,6 +343,7 @@ class _SpeculativeLoop:
         self.text.extend(tokens)
         if following.drafts is not None and following.tree is not None:
             self.text.note_seen(following.drafts.drafter)
+            call.release()
         record_logprobs(self.logprobs, tokens, call.token_logprobs)
         self.counts.drafted_nodes += call.num_drafted
         timed = seconds if is_timed else None

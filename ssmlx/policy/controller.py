@@ -339,7 +339,9 @@ class Controller:
     def _is_timed(self) -> bool:
         """Whether the standard error of the latest plain calls is small enough."""
         count = len(self._plain)
-        return count >= PLAIN_CALLS and stdev(self._plain) <= PLAIN_ERROR * fmean(self._plain) * sqrt(count)
+        return count >= PLAIN_CALLS and stdev(self._plain) <= PLAIN_ERROR * fmean(
+            self._plain
+        ) * sqrt(count)
 
     def _check_cost(self, shape: DraftShape, seconds: float) -> None:
         """See whether calls in a row are far off their cost, all to one side."""

@@ -167,7 +167,9 @@ class Answering:
                 check_text(ask.prediction)
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
                 lookup = PromptLookupConfig(size=32, num_draft_tokens=16, reference=text)
-                config = replace(config, drafter="prompt-lookup", prompt_lookup=lookup)
+                config = replace(
+                    config, decoding="streaming", drafter="prompt-lookup", prompt_lookup=lookup
+                )
             return self._tokens(ask, model), config
 
     def _check_open(self) -> None:
