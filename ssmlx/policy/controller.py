@@ -248,7 +248,9 @@ class Controller:
         allowed = max(BEHIND, BEHIND_PER_TOKEN * self._tokens)
         allowed += CREDIT * max(0.0, best.tokens - best.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
-        at_risk = self._behind + (1 + LAGW * self._ahead) * (best.cost - 1)
+        at_risk = self._behind + (1 + LAGW * self._ahead) * (
+            self._costs.cautious((best.shape.drafter, best.shape.nodes)) - 1
+        )
         if self._pending is not None:
             return best.speed > LEAVE and at_risk <= allowed
         return best.speed > MARGIN and at_risk + ENTRY <= allowed
@@ -284,7 +286,7 @@ class Controller:
         """Plain calls that a recorded call took, by the table."""
         if call.shape is None:
             return 1.0 if call.drafted is None else 1 + ENTRY
-        steady = self._costs.calls((call.shape.drafter, call.shape.nodes))
+        steady = self._costs.cautious((call.shape.drafter, call.shape.nodes))
         return steady if call.drafted else max(1.0, steady - ENTRY)
 
     def _count_tokens(self, call: Call) -> None:

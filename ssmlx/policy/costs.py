@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any, Self
 
 Kind = tuple[str, int]
@@ -23,6 +23,13 @@ ROW_COST = 0.1
 """Plain calls that a drafting pass and each row beyond the first cost where nothing was measured.
 Measured calls of 2 to 16 nodes start at 1.3 to 1.7 and gain 0.03 (CPU, float32) to 0.2 (Apple GPUs,
 4 bits) a row: this is between, so that the first shape tried is one of few nodes."""
+CAUTION = 1.0
+"""Standard errors by which a cost may be higher where an answer's loss is bounded."""
+FIRST_NOISE = 0.08
+MOST_NOISE = 0.3
+NOISE_CALLS = 12
+"""Standard deviation of a call's seconds over their mean: at first, and at most; and the plain
+calls that the former counts as."""
 LEAST_COST = 1.01
 """Plain calls that a drafting call takes at least; a timing that says less is noise."""
 ENTRY = 0.35
@@ -113,6 +120,7 @@ class FrozenCosts:
     """
 
     known: Mapping[Kind, tuple[float, float]]
+    noise: float = 0.0
     scale: float = 1.0
     _found: dict[Kind, tuple[float, float]] = field(default_factory=dict, compare=False)
 
@@ -128,6 +136,11 @@ class FrozenCosts:
     def weight(self, kind: Kind) -> float:
         """Runs that the cost of a kind rests on."""
         return self._extra_and_weight(kind)[1]
+
+    def cautious(self, kind: Kind) -> float:
+        """What a call may take after all, by how noisy the timings behind its cost are."""
+        extra, weight = self._extra_and_weight(kind)
+        return 1 + extra * (1 + CAUTION * self.noise / math.sqrt(max(weight, UNKNOWN_WEIGHT)))
 
     def most_known(self, drafter: str) -> int:
         """The largest number of nodes that was measured; 0 where none was."""
@@ -170,6 +183,7 @@ class CostTable:
 
     def __init__(self) -> None:
         self.bank = BANK
+        self.noise = FIRST_NOISE
         self.probe_wait = PROBE_WAIT
         self.since_probe = PROBE_WAIT
         self._means: dict[int, dict[Kind, Mean]] = {}
@@ -178,10 +192,24 @@ class CostTable:
     def frozen(self, context: int) -> FrozenCosts:
         """An immutable view of the costs behind `context` tokens."""
         means = self._bucket(context)
-        return FrozenCosts({kind: (mean.value, mean.weight) for kind, mean in means.items()})
+        known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
+        return FrozenCosts(known, self.noise)
 
-    def seed(self, costs: Mapping[Kind, float], context: int = 0) -> None:
-        """Take a head start's timings; what answers have taught is worth more and stays."""
+    def seed(
+        self,
+        costs: Mapping[Kind, float],
+        context: int = 0,
+        plain_seconds: Sequence[float] = (),
+    ) -> None:
+        """Take a head start's timings; what answers have taught is worth more and stays.
+
+        Args:
+            costs: plain calls that kinds of calls take.
+            context: committed tokens behind which they were timed.
+            plain_seconds: of the plain calls that they were compared with.
+        """
+        if plain_seconds:
+            self.learn_plain(context, plain_seconds)
         means = self._own_bucket(context)
         for kind, calls in costs.items():
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
@@ -231,6 +259,9 @@ class CostTable:
         """
         bucket = context_bucket(context)
         found = median(seconds)
+        if len(seconds) >= 3:
+            share = len(seconds) / (len(seconds) + NOISE_CALLS)
+            self.noise += share * (min(stdev(seconds) / fmean(seconds), MOST_NOISE) - self.noise)
         timing = self._plain.setdefault(bucket, PlainTiming(found))
         agrees = 1 / (1 + CLAMP) < found / timing.seconds < 1 + CLAMP
         before = timing.calls if agrees else 0
