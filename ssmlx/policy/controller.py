@@ -9,12 +9,11 @@ conservative bandit: Wu et al., 2016). Costs are frozen while an answer runs; se
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
-from statistics import fmean, median, stdev
+from statistics import median
 
 from ..decoding.controller import Call, DraftShape
 from .acceptance import AcceptancePrior, AnswerAcceptance
-from .costs import ENTRY, CostTable, Kind
+from .costs import ENTRY, PLAIN_ERROR, CostTable, Kind
 from .offers import OfferSource
 
 MAX_NODES = 16
@@ -30,7 +29,7 @@ STAY = 1.03
 PROBE_BEHIND = 1.0
 PROBE_RISK = 4.0
 LAGW = 0.9
-BEHIND = 4.0
+BEHIND = 4.1
 BEHIND_PER_TOKEN = 0.07
 """Plain calls that an answer may be behind plain decoding: at first, and more with each token."""
 CREDIT = 2.0
@@ -51,8 +50,7 @@ FOLLOWED = 5
 PLAIN_CALLS = 3
 MOST_PLAIN_CALLS = 12
 KEPT_PLAIN = 64
-PLAIN_ERROR = 0.06
-"""Plain calls timed in a row: at least, at most, and standard error at which that ends."""
+"""Plain calls timed in a row: at least, and at most."""
 PLAIN_FRESH = 64
 """Tokens for which an answer's own timing of plain calls counts as taken beside a call."""
 
@@ -339,9 +337,9 @@ class Controller:
                 self._take_new_costs()
 
     def _is_timed(self) -> bool:
-        """Whether the standard error of the latest plain calls is small enough."""
+        """Whether plain calls have been timed well enough."""
         count = len(self._plain)
-        return count >= PLAIN_CALLS and stdev(self._plain) <= PLAIN_ERROR * fmean(self._plain) * sqrt(count)
+        return count >= PLAIN_CALLS and self._table.plain_error(self._context, count) <= PLAIN_ERROR
 
     def _check_cost(self, shape: DraftShape, seconds: float) -> None:
         """See whether calls in a row are far off their cost, all to one side."""

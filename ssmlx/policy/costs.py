@@ -30,6 +30,12 @@ MOST_NOISE = 0.3
 NOISE_CALLS = 12
 """Standard deviation of a call's seconds over their mean: at first, and at most; and the plain
 calls that the former counts as."""
+MEDIAN_ERROR = 1.25
+"""Standard error of a median over that of a mean."""
+RUN_CALLS = 5
+"""Calls that a run has as a rule."""
+PLAIN_ERROR = 0.03
+"""Standard error up to which plain calls are timed."""
 LEAST_COST = 1.01
 """Plain calls that a drafting call takes at least; a timing that says less is noise."""
 ENTRY = 0.35
@@ -121,6 +127,7 @@ class FrozenCosts:
 
     known: Mapping[Kind, tuple[float, float]]
     noise: float = 0.0
+    plain_error: float = 0.0
     scale: float = 1.0
     _found: dict[Kind, tuple[float, float]] = field(default_factory=dict, compare=False)
 
@@ -138,9 +145,10 @@ class FrozenCosts:
         return self._extra_and_weight(kind)[1]
 
     def cautious(self, kind: Kind) -> float:
-        """What a call may take after all, by how noisy the timings behind its cost are."""
+        """What a call may take after all, by the errors of the timings behind its cost."""
         extra, weight = self._extra_and_weight(kind)
-        return 1 + extra * (1 + CAUTION * self.noise / math.sqrt(max(weight, UNKNOWN_WEIGHT)))
+        run_error = MEDIAN_ERROR * self.noise / math.sqrt(RUN_CALLS * max(weight, UNKNOWN_WEIGHT))
+        return (1 + extra) * (1 + CAUTION * math.hypot(run_error, self.plain_error))
 
     def most_known(self, drafter: str) -> int:
         """The largest number of nodes that was measured; 0 where none was."""
@@ -193,7 +201,7 @@ class CostTable:
         """An immutable view of the costs behind `context` tokens."""
         means = self._bucket(context)
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
-        return FrozenCosts(known, self.noise)
+        return FrozenCosts(known, self.noise, self.plain_error(context))
 
     def seed(
         self,
@@ -248,9 +256,17 @@ class CostTable:
         return timing.seconds
 
     def is_timing_due(self, context: int) -> bool:
-        """Whether plain calls should be timed: they never were, or long ago."""
+        """Whether plain calls should be timed: they never were, or long ago, or not well enough."""
         timing = self._plain.get(context_bucket(context))
-        return timing is None or timing.tokens_since >= timing.wait
+        if timing is None or timing.tokens_since >= timing.wait:
+            return True
+        return timing.calls > 0 and self.plain_error(context) > PLAIN_ERROR
+
+    def plain_error(self, context: int, more_calls: int = 0) -> float:
+        """Standard error of the seconds of a plain call, over the seconds; 0 where never timed."""
+        timing = self._plain.get(context_bucket(context))
+        calls = more_calls + (timing.calls if timing else 0)
+        return MEDIAN_ERROR * self.noise / math.sqrt(calls) if calls else 0.0
 
     def learn_plain(self, context: int, seconds: Sequence[float]) -> None:
         """Take the seconds of a few plain calls in a row.
