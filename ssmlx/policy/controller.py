@@ -13,7 +13,7 @@ from statistics import median
 
 from ..decoding.controller import Call, DraftShape
 from .acceptance import AcceptancePrior, AnswerAcceptance
-from .costs import ENTRY, PLAIN_ERROR, CostTable, Kind
+from .costs import ENTRY, CostTable, Kind
 from .offers import OfferSource
 
 MAX_NODES = 16
@@ -29,7 +29,7 @@ STAY = 1.03
 PROBE_BEHIND = 1.0
 PROBE_RISK = 4.0
 LAGW = 0.9
-BEHIND = 4.1
+BEHIND = 4.0
 BEHIND_PER_TOKEN = 0.07
 """Plain calls that an answer may be behind plain decoding: at first, and more with each token."""
 CREDIT = 2.0
@@ -51,6 +51,9 @@ PLAIN_CALLS = 3
 MOST_PLAIN_CALLS = 12
 KEPT_PLAIN = 64
 """Plain calls timed in a row: at least, and at most."""
+PLAIN_ERROR = 0.03
+ERROR_OF_GAIN = 0.1
+"""Standard error up to which they are timed: this, or this share of what drafting gains."""
 PLAIN_FRESH = 64
 """Tokens for which an answer's own timing of plain calls counts as taken beside a call."""
 
@@ -148,7 +151,7 @@ class Controller:
         self._surprises = 0  # calls in a row that are far off their cost; below 0: too cheap
         self._follows_seconds = False
         self._latest: deque[tuple[Kind, float]] = deque(maxlen=FOLLOWED)
-        if reads_seconds and table.is_timing_due(context):
+        if reads_seconds and table.is_timing_due(context, self._bearable_error()):
             self._plain_calls_due = MOST_PLAIN_CALLS
 
     @classmethod
@@ -339,7 +342,13 @@ class Controller:
     def _is_timed(self) -> bool:
         """Whether plain calls have been timed well enough."""
         count = len(self._plain)
-        return count >= PLAIN_CALLS and self._table.plain_error(self._context, count) <= PLAIN_ERROR
+        error = self._table.plain_error(self._context, count)
+        return count >= PLAIN_CALLS and error <= self._bearable_error()
+
+    def _bearable_error(self) -> float:
+        """Error of the seconds of a plain call that does not matter: the clearer, the more."""
+        tokens, cost = self.outlook()
+        return max(PLAIN_ERROR, ERROR_OF_GAIN * (tokens / cost - 1))
 
     def _check_cost(self, shape: DraftShape, seconds: float) -> None:
         """See whether calls in a row are far off their cost, all to one side."""

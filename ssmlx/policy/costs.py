@@ -34,8 +34,6 @@ MEDIAN_ERROR = 1.25
 """Standard error of a median over that of a mean."""
 RUN_CALLS = 5
 """Calls that a run has as a rule."""
-PLAIN_ERROR = 0.03
-"""Standard error up to which plain calls are timed."""
 LEAST_COST = 1.01
 """Plain calls that a drafting call takes at least; a timing that says less is noise."""
 ENTRY = 0.35
@@ -255,12 +253,12 @@ class CostTable:
             return None
         return timing.seconds
 
-    def is_timing_due(self, context: int) -> bool:
-        """Whether plain calls should be timed: they never were, or long ago, or not well enough."""
+    def is_timing_due(self, context: int, error: float) -> bool:
+        """Whether plain calls should be timed: never, long ago, or with more than this error."""
         timing = self._plain.get(context_bucket(context))
         if timing is None or timing.tokens_since >= timing.wait:
             return True
-        return timing.calls > 0 and self.plain_error(context) > PLAIN_ERROR
+        return timing.calls > 0 and self.plain_error(context) > error
 
     def plain_error(self, context: int, more_calls: int = 0) -> float:
         """Standard error of the seconds of a plain call, over the seconds; 0 where never timed."""
