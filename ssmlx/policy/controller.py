@@ -21,15 +21,15 @@ MAX_NODES = 16
 NODES = (2, 3, 4, 6, 8, 12, 16)
 FIRST_NODES = 4
 """Nodes at most where no drafting call was ever measured."""
-LEAVE = 0.92
+LEAVE = 0.9
 MARGIN = 1.02
 """Speed over plain decoding from which on drafting begins; it ends below 1 / MARGIN."""
 STAY = 1.03
 """What the present shape's speed is favoured by: each change is a kernel to compile, a run cut."""
 PROBE_BEHIND = 1.0
 PROBE_RISK = 4.0
-LAGW = 0.9
-BEHIND = 4.0
+LAGW = 0.8
+BEHIND = 3.9
 BEHIND_PER_TOKEN = 0.07
 """Plain calls that an answer may be behind plain decoding: at first, and more with each token."""
 CREDIT = 2.0
@@ -40,19 +40,19 @@ TEACHES = 0.1
 """Change of a cost from which on another probe may follow soon."""
 PROBE_GAIN = 1.08
 """What a shape has to promise over the best known for a probe."""
-SURPRISE = 0.25
+SURPRISE = 0.18
 SURPRISES = 3
 """Calls in a row that are so far off their cost make an answer take new costs."""
 MOST_SCALED = 2.5
 """What an answer scales costs by at most."""
-FOLLOWED = 5
+FOLLOWED = 4
 """Calls whose median is a cost after surprises."""
 PLAIN_CALLS = 3
 MOST_PLAIN_CALLS = 12
 KEPT_PLAIN = 64
 """Plain calls timed in a row: at least, and at most."""
 PLAIN_ERROR = 0.03
-ERROR_OF_GAIN = 0.1
+ERROR_OF_GAIN = 0.15
 """Standard error up to which they are timed: this, or this share of what drafting gains."""
 PLAIN_FRESH = 64
 """Tokens for which an answer's own timing of plain calls counts as taken beside a call."""
