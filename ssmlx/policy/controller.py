@@ -314,18 +314,19 @@ class Controller:
         self._since_plain += call.tokens
         if call.shape is None and call.drafted is None:
             self._note_plain(call)
-        # The first call of a shape drafts another, and the last drafts nothing.
-        if call.shape is None or call.shape != call.drafted:
+        seconds = call.seconds
+        if seconds is not None and call.drafted is None:
+            plain = self._table.plain_seconds(self._context)
+            seconds = None if plain is None else seconds + ENTRY * plain
+        if call.shape is None:
             self._is_run_open = False
-            return
-        if call.seconds is None:
-            return
-        if not self._is_run_open:
-            self._runs.append(Run(call.shape, []))
-            self._is_run_open = True
-            self._surprises = 0
-        self._runs[-1].seconds.append(call.seconds)
-        self._check_cost(call.shape, call.seconds)
+        elif seconds is not None:
+            if not self._is_run_open or self._runs[-1].shape != call.shape:
+                self._runs.append(Run(call.shape, []))
+                self._is_run_open = True
+                self._surprises = 0
+            self._runs[-1].seconds.append(seconds)
+            self._check_cost(call.shape, seconds)
 
     def _note_plain(self, call: Call) -> None:
         if call.seconds is not None:
