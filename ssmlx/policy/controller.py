@@ -13,7 +13,7 @@ from statistics import median
 
 from ..decoding.controller import Call, DraftShape
 from .acceptance import AcceptancePrior, AnswerAcceptance
-from .costs import ENTRY, CostTable, Kind
+from .costs import BANK_MOST, ENTRY, CostTable, Kind
 from .offers import OfferSource
 
 MAX_NODES = 16
@@ -27,7 +27,6 @@ MARGIN = 1.02
 STAY = 1.03
 """What the present shape's speed is favoured by: each change is a kernel to compile, a run cut."""
 PROBE_BEHIND = 1.0
-PROBE_RISK = 4.0
 LAGW = 0.8
 BEHIND = 3.9
 BEHIND_PER_TOKEN = 0.07
@@ -199,7 +198,9 @@ class Controller:
                 seconds.setdefault(run.shape, []).extend(run.seconds)
         for shape, taken in seconds.items():
             kind = (shape.drafter, shape.nodes)
-            moved = self._table.learn(kind, self._context, median(taken) / plain)
+            moved = self._table.learn(
+                kind, self._context, median(taken) / plain, self._follows_seconds
+            )
             if abs(moved - 1) > TEACHES:
                 self._table.reset_probes()
 
@@ -261,14 +262,19 @@ class Controller:
         if self._behind > PROBE_BEHIND or not self._table.may_probe(is_start=self._tokens <= 1):
             return None
         is_parked = speed == 1.0
-        for probe in sorted(candidates, key=lambda one: one.hoped_speed, reverse=True):
-            if not is_parked and probe.hoped_speed <= speed * PROBE_GAIN:
-                return None
-            likely = (probe.cost + probe.hope) / 2
-            entry = ENTRY if self._pending is None else 0.0
-            risk = entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
-            if risk <= min(self._table.bank, PROBE_RISK):
-                return Decision(probe, risk)
+        probes = []
+        for one in candidates:
+            if is_parked or one.hoped_speed > speed * PROBE_GAIN:
+                entry = ENTRY if self._pending is None else 0.0
+                likely = (one.cost + one.hope) / 2
+                risk = entry + PROBE_CALLS * max(0.0, likely - one.tokens / speed)
+                probes.append(Decision(one, risk))
+        affordable = [one for one in probes if one.risk <= self._table.bank]
+        if affordable:
+            return max(affordable, key=lambda one: one.candidate.hoped_speed)
+        # Never parked for good: a full bank pays for whatever risks least.
+        if is_parked and self._table.bank >= BANK_MOST:
+            return min(probes, key=lambda one: one.risk)
         return None
 
     def _acceptance_of(self, drafter: str) -> AnswerAcceptance:
@@ -306,7 +312,7 @@ class Controller:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
         elif decision.risk is not None and call.drafted != call.shape:
             self._probe = call.drafted
-            self._probe_calls = PROBE_CALLS - self._ahead
+            self._probe_calls = PROBE_CALLS - 1 - self._ahead
             self._table.begin_probe(decision.risk)
 
     def _note_seconds(self, call: Call) -> None:

@@ -221,7 +221,9 @@ class CostTable:
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
 
-    def learn(self, kind: Kind, context: int, calls: float) -> float:
+    def learn(
+        self, kind: Kind, context: int, calls: float, is_surprise: bool = False
+    ) -> float:
         """Take what calls of a kind took in an answer, in plain calls timed beside them.
 
         A head start that is wrong for one count is mostly wrong for all of them, so what is not
@@ -235,7 +237,7 @@ class CostTable:
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
         clamp = CLAMP if mean.weight >= 1 else FIRST_CLAMP
-        if off > DOUBTED:
+        if off > DOUBTED or is_surprise:
             mean.weight = min(mean.weight, 1.0) if mean.weight >= 1 else 0.0
         mean.add(calls, clamp)
         mean.value = max(mean.value, LEAST_COST)
