@@ -120,6 +120,8 @@ class FrozenCosts:
 
     Args:
         known: plain calls that measured kinds take, and how well that is known.
+        noise: standard deviation of a call's seconds, over their mean.
+        plain_error: standard error of the seconds of a plain call, over the seconds.
         scale: factor on what calls take beyond a plain one; an answer's own finding.
     """
 
@@ -185,6 +187,9 @@ class CostTable:
 
     Attributes:
         bank: plain calls that probes may lose.
+        noise: standard deviation of a call's seconds, over their mean.
+        since_probe: tokens since the last probe began.
+        probe_wait: tokens that must lie between two probes.
     """
 
     def __init__(self) -> None:
@@ -335,7 +340,7 @@ class CostTable:
             for (name, count), mean in means.items()
         ]
         plain = [[bucket, one.seconds, one.tokens_since] for bucket, one in self._plain.items()]
-        return {"costs": costs, "plain": plain, "bank": self.bank}
+        return {"costs": costs, "plain": plain, "bank": self.bank, "noise": self.noise}
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
@@ -352,7 +357,8 @@ class CostTable:
     @classmethod
     def _read(cls, values: Any) -> Self:
         table = cls()
-        table.bank = _number(values["bank"], -BANK_MOST, BANK_MOST)
+        table.bank = _number(values["bank"], -1e3, BANK_MOST)
+        table.noise = _number(values["noise"], 0.0, MOST_NOISE)
         if len(values["costs"]) > _MOST_ENTRIES or len(values["plain"]) > len(BUCKETS):
             raise ValueError("a table of costs has too many entries")
         for bucket, name, count, calls, weight in values["costs"]:
