@@ -226,9 +226,7 @@ class CostTable:
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
 
-    def learn(
-        self, kind: Kind, context: int, calls: float, is_surprise: bool = False
-    ) -> float:
+    def learn(self, kind: Kind, context: int, calls: float, is_surprise: bool = False) -> float:
         """Take what calls of a kind took in an answer, in plain calls timed beside them.
 
         A head start that is wrong for one count is mostly wrong for all of them, so what is not
