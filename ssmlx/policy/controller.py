@@ -18,9 +18,6 @@ from .offers import OfferSource
 
 MAX_NODES = 16
 """Nodes that are offered at most: beyond, more rows cost more than they bring on every machine."""
-NODES = (2, 3, 4, 6, 8, 12, 16)
-"""Numbers of nodes that are drafted. With all of 2 to 16 the tokens differ too little for what it
-costs to try each; costs of those that were not measured are interpolated."""
 FIRST_NODES = 4
 """Nodes at most where no drafting call was measured; then twice as many as were."""
 ENTER = 1.02
@@ -270,7 +267,7 @@ class Controller:
             # What rows cost is known for about twice the rows that were measured.
             known = max(FIRST_NODES, 2 * self._costs.most_known(offer.drafter))
             for shape, offered in offer.shapes:
-                if shape.nodes in NODES and shape.nodes <= min(self._max_nodes, known):
+                if shape.nodes <= min(self._max_nodes, known):
                     kind = shape_kind(shape)
                     yield Candidate(
                         shape,
