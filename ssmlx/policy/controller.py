@@ -26,7 +26,7 @@ LEAVE = 0.9
 little while it is read; how much in all is bounded below."""
 STAY = 1.03
 """What the present shape's speed is favoured by: each change is a kernel to compile, a run cut."""
-BEHIND = 3.9
+BEHIND = 4.0
 BEHIND_PER_TOKEN = 0.07
 """Plain calls that an answer may be behind plain decoding, should the next call bring one token:
 the first, or the second a token, whichever is more. 0.07 a token is 0.93 of plain decoding."""

@@ -23,7 +23,7 @@ ROW_COST = 0.1
 """Plain calls that a drafting pass and each row beyond the first cost where nothing was measured.
 Measured calls of 2 to 16 nodes start at 1.3 to 1.7 and gain 0.03 (CPU, float32) to 0.2 (Apple GPUs,
 4 bits) a row: this is between, so that the first shape tried is one of few nodes."""
-CAUTION = 0.8
+CAUTION = 1.2
 """Standard errors by which a cost may be higher where an answer's loss is bounded."""
 FIRST_NOISE = 0.08
 MOST_NOISE = 0.3
