@@ -34,6 +34,8 @@ ENTRY = 0.35
 """Plain calls that a drafting pass takes: the call that begins to draft has it beside a plain one,
 and the call that leaves drafting goes without it."""
 PLAIN_SECONDS = 0.02
+SEED_CALLS = 6
+"""Plain calls that a head start times."""
 TABLES: dict[str, dict[int, float]] = {
     # Plain calls that a call with n nodes takes, drafting included.
     "measured": {2: 1.70, 3: 1.8, 4: 1.98, 6: 2.0, 8: 2.2, 12: 2.95, 16: 2.12},
@@ -251,7 +253,10 @@ def head_start(condition: Condition, rng: random.Random) -> CostTable:
                 ("streams", n): 1
                 + extra * condition.read * max(0.4, rng.gauss(1, condition.noise / 2))
                 for n, extra in extras.items()
-            }
+            },
+            plain_seconds=[
+                PLAIN_SECONDS * max(0.5, rng.gauss(1, condition.noise)) for _ in range(SEED_CALLS)
+            ],
         )
     return table
 

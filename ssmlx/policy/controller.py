@@ -9,52 +9,57 @@ conservative bandit: Wu et al., 2016). Costs are frozen while an answer runs; se
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
-from statistics import fmean, median, stdev
+from statistics import median
 
 from ..decoding.controller import Call, DraftShape
 from .acceptance import AcceptancePrior, AnswerAcceptance
-from .costs import ENTRY, CostTable, Kind
+from .costs import BANK_MOST, ENTRY, CostTable, Kind, context_bucket
 from .offers import OfferSource
 
 MAX_NODES = 16
-"""Nodes that are offered at most."""
-NODES = (2, 3, 4, 6, 8, 12, 16)
+"""Nodes that are offered at most: beyond, more rows cost more than they bring on every machine."""
 FIRST_NODES = 4
-"""Nodes at most where no drafting call was ever measured."""
-LEAVE = 0.92
-MARGIN = 1.02
-"""Speed over plain decoding from which on drafting begins; it ends below 1 / MARGIN."""
+"""Nodes at most where no drafting call was measured; then twice as many as were."""
+ENTER = 1.02
+LEAVE = 0.9
+"""Speeds over plain decoding at which drafting begins and ends. A text that gets harder loses
+little while it is read; how much in all is bounded below."""
 STAY = 1.03
 """What the present shape's speed is favoured by: each change is a kernel to compile, a run cut."""
-PROBE_BEHIND = 1.0
-PROBE_RISK = 4.0
-LAGW = 0.9
 BEHIND = 4.0
 BEHIND_PER_TOKEN = 0.07
-"""Plain calls that an answer may be behind plain decoding: at first, and more with each token."""
+"""Plain calls that an answer may be behind plain decoding, should the next call bring one token:
+the first, or the second a token, whichever is more. 0.07 a token is 0.93 of plain decoding."""
 CREDIT = 2.0
 """Calls whose expected gain it may be behind beside that."""
+AHEAD_RISK = 0.8
+"""Share of a call's risk that each call built ahead counts as: it may bring more than one token."""
 PROBE_CALLS = 3
-"""Calls of a probe, and of a run that teaches a cost."""
-TEACHES = 0.1
-"""Change of a cost from which on another probe may follow soon."""
+"""Calls of a probe, and the least of a run that teaches a cost."""
+PROBE_BEHIND = 1.0
+"""Plain calls that an answer may be behind for a probe to begin."""
 PROBE_GAIN = 1.08
 """What a shape has to promise over the best known for a probe."""
-SURPRISE = 0.25
+TEACHES = 0.1
+"""Change of a cost from which on another probe may follow soon."""
+SURPRISE = 0.18
 SURPRISES = 3
-"""Calls in a row that are so far off their cost make an answer take new costs."""
+"""Calls in a row that are so far off their cost make an answer take new costs. A machine that
+throttles 1.6x makes calls dearer by a fourth to a third; noise of 8 % does not do it thrice."""
+FOLLOWED = 4
+"""Calls whose median is the cost after surprises."""
 MOST_SCALED = 2.5
 """What an answer scales costs by at most."""
-FOLLOWED = 5
-"""Calls whose median is a cost after surprises."""
 PLAIN_CALLS = 3
 MOST_PLAIN_CALLS = 12
-KEPT_PLAIN = 64
-PLAIN_ERROR = 0.06
-"""Plain calls timed in a row: at least, at most, and standard error at which that ends."""
+"""Plain calls that an answer times in a row: at least, and at most."""
+PLAIN_ERROR = 0.03
+ERROR_OF_GAIN = 0.15
+"""Standard error up to which they are timed: this, or this share of what drafting gains."""
+PLAIN_KEPT = 64
+"""Plain calls of an answer whose seconds are kept."""
 PLAIN_FRESH = 64
-"""Tokens for which an answer's own timing of plain calls counts as taken beside a call."""
+"""Tokens for which an answer's timing of plain calls counts as taken beside a call."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,11 @@ class Run:
     seconds: list[float]
 
 
+def shape_kind(shape: DraftShape) -> Kind:
+    """The kind of call that drafts a shape, and verifies the last that was drafted so."""
+    return shape.drafter, shape.nodes
+
+
 class Controller:
     """Decides what each call of one answer drafts; see `DraftController`.
 
@@ -107,7 +117,8 @@ class Controller:
         table: what calls cost here.
         prior: what earlier answers accepted of this adapter's drafts.
         sources: what each drafter offers.
-        context: committed tokens when the answer begins.
+        context: committed tokens when the answer begins; another bucket's costs are taken when the
+            answer grows into it.
         max_nodes: nodes that are drafted at most.
         reads_seconds: whether seconds are read at all.
         ahead: calls that the loop has built beyond the one that it records.
@@ -127,7 +138,8 @@ class Controller:
         self._table = table
         self._prior = prior
         self._sources = sources
-        self._context = context
+        self._context = context  # of the bucket whose costs are taken
+        self._first_context = context
         self._max_nodes = max_nodes
         self._reads_seconds = reads_seconds
         self._ahead = ahead
@@ -144,13 +156,13 @@ class Controller:
         self._probe_calls = 0  # that the probe has yet to draft
         self._runs: list[Run] = []
         self._is_run_open = False
-        self._plain: deque[float] = deque(maxlen=KEPT_PLAIN)  # seconds, the latest
+        self._plain: deque[float] = deque(maxlen=PLAIN_KEPT)  # seconds, the latest
         self._since_plain = PLAIN_FRESH
         self._plain_calls_due = 0
         self._surprises = 0  # calls in a row that are far off their cost; below 0: too cheap
         self._follows_seconds = False
         self._latest: deque[tuple[Kind, float]] = deque(maxlen=FOLLOWED)
-        if reads_seconds and table.is_timing_due(context):
+        if reads_seconds and table.is_timing_due(context, self._bearable_error()):
             self._plain_calls_due = MOST_PLAIN_CALLS
 
     @classmethod
@@ -174,6 +186,8 @@ class Controller:
         return best.tokens, best.cost
 
     def record(self, call: Call) -> None:
+        if context_bucket(call.context) > context_bucket(self._context):
+            self._enter_bucket(call.context)
         decision = self._decision_of(call.drafted)
         self._count_tokens(call)
         self._count_probe(call, decision)
@@ -186,7 +200,13 @@ class Controller:
     def finish(self) -> None:
         """Hand what the answer has taught to the table and the prior. To be called once."""
         for drafter, counted in self._acceptance.items():
-            self._prior.learn(drafter, self._context, counted.total_accepted, counted.total_offered)
+            self._prior.learn(
+                drafter, self._first_context, counted.total_accepted, counted.total_offered
+            )
+        self._teach()
+
+    def _teach(self) -> None:
+        """Hand what calls took to the table."""
         if len(self._plain) >= PLAIN_CALLS:
             self._table.learn_plain(self._context, self._plain)
         plain = self._table.plain_seconds(self._context, is_recent=True)
@@ -197,10 +217,24 @@ class Controller:
             if len(run.seconds) >= PROBE_CALLS:
                 seconds.setdefault(run.shape, []).extend(run.seconds)
         for shape, taken in seconds.items():
-            kind = (shape.drafter, shape.nodes)
-            moved = self._table.learn(kind, self._context, median(taken) / plain)
+            moved = self._table.learn(
+                shape_kind(shape), self._context, median(taken) / plain, self._follows_seconds
+            )
             if abs(moved - 1) > TEACHES:
                 self._table.reset_probes()
+
+    def _enter_bucket(self, context: int) -> None:
+        """Take the costs of contexts of another length."""
+        self._teach()
+        self._context = context
+        self._costs = self._table.frozen(context).scaled(self._costs.scale)
+        self._runs = []
+        self._is_run_open = False
+        self._plain.clear()
+        self._latest.clear()
+        self._surprises = 0
+        if self._reads_seconds and self._table.is_timing_due(context, self._bearable_error()):
+            self._plain_calls_due = MOST_PLAIN_CALLS
 
     def _decide(self) -> Decision:
         if self._plain_calls_due:
@@ -221,7 +255,7 @@ class Controller:
 
     def _is_unlearned(self, candidate: Candidate) -> bool:
         """Whether no answer has taught what a shape costs."""
-        return self._costs.weight((candidate.shape.drafter, candidate.shape.nodes)) < 1
+        return self._costs.weight(shape_kind(candidate.shape)) < 1
 
     def _candidates(self) -> Iterator[Candidate]:
         """Every shape that can be drafted now."""
@@ -233,8 +267,8 @@ class Controller:
             # What rows cost is known for about twice the rows that were measured.
             known = max(FIRST_NODES, 2 * self._costs.most_known(offer.drafter))
             for shape, offered in offer.shapes:
-                if shape.nodes in NODES and shape.nodes <= min(self._max_nodes, known):
-                    kind = (shape.drafter, shape.nodes)
+                if shape.nodes <= min(self._max_nodes, known):
+                    kind = shape_kind(shape)
                     yield Candidate(
                         shape,
                         offered,
@@ -248,29 +282,43 @@ class Controller:
         allowed = max(BEHIND, BEHIND_PER_TOKEN * self._tokens)
         allowed += CREDIT * max(0.0, best.tokens - best.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
-        at_risk = self._behind + (1 + LAGW * self._ahead) * (best.cost - 1)
+        loss = self._costs.cautious(shape_kind(best.shape)) - 1
+        at_risk = self._behind + (1 + AHEAD_RISK * self._ahead) * loss
         if self._pending is not None:
             return best.speed > LEAVE and at_risk <= allowed
-        return best.speed > MARGIN and at_risk + ENTRY <= allowed
+        return best.speed > ENTER and at_risk + ENTRY <= allowed
 
     def _probe_of(self, candidates: list[Candidate], speed: float) -> Decision | None:
         """A shape that may be faster than what is known to be, if its probe can be afforded."""
         if self._behind > PROBE_BEHIND or not self._table.may_probe(is_start=self._tokens <= 1):
             return None
         is_parked = speed == 1.0
-        for probe in sorted(candidates, key=lambda one: one.hoped_speed, reverse=True):
-            if not is_parked and probe.hoped_speed <= speed * PROBE_GAIN:
-                return None
-            likely = (probe.cost + probe.hope) / 2
-            entry = ENTRY if self._pending is None else 0.0
-            risk = entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
-            if risk <= min(self._table.bank, PROBE_RISK):
-                return Decision(probe, risk)
+        probes = [
+            (self._risk(one, speed), one)
+            for one in candidates
+            if is_parked or one.hoped_speed > speed * PROBE_GAIN
+        ]
+        affordable = [pair for pair in probes if pair[0] <= self._table.bank]
+        if affordable:
+            risk, probe = max(affordable, key=lambda pair: pair[1].hoped_speed)
+            return Decision(probe, risk)
+        if is_parked and self._table.bank >= BANK_MOST:
+            # Never parked for good: a full bank pays for whatever risks least.
+            risk, probe = min(probes, key=lambda pair: pair[0])
+            return Decision(probe, risk)
         return None
+
+    def _risk(self, probe: Candidate, speed: float) -> float:
+        """Plain calls that a probe may lose over going on at `speed`."""
+        entry = ENTRY if self._pending is None else 0.0
+        likely = (probe.cost + probe.hope) / 2
+        return entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
 
     def _acceptance_of(self, drafter: str) -> AnswerAcceptance:
         if drafter not in self._acceptance:
-            self._acceptance[drafter] = AnswerAcceptance(self._prior.ratio(drafter, self._context))
+            self._acceptance[drafter] = AnswerAcceptance(
+                self._prior.ratio(drafter, self._first_context)
+            )
         return self._acceptance[drafter]
 
     def _decision_of(self, drafted: DraftShape | None) -> Decision:
@@ -284,7 +332,7 @@ class Controller:
         """Plain calls that a recorded call took, by the table."""
         if call.shape is None:
             return 1.0 if call.drafted is None else 1 + ENTRY
-        steady = self._costs.calls((call.shape.drafter, call.shape.nodes))
+        steady = self._costs.cautious(shape_kind(call.shape))
         return steady if call.drafted else max(1.0, steady - ENTRY)
 
     def _count_tokens(self, call: Call) -> None:
@@ -303,26 +351,30 @@ class Controller:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
         elif decision.risk is not None and call.drafted != call.shape:
             self._probe = call.drafted
-            self._probe_calls = PROBE_CALLS - self._ahead
+            self._probe_calls = PROBE_CALLS - 1 - self._ahead
             self._table.begin_probe(decision.risk)
 
     def _note_seconds(self, call: Call) -> None:
         """Collect what calls took: of plain calls, and of runs of one shape."""
         self._since_plain += call.tokens
-        if call.shape is None and call.drafted is None:
-            self._note_plain(call)
-        # The first call of a shape drafts another, and the last drafts nothing.
-        if call.shape is None or call.shape != call.drafted:
+        if call.shape is None:
             self._is_run_open = False
+            if call.drafted is None:
+                self._note_plain(call)
             return
-        if call.seconds is None:
+        seconds = call.seconds
+        if call.drafted is None and seconds is not None:
+            # It has drafted nothing: another of its shape would have taken longer.
+            plain = self._table.plain_seconds(self._context)
+            seconds = None if plain is None else seconds + ENTRY * plain
+        if seconds is None:
             return
-        if not self._is_run_open:
+        if not self._is_run_open or self._runs[-1].shape != call.shape:
             self._runs.append(Run(call.shape, []))
             self._is_run_open = True
             self._surprises = 0
-        self._runs[-1].seconds.append(call.seconds)
-        self._check_cost(call.shape, call.seconds)
+        self._runs[-1].seconds.append(seconds)
+        self._check_cost(call.shape, seconds)
 
     def _note_plain(self, call: Call) -> None:
         if call.seconds is not None:
@@ -337,15 +389,19 @@ class Controller:
                 self._take_new_costs()
 
     def _is_timed(self) -> bool:
-        """Whether the standard error of the latest plain calls is small enough."""
+        """Whether plain calls have been timed well enough."""
         count = len(self._plain)
-        return count >= PLAIN_CALLS and stdev(self._plain) <= PLAIN_ERROR * fmean(
-            self._plain
-        ) * sqrt(count)
+        error = self._table.plain_error(self._context, count)
+        return count >= PLAIN_CALLS and error <= self._bearable_error()
+
+    def _bearable_error(self) -> float:
+        """Error of the seconds of a plain call that does not matter: the clearer, the more."""
+        tokens, cost = self.outlook()
+        return max(PLAIN_ERROR, ERROR_OF_GAIN * (tokens / cost - 1))
 
     def _check_cost(self, shape: DraftShape, seconds: float) -> None:
         """See whether calls in a row are far off their cost, all to one side."""
-        kind = (shape.drafter, shape.nodes)
+        kind = shape_kind(shape)
         self._latest.append((kind, seconds))
         if self._follows_seconds:
             self._take_new_costs()

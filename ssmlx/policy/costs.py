@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any, Self
 
 Kind = tuple[str, int]
@@ -23,6 +23,17 @@ ROW_COST = 0.1
 """Plain calls that a drafting pass and each row beyond the first cost where nothing was measured.
 Measured calls of 2 to 16 nodes start at 1.3 to 1.7 and gain 0.03 (CPU, float32) to 0.2 (Apple GPUs,
 4 bits) a row: this is between, so that the first shape tried is one of few nodes."""
+CAUTION = 1.2
+"""Standard errors by which a cost may be higher where an answer's loss is bounded."""
+FIRST_NOISE = 0.08
+MOST_NOISE = 0.3
+NOISE_CALLS = 12
+"""Standard deviation of a call's seconds over their mean: at first, and at most; and the plain
+calls that the former counts as."""
+MEDIAN_ERROR = 1.25
+"""Standard error of a median over that of a mean."""
+RUN_CALLS = 5
+"""Calls that a run has as a rule."""
 LEAST_COST = 1.01
 """Plain calls that a drafting call takes at least; a timing that says less is noise."""
 ENTRY = 0.35
@@ -109,10 +120,14 @@ class FrozenCosts:
 
     Args:
         known: plain calls that measured kinds take, and how well that is known.
+        noise: standard deviation of a call's seconds, over their mean.
+        plain_error: standard error of the seconds of a plain call, over the seconds.
         scale: factor on what calls take beyond a plain one; an answer's own finding.
     """
 
     known: Mapping[Kind, tuple[float, float]]
+    noise: float = 0.0
+    plain_error: float = 0.0
     scale: float = 1.0
     _found: dict[Kind, tuple[float, float]] = field(default_factory=dict, compare=False)
 
@@ -128,6 +143,12 @@ class FrozenCosts:
     def weight(self, kind: Kind) -> float:
         """Runs that the cost of a kind rests on."""
         return self._extra_and_weight(kind)[1]
+
+    def cautious(self, kind: Kind) -> float:
+        """What a call may take after all, by the errors of the timings behind its cost."""
+        extra, weight = self._extra_and_weight(kind)
+        run_error = MEDIAN_ERROR * self.noise / math.sqrt(RUN_CALLS * max(weight, UNKNOWN_WEIGHT))
+        return (1 + extra) * (1 + CAUTION * math.hypot(run_error, self.plain_error))
 
     def most_known(self, drafter: str) -> int:
         """The largest number of nodes that was measured; 0 where none was."""
@@ -166,10 +187,14 @@ class CostTable:
 
     Attributes:
         bank: plain calls that probes may lose.
+        noise: standard deviation of a call's seconds, over their mean.
+        since_probe: tokens since the last probe began.
+        probe_wait: tokens that must lie between two probes.
     """
 
     def __init__(self) -> None:
         self.bank = BANK
+        self.noise = FIRST_NOISE
         self.probe_wait = PROBE_WAIT
         self.since_probe = PROBE_WAIT
         self._means: dict[int, dict[Kind, Mean]] = {}
@@ -178,16 +203,30 @@ class CostTable:
     def frozen(self, context: int) -> FrozenCosts:
         """An immutable view of the costs behind `context` tokens."""
         means = self._bucket(context)
-        return FrozenCosts({kind: (mean.value, mean.weight) for kind, mean in means.items()})
+        known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
+        return FrozenCosts(known, self.noise, self.plain_error(context))
 
-    def seed(self, costs: Mapping[Kind, float], context: int = 0) -> None:
-        """Take a head start's timings; what answers have taught is worth more and stays."""
+    def seed(
+        self,
+        costs: Mapping[Kind, float],
+        context: int = 0,
+        plain_seconds: Sequence[float] = (),
+    ) -> None:
+        """Take a head start's timings; what answers have taught is worth more and stays.
+
+        Args:
+            costs: plain calls that kinds of calls take.
+            context: committed tokens behind which they were timed.
+            plain_seconds: of the plain calls that they were compared with.
+        """
+        if plain_seconds:
+            self.learn_plain(context, plain_seconds)
         means = self._own_bucket(context)
         for kind, calls in costs.items():
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
 
-    def learn(self, kind: Kind, context: int, calls: float) -> float:
+    def learn(self, kind: Kind, context: int, calls: float, is_surprise: bool = False) -> float:
         """Take what calls of a kind took in an answer, in plain calls timed beside them.
 
         A head start that is wrong for one count is mostly wrong for all of them, so what is not
@@ -201,7 +240,7 @@ class CostTable:
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
         clamp = CLAMP if mean.weight >= 1 else FIRST_CLAMP
-        if off > DOUBTED:
+        if off > DOUBTED or is_surprise:
             mean.weight = min(mean.weight, 1.0) if mean.weight >= 1 else 0.0
         mean.add(calls, clamp)
         mean.value = max(mean.value, LEAST_COST)
@@ -219,10 +258,18 @@ class CostTable:
             return None
         return timing.seconds
 
-    def is_timing_due(self, context: int) -> bool:
-        """Whether plain calls should be timed: they never were, or long ago."""
+    def is_timing_due(self, context: int, error: float) -> bool:
+        """Whether plain calls should be timed: never, long ago, or with more than this error."""
         timing = self._plain.get(context_bucket(context))
-        return timing is None or timing.tokens_since >= timing.wait
+        if timing is None or timing.tokens_since >= timing.wait:
+            return True
+        return timing.calls > 0 and self.plain_error(context) > error
+
+    def plain_error(self, context: int, more_calls: int = 0) -> float:
+        """Standard error of the seconds of a plain call, over the seconds; 0 where never timed."""
+        timing = self._plain.get(context_bucket(context))
+        calls = more_calls + (timing.calls if timing else 0)
+        return MEDIAN_ERROR * self.noise / math.sqrt(calls) if calls else 0.0
 
     def learn_plain(self, context: int, seconds: Sequence[float]) -> None:
         """Take the seconds of a few plain calls in a row.
@@ -231,6 +278,9 @@ class CostTable:
         """
         bucket = context_bucket(context)
         found = median(seconds)
+        if len(seconds) >= 3:
+            share = len(seconds) / (len(seconds) + NOISE_CALLS)
+            self.noise += share * (min(stdev(seconds) / fmean(seconds), MOST_NOISE) - self.noise)
         timing = self._plain.setdefault(bucket, PlainTiming(found))
         agrees = 1 / (1 + CLAMP) < found / timing.seconds < 1 + CLAMP
         before = timing.calls if agrees else 0
@@ -288,7 +338,7 @@ class CostTable:
             for (name, count), mean in means.items()
         ]
         plain = [[bucket, one.seconds, one.tokens_since] for bucket, one in self._plain.items()]
-        return {"costs": costs, "plain": plain, "bank": self.bank}
+        return {"costs": costs, "plain": plain, "bank": self.bank, "noise": self.noise}
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
@@ -305,7 +355,8 @@ class CostTable:
     @classmethod
     def _read(cls, values: Any) -> Self:
         table = cls()
-        table.bank = _number(values["bank"], -BANK_MOST, BANK_MOST)
+        table.bank = _number(values["bank"], -1e3, BANK_MOST)
+        table.noise = _number(values["noise"], 0.0, MOST_NOISE)
         if len(values["costs"]) > _MOST_ENTRIES or len(values["plain"]) > len(BUCKETS):
             raise ValueError("a table of costs has too many entries")
         for bucket, name, count, calls, weight in values["costs"]:
