@@ -20,7 +20,7 @@ from ..errors import require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..policy.controller import Controller
-from ..policy.offers import CurveSource, OfferSource, SingleShape
+from ..policy.offers import CurveSource, OfferSource, SingleShapeSource
 from ..settings import GenerateConfig, PruneConfig
 from .learned import Learned, learned_of
 
@@ -169,7 +169,7 @@ def _offers_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
     """What a drafter should bring, as far as is known beforehand."""
     largest = drafter.largest
     if largest.drafter != "streams":
-        return SingleShape(largest, TYPICAL_CHAIN)
+        return SingleShapeSource(largest, TYPICAL_CHAIN)
     assert model.config is not None
     curve = model.config.tokens_per_call or TYPICAL_TOKENS
     return CurveSource(largest.drafter, curve, largest.levels)

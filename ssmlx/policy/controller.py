@@ -266,6 +266,8 @@ class Controller:
             ratio = self._acceptance_of(offer.drafter).ratio
             # What rows cost is known for about twice the rows that were measured.
             known = max(FIRST_NODES, 2 * self._costs.most_known(offer.drafter))
+            smallest, _ = offer.shapes[0]
+            known = max(known, smallest.nodes)
             for shape, offered in offer.shapes:
                 if shape.nodes <= min(self._max_nodes, known):
                     kind = shape_kind(shape)

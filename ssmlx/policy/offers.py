@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from typing import Protocol, Self
 
 from ..decoding.controller import DraftShape
 from .costs import interpolate
@@ -13,30 +12,36 @@ from .costs import interpolate
 class Offer:
     """What a drafter should bring now.
 
-    Args:
+    Attributes:
         drafter: its registered name.
-        tokens_by_nodes: tokens that a call advances by, for some numbers of nodes (>= 2); for
-            those between, interpolated. At an acceptance ratio of 1.
-        max_levels: levels that its trees have at most; a chain has nodes - 1.
+        shapes: what it can draft, the fewest nodes first, each with the drafted tokens that should
+            be accepted of it at an acceptance ratio of 1.
     """
 
     drafter: str
-    tokens_by_nodes: Mapping[int, float]
-    max_levels: int
+    shapes: Sequence[tuple[DraftShape, float]]
 
-    @cached_property
-    def shapes(self) -> Sequence[tuple[DraftShape, float]]:
-        """Shapes of every number of nodes, with the drafted tokens that should be accepted."""
-        known = {1: 1.0, **self.tokens_by_nodes}
+    @classmethod
+    def of_curve(cls, drafter: str, tokens_by_nodes: Mapping[int, float], max_levels: int) -> Self:
+        """Trees of every number of nodes, by what is known of some.
+
+        Args:
+            drafter: its registered name.
+            tokens_by_nodes: tokens that a call advances by, by nodes (2 or more); for numbers
+                between, interpolated.
+            max_levels: levels of its trees at most; a chain has nodes - 1.
+        """
+        known = {1: 1.0, **tokens_by_nodes}
         counts = sorted(known)
         tokens = [known[count] for count in counts]
-        return [
+        shapes = [
             (
-                DraftShape(self.drafter, nodes, min(self.max_levels, nodes - 1)),
+                DraftShape(drafter, nodes, min(max_levels, nodes - 1)),
                 interpolate(counts, tokens, nodes) - 1,
             )
             for nodes in range(2, counts[-1] + 1)
         ]
+        return cls(drafter, shapes)
 
 
 class OfferSource(Protocol):
@@ -59,34 +64,24 @@ class CurveSource:
     def __init__(
         self, drafter: str, tokens_by_nodes: Mapping[int, float], num_streams: int
     ) -> None:
-        self._offer = Offer(drafter, tokens_by_nodes, num_streams)
+        self._offer = Offer.of_curve(drafter, tokens_by_nodes, num_streams)
 
     def offer(self) -> Offer:
+        """See `OfferSource`."""
         return self._offer
 
 
-@dataclass(frozen=True)
-class SingleShape:
-    """The source of a drafter that proposes trees of one shape alone, and its offer at once.
+class SingleShapeSource:
+    """The same offer at every call, of a drafter that proposes trees of one shape alone.
 
     Args:
         shape: that shape.
         tokens: that a call should advance by, at an acceptance ratio of 1.
     """
 
-    shape: DraftShape
-    tokens: float
+    def __init__(self, shape: DraftShape, tokens: float) -> None:
+        self._offer = Offer(shape.drafter, [(shape, tokens - 1)])
 
-    @property
-    def drafter(self) -> str:
-        """Its registered name."""
-        return self.shape.drafter
-
-    @property
-    def shapes(self) -> Sequence[tuple[DraftShape, float]]:
-        """See `Offer`."""
-        return [(self.shape, self.tokens - 1)]
-
-    def offer(self) -> "SingleShape":
+    def offer(self) -> Offer:
         """See `OfferSource`."""
-        return self
+        return self._offer
