@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 import mlx.core as mx
 
 from ..decoding.drafter import Drafter
+from ..decoding.loop import prefill
 from ..drafters.registry import Loaded
 from ..loading.adapter import stream_tensors
 from ..model.backbone import head_bytes
@@ -105,6 +106,20 @@ def memory_of(
         second_pass=sum(one.cache_bytes for one in drafters),
         peak=mx.get_peak_memory(),
     )
+
+
+def cache_bytes(model: StreamFusedModel, text: Sequence[int], num_tokens: int) -> int:
+    """Bytes that keys and values of `num_tokens` tokens take, by what those of `text` do.
+
+    A state that does not grow with the text, such as that of recurrent layers, is not counted.
+    """
+    cache = model.make_cache()
+    prefill(model, [*text], cache)
+    if cache.capacity:
+        return cache.nbytes * num_tokens // (cache.scratch + cache.capacity)
+    before = cache.nbytes
+    prefill(model, [*text], cache)
+    return (cache.nbytes - before) * num_tokens // len(text)
 
 
 def _total_bytes(arrays: Iterable[mx.array]) -> int:
