@@ -147,7 +147,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
         },
         "memory": {
             "weights": memory_of(model, model.make_cache()).weights,
-            "cache": cache_bytes(model, text, SHOWN_TOKENS),
+            "cache": cache_bytes(model, SHOWN_TOKENS),
         },
     }
 

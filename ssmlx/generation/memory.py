@@ -16,6 +16,7 @@ from ..model.shapes import arrays_in
 from ..model.streams import StreamFusedModel
 
 MIB = 2**20
+_GROWTH = 256  # tokens by which mlx-lm's own caches grow
 LABELS = {"base": "base model", "lora": "LoRA", "streams": "stream weights"}
 """What parts are called whose names do not say it."""
 
@@ -108,18 +109,18 @@ def memory_of(
     )
 
 
-def cache_bytes(model: StreamFusedModel, text: Sequence[int], num_tokens: int) -> int:
-    """Bytes that keys and values of `num_tokens` tokens take, by what those of `text` do.
+def cache_bytes(model: StreamFusedModel, num_tokens: int) -> int:
+    """Bytes that keys and values of `num_tokens` tokens take, by those of a few.
 
     A state that does not grow with the text, such as that of recurrent layers, is not counted.
     """
     cache = model.make_cache()
-    prefill(model, [*text], cache)
+    prefill(model, [0], cache)
     if cache.capacity:
         return cache.nbytes * num_tokens // (cache.scratch + cache.capacity)
     before = cache.nbytes
-    prefill(model, [*text], cache)
-    return (cache.nbytes - before) * num_tokens // len(text)
+    prefill(model, [0] * _GROWTH, cache)
+    return (cache.nbytes - before) * num_tokens // _GROWTH
 
 
 def _total_bytes(arrays: Iterable[mx.array]) -> int:

@@ -55,8 +55,8 @@ def measure_step_costs(
         tokens: the text that is decoded behind, two tokens or more.
         sizes: nodes of the trees, each 2 or more.
         seconds: after which no other round begins.
-        first_round_seconds: after which the first round ends, too, with the sizes that it has come
-            to; it always ends by default.
+        first_round_seconds: after which no other size is begun in the first round either; by
+            default it comes to all of them, however long that takes.
     """
     assert len(tokens) > 1 and model.num_streams > 0
     ascending = sorted({*sizes})
@@ -103,11 +103,12 @@ def measure_step_costs(
 
 
 def _seconds_of_calls(calls: Iterator[list[int]], deadline: float) -> list[float]:
-    """Seconds of a few steady calls, behind those that are dropped; none where these last to the
-    deadline."""
+    """Seconds of a few steady calls, behind those that are dropped; none where the first of these,
+    with what is read of the prompt, does not end before the deadline."""
     for _ in islice(calls, _DROPPED_CALLS):
         if time.perf_counter() > deadline:
             return []
+        deadline = inf
     seconds = []
     for _ in range(_TIMED_CALLS):
         started = time.perf_counter()
