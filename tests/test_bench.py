@@ -154,6 +154,10 @@ def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     assert rows[2]["same_as_plain"] == 2 and rows[2]["tokens_per_call"]["value"] >= 1
     assert rows[2]["peak_bytes"] > rows[1]["peak_bytes"] > 0 and rows[2]["speedup"]["low"] > 0
     assert result["weights"] == "float32"  # auto on the CPU
+    learned = [["plain calls a call, by nodes", "4"], ["streams, from 0 tokens on", "1.75"]]
+    assert "calls with streams" in (text := report({**result, "learned": learned}))
+    assert text.splitlines().count("streams, from 0 tokens on     1.75") == 1
+    assert "has learned" not in report({**result, "learned": []})
 
 
 def test_what_there_is_no_time_for_is_left_out_and_told(folders, tmp_path, monkeypatch, capsys):

@@ -19,6 +19,7 @@ from ssmlx import bars
 from ssmlx.commands import chat, generate
 from ssmlx.commands.options import DownloadBar, generate_config, on_screen
 from ssmlx.errors import InputError
+from ssmlx.generation.learned import learned_of
 from ssmlx.loading import load as loading
 
 PROG = "ssmlx.generate"
@@ -287,9 +288,29 @@ def test_text_goes_to_stdout_and_the_quiet_line_to_stderr(run, adapter):
     assert (code, out) == (0, record["text"] + "\n")
     assert err.startswith("[9 tokens · ") and err.count("\n") == 1
     assert "tokens per target call" in err and "cut at --max-tokens" in err
-    how, quiet, memory = run(*args, "--verbose")[2].splitlines()
-    assert how.startswith("[streams ") and "plain decoding" in how
+    how, quiet, memory, costs, accepted = run(*args, "--verbose")[2].splitlines()
+    assert re.fullmatch(r"\[streams (may )?draft.* plain decoding .*\]", how)
     assert quiet.startswith("[9 tokens") and memory.startswith("[memory: ")
+    assert costs.startswith("[costs: ") and accepted.startswith("[acceptance: ")
+
+
+def test_verbose_shows_what_was_learned(run, loaded, adapter):
+    model, _ = loaded[str(adapter)]
+    known, prior = learned_of(model)
+    known.costs.seed({("streams", 2): 1.25, ("streams", 4): 1.75})
+    known.costs.learn_plain(0, [0.5] * 3)
+    prior.learn("streams", 0, 50.0, 100.0)
+    share = prior.ratio("streams", 0)
+    args = (*ASK, "--adapter", adapter, "--max-tokens", 1, "--verbose")
+    *_, costs, accepted = run(*args)[2].splitlines()
+    assert costs == (
+        "[costs: plain calls of 500.0 ms that a call of streams takes, by nodes: 2: 1.25, 4: 1.75]"
+    )
+    assert accepted == (
+        f"[acceptance: {share:.2f} of the drafted tokens that streams should bring]"
+    )
+    *_, last = run(*args, "--tree-size", 4)[2].splitlines()
+    assert last.startswith("[memory: ")  # which no controller decided
 
 
 def test_an_answer_ends_where_the_context_does(run):
@@ -462,6 +483,7 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
 HELPED = [
     PROG,
     "ssmlx.chat",
+    "ssmlx.check",
     "ssmlx.server.__main__",
     "ssmlx.train",
     "ssmlx.upload",

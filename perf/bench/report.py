@@ -36,6 +36,7 @@ def report(result: Row) -> str:
         [*_machine_lines(result)],
         *(_block(task) for task in result["answers"]),
         [*map(_context_line, result["contexts"])],
+        _learned_lines(result),
         notes,
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
@@ -71,6 +72,14 @@ def _machine_lines(result: Row) -> Iterator[str]:
     )
     shapes = ", ".join(map(_trial_text, result["trials"]))
     yield f"attention kernel: {shapes or 'no trial, for want of Metal'}"
+
+
+def _learned_lines(result: Row) -> list[str]:
+    """What calls with the last adapter cost, as answers have taught."""
+    rows = result["learned"]
+    adapter = result["answers"][-1]["adapter"]
+    title = f"== what default decoding has learned of calls with {adapter}"
+    return [title, *aligned(rows)] if rows else []
 
 
 def _trial_text(one: Row) -> str:

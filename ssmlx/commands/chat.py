@@ -19,6 +19,7 @@ from ..errors import InputError
 from ..loading.names import Fetch, bundled_adapters, resolve_adapter
 from . import options
 from .caches import PromptFile
+from .check import head_start
 
 if TYPE_CHECKING:
     from ..session import ChatSession
@@ -284,6 +285,7 @@ def _main(args: argparse.Namespace) -> None:
     if kept.cache is not None:
         session.resume(kept.tokens, kept.cache)
         screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
+    head_start(model, tokenizer, config, loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     chat = Chat(session, screen, args.adapter)
     undrafted = model.num_streams == 0 and session.drafter is None

@@ -50,7 +50,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     options.add_options(
         group.add_mutually_exclusive_group(),
         ("--jsonl", None, "print one JSON object a prompt, and nothing else", bool),
-        ("--verbose", None, "say how it is decoded and why, and where the memory goes", bool),
+        (
+            "--verbose",
+            None,
+            "say how it is decoded and why, what calls cost here, and where the memory goes",
+            bool,
+        ),
     )
     options.add_model_options(parser)
     options.add_decoding_options(parser, max_tokens=256)
@@ -70,6 +75,7 @@ def _main(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
     from ..api import check_prompt, record, stream_generate, summary
+    from ..generation.learned import acceptance_line, costs_line, learned_of
     from ..generation.plan import make_plan
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
@@ -112,6 +118,11 @@ def _main(args: argparse.Namespace) -> None:
         memory = answer[-1].memory
         if args.verbose and memory is not None:
             print(f"[{memory.line()}]", file=sys.stderr)
+        if args.verbose and plan.learned is not None and plan.kind is not None:
+            _, prior = learned_of(model)
+            costs = costs_line(plan.learned.costs, plan.kind, len(tokens))
+            print(f"[{costs}]", file=sys.stderr)
+            print(f"[{acceptance_line(prior, plan.kind, len(tokens))}]", file=sys.stderr)
     kept.write(model)
 
 

@@ -105,6 +105,46 @@ class Learned:
             _log.debug("%s is ignored: %s", self.path, error)
 
 
+def cost_rows(costs: CostTable) -> list[list[str]]:
+    """What is known of calls, as the cells of a table.
+
+    A row is a drafter behind a bucket of contexts, a column a number of nodes (of texts, in a
+    batch), a cell the plain calls that such a call takes.
+
+    Returns:
+        The heads of the columns, then the rows; nothing where nothing is known.
+    """
+    found: dict[tuple[str, int], dict[int, str]] = {}
+    for bucket, name, count, calls, _ in costs.to_dict()["costs"]:
+        found.setdefault((name, bucket), {})[count] = f"{calls:.2f}"
+    counts = sorted({count for row in found.values() for count in row})
+    rows = [
+        [f"{name}, from {bucket} tokens on", *(row.get(count, "") for count in counts)]
+        for (name, bucket), row in sorted(found.items())
+    ]
+    return [["plain calls a call, by nodes", *map(str, counts)], *rows] if rows else []
+
+
+def costs_line(costs: CostTable, drafter: str, context: int) -> str:
+    """What a drafter's calls cost behind `context` tokens, as far as is known, in one line."""
+    known = costs.frozen(context).known
+    calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == drafter}
+    if not calls:
+        return f"costs: no call of {drafter} was timed here yet"
+    shown = ", ".join(f"{count}: {one:.2f}" for count, one in calls.items())
+    seconds = costs.plain_seconds(context)
+    plain = "" if seconds is None else f" of {1000 * seconds:.1f} ms"
+    return f"costs: plain calls{plain} that a call of {drafter} takes, by nodes: {shown}"
+
+
+def acceptance_line(prior: AcceptancePrior, drafter: str, context: int) -> str:
+    """What texts accept of what a drafter offers behind `context` tokens, in one line."""
+    if all(name != drafter for name, *_ in prior.to_dict()["ratios"]):
+        return f"acceptance: no text was drafted with {drafter} here yet"
+    share = prior.ratio(drafter, context)
+    return f"acceptance: {share:.2f} of the drafted tokens that {drafter} should bring"
+
+
 _BY_PATH: dict[Path, Learned] = {}
 _BY_MODEL: WeakKeyDictionary[StreamFusedModel, tuple[Path, str]] = WeakKeyDictionary()
 

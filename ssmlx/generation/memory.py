@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 import mlx.core as mx
 
 from ..decoding.drafter import Drafter
+from ..decoding.loop import prefill
 from ..drafters.registry import Loaded
 from ..loading.adapter import stream_tensors
 from ..model.backbone import head_bytes
@@ -15,6 +16,7 @@ from ..model.shapes import arrays_in
 from ..model.streams import StreamFusedModel
 
 MIB = 2**20
+_GROWTH = 256  # tokens by which mlx-lm's own caches grow
 LABELS = {"base": "base model", "lora": "LoRA", "streams": "stream weights"}
 """What parts are called whose names do not say it."""
 
@@ -105,6 +107,20 @@ def memory_of(
         second_pass=sum(one.cache_bytes for one in drafters),
         peak=mx.get_peak_memory(),
     )
+
+
+def cache_bytes(model: StreamFusedModel, num_tokens: int) -> int:
+    """Bytes that keys and values of `num_tokens` tokens take, by those of a few.
+
+    A state that does not grow with the text, such as that of recurrent layers, is not counted.
+    """
+    cache = model.make_cache()
+    prefill(model, [0], cache)
+    if cache.capacity:
+        return cache.nbytes * num_tokens // (cache.scratch + cache.capacity)
+    before = cache.nbytes
+    prefill(model, [0] * _GROWTH, cache)
+    return (cache.nbytes - before) * num_tokens // _GROWTH
 
 
 def _total_bytes(arrays: Iterable[mx.array]) -> int:

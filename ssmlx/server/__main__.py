@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import options
+from ..commands.check import head_start
 from ..errors import InputError, not_installed, require
 from ..json_files import read_text
 
@@ -96,7 +97,6 @@ def _main(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise not_installed("the server", error, "server") from error
     from ..engine import Engine
-    from ..generation.plan import make_plan
     from ..model import metal
     from .answering import Answering, Limits
 
@@ -116,7 +116,7 @@ def _main(args: argparse.Namespace) -> None:
         models[key] = one
     loaded = options.load_drafter(args, engine.model(), engine.tokenizer)
     for one in models.values():
-        make_plan(engine.model(one), config, drafter=loaded)  # what does not fit is told now
+        head_start(engine.model(one), engine.tokenizer, config, loaded)  # refuses what does not fit
     answering = Answering(engine, models, caches, loaded, args.template_args or {}, limits)
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(answering, config, hosts, keys)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import require
-from ..generation.step_costs import measure_step_costs
+from ..generation.head_start import seed_costs
 from ..loading.attach import fuse_streams
 from ..model.backbone import Backbone
 from ..settings import StreamConfig
@@ -82,6 +82,9 @@ def time_candidates(
 ) -> dict[int, StepCosts]:
     """Time calls with untrained streams: what a call costs does not depend on what they learned.
 
+    So the costs are those of adapters of the same sizes, too: they go to this machine's table, and
+    where answers have taught it more, that is taken.
+
     Args:
         backbone: the base model, which stays as it is.
         base: its settings, as `read_base` gives them.
@@ -99,7 +102,7 @@ def time_candidates(
         adapter = new_adapter(backbone.twin(), config, train, _any_vocab(train))
         model = fuse_streams(backbone, adapter, merge_lora=True)
         text = tokens[:_TIMED_CONTEXT]
-        found[num_layers] = measure_step_costs(model, text, TIMED_SIZES, seconds=seconds)
+        found[num_layers] = seed_costs(model, text, TIMED_SIZES, seconds=seconds)
     return found
 
 

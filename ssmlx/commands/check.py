@@ -1,0 +1,276 @@
+"""The check command, which times what drafting costs here; and the head start of chat and server,
+which times less of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from math import inf
+from threading import Timer
+from typing import TYPE_CHECKING, Any
+
+from ..bars import PATIENCE_SECONDS
+from ..errors import require
+from ..settings import DRAFTERS, GenerateConfig
+from . import options
+
+if TYPE_CHECKING:
+    from ..model.streams import StreamFusedModel
+
+PROG = "ssmlx.check"
+DEFAULT_ADAPTER = "chat"
+SIZES = (2, 3, 4, 6, 8, 16)
+"""Nodes of the trees that are timed."""
+SHOWN_TOKENS = 1000
+_CAPABILITIES = ("stages", "taps", "trees", "chains", "batches")
+EPILOG = """examples:
+  python -m ssmlx.check
+  python -m ssmlx.check --model mlx-community/Qwen3-4B-4bit --adapter runs/mine
+  python -m ssmlx.check --adapter sql --seconds 20 --json
+
+The columns of its table:
+  nodes         rows that a call verifies: the newest token, and a tree of drafted ones behind it
+  plain calls   how long such a call takes here, in calls of plain decoding, which bring one token
+  tokens        that a call brings, as the adapter's settings say of its own test prompts
+  speed-up      over plain decoding, with as many of the drafted tokens accepted as in earlier
+                answers here (nine tenths before the first): below 1, plain decoding is faster
+
+What a call costs follows from the machine and from the sizes of the model, not from its weights.
+The costs are kept with what earlier answers have taught of them, and answers start from there.
+
+Exit code 0: the model can be used, if only to decode plainly. 2: it cannot, and a line says why."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = options.make_parser(
+        PROG, "Say what can draft for a model, and what that brings on this machine.", EPILOG
+    )
+    options.add_model_options(parser, DEFAULT_ADAPTER)
+    options.add_options(
+        parser.add_argument_group("check"),
+        ("--seconds", "S", "how long to time calls (default: %(default)g)", 5.0),
+        ("--json", None, "print one JSON object, and nothing else", bool),
+    )
+    return parser.parse_args(argv)
+
+
+def head_start(
+    model: StreamFusedModel, tokenizer: Any, config: GenerateConfig, loaded: Sequence[Any]
+) -> None:
+    """Before a command's first answer: see `give_head_start`. Says so if that takes a while.
+
+    Args:
+        model, tokenizer: as `ssmlx.load` returns them.
+        config: settings of the answers to come.
+        loaded: what was loaded to draft with.
+
+    Raises:
+        InputError: the settings do not fit the model or what is loaded.
+    """
+    from ..answers import run
+    from ..generation.head_start import give_head_start
+    from ..generation.plan import make_plan
+
+    text = "timing what drafting costs here, once for models of these sizes ..."
+    note = Timer(PATIENCE_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
+    note.daemon = True
+    note.start()
+    try:
+        run(lambda: give_head_start(model, tokenizer, make_plan(model, config, drafter=loaded)))
+    finally:
+        note.cancel()
+
+
+def why_not(model: StreamFusedModel) -> dict[str, str | None]:
+    """Why each registered drafter cannot draft for the model as it was loaded; None if it can."""
+    from ..drafters.registry import registered_drafter
+
+    reasons: dict[str, str | None] = {}
+    for name in DRAFTERS:
+        reasons[name] = model.backbone.capabilities.reason("trees")
+        weights = registered_drafter(name).weights
+        if reasons[name] is not None:
+            continue
+        if name == "streams" and not model.num_streams:
+            reasons[name] = "the model has no streams: give --adapter, or train some (ssmlx.adapt)"
+        elif weights is not None:
+            reasons[name] = f'it needs {weights.what}: --drafter "{name} {weights.key}"'
+    return reasons
+
+
+def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> dict[str, Any]:
+    """All that the command says, as JSON values. On the thread that runs MLX."""
+    from ..api import end_token_ids
+    from ..generation.head_start import sample_text
+    from ..generation.learned import cost_rows, learned_of, this_machine
+    from ..generation.memory import cache_bytes, memory_of
+    from ..prompts import own_template
+
+    backbone = model.backbone
+    learned, prior = learned_of(model)
+    # Before anything is timed: what earlier answers have taught.
+    known = cost_rows(learned.costs)
+    text = sample_text(model, tokenizer)
+    template = own_template(model)
+    if template is None and tokenizer.has_chat_template:
+        source = "the model's chat template"
+    elif template is None:
+        source = "none: prompts are taken as they are"
+    else:
+        source = f"the adapter's own, {template!r}"
+    costs = time_costs(model, text, args.seconds) if model.num_streams else []
+    return {
+        "model": args.model,
+        "adapter": args.adapter,
+        "class": type(backbone.model).__module__,
+        "family": str(getattr(backbone.model, "model_type", "unknown")),
+        "layers": len(backbone.layers),
+        "width": backbone.hidden_size,
+        "dtype": str(backbone.dtype).removeprefix("mlx.core."),
+        "streams": model.num_streams,
+        "machine": ", ".join(this_machine()),
+        "lacks": {
+            name: reason
+            for name in _CAPABILITIES
+            if (reason := backbone.capabilities.reason(name)) is not None
+        },
+        "drafters": why_not(model),
+        "costs": costs,
+        "tokens_are_known": bool(model.config and model.config.tokens_per_call),
+        "plain_seconds": learned.costs.plain_seconds(len(text)),
+        "learned": {"costs": known, "acceptance": prior.to_dict()["ratios"]},
+        "template": source,
+        "end_tokens": {
+            token: tokenizer.decode([token]) for token in sorted(end_token_ids(model, tokenizer))
+        },
+        "memory": {
+            "weights": memory_of(model, model.make_cache()).weights,
+            "cache": cache_bytes(model, SHOWN_TOKENS),
+        },
+    }
+
+
+def time_costs(
+    model: StreamFusedModel, text: Sequence[int], seconds: float
+) -> list[dict[str, float]]:
+    """Time calls of a few numbers of nodes; what is known then of all, and what they should bring.
+
+    Returns:
+        A row for each number of nodes whose calls were timed now, or in earlier answers.
+    """
+    from ..generation.head_start import STREAMS, seed_costs
+    from ..generation.learned import learned_of
+    from ..generation.plan import TYPICAL_TOKENS
+    from ..policy.offers import CurveSource
+
+    seed_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
+    learned, prior = learned_of(model)
+    costs = learned.costs.frozen(len(text)).known
+    share = prior.ratio(STREAMS, len(text))
+    assert model.config is not None
+    curve = model.config.tokens_per_call or TYPICAL_TOKENS
+    offer = CurveSource(STREAMS, curve, model.num_streams).offer()
+    drafted = {shape.nodes: tokens for shape, tokens in offer.shapes}
+    return [
+        {
+            "nodes": nodes,
+            "plain_calls": cost,
+            "tokens": 1 + drafted[nodes],
+            "speed_up": (1 + share * drafted[nodes]) / cost,
+        }
+        for (name, nodes), (cost, _) in sorted(costs.items())
+        if name == STREAMS and nodes in drafted
+    ]
+
+
+def report(found: dict[str, Any]) -> list[str]:
+    """The lines that say what `check` found."""
+    from ..generation.memory import MIB
+
+    adapter = f"adapter {found['adapter']}" if found["adapter"] else "no adapter"
+    ends = ", ".join(f"{token} {text!r}" for token, text in found["end_tokens"].items())
+    memory = found["memory"]
+    return [
+        f"{found['model']}, {adapter}: class {found['class']}, family {found['family']}; "
+        f"{found['layers']} layers of width {found['width']}, {found['dtype']}",
+        f"machine: {found['machine']}",
+        "",
+        *_drafter_lines(found),
+        "",
+        *_cost_lines(found),
+        *_learned_lines(found),
+        f"prompt template: {found['template']}",
+        f"end tokens: {ends or 'none'}",
+        f"memory: {memory['weights'] / MIB:.1f} MiB of weights, and a cache of "
+        f"{memory['cache'] / MIB:.1f} MiB for {SHOWN_TOKENS:,} tokens",
+    ]
+
+
+def _drafter_lines(found: dict[str, Any]) -> list[str]:
+    """What drafts, and why the rest does not: a reason that all share stands once."""
+    lacks = found["lacks"]
+    if "trees" in lacks:
+        return [f"decodes plainly, nothing can draft: {lacks['trees']}"]
+    width = max(map(len, found["drafters"]))
+    lines = [
+        f"{name:{width}}  {'can draft' if reason is None else f'cannot draft yet: {reason}'}"
+        for name, reason in found["drafters"].items()
+    ]
+    return lines + [f"lacks {name}: {reason}" for name, reason in lacks.items()]
+
+
+def _cost_lines(found: dict[str, Any]) -> list[str]:
+    """The table of costs."""
+    from ..report import table
+
+    if not found["streams"]:
+        return []
+    costs = found["costs"]
+    columns = {
+        "nodes": lambda row: str(row["nodes"]),
+        "plain calls": lambda row: f"{row['plain_calls']:.2f}",
+        "tokens": lambda row: f"{row['tokens']:.2f}",
+        "speed-up": lambda row: f"{row['speed_up']:.2f}",
+    }
+    lines = table(columns, costs)
+    if not costs or costs[-1]["nodes"] < SIZES[-1]:
+        lines.append("larger trees cost more than they can bring, or need more --seconds to time")
+    if found["plain_seconds"] is not None:
+        lines.append(f"a plain call takes {1000 * found['plain_seconds']:.1f} ms")
+    if not found["tokens_are_known"]:
+        lines.append("the adapter does not say its tokens: those of adapters that ship")
+    return [*lines, ""]
+
+
+def _learned_lines(found: dict[str, Any]) -> list[str]:
+    """What earlier answers, and earlier checks, have taught."""
+    from ..report import aligned
+
+    rows = found["learned"]["costs"]
+    lines = ["known before this check:", *aligned(rows), ""] if rows else []
+    accepted = [
+        f"accepted before: {share:.2f} of the drafted tokens that {name} should bring, "
+        f"from {bucket} tokens on"
+        for name, bucket, share, _ in found["learned"]["acceptance"]
+    ]
+    return [*lines, *accepted, ""] if accepted else lines
+
+
+def _main(args: argparse.Namespace) -> None:
+    require(
+        0 < args.seconds < inf,
+        f"--seconds {args.seconds:g}",
+        expected="a number above 0",
+        do="choose one, such as 5",
+    )
+    model, tokenizer = options.load_target(args, DEFAULT_ADAPTER)
+
+    from ..answers import run
+
+    found = run(lambda: check(args, model, tokenizer))
+    print(json.dumps(found, ensure_ascii=False) if args.json else "\n".join(report(found)))
+
+
+main = options.command(PROG, parse_args, _main)

@@ -1,0 +1,92 @@
+"""Costs of calls that are timed before anybody asks for an answer, for the table of this machine.
+
+Answers teach the same costs as they go. A first answer that has the table knows at once which trees
+pay, in place of finding out.
+"""
+
+import logging
+from collections.abc import Sequence
+from math import inf
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..model.streams import StreamFusedModel
+from ..prompts import encode
+from .learned import learned_of
+from .plan import Plan
+from .step_costs import measure_step_costs
+
+STREAMS = "streams"
+"""The registered name of the drafter whose calls are timed."""
+SIZES = (2, 4, 8, 16)
+SECONDS = 1.6
+"""Nodes of the trees that are timed, and seconds after which no other size is begun: plain calls of
+45 ms leave time for all of them."""
+_MOST_TOKENS = 32
+_TEXT = """\
+The first maps of the coast were drawn by sailors, who measured how long it took to pass from one
+headland to the next, and wrote down where the water was deep enough for their ships. A line that
+looked straight on paper could hide a bay, and an island could appear twice under two names. Later
+maps were made on land. Two people with a long chain measured one side of a triangle, and after
+that only angles, from hill to hill, until the whole country was covered with triangles."""
+_log = logging.getLogger("ssmlx")
+
+
+def sample_text(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> list[int]:
+    """The tokens of a paragraph of prose, as many as leave room in the model's context."""
+    room = model.backbone.context_length or 2 * _MOST_TOKENS
+    return encode(_TEXT, tokenizer)[: min(_MOST_TOKENS, room // 2)]
+
+
+def seed_costs(
+    model: StreamFusedModel,
+    tokens: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    seconds: float,
+    first_round_seconds: float = inf,
+) -> dict[int, float]:
+    """Time calls with trees of streams, and write the costs to this machine's table.
+
+    What answers have taught of a size is worth more, and stays.
+
+    Args:
+        model, tokens, sizes, seconds, first_round_seconds: see `measure_step_costs`.
+
+    Returns:
+        Plain calls that a call with n nodes takes, by n, as the table has them now.
+    """
+    timings = measure_step_costs(
+        model, tokens, sizes, seconds=seconds, first_round_seconds=first_round_seconds
+    )
+    learned, _ = learned_of(model)
+    context = len(tokens)
+    learned.costs.seed({(STREAMS, size): cost for size, cost in timings.costs.items()}, context)
+    if timings.plain_seconds:
+        learned.costs.learn_plain(context, timings.plain_seconds)
+    learned.keep()
+    learned.write()
+    known = learned.costs.frozen(context)
+    return {size: known.calls((STREAMS, size)) for size in timings.costs}
+
+
+def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: Plan) -> None:
+    """Time calls before the first answer, once for a machine and a geometry.
+
+    Only where a controller will decide what streams draft, and nothing is known of what that costs.
+    On the thread that runs MLX, while nothing else decodes.
+
+    Args:
+        model, tokenizer: as `ssmlx.load` returns them.
+        plan: that of the answers to come.
+    """
+    drafts = any(drafter.largest.drafter == STREAMS for drafter in plan.drafters)
+    if plan.learned is None or not drafts:
+        return
+    tokens = sample_text(model, tokenizer)
+    is_known = plan.learned.costs.frozen(len(tokens)).most_known(STREAMS) > 0
+    if is_known or len(tokens) < 2:
+        return
+    found = seed_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
+    costs = ", ".join(f"{size}: {cost:.2f}" for size, cost in found.items())
+    _log.debug("timed once, plain calls by nodes: %s; kept in %s", costs, plan.learned.path)

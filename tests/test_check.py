@@ -1,0 +1,232 @@
+"""`python -m ssmlx.check`, and what chat and server time before their first answer."""
+
+import io
+import json
+import sys
+
+import pytest
+from real import exit_code, one_line, words, write_tiny_adapter
+from test_adapt import write_family
+
+import ssmlx
+from ssmlx.commands import chat, check, generate
+from ssmlx.generation import head_start, learned
+from ssmlx.generation.learned import Learned
+from ssmlx.generation.step_costs import StepTimings
+
+COSTS = {2: 1.25, 4: 1.5, 8: 2.0, 16: 8.0}
+CURVE = {2: 1.5, 4: 2.0, 8: 3.0, 16: 4.0}
+
+
+@pytest.fixture
+def adapter(base):
+    """An adapter that says how many tokens its calls bring."""
+    folder = base.parent / "measured"
+    if not folder.exists():
+        write_tiny_adapter(folder, base, scope="streams")
+        path = folder / "streams_config.json"
+        settings = json.loads(path.read_text())
+        settings["tokens_per_call"] = {str(n): tokens for n, tokens in CURVE.items()}
+        path.write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Let every call cost what `COSTS` says; the sizes that were timed so far."""
+    asked = []
+
+    def measure(model, tokens, sizes, **more):
+        asked.append([*sizes])
+        return StepTimings({n: COSTS[n] for n in sizes if n in COSTS}, [0.02] * 3)
+
+    monkeypatch.setattr(head_start, "measure_step_costs", measure)
+    return asked
+
+
+@pytest.fixture
+def run(base, capsys):
+    """Check the tiny model; gives (exit code, stdout, stderr)."""
+
+    def run(*args, model=base):
+        given = ("--model", model, "--dtype", "float32", "--seconds", "0.1", *args)
+        return exit_code(check.main, *given), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """A file of what was learned is read anew by each command, as by another process."""
+
+    def forget():
+        monkeypatch.setattr(learned, "_BY_PATH", {})
+
+    forget()
+    return forget
+
+
+def table_of(lines):
+    """Rows of the table of costs, by nodes."""
+    start = next(n for n, line in enumerate(lines) if line.startswith("nodes "))
+    rows = [line.split() for line in lines[start + 1 :]]
+    return {
+        int(row[0]): [float(one) for one in row[1:]] for row in rows if row and row[0].isdigit()
+    }
+
+
+def test_what_drafting_brings_is_said_and_kept(run, adapter, timed, kept):
+    code, out, err = run("--adapter", adapter)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert "class mlx_lm.models.llama, family llama; 4 layers of width 32, float32" in lines[0]
+    # Nine tenths of the drafted tokens are expected before any were.
+    expected = {
+        n: [cost, CURVE[n], round((1 + 0.9 * (CURVE[n] - 1)) / cost, 2)]
+        for n, cost in COSTS.items()
+    }
+    assert table_of(lines) == expected
+    assert "a plain call takes 20.0 ms" in lines
+    assert "known before" not in out and "accepted before" not in out
+    assert any(line.startswith("prompt template: the model's chat template") for line in lines)
+    assert "end tokens: 2 '</s>'" in lines
+    # 4 layers of keys and values, 2 heads of 8 numbers of 4 bytes each.
+    assert f"a cache of {4 * 2 * 2 * 8 * 4 * 1000 / 2**20:.1f} MiB for 1,000 tokens" in lines[-1]
+    kept()
+    model, _ = ssmlx.load(str(base_of(adapter)), adapter=adapter, dtype="float32")
+    known = learned.learned_of(model)[0].costs.frozen(0)
+    assert {n: known.calls(("streams", n)) for n in COSTS} == COSTS
+    _, out, _ = run("--adapter", adapter)
+    assert "known before this check:" in out
+
+
+def base_of(adapter):
+    return adapter.parent / "base"
+
+
+def test_real_calls_are_timed(run, adapter, kept):
+    code, out, _ = run("--adapter", adapter, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["costs"][0]["nodes"] == 2 and found["plain_seconds"] > 0
+    assert all(row["plain_calls"] > 1 for row in found["costs"])
+    assert found["drafters"]["streams"] is None and found["lacks"] == {}
+    assert found["memory"]["weights"] > 0 and found["end_tokens"] == {"2": "</s>"}
+
+
+def test_what_answers_taught_is_said(run, adapter, timed, kept):
+    model, _ = ssmlx.load(str(base_of(adapter)), adapter=adapter, dtype="float32")
+    known, prior = learned.learned_of(model)
+    known.costs.learn(("streams", 4), 0, 1.7)
+    prior.learn("streams", 0, 50.0, 100.0)
+    taught = known.costs.frozen(0).calls(("streams", 4))
+    share = prior.ratio("streams", 0)
+    known.keep()
+    known.write()
+    kept()
+    lines = run("--adapter", adapter)[1].splitlines()
+    assert f"{share:.2f} of the drafted tokens" in next(x for x in lines if "accepted" in x)
+    cost, tokens, speed = table_of(lines)[4]  # what is timed now does not replace it
+    assert (cost, tokens) == (round(taught, 2), CURVE[4])
+    assert speed == round((1 + share * (CURVE[4] - 1)) / taught, 2)
+
+
+def test_a_model_without_streams_drafts_by_others(run, timed):
+    code, out, _ = run("--adapter", "none")
+    lines = out.splitlines()
+    assert code == 0 and timed == []
+    assert any(
+        line.startswith("streams ") and "no streams: give --adapter" in line for line in lines
+    )
+    assert any(line.split() == ["prompt-lookup", "can", "draft"] for line in lines)
+    assert '--drafter "medusa heads=FOLDER"' in out
+
+
+def test_a_model_that_decodes_plainly_alone_is_fine(run, tmp_path, timed):
+    recurrent = write_family(tmp_path / "lfm2", "lfm2")
+    code, out, _ = run(model=recurrent)
+    assert code == 0 and timed == []
+    assert "family lfm2" in out and "nothing can draft: " in out and "its state in" in out
+    found = json.loads(run("--json", model=recurrent)[1])
+    assert all(found["drafters"].values()) and "trees" in found["lacks"]
+    assert found["memory"]["cache"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--model", "no-such-model"), "no model is called 'no-such-model'"),
+        (("--adapter", "no-such-adapter"), "no-such-adapter"),
+        (("--seconds", "0"), "--seconds 0"),
+        (("--seconds", "nan"), "--seconds nan"),
+    ],
+)
+def test_what_cannot_be_used_is_told_in_one_line(run, args, said):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "") and said in one_line(err, "ssmlx.check")
+
+
+@pytest.fixture
+def talk(base, adapter, monkeypatch, capsys):
+    """A chat that is asked one thing, as in a process of its own."""
+
+    def talk(*args):
+        monkeypatch.setattr(learned, "_BY_PATH", {})
+        monkeypatch.setattr(sys, "stdin", io.StringIO("w1 w2\n"))
+        given = ("--model", base, "--adapter", adapter, "--dtype", "float32", "--max-tokens", 4)
+        assert exit_code(chat.main, *given, *args) == 0
+        return capsys.readouterr()
+
+    return talk
+
+
+def test_a_chat_times_a_few_sizes_once(talk, timed):
+    for _ in range(2):
+        talk()
+    assert timed == [[*head_start.SIZES]]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("--decoding", "plain"), ("--decoding", "streaming"), ("--tree-size", 4), ("--deterministic",),
+     ("--adapter", "none"), ("--drafter", "prompt-lookup")],
+    ids=lambda args: " ".join(map(str, args)),
+)  # fmt: skip
+def test_nothing_is_timed_where_no_controller_decides_on_streams(talk, timed, args):
+    talk(*args)
+    assert timed == []
+
+
+def test_a_server_times_a_few_sizes_once_for_each_geometry(base, adapter, timed, monkeypatch):
+    pytest.importorskip("uvicorn")
+    from ssmlx.server import __main__ as server
+
+    wide = base.parent / "wide"
+    if not wide.exists():
+        write_tiny_adapter(wide, base, scope="streams", condition_rank=4)
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
+    options = ("--model", base, "--dtype", "float32", "--port", "0")
+    for folder in (adapter, adapter, wide):
+        monkeypatch.setattr(learned, "_BY_PATH", {})
+        assert exit_code(server.main, *options, "--adapter", folder) == 0
+    assert timed == [[*head_start.SIZES]] * 2
+
+
+def test_what_waits_for_an_answer_times_nothing(base, adapter, timed, capsys):
+    options = ("--model", base, "--adapter", adapter, "--dtype", "float32", "--max-tokens", "4")
+    assert exit_code(generate.main, *options, "--prompt", "w1 w2") == 0
+    model, tokenizer = ssmlx.load(str(base), adapter=adapter, dtype="float32")
+    ssmlx.generate(model, tokenizer, words(3), max_tokens=4)
+    with ssmlx.Engine(str(base), [adapter], dtype="float32") as engine:
+        list(engine.stream(words(3), max_tokens=4))
+    assert timed == []
+
+
+def test_a_head_start_is_worth_less_than_what_answers_taught(base, adapter, timed):
+    model, tokenizer = ssmlx.load(str(base), adapter=adapter, dtype="float32")
+    known, _ = learned.learned_of(model)
+    plan = ssmlx.generation.plan.make_plan(model)
+    head_start.give_head_start(model, tokenizer, plan)
+    assert known.costs.frozen(0).known[("streams", 4)] == (1.5, 0.5)
+    assert known.costs.plain_seconds(0) == 0.02
+    assert Learned(known.path).costs.frozen(0).known[("streams", 4)] == (1.5, 0.5)
