@@ -19,7 +19,7 @@ from perf.run import experiment as figures
 from perf.run import target
 from perf.run.experiment import Experiment, Measured
 from perf.run.options import SYSTEMS, experiment_of, parse_systems
-from ssmlx.decoding import loop as decode
+from ssmlx.decoding import call
 from ssmlx.drafters.heads import write_heads
 from ssmlx.loading.adapter import Adapter, write_adapter
 from ssmlx.loading.load import load_base
@@ -299,13 +299,13 @@ def test_a_draft_model_starts_every_answer_from_nothing(command, folders, tmp_pa
 
 def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
     def lossy(model, tree, logits, sampler, places, acceptance):
-        tokens = (decode.choose(model, logits, sampler, places) + 1) % real.VOCAB
-        return tokens, decode.accept(tree, tokens)
+        tokens = (call.choose(model, logits, sampler, places) + 1) % real.VOCAB
+        return tokens, call.accept(tree, tokens)
 
-    monkeypatch.setattr(decode, "verify", lossy)
+    monkeypatch.setattr(call, "verify", lossy)
     code, out, err = command("--systems", "prompt-lookup")
     assert code == 1 and "tokens differ from plain decoding's: sql, prompt-lookup" in err
-    assert "prompt-lookup: prompt 1 parts from plain at token 1; the target's two logits" in out
+    assert "prompt-lookup: prompt 1 parts from plain at token 4; the target's two logits" in out
     row = rows_of(saved(tmp_path))["prompt-lookup"]
     assert row["same_as_plain"] == 0 and row["figures_of"] == "prompt-lookup"
     assert row["figures"]["exact match"]["value"] == 0

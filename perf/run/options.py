@@ -263,7 +263,7 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
     args = parser.parse_args(words[first:])
     args.decoding = "streaming"
     args.drafter = drafter_option(" ".join(words[:first]))
-    # What its name says, on every machine: no profile of this one decides.
+    # It drafts at every call, so that a system is the same on every machine.
     return name, kind, generate_config(args).with_default_shape()
 
 
