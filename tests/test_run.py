@@ -19,7 +19,7 @@ from perf.run.experiment import speedups
 from perf.run.results import AnswerStore, Kept, files_version
 from perf.run.statistics import Estimate, mean, median_ratio, paired_difference, ratio, speedup
 from perf.run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
-from perf.run.timing import TimedAnswer
+from perf.run.timing import TimedAnswer, TimedCall
 from ssmlx.errors import InputError
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import bundled_adapters
@@ -127,7 +127,7 @@ def test_speed_ups_are_of_the_median_repeat():
     assert found["over_plain"]["value"] == found["latency_over_plain"]["value"] == 1
 
 
-KEPT = Kept(TimedAnswer([1, 2], 1, 0.5), "a “b”")
+KEPT = Kept(TimedAnswer([1, 2], 2, 0.5, calls=[TimedCall(1, 1, 7, 0.5)]), "a “b”")
 
 
 def stored(folder, *prompts, fresh=False, **settings):
@@ -169,7 +169,7 @@ def test_code_that_decides_answers_is_told_from_other(tmp_path, monkeypatch):
     names = ("settings.py", "model/metal/attention.metal")
     monkeypatch.setattr(results, "ROOT", tmp_path)
     versions = {results.code_version.__wrapped__()}
-    for name in (*(f"ssmlx/{one}" for one in names), "perf/run/rounding.py"):
+    for name in (*(f"ssmlx/{one}" for one in names), "perf/run/timing.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
         versions.add(results.code_version.__wrapped__())
@@ -219,6 +219,16 @@ def test_all_systems_write_the_same_with_the_same_arrays(folders, scope, base, d
     answers = [target.answer(system, [9, 8, 7, 30]) for system in systems]
     assert len({tuple(answer.tokens) for answer in answers}) == 1
     assert answers[2].target_calls <= answers[1].target_calls == len(answers[1].tokens)
+    for answer in answers:
+        assert len(answer.calls) == answer.target_calls - 1
+        assert sum(call.tokens for call in answer.calls) == len(answer.tokens) - 1
+        assert sum(call.seconds for call in answer.calls) == pytest.approx(answer.decode_seconds)
+        assert answer.calls[0].context == 4
+        places = [call.context + call.tokens for call in answer.calls]
+        assert places == [*(call.context for call in answer.calls[1:]), 3 + len(answer.tokens)]
+    assert {call.rows for answer in answers[:2] for call in answer.calls} == {1}
+    # A drafter that is named drafts at every call.
+    assert {call.rows for call in answers[2].calls} == {16}
     assert target.weights.scope == scope and {2, 3} <= target.tokenizer.eos_token_ids
     with target.endless():
         assert target.tokenizer.eos_token_ids == set() and not streams.config.end_token_ids

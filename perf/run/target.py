@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
 from .rounding import round_products
-from .timing import TimedAnswer, ssmlx_answer
+from .timing import TimedAnswer, TimedCall, ssmlx_answer
 
 MLX_LM = "mlx-lm"
 PLAIN = "plain"
@@ -272,4 +273,8 @@ def mlx_lm_answer(
     started = times[0]
     first = times[1]
     last = times[-1]
-    return TimedAnswer(tokens, len(tokens), last - first, first - started)
+    calls = [
+        TimedCall(1, 1, len(prompt) + index, after - before)
+        for index, (before, after) in enumerate(pairwise(times[1:]))
+    ]
+    return TimedAnswer(tokens, len(tokens), last - first, first - started, calls=calls)
