@@ -45,6 +45,7 @@ class Example:
 
     asked: Prompt
     references: tuple[str, ...] = ()
+    category: str = ""  # of a task that has any
 
 
 def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
