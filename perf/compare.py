@@ -185,6 +185,14 @@ def _task_notes(task: Row) -> list[str]:
         over = row.get("speedup_over_draft_model")
         if over:
             lines.append(f"{row['name']}: {show.interval(over, 2)} over the draft model's tokens/s")
+    for row in rows:
+        known = row.get("num_costs")
+        if known is not None:
+            what = f"{known} costs of calls that earlier answers taught" if known else "no costs"
+            lines.append(f"{row['name']}: {what} known as the run began")
+    longest = task.get("max_prompt_tokens")
+    if longest:
+        lines.append(f"prompts of more than {longest:,} tokens: their middle is left out")
     if task["draft_call_seconds"]:
         lines.append(f"draft model: {1e3 * task['draft_call_seconds']:.1f} ms a call")
     cut = next(row["cut_at_max_tokens"] for row in rows if row["name"] == "plain")

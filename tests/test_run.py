@@ -1,6 +1,7 @@
 """perf.run: metrics by hand, intervals, kept answers, all that decodes one target; perf.serving."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from urllib.error import HTTPError
@@ -79,6 +80,31 @@ def test_examples_take_references_before_the_completion(tmp_path):
     assert tasks.read_examples(path, tasks.TASKS["chat"])[0].references == ()
     with pytest.raises(InputError, match="object 1, has no answer to compare with"):
         tasks.read_examples(path, tasks.TASKS["e2e"])
+
+
+def test_spec_bench_asks_first_turns_by_category(tmp_path):
+    kinds = ["rag"] * 20 + ["writing", "math", "qa"] + ["stem"] * 20
+    rows = [
+        {"question_id": n, "category": kind, "turns": [f"{kind} {n}", "then"]}
+        for n, kind in enumerate(kinds)
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    examples = tasks.read_examples(path, tasks.SPEC_BENCH)
+    counts = Counter(one.category for one in examples)
+    assert counts == {"rag": 16, "mt_bench": 22, "qa": 1}
+    assert examples[15].asked == {"prompt": "rag 15"} and examples[16].category == "mt_bench"
+    assert tasks.read_examples(path, tasks.SPEC_BENCH, 3) == examples[:3]
+    for bad in ('{"category": "rag", "turns": []}', '{"category": "x", "turns": ["a"]}', "[1]"):
+        path.write_text(bad)
+        with pytest.raises(InputError, match="line 1 is no question of Spec-Bench"):
+            tasks.read_examples(path, tasks.SPEC_BENCH)
+
+
+def test_a_long_prompt_keeps_its_beginning_and_its_end():
+    assert tasks.cut_in_the_middle([1, 2, 3], 3) == [1, 2, 3]
+    assert tasks.cut_in_the_middle([1, 2, 3, 4, 5, 6], 4) == [1, 2, 5, 6]
+    assert tasks.cut_in_the_middle([1, 2, 3, 4, 5, 6], 3) == [1, 5, 6]
 
 
 def test_an_interval_has_the_width_that_theory_gives_and_is_the_same_in_every_run():
@@ -160,7 +186,7 @@ def test_the_kinds_of_calls():
 
 
 def priced(**answers):
-    """Prices by prompt and repeat of systems of streams and of plain decoding, an answer a prompt."""
+    """Prices by prompt and repeat, of streams and plain decoding that answer each prompt once."""
     kinds = {name: PLAIN if name == "plain" else STREAMS for name in answers}
     return price_answers(kinds, {name: [[one] for one in own] for name, own in answers.items()})
 

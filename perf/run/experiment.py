@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from .price import Price, best_tree, price_answers, price_figures
 from .results import AnswerStore, Kept, code_version, files_version, machine_load, timed_on
 from .statistics import Estimate, mean, median, ratio, speedup
 from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
-from .tasks import Example, Task, figures
+from .tasks import Example, Task, cut_in_the_middle, figures
 from .timing import TimedAnswer, in_turns
 
 Prompts = Sequence[Sequence[Kept]]
@@ -72,6 +72,8 @@ class Experiment:
         plain = target.plain
         tokenizer = target.tokenizer
         prompts = [encode_prompt(one.asked, plain, tokenizer, template) for one in self.examples]
+        if self.task and self.task.max_prompt_tokens:
+            prompts = [cut_in_the_middle(one, self.task.max_prompt_tokens) for one in prompts]
         for prompt in prompts:
             check_prompt(plain, len(prompt))
         for system in self.systems:
@@ -88,13 +90,20 @@ class Experiment:
             for name, system in systems.items()
         }
         keys = [[repeat, *prompt] for repeat in range(self.repeats) for prompt in prompts]
+        # Nobody knows what a run that goes on began with.
+        num_costs = {
+            name: None if any(key in stores[name] for key in keys) else target.num_costs(system)
+            for name, system in systems.items()
+        }
         for name, store in stores.items():
             kept = [store[key] for key in keys if key in store]
             if kept:
                 said = f"{self.name}, {name}: {len(kept)} answers of an earlier run"
                 print(said, file=sys.stderr)
             for _ in range(self.warm_up if len(kept) < len(keys) else 0):
-                target.answer(systems[name], prompts[0])
+                # What this answer would teach, the first that counts must not know.
+                config = replace(systems[name].config, deterministic=True)
+                target.answer(replace(systems[name], config=config), prompts[0])
         progress = tqdm(keys, desc=self.name, unit="prompt", disable=None)
         for key, name in in_turns(progress, list(stores)):
             if key not in stores[name]:
@@ -106,7 +115,7 @@ class Experiment:
         }
         for store in stores.values():
             store.file.close()
-        return Measured(self, target, prompts, answers, load)
+        return Measured(self, target, prompts, answers, load, num_costs)
 
     def settings(self, system: System) -> dict[str, Any]:
         """Everything that an answer and its time depend on, beside the prompt's tokens."""
@@ -125,6 +134,7 @@ class Experiment:
             "systems": [other.name for other in self.systems],
             "kind": system.kind,
             "config": asdict(system.config),
+            "costs": str(weights.costs) if system.config.is_controlled else None,
             "machine": timed_on(),
         }
 
@@ -136,6 +146,8 @@ class Measured:
     prompts: Sequence[list[int]]
     answers: Answers
     load: str
+    # costs that each system knew as the run began; None where it learns none, or nobody knows
+    num_costs: Mapping[str, int | None] = field(default_factory=dict)
 
     def first(self, name: str) -> list[Kept]:
         """[prompts] a system's answers, of the first repeat."""
@@ -169,6 +181,7 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
         "data": experiment.data,
         "prompts": len(measured.first(PLAIN)),
         "max_tokens": experiment.systems[0].config.max_tokens,
+        "max_prompt_tokens": experiment.task.max_prompt_tokens if experiment.task else None,
         "adapter": weights.folder.resolve().name if weights.folder else None,
         "scope": weights.scope,
         "target_bytes": measured.target.memory().weights,
@@ -182,6 +195,7 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
                 **_system_row(system, measured, shared),
                 **speedups(system, measured.answers, tree),
                 "price": price_figures(system.name, prices, tree),
+                "num_costs": measured.num_costs.get(system.name),
             }
             for system in systems
         ],
