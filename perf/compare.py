@@ -59,6 +59,8 @@ NOTES = (
     "speed-up: ratio of median decode tokens/s to mlx-lm's own stream_generate; "
     "tokens per call: the paper's call reduction",
     "latency: of whole answers, from the prompt to the last token; over mlx-lm: ratio of means",
+    "price: what an answer takes if each of its calls takes the median seconds of such a call in "
+    "the run",
     "peak: most memory in use while answering, beside the target's weights; KV cache included",
 )
 
@@ -66,9 +68,82 @@ NOTES = (
 def report(result: Row) -> str:
     """The tables of README.md, and below them what is to be said of each task."""
     lead = f"{show.heading(result)}. {_timing_text(result)}."
-    tables = [_task_table(task) for task in result["tasks"]]
+    tables = [table for task in result["tasks"] for table in _tables(task)]
     notes = [f"{task['task']}: {note}" for task in result["tasks"] for note in _task_notes(task)]
     return "\n\n".join([lead, *tables, "\n".join([*notes, *NOTES])])
+
+
+def _tables(task: Row) -> list[str]:
+    """What a task came to; results of earlier versions have no prices."""
+    tables = [_task_table(task)]
+    if "price" in task["systems"][0]:
+        tables.append(f"**{task['task']}, prices**\n\n{_price_table(task['systems'])}")
+    for one in task.get("categories", ()):
+        heading = f"**{task['task']}, {one['category']}: {one['prompts']} prompts**"
+        tables.append(f"{heading}\n\n{_category_table(one['systems'])}")
+    return tables
+
+
+def _over(name: str) -> show.Cell:
+    """A cell with how much faster whole answers are than others, by price and by the watch."""
+    watched = f"latency_{name}"
+
+    def cell(row: Row) -> str:
+        if row["price"][name] is None:
+            return "-"
+        price = show.interval(row["price"][name], 3)
+        return f"{price} ({show.interval(row[watched], 3)})"
+
+    return cell
+
+
+_PRICES: Columns = {
+    "price over plain (watched)": _over("over_plain"),
+    "over the best fixed tree (watched)": _over("over_best_tree"),
+    "over the better of both": lambda row: show.interval(row["price"]["over_best"], 3),
+}
+
+
+def _price_table(rows: Sequence[Row]) -> str:
+    price = rows[0]["price"]
+    counted = f"answers of {price['least_tokens']} tokens or more"
+    columns: Columns = {
+        "system": lambda row: f"`{row['name']}`",
+        **_PRICES,
+        f"{counted} below {' and '.join(price['slower'])} of plain": _slower_text,
+        "worst": lambda row: _two_digits(row["price"]["worst"]),
+        "calls priced by other places' and other rows' medians": _similar_text,
+    }
+    return show.markdown_table(columns, rows)
+
+
+def _category_table(rows: Sequence[Row]) -> str:
+    columns: Columns = {
+        "system": lambda row: f"`{row['name']}`",
+        "tokens per call": show.figure("tokens_per_call"),
+        "over mlx-lm": lambda row: _speedup_text(row, "latency_speedup"),
+        **_PRICES,
+    }
+    return show.markdown_table(columns, rows)
+
+
+def _slower_text(row: Row) -> str:
+    """Such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
+    price = row["price"]
+    counts = [
+        f"{count} ({100 * count / max(1, price['answers']):.1f} %)"
+        for count in price["slower"].values()
+    ]
+    return f"{' and '.join(counts)} of {price['answers']}"
+
+
+def _similar_text(row: Row) -> str:
+    price = row["price"]
+    return f"{price['without_place']} and {price['by_nearest_rows']} of {price['calls']}"
+
+
+def _two_digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _task_table(task: Row) -> str:
@@ -110,6 +185,14 @@ def _task_notes(task: Row) -> list[str]:
         over = row.get("speedup_over_draft_model")
         if over:
             lines.append(f"{row['name']}: {show.interval(over, 2)} over the draft model's tokens/s")
+    for row in rows:
+        known = row.get("num_costs")
+        if known is not None:
+            what = f"{known} costs of calls that earlier answers taught" if known else "no costs"
+            lines.append(f"{row['name']}: {what} known as the run began")
+    longest = task.get("max_prompt_tokens")
+    if longest:
+        lines.append(f"prompts of more than {longest:,} tokens: their middle is left out")
     if task["draft_call_seconds"]:
         lines.append(f"draft model: {1e3 * task['draft_call_seconds']:.1f} ms a call")
     cut = next(row["cut_at_max_tokens"] for row in rows if row["name"] == "plain")

@@ -150,7 +150,7 @@ def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     assert len(rows["ratios"]) == len(rows["rows"]) and min(rows["seconds"], default=0) > 0
     assert rows["launch"] > 0
     rows = result["answers"][0]["systems"]
-    assert [row["name"] for row in rows] == ["mlx-lm", "plain", "streaming"]
+    assert [row["name"] for row in rows] == ["mlx-lm", "plain", "default"]
     assert rows[2]["same_as_plain"] == 2 and rows[2]["tokens_per_call"]["value"] >= 1
     assert rows[2]["peak_bytes"] > rows[1]["peak_bytes"] > 0 and rows[2]["speedup"]["low"] > 0
     assert result["weights"] == "float32"  # auto on the CPU

@@ -19,13 +19,15 @@ from perf.run import experiment as figures
 from perf.run import target
 from perf.run.experiment import Experiment, Measured
 from perf.run.options import SYSTEMS, experiment_of, parse_systems
-from ssmlx.decoding import loop as decode
+from ssmlx.decoding import call
 from ssmlx.drafters.heads import write_heads
+from ssmlx.generation.learned import _BY_PATH
 from ssmlx.loading.adapter import Adapter, write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.settings import SamplingConfig
 
 TEMPLATE = "user: {prompt} | model:"
+GREEDY = SamplingConfig()
 PROMPTS = [real.words(4, first) for first in (1, 9, 17, 25)]
 LOSSLESS = [name for name in SYSTEMS if name != "mlx-lm"]
 MEASURED = Path(__file__).parents[1] / "perf" / "measured"
@@ -150,6 +152,77 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     assert "power: " in out and "fewer than 30 prompts" in out and "load: " in out
     draw(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_system_that_is_named_drafts_at_every_call():
+    found = parse_systems(["default", "streams", "lookahead", "streams --tree-size 4"], GREEDY, 9)
+    assert [one.name for one in found if one.config.is_controlled] == ["default"]
+
+
+def test_prices_stand_beside_watched_times(command, arguments, tmp_path, capsys):
+    systems = ("--systems", "default", "streams --tree-size 4", "streams")
+    code, out, err = command(*systems, "--max-tokens", 30)
+    assert code == 0, err
+    (task,) = saved(tmp_path)["tasks"]
+    rows = rows_of(saved(tmp_path))
+    assert task["best_tree"] in ("streams", "streams --tree-size 4")
+    plain = rows["plain"]["price"]
+    assert plain["over_plain"]["value"] == 1 and plain["slower"] == {"0.93": 0, "0.88": 0}
+    assert plain["answers"] == 6 and plain["calls"] == 6 * 29
+    best = rows[task["best_tree"]]
+    assert best["price"]["over_best_tree"]["value"] == best["latency_over_best_tree"]["value"] == 1
+    for row in rows.values():
+        price = row["price"]
+        assert price["over_plain"]["low"] <= price["over_plain"]["value"]
+        assert price["calls"] == 2 * (row["target_calls"] - 3) or row["name"] == "default"
+        assert price["without_place"] + price["by_nearest_rows"] <= price["calls"]
+    assert "**sql, prices**" in out and "categories" not in out
+    assert compare.main(["--from", str(tmp_path / "out" / "compare.json")]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_spec_bench_is_told_by_category(command, tmp_path):
+    kinds = ["writing", "rag", "rag", "stem"]
+    questions = [{"category": kind, "turns": [real.words(3, n)]} for n, kind in enumerate(kinds)]
+    file = tmp_path / "question.jsonl"
+    file.write_text("\n".join(map(json.dumps, questions)))
+    more = ("--data", file, "--systems", "default", "streams", "--count", 4)
+    code, out, err = command(*more, task="spec_bench", adapter="light")
+    assert code == 0, err
+    (task,) = saved(tmp_path)["tasks"]
+    assert [(one["category"], one["prompts"]) for one in task["categories"]] == [
+        ("mt_bench", 2),
+        ("rag", 2),
+    ]
+    for one in task["categories"]:
+        assert [row["name"] for row in one["systems"]] == ["mlx-lm", "plain", "default", "streams"]
+        assert all(row["price"]["over_best"]["value"] > 0 for row in one["systems"])
+        assert one["best_tree"] == "streams"
+        assert f"**spec_bench, {one['category']}: 2 prompts**" in out
+    calls = {row["name"]: row["tokens_per_call"]["value"] for row in task["systems"]}
+    assert calls["plain"] == 1 <= calls["streams"]
+
+
+def test_what_default_learns_stays_in_a_folder_of_the_run(command, tmp_path, monkeypatch):
+    own = str(tmp_path / "user")
+    monkeypatch.setenv("SSMLX_CACHE", own)
+    monkeypatch.setattr("ssmlx.generation.learned._FOLDER", "costs")
+    kept = tmp_path / "kept"
+    more = ("--systems", "default", "--max-tokens", 60, "--count", 4)
+    assert command(*more, "--costs", kept)[0] == 0
+    row = rows_of(saved(tmp_path))["default"]
+    assert row["num_costs"] == 0
+    # As when the process ends.
+    (learned,) = (one for path, one in _BY_PATH.items() if kept in path.parents)
+    learned.write()
+    assert not Path(own).exists() and list((kept / "costs").glob("*.json"))
+    code, out, _ = command(*more, "--costs", kept, "--fresh")
+    known = rows_of(saved(tmp_path))["default"]["num_costs"]
+    assert code == 0 and known > 0
+    assert f"default: {known} costs of calls that earlier answers taught" in out
+    # Another folder is another run, and begins with nothing.
+    code, out, _ = command(*more, "--costs", tmp_path / "new")
+    assert code == 0 and "default: no costs known as the run began" in out
 
 
 PRUNED = {"tuned": 3, "light": 3, "turned": 0}
@@ -299,13 +372,13 @@ def test_a_draft_model_starts_every_answer_from_nothing(command, folders, tmp_pa
 
 def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
     def lossy(model, tree, logits, sampler, places, acceptance):
-        tokens = (decode.choose(model, logits, sampler, places) + 1) % real.VOCAB
-        return tokens, decode.accept(tree, tokens)
+        tokens = (call.choose(model, logits, sampler, places) + 1) % real.VOCAB
+        return tokens, call.accept(tree, tokens)
 
-    monkeypatch.setattr(decode, "verify", lossy)
+    monkeypatch.setattr(call, "verify", lossy)
     code, out, err = command("--systems", "prompt-lookup")
     assert code == 1 and "tokens differ from plain decoding's: sql, prompt-lookup" in err
-    assert "prompt-lookup: prompt 1 parts from plain at token 1; the target's two logits" in out
+    assert "prompt-lookup: prompt 1 parts from plain at token 4; the target's two logits" in out
     row = rows_of(saved(tmp_path))["prompt-lookup"]
     assert row["same_as_plain"] == 0 and row["figures_of"] == "prompt-lookup"
     assert row["figures"]["exact match"]["value"] == 0
@@ -443,6 +516,7 @@ BAD = {
     "count": (("--count", 0), "--count 0"),
     "no data": (("--data", "nowhere.jsonl"), "no data file nowhere.jsonl"),
     "no draft model": (("--draft-model", "./nowhere"), "nowhere"),
+    "costs": (("--systems", "streams", "--costs", "x"), "--costs would do nothing here"),
     "model": (("--model", "./nowhere"), "nowhere"),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """perf.run: metrics by hand, intervals, kept answers, all that decodes one target; perf.serving."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from urllib.error import HTTPError
@@ -16,10 +17,11 @@ from perf import serving
 from perf.run import results, tasks
 from perf.run import target as targets
 from perf.run.experiment import speedups
+from perf.run.price import best_tree, kinds_of, price_answers, price_figures
 from perf.run.results import AnswerStore, Kept, files_version
 from perf.run.statistics import Estimate, mean, median_ratio, paired_difference, ratio, speedup
 from perf.run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
-from perf.run.timing import TimedAnswer
+from perf.run.timing import TimedAnswer, TimedCall
 from ssmlx.errors import InputError
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import bundled_adapters
@@ -80,6 +82,31 @@ def test_examples_take_references_before_the_completion(tmp_path):
         tasks.read_examples(path, tasks.TASKS["e2e"])
 
 
+def test_spec_bench_asks_first_turns_by_category(tmp_path):
+    kinds = ["rag"] * 20 + ["writing", "math", "qa"] + ["stem"] * 20
+    rows = [
+        {"question_id": n, "category": kind, "turns": [f"{kind} {n}", "then"]}
+        for n, kind in enumerate(kinds)
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    examples = tasks.read_examples(path, tasks.SPEC_BENCH)
+    counts = Counter(one.category for one in examples)
+    assert counts == {"rag": 16, "mt_bench": 22, "qa": 1}
+    assert examples[15].asked == {"prompt": "rag 15"} and examples[16].category == "mt_bench"
+    assert tasks.read_examples(path, tasks.SPEC_BENCH, 3) == examples[:3]
+    for bad in ('{"category": "rag", "turns": []}', '{"category": "x", "turns": ["a"]}', "[1]"):
+        path.write_text(bad)
+        with pytest.raises(InputError, match="line 1 is no question of Spec-Bench"):
+            tasks.read_examples(path, tasks.SPEC_BENCH)
+
+
+def test_a_long_prompt_keeps_its_beginning_and_its_end():
+    assert tasks.cut_in_the_middle([1, 2, 3], 3) == [1, 2, 3]
+    assert tasks.cut_in_the_middle([1, 2, 3, 4, 5, 6], 4) == [1, 2, 5, 6]
+    assert tasks.cut_in_the_middle([1, 2, 3, 4, 5, 6], 3) == [1, 5, 6]
+
+
 def test_an_interval_has_the_width_that_theory_gives_and_is_the_same_in_every_run():
     values = np.random.default_rng(1).normal(10, 3, 400)
     found = mean(values)
@@ -127,7 +154,83 @@ def test_speed_ups_are_of_the_median_repeat():
     assert found["over_plain"]["value"] == found["latency_over_plain"]["value"] == 1
 
 
-KEPT = Kept(TimedAnswer([1, 2], 1, 0.5), "a “b”")
+def answer_of_calls(*calls: tuple[int, float], prefill: float = 1.0, tokens: int = 30):
+    """An answer behind 300 tokens whose calls have these (rows, seconds)."""
+    timed = [TimedCall(rows, 2, 300 + 2 * index, s) for index, (rows, s) in enumerate(calls)]
+    decode = sum(one.seconds for one in timed)
+    return TimedAnswer([0] * tokens, len(calls) + 1, decode, prefill, calls=timed)
+
+
+def test_the_kinds_of_calls():
+    def kinds(system, *rows):
+        found = kinds_of(system, answer_of_calls(*((one, 1.0) for one in rows)).calls)
+        return [(one.drafter, one.rows, one.place) for one in found]
+
+    streams = kinds(STREAMS, 1, 1, 6, 6, 16, 1, 1)
+    assert [place for _, _, place in streams] == [
+        "steady", "entry", "steady", "steady", "exit", "steady", "steady"
+    ]  # fmt: skip
+    # What an entry drafts is verified by the next call; a bare root is plain decoding's own.
+    assert [(name, rows) for name, rows, _ in streams[:3]] == [
+        ("plain", 1), ("streams", 6), ("streams", 6)
+    ]  # fmt: skip
+    assert [place for _, _, place in kinds(STREAMS, 16, 16, 16)] == ["first", "steady", "last"]
+    assert {*kinds(PLAIN, 1, 1, 1)} == {("plain", 1, "steady")}
+    assert {*kinds(MLX_LM, 1, 1, 1)} == {("mlx-lm", 1, "steady")}
+    # A bare root of prompt lookup's is not launched ahead, as plain decoding's is.
+    lookup = kinds("prompt-lookup", 1, 1, 9, 1)
+    assert [place for _, _, place in lookup] == ["first", "entry", "exit", "last"]
+    assert {name for name, _, _ in lookup} == {"prompt-lookup"}
+    (short, long) = (TimedCall(1, 1, context, 1.0) for context in (100, 4000))
+    assert [one.bucket for one in kinds_of(PLAIN, [short, long])] == [0, 3072]
+
+
+def priced(**answers):
+    """Prices by prompt and repeat, of streams and plain decoding that answer each prompt once."""
+    kinds = {name: PLAIN if name == "plain" else STREAMS for name in answers}
+    return price_answers(kinds, {name: [[one] for one in own] for name, own in answers.items()})
+
+
+def test_a_price_is_of_median_calls():
+    # One answer was disturbed for a call, and the watch has it.
+    calm = [(1, 1.0)] * 9
+    plain = [answer_of_calls(*calm), answer_of_calls(*calm[1:], (1, 10.0))]
+    tree = [answer_of_calls((16, 3.5), (16, 1.5), (16, 1.5), (16, 0.5), prefill=3.0)] * 5
+    prices = priced(plain=plain, tree=tree[:2])
+    assert [one.seconds for (one,) in prices["plain"]] == [2.0 + 9] * 2
+    # Too few first and last calls: they have the median of all, and that is told.
+    ((found,), _) = prices["tree"]
+    assert found.seconds == 2.0 + 4 * 1.5
+    assert (found.without_place, found.by_nearest_rows) == (4, 0)
+    ((found,), *_) = priced(plain=[answer_of_calls(*calm)] * 5, tree=tree)["tree"]
+    assert found.seconds == pytest.approx(2.0 + 3.5 + 1.5 + 1.5 + 0.5)
+    assert (found.calls, found.without_place) == (4, 0)
+
+
+def test_a_rare_number_of_rows_has_the_price_of_the_nearest():
+    rare = answer_of_calls((16, 2.0), (12, 9.0), (4, 1.0), (16, 2.0))
+    often = answer_of_calls(*[(16, 2.0)] * 6)
+    ((found,), _) = priced(plain=[answer_of_calls((1, 1.0))] * 2, tree=[rare, often])["tree"]
+    assert found.by_nearest_rows == 2 and found.seconds == 1.0 + 4 * 2.0
+
+
+def test_prices_are_compared_prompt_by_prompt():
+    plain = [answer_of_calls(*[(1, 1.0)] * 9)] * 6
+    good = [answer_of_calls(*[(16, 2.0)] * 2)] * 6
+    poor = [answer_of_calls(*[(6, 2.0)] * 5, tokens=tokens) for tokens in (23, 24, 30, 30, 30, 30)]
+    prices = priced(plain=plain, good=good, poor=poor)
+    assert best_tree(prices, ["poor", "good"]) == "good" and best_tree(prices, []) is None
+    found = price_figures("poor", prices, "good")
+    assert found["over_plain"]["value"] == pytest.approx(10 / 11)
+    assert found["over_best_tree"]["value"] == found["over_best"]["value"] == pytest.approx(5 / 11)
+    # An answer of 23 tokens does not count.
+    assert (found["answers"], found["slower"]) == (5, {"0.93": 5, "0.88": 0})
+    assert found["worst"] == pytest.approx(10 / 11)
+    assert price_figures("poor", prices, "poor")["over_best"] == found["over_plain"]
+    assert price_figures("good", prices, None)["over_best_tree"] is None
+
+
+KEPT = Kept(TimedAnswer([1, 2], 2, 0.5, calls=[TimedCall(1, 1, 7, 0.5)]), "a “b”")
 
 
 def stored(folder, *prompts, fresh=False, **settings):
@@ -169,11 +272,11 @@ def test_code_that_decides_answers_is_told_from_other(tmp_path, monkeypatch):
     names = ("settings.py", "model/metal/attention.metal")
     monkeypatch.setattr(results, "ROOT", tmp_path)
     versions = {results.code_version.__wrapped__()}
-    for name in (*(f"ssmlx/{one}" for one in names), "perf/run/rounding.py"):
+    for name in (*(f"ssmlx/{one}" for one in names), "perf/run/timing.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
         versions.add(results.code_version.__wrapped__())
-    assert len(versions) == 5
+    assert len(versions) == 4
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +322,16 @@ def test_all_systems_write_the_same_with_the_same_arrays(folders, scope, base, d
     answers = [target.answer(system, [9, 8, 7, 30]) for system in systems]
     assert len({tuple(answer.tokens) for answer in answers}) == 1
     assert answers[2].target_calls <= answers[1].target_calls == len(answers[1].tokens)
+    for answer in answers:
+        assert len(answer.calls) == answer.target_calls - 1
+        assert sum(call.tokens for call in answer.calls) == len(answer.tokens) - 1
+        assert sum(call.seconds for call in answer.calls) == pytest.approx(answer.decode_seconds)
+        assert answer.calls[0].context == 4
+        places = [call.context + call.tokens for call in answer.calls]
+        assert places == [*(call.context for call in answer.calls[1:]), 3 + len(answer.tokens)]
+    assert {call.rows for answer in answers[:2] for call in answer.calls} == {1}
+    # A drafter that is named drafts at every call.
+    assert {call.rows for call in answers[2].calls} == {16}
     assert target.weights.scope == scope and {2, 3} <= target.tokenizer.eos_token_ids
     with target.endless():
         assert target.tokenizer.eos_token_ids == set() and not streams.config.end_token_ids

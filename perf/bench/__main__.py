@@ -1,8 +1,8 @@
 """`python -m perf.bench`: what this machine gives, in five minutes and without an argument.
 
-What rows and launches cost; then mlx-lm's own stream_generate, plain
-decoding, and streaming with the bundled adapters answer the same prompts in turns; then behind a
-long context. Prints and saves a report to paste, which names nobody.
+What rows and launches cost; then mlx-lm's own stream_generate, plain decoding, and what is drafted
+by default with the bundled adapters answer the same prompts in turns; then behind a long context.
+Prints and saves a report to paste, which names nobody.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.settings import DTYPES, GenerateConfig
 
 from ..run.experiment import Experiment, Measured, task_result
-from ..run.options import adapter_with_streams, add_base, add_out, check_counts
+from ..run.options import DEFAULT, adapter_with_streams, add_base, add_out, check_counts
 from ..run.results import Kept, machine_load
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, data_file, read_examples
@@ -47,7 +47,6 @@ EPILOG = """examples:
 
 Writes bench.json and .txt into --out. What there is no time for is left out, and the report
 says so."""
-STREAMING = "streaming"
 Now = Callable[[], float]
 CONTEXTS = (2000,)
 CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
@@ -181,10 +180,10 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def systems(max_tokens: int) -> list[System]:
-    """How each answers, greedily; streaming drafts what it does where nothing is asked for."""
+    """How each answers, greedily."""
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
-    streaming = System(STREAMING, STREAMS, GenerateConfig(max_tokens=max_tokens))
-    return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), streaming]
+    default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens))
+    return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), default]
 
 
 def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:

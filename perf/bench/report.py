@@ -11,8 +11,8 @@ from ..run.statistics import FEW
 NOTES = (
     "[95 % bootstrap intervals] over prompts, systems in turns, greedy and on the same weights; "
     "rates are medians, first tokens means; whole: with the time to the first token",
-    "mlx-lm: its stream_generate; streaming: without options; peak: weights and the most beside "
-    "them; attention kernel: rows x keys at most, MLX's time and the kernel's",
+    "mlx-lm: its stream_generate; default: where nothing is asked for; peak: weights and the "
+    "most beside them; attention kernel: rows x keys at most, MLX's time and the kernel's",
 )
 
 

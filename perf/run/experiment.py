@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from ssmlx.loading.files import folder_digest
 from ssmlx.model.shapes import to_float
 from ssmlx.prompts import encode_prompt
 
+from .price import Price, best_tree, price_answers, price_figures
 from .results import AnswerStore, Kept, code_version, files_version, machine_load, timed_on
-from .statistics import mean, median, ratio, speedup
+from .statistics import Estimate, mean, median, ratio, speedup
 from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
-from .tasks import Example, Task, figures
+from .tasks import Example, Task, cut_in_the_middle, figures
 from .timing import TimedAnswer, in_turns
 
 Prompts = Sequence[Sequence[Kept]]
@@ -56,6 +57,13 @@ class Experiment:
     out: Path | None = None  # where `run` keeps answers as they come
     fresh: bool = False  # whether answers of an earlier run are forgotten
 
+    @property
+    def fixed_trees(self) -> list[str]:
+        """Systems whose streams draft one tree at every call."""
+        return [
+            one.name for one in self.systems if one.kind == STREAMS and not one.config.is_controlled
+        ]
+
     def load(self) -> tuple[Target, list[list[int]]]:
         """The target and the prompts' tokens, and all that could fail later checked."""
         target = Target(self.weights)
@@ -64,6 +72,8 @@ class Experiment:
         plain = target.plain
         tokenizer = target.tokenizer
         prompts = [encode_prompt(one.asked, plain, tokenizer, template) for one in self.examples]
+        if self.task and self.task.max_prompt_tokens:
+            prompts = [cut_in_the_middle(one, self.task.max_prompt_tokens) for one in prompts]
         for prompt in prompts:
             check_prompt(plain, len(prompt))
         for system in self.systems:
@@ -80,13 +90,20 @@ class Experiment:
             for name, system in systems.items()
         }
         keys = [[repeat, *prompt] for repeat in range(self.repeats) for prompt in prompts]
+        # Nobody knows what a run that goes on began with.
+        num_costs = {
+            name: None if any(key in stores[name] for key in keys) else target.num_costs(system)
+            for name, system in systems.items()
+        }
         for name, store in stores.items():
             kept = [store[key] for key in keys if key in store]
             if kept:
                 said = f"{self.name}, {name}: {len(kept)} answers of an earlier run"
                 print(said, file=sys.stderr)
             for _ in range(self.warm_up if len(kept) < len(keys) else 0):
-                target.answer(systems[name], prompts[0])
+                # What this answer would teach, the first that counts must not know.
+                config = replace(systems[name].config, deterministic=True)
+                target.answer(replace(systems[name], config=config), prompts[0])
         progress = tqdm(keys, desc=self.name, unit="prompt", disable=None)
         for key, name in in_turns(progress, list(stores)):
             if key not in stores[name]:
@@ -98,7 +115,7 @@ class Experiment:
         }
         for store in stores.values():
             store.file.close()
-        return Measured(self, target, prompts, answers, load)
+        return Measured(self, target, prompts, answers, load, num_costs)
 
     def settings(self, system: System) -> dict[str, Any]:
         """Everything that an answer and its time depend on, beside the prompt's tokens."""
@@ -117,6 +134,7 @@ class Experiment:
             "systems": [other.name for other in self.systems],
             "kind": system.kind,
             "config": asdict(system.config),
+            "costs": str(weights.costs) if system.config.is_controlled else None,
             "machine": timed_on(),
         }
 
@@ -128,6 +146,8 @@ class Measured:
     prompts: Sequence[list[int]]
     answers: Answers
     load: str
+    # costs that each system knew as the run began; None where it learns none, or nobody knows
+    num_costs: Mapping[str, int | None] = field(default_factory=dict)
 
     def first(self, name: str) -> list[Kept]:
         """[prompts] a system's answers, of the first repeat."""
@@ -154,11 +174,14 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     weights = measured.experiment.weights
     shared = _figures(experiment, measured.first(PLAIN))
     systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
+    prices = _prices(measured)
+    tree = best_tree(prices, experiment.fixed_trees)
     return {
         "task": experiment.task.name if experiment.task else experiment.name,
         "data": experiment.data,
         "prompts": len(measured.first(PLAIN)),
         "max_tokens": experiment.systems[0].config.max_tokens,
+        "max_prompt_tokens": experiment.task.max_prompt_tokens if experiment.task else None,
         "adapter": weights.folder.resolve().name if weights.folder else None,
         "scope": weights.scope,
         "target_bytes": measured.target.memory().weights,
@@ -166,9 +189,66 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
         "left_out": dict(experiment.left_out),
         "load": measured.load,
         "draft_call_seconds": _call_seconds(measured.answers.get(DRAFT_ALONE, ())),
-        "systems": [_system_row(system, measured, shared) for system in systems],
+        "best_tree": tree,
+        "systems": [
+            {
+                **_system_row(system, measured, shared),
+                **speedups(system, measured.answers, tree),
+                "price": price_figures(system.name, prices, tree),
+                "num_costs": measured.num_costs.get(system.name),
+            }
+            for system in systems
+        ],
+        "categories": _category_results(measured, systems, prices),
         **more,
     }
+
+
+def _prices(measured: Measured) -> Mapping[str, Sequence[Sequence[Price]]]:
+    """The price of every answer of the target's, by system, prompt and repeat."""
+    systems = {one.name: one.kind for one in measured.experiment.systems if one.kind != DRAFT_ALONE}
+    answers = {
+        name: [[kept.answer for kept in repeats] for repeats in measured.answers[name]]
+        for name in systems
+    }
+    return price_answers(systems, answers)
+
+
+def _category_results(
+    measured: Measured,
+    systems: Sequence[System],
+    prices: Mapping[str, Sequence[Sequence[Price]]],
+) -> list[dict[str, Any]]:
+    """For each category of examples, every system's speed; nothing where there are none."""
+    of_category: dict[str, list[int]] = {}
+    for index, example in enumerate(measured.experiment.examples[: len(measured.prompts)]):
+        if example.category:
+            of_category.setdefault(example.category, []).append(index)
+    found = []
+    for category, own in of_category.items():
+        answers = {name: [prompts[i] for i in own] for name, prompts in measured.answers.items()}
+        own_prices = {name: [prompts[i] for i in own] for name, prompts in prices.items()}
+        tree = best_tree(own_prices, measured.experiment.fixed_trees)
+        rows = [
+            {
+                "name": system.name,
+                "kind": system.kind,
+                "tokens_per_call": asdict(_tokens_per_call(answers[system.name])),
+                **speedups(system, answers, tree),
+                "price": price_figures(system.name, own_prices, tree),
+            }
+            for system in systems
+        ]
+        found.append(
+            {"category": category, "prompts": len(own), "best_tree": tree, "systems": rows}
+        )
+    return found
+
+
+def _tokens_per_call(prompts: Prompts) -> Estimate:
+    """Of the first repeats."""
+    first = [repeats[0].answer for repeats in prompts]
+    return ratio([len(one.tokens) for one in first], [one.target_calls for one in first])
 
 
 def _figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
@@ -193,7 +273,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
         "name": system.name,
         "kind": system.kind,
         "options": _options_of(system, target.drafters(system)),
-        "tokens_per_call": asdict(ratio(tokens, calls)),
+        "tokens_per_call": asdict(_tokens_per_call(prompts)),
         "target_calls": sum(calls),
         "target_calls_per_answer": asdict(mean(calls)),
         "tokens": sum(tokens),
@@ -207,7 +287,6 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
         "tokens_per_second": statistics.median(rates),
         "decode_rate": asdict(median(rates)),
         "call_seconds": _call_seconds(prompts),
-        **speedups(system, measured.answers),
         "figures": shared if is_shared else _figures(measured.experiment, first),
         "figures_of": PLAIN if is_shared else system.name,
         "extra_parameters": target.extra_parameters(system),
@@ -241,9 +320,9 @@ def _call_seconds(prompts: Prompts) -> float | None:
     return statistics.median(times) if times else None
 
 
-def speedups(system: System, answers: Answers) -> dict[str, Any]:
+def speedups(system: System, answers: Answers, tree: str | None = None) -> dict[str, Any]:
     """Tokens/s over mlx-lm's and plain decoding's, and over the draft model's where there is one;
-    whole answers too."""
+    whole answers too, and over those of the best fixed `tree` where there is one."""
     rates = {n: _medians(prompts, lambda a: a.tokens_per_second) for n, prompts in answers.items()}
     base, plain, own = (
         _medians(answers[n], lambda a: a.seconds) for n in (MLX_LM, PLAIN, system.name)
@@ -254,6 +333,9 @@ def speedups(system: System, answers: Answers) -> dict[str, Any]:
         "over_plain": speedup(rates[system.name], rates[PLAIN]),
         "latency_over_plain": asdict(ratio(plain, own)),
     }
+    if tree is not None:
+        theirs = _medians(answers[tree], lambda a: a.seconds)
+        found["latency_over_best_tree"] = asdict(ratio(theirs, own))
     if DRAFT_MODEL in rates and system.kind == STREAMS:
         found["speedup_over_draft_model"] = speedup(rates[system.name], rates[DRAFT_MODEL])
     return found

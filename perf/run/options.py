@@ -95,12 +95,12 @@ def add_experiment_options(
         (
             "--data",
             "FILE.jsonl",
-            "a JSON object a line: prompt, and completion or references "
-            "(default: the task's test.jsonl in --data-dir, or without it what ships in "
+            "a JSON object a line: prompt, and completion or references; for spec_bench its "
+            "question.jsonl (default: the task's own in --data-dir, or without it what ships in "
             "examples/data)",
             Path,
         ),
-        ("--data-dir", "FOLDER", "holds TASK/test.jsonl", Path),
+        ("--data-dir", "FOLDER", "holds TASK/test.jsonl, spec_bench/question.jsonl", Path),
         ("--count", "N", "the first N prompts (default: all)", int),
     )
     weights = parser.add_argument_group("weights")
@@ -120,7 +120,7 @@ def add_experiment_options(
             "--adapter",
             "NAME|FOLDER",
             "streams and LoRA; `none` for the base alone (default: the "
-            "bundled adapter of the task's name, where there is one)",
+            "bundled adapter of the task's name, where there is one; chat for spec_bench)",
             str,
         ),
         *((f"--{kind}", word, f"what `{kind}` drafts with", str) for kind, word in given.items()),
@@ -139,6 +139,14 @@ def add_experiment_options(
         ),
         ("--max-tokens", None, f"longest answer (default: {most})", int),
         ("--temp", None, "sampling temperature; 0 is greedy (default: 0)", 0.0),
+        (
+            "--costs",
+            "FOLDER",
+            f"where {DEFAULT} keeps what its answers teach of calls' costs, and finds what those "
+            "of earlier runs taught; with a new folder it begins with nothing (default: costs in "
+            "--out)",
+            Path,
+        ),
         ("--fresh", None, "use no answers of an earlier run", bool),
     )
     add_counts(
@@ -166,6 +174,12 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
     data = data_file(task, args.data, args.data_dir)
     examples = read_examples(data, task, args.count)
     scorer_of(task)
+    require(
+        args.costs is None or any(one.config.is_controlled for one in systems),
+        "--costs would do nothing here",
+        expected=f"{DEFAULT} among --systems",
+        do="drop --costs",
+    )
     weights = _weights_of(args)
     # Which kinds of systems lack their weights, and how to give them.
     lacking = {
@@ -263,13 +277,13 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
     args = parser.parse_args(words[first:])
     args.decoding = "streaming"
     args.drafter = drafter_option(" ".join(words[:first]))
-    # What its name says, on every machine: no controller decides.
+    # It drafts at every call, so that a system is the same on every machine.
     return name, kind, generate_config(args).with_default_shape()
 
 
 def _weights_of(args: argparse.Namespace) -> Weights:
     """The target, by default with the bundled adapter of the task's name, and what drafts."""
-    folder = bundled_adapters().get(args.task)
+    folder = bundled_adapters().get(TASKS[args.task].adapter or args.task)
     if args.adapter is not None:
         folder = resolve_adapter(args.adapter)
     given = {kind: getattr(args, kind.replace("-", "_")) for kind in target.CHECKPOINTS}
@@ -280,7 +294,10 @@ def _weights_of(args: argparse.Namespace) -> Weights:
     }
     adapter = None if folder is None else target.read_own_lora(folder)
     base = resolve_model(args.model)
-    return Weights(base, args.dtype, adapter=adapter, folder=folder, checkpoints=checkpoints)
+    costs = (args.costs or args.out / "costs").expanduser().resolve()
+    return Weights(
+        base, args.dtype, adapter=adapter, folder=folder, checkpoints=checkpoints, costs=costs
+    )
 
 
 def adapter_with_streams(name: str) -> tuple[Path, Adapter]:

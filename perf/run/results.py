@@ -17,7 +17,7 @@ from ssmlx.errors import InputError, first_line
 from ssmlx.json_files import to_json
 from ssmlx.loading.files import PartFile
 
-from .timing import TimedAnswer
+from .timing import TimedAnswer, TimedCall
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results"
@@ -61,7 +61,7 @@ class AnswerStore:
         path = folder / f"{name}-{digest(settings)}.part.jsonl"
         self.file = PartFile(path, to_json(settings), fresh=fresh)
         self._kept = {
-            prompt: Kept(TimedAnswer(**answer), text) for prompt, text, answer in self.file.done
+            prompt: Kept(_answer_of(values), text) for prompt, text, values in self.file.done
         }
 
     def __contains__(self, prompt: Sequence[int]) -> bool:
@@ -74,6 +74,12 @@ class AnswerStore:
         """Add an answer; it is on disk when this returns."""
         self._kept[digest(prompt)] = kept
         self.file.append([digest(prompt), kept.text, asdict(kept.answer)])
+
+
+def _answer_of(values: Mapping[str, Any]) -> TimedAnswer:
+    """An answer of its JSON values."""
+    calls = [TimedCall(*call) for call in values["calls"]]
+    return TimedAnswer(**{**values, "calls": calls})
 
 
 @lru_cache(maxsize=1)
@@ -93,7 +99,8 @@ def files_version(folder: Path | None) -> str | None:
 @lru_cache(maxsize=1)
 def code_version() -> str:
     """Tells one state of the sources that decide answers from another."""
-    names = "ssmlx/**/*.py", "ssmlx/**/*.metal", "perf/run/rounding.py"
+    own = [f"perf/run/{name}.py" for name in ("rounding", "target", "timing")]
+    names = "ssmlx/**/*.py", "ssmlx/**/*.metal", *own
     sources = sorted(path for name in names for path in ROOT.glob(name))
     return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in sources])
 

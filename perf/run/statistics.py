@@ -44,7 +44,7 @@ def estimate(values: Mapping[str, float]) -> Estimate:
     return Estimate(values["value"], values["low"], values["high"])
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=16)
 def _picks(num_prompts: int) -> NDArray[np.int64]:
     """[RESAMPLES, prompts] the prompts that each resample draws."""
     return np.random.default_rng(SEED).integers(0, num_prompts, (RESAMPLES, num_prompts))

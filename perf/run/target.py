@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
 from ssmlx.errors import require
+from ssmlx.generation.learned import learned_of
 from ssmlx.generation.memory import Memory, memory_of
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import Adapter, cast_streams, load_adapter
@@ -33,7 +35,7 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
 from .rounding import round_products
-from .timing import TimedAnswer, ssmlx_answer
+from .timing import TimedAnswer, TimedCall, ssmlx_answer
 
 MLX_LM = "mlx-lm"
 PLAIN = "plain"
@@ -68,6 +70,8 @@ class Weights:
     folder: Path | None = None  # of the adapter
     # what each of `CHECKPOINTS` drafts with, where it is given
     checkpoints: Mapping[str, Path] = field(default_factory=dict)
+    # holds what answers teach of calls' costs; None for the user's cache folder
+    costs: Path | None = None
 
     @property
     def activations(self) -> str:
@@ -129,6 +133,13 @@ class Target:
         own = self.drafting(system.kind)
         return make_plan(own.model, system.config, **own.loaded).drafters
 
+    def num_costs(self, system: System) -> int | None:
+        """Costs of calls that earlier answers have taught; None where a system learns none."""
+        if not system.config.is_controlled:
+            return None
+        learned, _ = learned_of(self.drafting(system.kind).model)
+        return len(learned.costs.to_dict()["costs"])
+
     def extra_parameters(self, system: System) -> int:
         if system.kind == STREAMS and self.weights.adapter is not None:
             return added_parameters(self.weights.adapter)
@@ -188,7 +199,9 @@ class Target:
 
     def _backbone(self) -> Backbone:
         bits = resolve_draft_bits(self.weights.draft_head)
-        return Backbone(on_same_arrays(self.mlx_model), None, bits)
+        backbone = Backbone(on_same_arrays(self.mlx_model), None, bits)
+        backbone.cache_dir = self.weights.costs
+        return backbone
 
     def _load(self, kind: str) -> Drafting:
         if kind == STREAMS:
@@ -272,4 +285,8 @@ def mlx_lm_answer(
     started = times[0]
     first = times[1]
     last = times[-1]
-    return TimedAnswer(tokens, len(tokens), last - first, first - started)
+    calls = [
+        TimedCall(1, 1, len(prompt) + index, after - before)
+        for index, (before, after) in enumerate(pairwise(times[1:]))
+    ]
+    return TimedAnswer(tokens, len(tokens), last - first, first - started, calls=calls)

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmlx.errors import InputError, require
-from ssmlx.prompts import Prompt, read_prompts
+from ssmlx.json_files import parse_json
+from ssmlx.prompts import Prompt, read_lines, read_prompts
 
 from .results import ROOT
 from .statistics import mean, paired_difference
@@ -29,14 +30,40 @@ class Task:
     figures: tuple[str, str] = ("ROUGE-1", "ROUGE-LSum")  # the names of its scores
     test: Path | None = None  # the data that ships for it, if any
     is_judged: bool = True  # whether examples must have right answers
+    adapter: str = ""  # the bundled one; unless given, that of the task's name
+    max_prompt_tokens: int | None = None  # of a longer prompt the middle is left out
+    file: str = "test.jsonl"  # in a folder of the task's name
 
 
 SQL = Task(
     "sql", 64, ("exact match", "exact match, any case"), test=EXAMPLES / "sql_test_100.jsonl"
 )
 CHAT = Task("chat", 160, test=EXAMPLES / "chat_test.jsonl", is_judged=False)
+SPEC_BENCH = Task(
+    "spec_bench",
+    64,
+    is_judged=False,
+    adapter="chat",
+    max_prompt_tokens=1024,
+    file="question.jsonl",
+)
 _OTHERS = (Task("e2e", 96, test=EXAMPLES / "e2e_test_100.jsonl"), Task("dialogsum", 128))
-TASKS = {task.name: task for task in (SQL, *_OTHERS, CHAT)}
+TASKS = {task.name: task for task in (SQL, *_OTHERS, CHAT, SPEC_BENCH)}
+
+MT_BENCH = (
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+)
+"""Spec-Bench's categories whose questions are MT-Bench's: all their first turns, as one."""
+OTHER_CATEGORIES = ("summarization", "qa", "math_reasoning", "rag", "translation")
+FIRST_OF_CATEGORY = 16
+"""Questions that are asked of each of the other categories."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +72,12 @@ class Example:
 
     asked: Prompt
     references: tuple[str, ...] = ()
+    category: str = ""  # of a task that has any
 
 
 def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
     """The data of a task: the file `data`, the task's own in `folder`, or what ships for it."""
-    path = data or (folder / task.name / "test.jsonl" if folder else task.test)
+    path = data or (folder / task.name / task.file if folder else task.test)
     if path is None or not path.exists():
         raise InputError(
             f"no data file {path}" if path else f"no data ships for the task {task.name}",
@@ -67,6 +95,8 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
         expected="1 or more",
         do="give a larger number",
     )
+    if task is SPEC_BENCH:
+        return _read_spec_bench(path)[:count]
     examples = []
     for number, row in enumerate(read_prompts(path, "--data"), 1):
         references = row.get("references") or [row.get("completion")]
@@ -79,6 +109,46 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
         )
         examples.append(Example(row, () if bad else tuple(references)))
     return examples[:count]
+
+
+def _read_spec_bench(path: Path) -> list[Example]:
+    """The questions of Spec-Bench that are asked, in the order of its file: first turns alone."""
+    found: dict[str, list[Example]] = {}
+    examples = []
+    for number, line in read_lines(path, "--data"):
+        category, question = _spec_bench_question(line, f"{path}, line {number}")
+        name = "mt_bench" if category in MT_BENCH else category
+        own = found.setdefault(name, [])
+        if name == "mt_bench" or len(own) < FIRST_OF_CATEGORY:
+            own.append(Example({"prompt": question}, category=name))
+            examples.append(own[-1])
+    require(bool(examples), f"{path} holds no questions", expected="some", do="check --data")
+    return examples
+
+
+def _spec_bench_question(line: str, where: str) -> tuple[str, str]:
+    """The category and the first turn of a line of Spec-Bench's questions."""
+    expected = f'"turns", texts, and "category", one of {", ".join(MT_BENCH + OTHER_CATEGORIES)}'
+    try:
+        values = parse_json(line)
+        category = values["category"]
+        question = values["turns"][0]
+        is_fine = category in MT_BENCH + OTHER_CATEGORIES and isinstance(question, str)
+    except (ValueError, TypeError, LookupError):
+        is_fine = False
+    found = f"{where} is no question of Spec-Bench"
+    require(is_fine and bool(question.strip()), found, expected=expected, do="check --data")
+    return category, question
+
+
+def cut_in_the_middle(tokens: list[int], most: int) -> list[int]:
+    """A prompt of at most `most` tokens: of a longer one its first and its last half of them.
+
+    So its template stays whole, and what is asked at its beginning or at its end.
+    """
+    first = most // 2
+    last = most - first
+    return tokens if len(tokens) <= most else [*tokens[:first], *tokens[-last:]]
 
 
 def normalise_sql(text: str) -> str:

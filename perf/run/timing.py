@@ -1,14 +1,24 @@
 """Answers on the clock, in turns."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import GenerationResponse, stream_generate
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
+
+
+class TimedCall(NamedTuple):
+    """A target call after the prompt's."""
+
+    rows: int  # that it verified; 1 for a bare root
+    tokens: int  # that it advanced by
+    context: int  # tokens committed before it
+    seconds: float  # since the call before it gave its tokens
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,7 @@ class TimedAnswer:
     prefill_seconds: float = 0.0  # until the first token
     draft_calls: int = 0  # forward passes of a draft model
     peak_bytes: int = 0  # most memory in use on top of what was there before; 0 where not measured
+    calls: list[TimedCall] = field(default_factory=list)  # all but the prompt's
 
     @property
     def seconds(self) -> float:
@@ -46,7 +57,22 @@ def answer_of(responses: Iterable[GenerationResponse]) -> TimedAnswer:
     tokens = [token for one in segments for token in one.tokens]
     last = segments[-1]
     return TimedAnswer(
-        tokens, last.target_calls, last.decode_seconds, last.prefill_seconds, last.draft_calls
+        tokens,
+        last.target_calls,
+        last.decode_seconds,
+        last.prefill_seconds,
+        last.draft_calls,
+        calls=[_call_of(before, one) for before, one in pairwise(segments)],
+    )
+
+
+def _call_of(before: GenerationResponse, segment: GenerationResponse) -> TimedCall:
+    """The call that gave a segment, behind the segment `before` it."""
+    return TimedCall(
+        1 + segment.drafted_tokens - before.drafted_tokens,
+        len(segment.tokens),
+        before.prompt_tokens + before.generation_tokens - 1,
+        segment.decode_seconds - before.decode_seconds,
     )
 
 

@@ -1,0 +1,235 @@
+"""What answers would take if every call took as long as such a call mostly does.
+
+A watch on one answer has the noise of one answer. Its price is the sum over its calls of the
+median seconds, in the whole run, of calls of the same kind: a change of a few per cent that one
+watch cannot see, a price can. It sees nothing that moves all calls of a kind, so prices stand
+beside watched times, never alone.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from ssmlx.policy.costs import context_bucket
+
+from .statistics import ratio
+from .target import MLX_LM, PLAIN, STREAMS
+from .timing import TimedAnswer, TimedCall
+
+LEAST_SAMPLES = 5
+"""Calls of a kind for a median of their own."""
+LEAST_TOKENS = 24
+"""Tokens of an answer from which on it counts among those that may not be slower."""
+SLOWER = (0.93, 0.88)
+"""Speeds over plain decoding's below which answers are counted."""
+_IS_PLAINLY_LAUNCHED = (MLX_LM, PLAIN, STREAMS)
+"""Systems that launch a bare root's call before its predecessor is read, as plain decoding does."""
+
+Place = Literal["steady", "entry", "exit", "first", "last"]
+"""Where a call stands: "entry", a bare root behind which a tree is drafted; "exit", a tree behind
+which nothing is; "first", a tree behind the prompt's call, whose drafting is in its time; "last",
+a tree behind which no call is launched."""
+
+
+class CallKind(NamedTuple):
+    """What calls must share to take the same time, on the same weights."""
+
+    drafter: str  # the kind of system; `PLAIN` for a bare root that plain decoding could have too
+    rows: int  # that are verified; at an entry, by the next call
+    bucket: int  # of contexts, see `context_bucket`
+    place: Place
+
+
+@dataclass(frozen=True)
+class Price:
+    """What an answer should take.
+
+    Attributes:
+        seconds: the prompt's call among them.
+        tokens: of the answer.
+        calls: that were priced, all but the prompt's.
+        without_place: of these, calls with the median of all places.
+        by_nearest_rows: of these, calls with the median of another number of rows.
+    """
+
+    seconds: float
+    tokens: int
+    calls: int
+    without_place: int
+    by_nearest_rows: int
+
+
+Answers = Sequence[Sequence[TimedAnswer]]
+"""One system's answers: for every prompt, its repeats."""
+
+
+@dataclass
+class CallSeconds:
+    """Seconds of the calls of a run, by kind."""
+
+    _seconds: dict[CallKind, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _any_place: dict[tuple[str, int, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    _medians: dict[CallKind, tuple[float, str]] = field(default_factory=dict)
+
+    def add(self, kind: CallKind, seconds: float) -> None:
+        """Note a call; before the first price."""
+        self._seconds[kind].append(seconds)
+        self._any_place[kind.drafter, kind.rows, kind.bucket].append(seconds)
+
+    def price(self, kind: CallKind) -> tuple[float, str]:
+        """The median seconds of a kind that was seen, and how it was found.
+
+        The second is "" where the kind has samples enough, "place" where it took the samples of
+        all places, "rows" where it took those of the nearest number of rows.
+        """
+        if kind not in self._medians:
+            self._medians[kind] = self._found(kind)
+        return self._medians[kind]
+
+    def _found(self, kind: CallKind) -> tuple[float, str]:
+        own = self._seconds[kind]
+        if len(own) >= LEAST_SAMPLES:
+            return median(own), ""
+        enough = {
+            rows: seconds
+            for (drafter, rows, bucket), seconds in self._any_place.items()
+            if (drafter, bucket) == (kind.drafter, kind.bucket) and len(seconds) >= LEAST_SAMPLES
+        }
+        if kind.rows in enough:
+            return median(enough[kind.rows]), "place"
+        if enough:
+            nearest = min(enough, key=lambda rows: abs(rows - kind.rows))
+            return median(enough[nearest]), "rows"
+        return median(self._any_place[kind.drafter, kind.rows, kind.bucket]), "place"
+
+
+def kinds_of(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
+    """The kind of each call of an answer by a kind of `System`."""
+    is_pipelined = system in _IS_PLAINLY_LAUNCHED
+    rows = [call.rows for call in calls]
+    for index, (call, following) in enumerate(pairwise([*calls, None])):
+        assert call is not None
+        next_rows = following.rows if following else 0
+        is_bare = call.rows == 1 and is_pipelined
+        place: Place = "steady"
+        if is_bare:
+            place = "entry" if next_rows > 1 else "steady"
+        elif following is None:
+            place = "last"
+        elif index == 0:
+            place = "first"
+        elif next_rows == 1 and call.rows > 1:
+            place = "exit"
+        elif call.rows == 1 and next_rows > 1:
+            place = "entry"
+        is_plain = is_bare and place == "steady" and system != MLX_LM
+        drafter = PLAIN if is_plain else system
+        # A backend that computes while a call is launched has the tree's time in the entry.
+        shown = next_rows if place == "entry" else rows[index]
+        yield CallKind(drafter, shown, context_bucket(call.context), place)
+
+
+def price_answers(
+    systems: Mapping[str, str], answers: Mapping[str, Answers]
+) -> dict[str, list[list[Price]]]:
+    """The price of every answer of a run, by system, prompt and repeat.
+
+    Args:
+        systems: the kind of each system that takes part, by its name.
+        answers: each system's, by its name.
+    """
+    seconds = CallSeconds()
+    for name, system in systems.items():
+        for repeats in answers[name]:
+            for answer in repeats:
+                for kind, call in zip(kinds_of(system, answer.calls), answer.calls, strict=True):
+                    seconds.add(kind, call.seconds)
+    prompts = _prompt_seconds(systems, answers)
+    return {
+        name: [
+            [_price(system, answer, prompt[_starts_like(system)], seconds) for answer in repeats]
+            for prompt, repeats in zip(prompts, answers[name], strict=True)
+        ]
+        for name, system in systems.items()
+    }
+
+
+def _starts_like(system: str) -> str:
+    """Systems of one name have the same call for a prompt; other drafters read it on their own."""
+    return PLAIN if system in _IS_PLAINLY_LAUNCHED else system
+
+
+def _prompt_seconds(
+    systems: Mapping[str, str], answers: Mapping[str, Answers]
+) -> list[dict[str, float]]:
+    """For each prompt, the median seconds until the first token, by `_starts_like`."""
+    found = []
+    for index in range(len(answers[next(iter(systems))])):
+        taken: dict[str, list[float]] = defaultdict(list)
+        for name, system in systems.items():
+            own = [answer.prefill_seconds for answer in answers[name][index]]
+            taken[_starts_like(system)] += own
+        found.append({name: median(own) for name, own in taken.items()})
+    return found
+
+
+def _price(system: str, answer: TimedAnswer, prompt_seconds: float, seconds: CallSeconds) -> Price:
+    found = [seconds.price(kind) for kind in kinds_of(system, answer.calls)]
+    how = Counter(name for _, name in found)
+    return Price(
+        prompt_seconds + sum(one for one, _ in found),
+        len(answer.tokens),
+        len(found),
+        how["place"],
+        how["rows"],
+    )
+
+
+def best_tree(prices: Mapping[str, Sequence[Sequence[Price]]], trees: Sequence[str]) -> str | None:
+    """The system among `trees` whose answers have the lowest price; None where there is none."""
+    return min(trees, key=lambda name: sum(_medians(prices[name])), default=None)
+
+
+def price_figures(
+    name: str, prices: Mapping[str, Sequence[Sequence[Price]]], tree: str | None
+) -> dict[str, Any]:
+    """How a system's prices compare with plain decoding's and the best fixed tree's, as JSON.
+
+    Args:
+        name: the system.
+        prices: of each system, by prompt and repeat.
+        tree: the best fixed tree; None where none took part.
+    """
+    own = _medians(prices[name])
+    plain = _medians(prices[PLAIN])
+    trees = None if tree is None else _medians(prices[tree])
+    best = plain if trees is None or sum(plain) < sum(trees) else trees
+    answers = [one for repeats in prices[name] for one in repeats]
+    speeds = [
+        base / one.seconds
+        for base, repeats in zip(plain, prices[name], strict=True)
+        for one in repeats
+        if one.tokens >= LEAST_TOKENS
+    ]
+    return {
+        "over_plain": asdict(ratio(plain, own)),
+        "over_best_tree": None if trees is None else asdict(ratio(trees, own)),
+        "over_best": asdict(ratio(best, own)),
+        "least_tokens": LEAST_TOKENS,
+        "answers": len(speeds),
+        "slower": {str(limit): sum(speed < limit for speed in speeds) for limit in SLOWER},
+        "worst": min(speeds, default=None),
+        "calls": sum(one.calls for one in answers),
+        "without_place": sum(one.without_place for one in answers),
+        "by_nearest_rows": sum(one.by_nearest_rows for one in answers),
+    }
+
+
+def _medians(prompts: Sequence[Sequence[Price]]) -> list[float]:
+    """[prompts] seconds, the median of the repeats."""
+    return [median(one.seconds for one in repeats) for repeats in prompts]
