@@ -62,7 +62,7 @@ class Copies:
 
     def follow(self, tokens: Sequence[int], position: int) -> None:
         """The text has gone on by `tokens` from `position` on, of which nothing was guessed."""
-        self._text.write(mx.array(tokens, mx.int32), mx.array([position], mx.int32))
+        self._text.write(mx.array(list(tokens), mx.int32), mx.array([position], mx.int32))
         self._before = None
 
     def among(

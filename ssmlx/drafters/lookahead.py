@@ -101,9 +101,9 @@ class LookaheadDrafter:
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """See `Drafter.propose`. The target's tokens behind its own tree are the next iterates."""
-        # Whether the call just read verified its own tree, and all of it.
-        is_own = self._tree is not None and self._calls == 1
-        if is_own and verified.tree.num_nodes == self._tree.num_nodes:
+        num_own = 0 if self._tree is None else self._tree.num_nodes
+        if self._calls == 1 and verified.tree.num_nodes == num_own:
+            # The call just read verified its own tree, and all of it.
             # One Jacobi step: every level takes the place of the one above it.
             # A token that was left open is as good a guess as others.
             last = [max(token, OPEN - token) for token in to_list(verified.target_tokens)]
