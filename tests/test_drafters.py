@@ -25,7 +25,7 @@ from tiny import (
 )
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
-from ssmlx.api import planned_steps, stream_generate, token_steps
+from ssmlx.api import stream_generate, token_steps
 from ssmlx.calibration.guesses import copies_along
 from ssmlx.commands import generate
 from ssmlx.decoding.accept import Acceptance, accept
@@ -693,9 +693,10 @@ def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch)
     draft = DraftModel(make_base())
     other = [*PROMPT[:2], 7, 7, 7, 7]
     written(model, PROMPT, 1, draft_model=draft)
-    steps = planned_steps(make_plan(model, draft_model=draft), model, other, model.make_cache())
+    drafter = drafter_of(model, {"draft_model": draft})
+    steps = speculative_decode(model, other, model.make_cache(), drafters=[drafter])
     assert not any(islice(steps, stop))  # two turns in the target's prompt, two in its own
-    del steps
+    del steps, drafter
     assert written(model, PROMPT, 9, draft_model=draft)[1] == [1, 4, 4] and len(draft._caches) == 1
 
 
