@@ -28,6 +28,7 @@ ROOMS = [
     "training",
     "tuning",
     "drafters",
+    "policy",
     "decoding",
     "loading",
     "model",
