@@ -28,6 +28,7 @@ ROOMS = [
     "generation",
     "policy",
     "drafters",
+    "policy",
     "decoding",
     "loading",
     "model",
