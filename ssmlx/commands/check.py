@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from math import inf
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ..bars import PATIENCE_SECONDS
 from ..errors import require
@@ -24,7 +24,6 @@ DEFAULT_ADAPTER = "chat"
 SIZES = (2, 3, 4, 6, 8, 16)
 """Nodes of the trees that are timed."""
 SHOWN_TOKENS = 1000
-_CAPABILITIES = ("stages", "taps", "trees", "chains", "batches")
 EPILOG = """examples:
   python -m ssmlx.check
   python -m ssmlx.check --model mlx-community/Qwen3-4B-4bit --adapter runs/mine
@@ -106,6 +105,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
     from ..generation.head_start import sample_text
     from ..generation.learned import cost_rows, learned_of, this_machine
     from ..generation.memory import cache_bytes, memory_of
+    from ..model.capabilities import Capability
     from ..prompts import own_template
 
     backbone = model.backbone
@@ -133,7 +133,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
         "machine": ", ".join(this_machine()),
         "lacks": {
             name: reason
-            for name in _CAPABILITIES
+            for name in get_args(Capability)
             if (reason := backbone.capabilities.reason(name)) is not None
         },
         "drafters": why_not(model),
