@@ -72,7 +72,7 @@ def head_start(
     from ..generation.head_start import give_head_start
     from ..generation.plan import make_plan
 
-    text = "timing what drafting costs here, once for models of these sizes ..."
+    text = "timing what drafting costs here ..."
     note = Timer(PATIENCE_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
     note.daemon = True
     note.start()

@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (
             "--verbose",
             None,
-            "say how it is decoded and why, what calls cost here, and where the memory goes",
+            "say how it is decoded, what calls cost, where the memory goes",
             bool,
         ),
     )

@@ -89,4 +89,7 @@ def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: 
         return
     found = seed_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
     costs = ", ".join(f"{size}: {cost:.2f}" for size, cost in found.items())
-    _log.debug("timed once, plain calls by nodes: %s; kept in %s", costs, plan.learned.path)
+    if found:
+        _log.debug("timed once, plain calls by nodes: %s; kept in %s", costs, plan.learned.path)
+    else:
+        _log.debug("calls take too long here to be timed before the first answer")
