@@ -265,6 +265,19 @@ def test_a_machine_whose_calls_are_dear_is_probed_within_bounds():
     assert max(waits) <= PROBE_WAIT_MOST
 
 
+def test_a_head_start_that_is_far_too_dear_is_found_out():
+    """Its probes risk more than the bank ever has."""
+    table = CostTable()
+    table.seed(dict.fromkeys([("streams", nodes) for nodes in (2, 4, 8, 16)], 9.0))
+    prior = AcceptancePrior()
+    for answer in range(12):
+        controller = controller_of(table, prior)
+        calls = decode(controller, answer, answer=answer)
+        controller.finish()
+    assert any(call.shape for call in calls)
+    assert table.frozen(0).calls(("streams", 16)) < 3
+
+
 class Scripted:
     """A drafter of text: offers a chain at some calls, and nothing at others."""
 
