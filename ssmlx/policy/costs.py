@@ -230,7 +230,14 @@ class CostTable:
         """Take what calls of a kind took in an answer, in plain calls timed beside them.
 
         A head start that is wrong for one count is mostly wrong for all of them, so what is not
-        yet learned moves along.
+        yet learned moves along; and so does all where a learned cost is far off, as the machine
+        has changed.
+
+        Args:
+            kind: what was measured.
+            context: committed tokens behind which it was.
+            calls: plain calls that it took.
+            is_surprise: whether the answer found its costs to be wrong.
 
         Returns:
             The factor by which what the kind takes beyond a plain call has changed.
@@ -239,14 +246,16 @@ class CostTable:
         before = self.frozen(context).calls(kind)
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
-        clamp = CLAMP if mean.weight >= 1 else FIRST_CLAMP
+        is_learned = mean.weight >= 1
+        clamp = CLAMP if is_learned else FIRST_CLAMP
         if off > DOUBTED or is_surprise:
-            mean.weight = min(mean.weight, 1.0) if mean.weight >= 1 else 0.0
+            mean.weight = 1.0 if is_learned else 0.0
         mean.add(calls, clamp)
         mean.value = max(mean.value, LEAST_COST)
         moved = (mean.value - 1) / (before - 1)
+        has_changed = is_learned and off > CLAMP
         for (name, count), other in means.items():
-            if name == kind[0] and count != kind[1] and (other.weight < 1 or off > CLAMP):
+            if name == kind[0] and count != kind[1] and (other.weight < 1 or has_changed):
                 other.value = 1 + (other.value - 1) * moved
                 other.weight = min(other.weight, SEED_WEIGHT)
         return moved
