@@ -907,7 +907,8 @@ def test_the_command_takes_every_drafter(run, folders, base, tmp_path):
         record = run("--drafter", drafter, *options)
         assert record["tokens"] == expected and record["draft_calls"] == 0
         assert record["target_calls"] <= 10
-    record = run("--drafter", f"draft-model model={base} tokens=2")
+    always = ("--decoding", "streaming")
+    record = run("--drafter", f"draft-model model={base} tokens=2", *always)
     assert record["tokens"] == expected
     assert (record["target_calls"], record["draft_calls"]) == (4, 1 + 3 * 2)  # 1 + 3 + 3 + 3
     adapter = write_tiny_adapter(tmp_path / "adapter", base)

@@ -270,9 +270,10 @@ def test_a_head_start_that_is_far_too_dear_is_found_out():
     table = CostTable()
     table.seed(dict.fromkeys([("streams", nodes) for nodes in (2, 4, 8, 16)], 9.0))
     prior = AcceptancePrior()
+    calls = []
     for answer in range(12):
         controller = controller_of(table, prior)
-        calls = decode(controller, answer, answer=answer)
+        calls.extend(decode(controller, answer, answer=answer))
         controller.finish()
     assert any(call.shape for call in calls)
     assert table.frozen(0).calls(("streams", 16)) < 3

@@ -126,7 +126,7 @@ def test_the_examples_of_the_readme(capsys):
         said.append(capsys.readouterr().out)
     text, calls = said[0].removesuffix(" stop\n").rsplit(maxsplit=1)
     assert text == "SELECT name FROM winners WHERE year = 1998"
-    assert float(calls) > 2
+    assert float(calls) > 1  # the first answer on a machine, before anything was learned
     answer, count = said[1].rsplit("\n", 2)[:2]
     assert "red" in answer.lower() and re.fullmatch(r"\d+ tokens in \d+ calls", count)
     first, second = literal_eval(said[2])

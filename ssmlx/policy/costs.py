@@ -252,6 +252,8 @@ class CostTable:
             mean.weight = 1.0 if is_learned else 0.0
         mean.add(calls, clamp)
         mean.value = max(mean.value, LEAST_COST)
+        if not is_learned and off > clamp:
+            mean.weight = SEED_WEIGHT  # still too far off to count as learned
         moved = (mean.value - 1) / (before - 1)
         has_changed = is_learned and off > CLAMP
         for (name, count), other in means.items():
@@ -316,8 +318,8 @@ class CostTable:
         self.probe_wait = PROBE_WAIT
 
     def begin_probe(self, risk: float) -> None:
-        """Pay for a probe; the next has to wait twice as long."""
-        self.bank -= risk
+        """Pay for a probe, with all there is at most; the next has to wait twice as long."""
+        self.bank = max(0.0, self.bank - risk)
         self.since_probe = 0
         self.probe_wait = min(2 * self.probe_wait, PROBE_WAIT_MOST)
 
@@ -364,7 +366,7 @@ class CostTable:
     @classmethod
     def _read(cls, values: Any) -> Self:
         table = cls()
-        table.bank = _number(values["bank"], -1e3, BANK_MOST)
+        table.bank = _number(values["bank"], 0.0, BANK_MOST)
         table.noise = _number(values["noise"], 0.0, MOST_NOISE)
         if len(values["costs"]) > _MOST_ENTRIES or len(values["plain"]) > len(BUCKETS):
             raise ValueError("a table of costs has too many entries")
