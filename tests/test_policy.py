@@ -287,7 +287,8 @@ class Scripted:
         self.matches = True
 
     def offer(self) -> Offer | None:
-        return Offer("lookup", {2: 1.9, 4: self.tokens}, 10) if self.matches else None
+        offer = Offer.of_curve("lookup", {2: 1.9, 4: self.tokens}, 10)
+        return offer if self.matches else None
 
 
 def test_a_second_source_is_ranked_beside_the_first():
