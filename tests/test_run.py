@@ -212,6 +212,12 @@ def test_a_rare_number_of_rows_has_the_price_of_the_nearest():
     often = answer_of_calls(*[(16, 2.0)] * 6)
     ((found,), _) = priced(plain=[answer_of_calls((1, 1.0))] * 2, tree=[rare, often])["tree"]
     assert found.by_nearest_rows == 2 and found.seconds == 1.0 + 4 * 2.0
+    # A last call is more like other last ones than like a steady one of as many rows.
+    last = answer_of_calls(*[(16, 2.0)] * 6, (16, 0.1))
+    own = answer_of_calls(*[(8, 1.5)] * 6, (8, 9.0))
+    plain = [answer_of_calls((1, 1.0))] * 6
+    (*_, (found,)) = priced(plain=plain, tree=[*[last] * 5, own])["tree"]
+    assert found.seconds == pytest.approx(1.0 + 2.0 + 5 * 1.5 + 0.1)
 
 
 def test_prices_are_compared_prompt_by_prompt():

@@ -28,10 +28,10 @@ SLOWER = (0.93, 0.88)
 _IS_PLAINLY_LAUNCHED = (MLX_LM, PLAIN, STREAMS)
 """Systems that launch a bare root's call before its predecessor is read, as plain decoding does."""
 
-Place = Literal["steady", "entry", "exit", "first", "last"]
+Place = Literal["steady", "entry", "exit", "first", "last", "any"]
 """Where a call stands: "entry", a bare root behind which a tree is drafted; "exit", a tree behind
 which nothing is; "first", a tree behind the prompt's call, whose drafting is in its time; "last",
-a tree behind which no call is launched."""
+a tree behind which no call is launched; "any" are all of these."""
 
 
 class CallKind(NamedTuple):
@@ -71,21 +71,18 @@ class CallSeconds:
     """Seconds of the calls of a run, by kind."""
 
     _seconds: dict[CallKind, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _any_place: dict[tuple[str, int, int], list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
     _medians: dict[CallKind, tuple[float, str]] = field(default_factory=dict)
 
     def add(self, kind: CallKind, seconds: float) -> None:
         """Note a call; before the first price."""
         self._seconds[kind].append(seconds)
-        self._any_place[kind.drafter, kind.rows, kind.bucket].append(seconds)
+        self._seconds[kind._replace(place="any")].append(seconds)
 
     def price(self, kind: CallKind) -> tuple[float, str]:
         """The median seconds of a kind that was seen, and how it was found.
 
-        The second is "" where the kind has samples enough, "place" where it took the samples of
-        all places, "rows" where it took those of the nearest number of rows.
+        The second is "" where the kind has samples enough, "rows" where it took those of the
+        nearest number of rows, "place" where it took the samples of all places.
         """
         if kind not in self._medians:
             self._medians[kind] = self._found(kind)
@@ -95,17 +92,26 @@ class CallSeconds:
         own = self._seconds[kind]
         if len(own) >= LEAST_SAMPLES:
             return median(own), ""
+        # The place decides more than the rows do: a last call is a draft alone.
+        nearest = None if kind.place == "steady" else self._nearest(kind)
+        if nearest is not None:
+            return median(nearest), "rows"
+        anywhere = kind._replace(place="any")
+        own = self._seconds[anywhere]
+        if len(own) >= LEAST_SAMPLES:
+            return median(own), "place"
+        nearest = self._nearest(anywhere)
+        return (median(own), "place") if nearest is None else (median(nearest), "rows")
+
+    def _nearest(self, kind: CallKind) -> list[float] | None:
+        """Enough samples, if there are, of the kind that differs in rows alone and least."""
         enough = {
-            rows: seconds
-            for (drafter, rows, bucket), seconds in self._any_place.items()
-            if (drafter, bucket) == (kind.drafter, kind.bucket) and len(seconds) >= LEAST_SAMPLES
+            one.rows: seconds
+            for one, seconds in self._seconds.items()
+            if one._replace(rows=kind.rows) == kind and len(seconds) >= LEAST_SAMPLES
         }
-        if kind.rows in enough:
-            return median(enough[kind.rows]), "place"
-        if enough:
-            nearest = min(enough, key=lambda rows: abs(rows - kind.rows))
-            return median(enough[nearest]), "rows"
-        return median(self._any_place[kind.drafter, kind.rows, kind.bucket]), "place"
+        nearest = min(enough, key=lambda rows: abs(rows - kind.rows), default=None)
+        return None if nearest is None else enough[nearest]
 
 
 def kinds_of(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
