@@ -36,6 +36,7 @@ EPILOG = """examples:
   python -m perf.compare --task sql --systems "streams --tree full --tree-width 2" \\
       "streams --tree full --tree-width 4" "medusa --tree-size 32"
   python -m perf.compare --task sql --systems trees --repeats 1
+  python -m perf.compare --task spec_bench --data question.jsonl --systems default streams
   python -m perf.compare --task sql --answers lora=lora.jsonl streams=streams.jsonl
   python -m perf.compare --from sql/compare.json e2e/compare.json
 
