@@ -99,7 +99,7 @@ DRAFTS = [
     {"tree": TreeConfig(kind="full", width=3)},
     {"tree": TreeConfig(size=12)},
     {"tree": TreeConfig(kind="full", width=2), "stream_schedule": "fused"},
-    {"drafter": "prompt-lookup"},
+    {"decoding": "streaming", "drafter": "prompt-lookup"},
 ]
 SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
 
