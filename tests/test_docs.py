@@ -25,7 +25,9 @@ DOCUMENTS = [path for path in tracked("*.md") if path != "CHANGELOG.md"]  # whic
 @cache
 def known_words() -> set[str]:
     """Every word of our sources: options stand there, or the settings' fields that they set."""
-    sources = tracked("ssmlx/*.py", "convert/*.py", "perf/*.py", "examples/*.py")
+    sources = tracked(
+        "ssmlx/*.py", "convert/*.py", "perf/*.py", "examples/*.py", "tests/replayed.py"
+    )
     text = "".join((ROOT / path).read_text() for path in sources)
     return {*re.findall(r"--[a-z][a-z0-9-]*|\w+", text)}
 
