@@ -12,7 +12,7 @@ import argparse
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -57,7 +57,6 @@ class Condition:
         read: factor on it in the head start's timings; None for no head start.
         noise: standard deviation of a call's seconds, over their mean; half of it of a head
             start's timing.
-        lag: calls that the loop has built beyond the one that it records.
     """
 
     table: str = "measured"
@@ -65,7 +64,6 @@ class Condition:
     throttle: float = 1.0
     read: float | None = 1.0
     noise: float = 0.08
-    lag: int = 0
 
     def cost(self, nodes: int, is_late: bool = False) -> float:
         """Plain calls that a call with `nodes` nodes truly takes."""
@@ -199,7 +197,7 @@ class Replayed:
 
 
 class Loop:
-    """The decoding loop's side: builds calls, and records them with a lag."""
+    """The decoding loop's side: makes calls, and records them."""
 
     def __init__(
         self, answer: Answer, condition: Condition, rng: random.Random, late_from: float
@@ -215,10 +213,8 @@ class Loop:
         """Decode the answer. The prompt's call is the first, and its token the first place."""
         place = 0
         shape: DraftShape | None = None
-        upcoming = [controller.next() for _ in range(self._condition.lag)]
         while place < self._answer.length:
-            upcoming.append(controller.next())
-            drafted = upcoming.pop(0)
+            drafted = controller.next()
             call = self._call(place, shape, drafted)
             controller.record(call)
             self.calls.append(call)
@@ -278,7 +274,7 @@ def replay(
     done = 0
     taken = []
     for answer in answers:
-        controller = Controller(table, prior, [source, *more_sources], ahead=condition.lag)
+        controller = Controller(table, prior, [source, *more_sources])
         loop = Loop(answer, condition, rng, half - done)
         loop.run(controller)
         controller.finish()
@@ -330,7 +326,6 @@ def summary(name: str, condition: Condition, seeds: Sequence[int], resampled: bo
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs=2, default=(100, 108), help="first and end")
-    parser.add_argument("--lags", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--shuffled", action="store_true", help="recorded answers, not resampled")
     parser.add_argument("--only", nargs="*", help="conditions")
     args = parser.parse_args(arguments)
@@ -339,18 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for title, condition in CONDITIONS.items():
         if args.only and title not in args.only:
             continue
-        for lag in args.lags:
-            cells = []
-            for name in TASKS:
-                one = summary(
-                    name, replace(condition, lag=lag), range(*args.seeds), not args.shuffled
-                )
-                cells.append(
-                    f"{one.share:.3f} {one.late_share:.3f} {one.worst:.2f} {one.below:.1%}".ljust(
-                        22
-                    )
-                )
-            print(f"{title}, lag {lag}".ljust(28), *cells, flush=True)
+        cells = []
+        for name in TASKS:
+            one = summary(name, condition, range(*args.seeds), not args.shuffled)
+            found = f"{one.share:.3f} {one.late_share:.3f} {one.worst:.2f} {one.below:.1%}"
+            cells.append(found.ljust(22))
+        print(title.ljust(28), *cells, flush=True)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def test_a_machine_that_throttles(summaries):
 def test_a_machine_of_which_nothing_is_known(summaries):
     for title in ("no head start", "no head start, M4 Pro"):
         found = {name: summaries(title, name, SEEDS) for name in TASKS}
-        assert min(one.share for one in found.values()) >= 0.87, found
+        assert min(one.share for one in found.values()) >= 0.95, found
         assert min(one.worst for one in found.values()) >= 0.85, found
 
 
@@ -118,11 +118,10 @@ def test_hardly_an_answer_is_slower_than_plain_on_many_seeds(summaries):
         assert min(one.worst for one in found) >= LEAST_SPEED
 
 
-def decode(controller, loop_seed=1, lag=0, name="chat", answer=0) -> list[Call]:
+def decode(controller, loop_seed=1, name="chat", answer=0) -> list[Call]:
     """The calls of one replayed answer."""
     answers = replayed.recorded_answers(name)
-    condition = Condition(lag=lag)
-    loop = replayed.Loop(answers[answer], condition, replayed.random.Random(loop_seed), math.inf)
+    loop = replayed.Loop(answers[answer], Condition(), replayed.random.Random(loop_seed), math.inf)
     loop.run(controller)
     return loop.calls
 
@@ -165,7 +164,7 @@ def test_asking_twice_changes_nothing():
 
     def run(kind: type[Controller]) -> list[Call]:
         source = CurveSource("streams", CURVE, 4)
-        return decode(kind(known_table(), AcceptancePrior(), [source], ahead=1), lag=1)
+        return decode(kind(known_table(), AcceptancePrior(), [source]))
 
     assert run(Twice) == run(Controller)
 

@@ -30,16 +30,18 @@ BEHIND = 4.0
 BEHIND_PER_TOKEN = 0.07
 """Plain calls that an answer may be behind plain decoding, should the next call bring one token:
 the first, or the second a token, whichever is more. 0.07 a token is 0.93 of plain decoding."""
-CREDIT = 2.0
+CREDIT = 4.0
 """Calls whose expected gain it may be behind beside that."""
-AHEAD_RISK = 0.8
-"""Share of a call's risk that each call built ahead counts as: it may bring more than one token."""
-PROBE_CALLS = 3
-"""Calls of a probe, and the least of a run that teaches a cost."""
+RUN_CALLS = 3
+"""Timed calls of one shape in a row that teach its cost at least."""
+PROBE_CALLS = RUN_CALLS + 1
+"""Calls of a probe: each verifies what the one before it drafted."""
 PROBE_BEHIND = 1.0
 """Plain calls that an answer may be behind for a probe to begin."""
 PROBE_GAIN = 1.08
 """What a shape has to promise over the best known for a probe."""
+UNTIMED = 0.4
+"""Runs that a cost rests on below which nothing of its size was ever timed."""
 TEACHES = 0.1
 """Change of a cost from which on another probe may follow soon."""
 SURPRISE = 0.18
@@ -121,7 +123,6 @@ class Controller:
             answer grows into it.
         max_nodes: nodes that are drafted at most.
         reads_seconds: whether seconds are read at all.
-        ahead: calls that the loop has built beyond the one that it records.
     """
 
     def __init__(
@@ -133,7 +134,6 @@ class Controller:
         context: int = 0,
         max_nodes: int = MAX_NODES,
         reads_seconds: bool = True,
-        ahead: int = 0,
     ) -> None:
         self._table = table
         self._prior = prior
@@ -142,7 +142,6 @@ class Controller:
         self._first_context = context
         self._max_nodes = max_nodes
         self._reads_seconds = reads_seconds
-        self._ahead = ahead
         self._costs = table.frozen(context)
         self._acceptance: dict[str, AnswerAcceptance] = {}
         # what was asked: decisions of the last two calls, each with the calls recorded before it
@@ -204,17 +203,20 @@ class Controller:
                 drafter, self._first_context, counted.total_accepted, counted.total_offered
             )
         self._teach()
+        if self._probe is not None:
+            self._table.reset_probes()  # the answer has ended before it taught anything
 
     def _teach(self) -> None:
         """Hand what calls took to the table."""
         if len(self._plain) >= PLAIN_CALLS:
             self._table.learn_plain(self._context, self._plain)
+            self._plain.clear()
         plain = self._table.plain_seconds(self._context, is_recent=True)
         if plain is None:
             return
         seconds: dict[DraftShape, list[float]] = {}
         for run in self._runs:
-            if len(run.seconds) >= PROBE_CALLS:
+            if len(run.seconds) >= RUN_CALLS:
                 seconds.setdefault(run.shape, []).extend(run.seconds)
         for shape, taken in seconds.items():
             moved = self._table.learn(
@@ -222,14 +224,14 @@ class Controller:
             )
             if abs(moved - 1) > TEACHES:
                 self._table.reset_probes()
+        self._runs = []
+        self._is_run_open = False
 
     def _enter_bucket(self, context: int) -> None:
         """Take the costs of contexts of another length."""
         self._teach()
         self._context = context
         self._costs = self._table.frozen(context).scaled(self._costs.scale)
-        self._runs = []
-        self._is_run_open = False
         self._plain.clear()
         self._latest.clear()
         self._surprises = 0
@@ -244,7 +246,7 @@ class Controller:
             return Decision(None)
         if self._probe_calls:
             for one in candidates:
-                if one.shape == self._probe and self._is_unlearned(one):
+                if one.shape == self._probe and self._is_unlearned(one.shape):
                     return Decision(one)
         best = max(
             candidates, key=lambda one: one.speed * (STAY if one.shape == self._pending else 1)
@@ -253,9 +255,9 @@ class Controller:
         probe = self._probe_of(candidates, best.speed if pays else 1.0)
         return probe or Decision(best if pays else None)
 
-    def _is_unlearned(self, candidate: Candidate) -> bool:
+    def _is_unlearned(self, shape: DraftShape) -> bool:
         """Whether no answer has taught what a shape costs."""
-        return self._costs.weight(shape_kind(candidate.shape)) < 1
+        return self._costs.weight(shape_kind(shape)) < 1
 
     def _candidates(self) -> Iterator[Candidate]:
         """Every shape that can be drafted now."""
@@ -264,12 +266,13 @@ class Controller:
             if offer is None:
                 continue
             ratio = self._acceptance_of(offer.drafter).ratio
-            # What rows cost is known for about twice the rows that were measured.
-            known = max(FIRST_NODES, 2 * self._costs.most_known(offer.drafter))
+            known = self._costs.most_known(offer.drafter)
             smallest, _ = offer.shapes[0]
-            known = max(known, smallest.nodes)
+            largest, _ = offer.shapes[-1]
+            next_size = max(FIRST_NODES, 2 * known, smallest.nodes)
+            next_size = min(next_size, self._max_nodes, largest.nodes)
             for shape, offered in offer.shapes:
-                if shape.nodes <= min(self._max_nodes, known):
+                if shape.nodes <= (known or FIRST_NODES) or shape.nodes == next_size:
                     kind = shape_kind(shape)
                     yield Candidate(
                         shape,
@@ -285,7 +288,7 @@ class Controller:
         allowed += CREDIT * max(0.0, best.tokens - best.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
         loss = self._costs.cautious(shape_kind(best.shape)) - 1
-        at_risk = self._behind + (1 + AHEAD_RISK * self._ahead) * loss
+        at_risk = self._behind + loss
         if self._pending is not None:
             return best.speed > LEAVE and at_risk <= allowed
         return best.speed > ENTER and at_risk + ENTRY <= allowed
@@ -353,8 +356,14 @@ class Controller:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
         elif decision.risk is not None and call.drafted != call.shape:
             self._probe = call.drafted
-            self._probe_calls = PROBE_CALLS - 1 - self._ahead
+            self._probe_calls = PROBE_CALLS - 1
             self._table.begin_probe(decision.risk)
+
+    def _take_run(self) -> None:
+        """Take what a first run of a shape has taught, so that the answer gains by it too."""
+        self._probe = None
+        self._teach()
+        self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
 
     def _note_seconds(self, call: Call) -> None:
         """Collect what calls took: of plain calls, and of runs of one shape."""
@@ -376,7 +385,13 @@ class Controller:
             self._is_run_open = True
             self._surprises = 0
         self._runs[-1].seconds.append(seconds)
-        self._check_cost(call.shape, seconds)
+        if (
+            len(self._runs[-1].seconds) == RUN_CALLS
+            and self._costs.weight(shape_kind(call.shape)) < UNTIMED
+        ):
+            self._take_run()
+        else:
+            self._check_cost(call.shape, seconds)
 
     def _note_plain(self, call: Call) -> None:
         if call.seconds is not None:

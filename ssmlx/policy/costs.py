@@ -314,8 +314,9 @@ class CostTable:
         return self.since_probe >= (PROBE_WAIT if is_start else self.probe_wait)
 
     def reset_probes(self) -> None:
-        """Allow a probe soon: the last one taught something."""
+        """Allow a probe at once: the last one taught something."""
         self.probe_wait = PROBE_WAIT
+        self.since_probe = PROBE_WAIT
 
     def begin_probe(self, risk: float) -> None:
         """Pay for a probe, with all there is at most; the next has to wait twice as long."""
