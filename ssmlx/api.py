@@ -20,7 +20,7 @@ from .decoding.sampling import TokenLogprobs
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import InputError, quoted, require
 from .generation.memory import Memory, memory_of
-from .generation.plan import decode_plan, make_plan
+from .generation.plan import Decode, decode_plan, make_plan
 from .model.cache import TreeCache
 from .model.shapes import to_int
 from .model.streams import StreamFusedModel
@@ -193,10 +193,6 @@ def token_steps(
     """
     plan = make_plan(model, config, context=cache.offset + len(prompt), **more)
     return filter(None, decode_plan(plan, model, prompt, cache, context=context))
-
-
-Decode = Callable[..., Iterator[list[int]]]
-"""A decoding loop, as `decode_plan` is one."""
 
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:

@@ -12,13 +12,13 @@ from typing import Any, Self, cast
 import mlx.core as mx
 
 from .answers import Answer, Prefilled, run, wired
-from .api import Decode, GenerationResponse, segments_of, with_seed
+from .api import GenerationResponse, segments_of, with_seed
 from .bars import Progress
 from .decoding.batch import Mask
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import require
 from .generation.batching import Batches
-from .generation.plan import decode_plan
+from .generation.plan import Decode, decode_plan
 from .loading.adapter import load_adapter
 from .loading.attach import default_adapter, fuse_streams
 from .loading.load import load

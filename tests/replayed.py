@@ -22,7 +22,7 @@ from ssmlx.decoding.controller import Call, DraftShape
 from ssmlx.policy.acceptance import AcceptancePrior
 from ssmlx.policy.controller import Controller
 from ssmlx.policy.costs import CostTable, interpolate
-from ssmlx.policy.offers import CurveSource, OfferSource
+from ssmlx.policy.offers import Offer, OfferSource, SteadySource
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "perf/measured/acceptance.npz"
@@ -269,7 +269,7 @@ def replay(
     rng = random.Random(seed)
     table = head_start(condition, rng)
     prior = AcceptancePrior()
-    source = CurveSource("streams", curves()[task], num_streams()[task])
+    source = SteadySource(Offer.of_curve("streams", curves()[task], num_streams()[task]))
     half = sum(one.length for one in answers) / 2
     done = 0
     taken = []

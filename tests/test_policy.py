@@ -17,7 +17,7 @@ from ssmlx.policy.costs import (
     FrozenCosts,
     context_bucket,
 )
-from ssmlx.policy.offers import CurveSource, Offer
+from ssmlx.policy.offers import Offer, SteadySource
 from tests import replayed
 from tests.replayed import CONDITIONS, TABLES, TASKS, Condition
 
@@ -127,7 +127,7 @@ def decode(controller, loop_seed=1, name="chat", answer=0) -> list[Call]:
 
 
 def controller_of(table=None, prior=None, **settings) -> Controller:
-    source = CurveSource("streams", CURVE, 4)
+    source = SteadySource(Offer.of_curve("streams", CURVE, 4))
     return Controller(table or CostTable(), prior or AcceptancePrior(), [source], **settings)
 
 
@@ -163,7 +163,7 @@ def test_asking_twice_changes_nothing():
             return first
 
     def run(kind: type[Controller]) -> list[Call]:
-        source = CurveSource("streams", CURVE, 4)
+        source = SteadySource(Offer.of_curve("streams", CURVE, 4))
         return decode(kind(known_table(), AcceptancePrior(), [source]))
 
     assert run(Twice) == run(Controller)
@@ -171,7 +171,7 @@ def test_asking_twice_changes_nothing():
 
 def test_deterministic_takes_nothing_from_seconds_or_earlier_answers():
     def shapes(loop_seed: int) -> list[DraftShape | None]:
-        controller = Controller.deterministic([CurveSource("streams", CURVE, 4)])
+        controller = Controller.deterministic([SteadySource(Offer.of_curve("streams", CURVE, 4))])
         calls = decode(controller, loop_seed)
         controller.finish()
         return [call.shape for call in calls]
@@ -284,7 +284,7 @@ def test_a_second_source_is_ranked_beside_the_first():
         for nodes in (2, 3, 4):
             table.learn(("lookup", nodes), 0, 1.2)
     scripted = Scripted(3.6)
-    streams = CurveSource("streams", CURVE, 4)
+    streams = SteadySource(Offer.of_curve("streams", CURVE, 4))
     controller = Controller(table, AcceptancePrior(), [streams, scripted])
     assert controller.next() == DraftShape("lookup", 4, 3)
     controller.record(Call(None, 1, 0, None, controller.next()))
@@ -306,7 +306,7 @@ def test_a_second_source_is_ranked_beside_the_first():
 
 
 def test_levels_are_those_of_streams_or_fewer():
-    shapes = dict(CurveSource("streams", CURVE, 4).offer().shapes)
+    shapes = dict(Offer.of_curve("streams", CURVE, 4).shapes)
     assert {shape.nodes: shape.levels for shape in shapes} == {
         nodes: min(4, nodes - 1) for nodes in range(2, 17)
     }

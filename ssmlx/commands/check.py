@@ -163,7 +163,7 @@ def time_costs(
     from ..generation.head_start import STREAMS, seed_costs
     from ..generation.learned import learned_of
     from ..generation.plan import TYPICAL_TOKENS
-    from ..policy.offers import CurveSource
+    from ..policy.offers import Offer
 
     seed_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
     learned, prior = learned_of(model)
@@ -171,7 +171,7 @@ def time_costs(
     share = prior.ratio(STREAMS, len(text))
     assert model.config is not None
     curve = model.config.tokens_per_call or TYPICAL_TOKENS
-    offer = CurveSource(STREAMS, curve, model.num_streams).offer()
+    offer = Offer.of_curve(STREAMS, curve, model.num_streams)
     drafted = {shape.nodes: tokens for shape, tokens in offer.shapes}
     return [
         {

@@ -61,11 +61,9 @@ def seed_costs(
     )
     learned, _ = learned_of(model)
     context = len(tokens)
-    learned.costs.seed({(STREAMS, size): cost for size, cost in timings.costs.items()}, context)
-    if timings.plain_seconds:
-        learned.costs.learn_plain(context, timings.plain_seconds)
-    learned.keep()
-    learned.write()
+    costs = {(STREAMS, size): cost for size, cost in timings.costs.items()}
+    learned.costs.seed(costs, context, timings.plain_seconds)
+    learned.keep(at_once=True)
     known = learned.costs.frozen(context)
     return {size: known.calls((STREAMS, size)) for size in timings.costs}
 

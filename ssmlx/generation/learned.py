@@ -63,10 +63,10 @@ class Learned:
             del self._priors[next(iter(self._priors))]
         return self._priors.setdefault(adapter, AcceptancePrior())
 
-    def keep(self) -> None:
-        """An answer has ended: write the file, but not too often."""
+    def keep(self, *, at_once: bool = False) -> None:
+        """Something was learned: write the file, unless `at_once` not too often."""
         self._is_new = True
-        if time.monotonic() - self._written_at > _SECONDS_BETWEEN_WRITES:
+        if at_once or time.monotonic() - self._written_at > _SECONDS_BETWEEN_WRITES:
             self.write()
 
     def write(self) -> None:

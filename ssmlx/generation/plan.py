@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..decoding.controller import Always, DraftController, Never
 from ..decoding.drafter import Drafter
@@ -20,7 +20,7 @@ from ..errors import require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..policy.controller import Controller
-from ..policy.offers import CurveSource, OfferSource, SingleShapeSource
+from ..policy.offers import Offer, OfferSource, SteadySource
 from ..settings import GenerateConfig, PruneConfig
 from .learned import Learned, learned_of
 
@@ -169,10 +169,10 @@ def _offers_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
     """What a drafter should bring, as far as is known beforehand."""
     largest = drafter.largest
     if largest.drafter != "streams":
-        return SingleShapeSource(largest, TYPICAL_CHAIN)
+        return SteadySource(Offer.of_shape(largest, TYPICAL_CHAIN))
     assert model.config is not None
     curve = model.config.tokens_per_call or TYPICAL_TOKENS
-    return CurveSource(largest.drafter, curve, largest.levels)
+    return SteadySource(Offer.of_curve(largest.drafter, curve, largest.levels))
 
 
 def drafter_name(
@@ -200,6 +200,25 @@ def drafter_name(
         do="give --adapter FOLDER, another --drafter, or --decoding plain",
     )
     return name
+
+
+class Decode(Protocol):
+    """A decoding loop under a plan: `decode_plan`, or beside other answers `Batches.decode`."""
+
+    def __call__(
+        self,
+        plan: Plan,
+        model: StreamFusedModel,
+        prompt: list[int],
+        cache: TreeCache,
+        *,
+        context: Sequence[int] = (),
+        stops: Stops = never_stops,
+        logprobs: list[TokenLogprobs] | None = None,
+        counts: CallCounts | None = None,
+    ) -> Iterator[list[int]]:
+        """See `decode_plan`."""
+        ...
 
 
 def decode_plan(

@@ -43,6 +43,11 @@ class Offer:
         ]
         return cls(drafter, shapes)
 
+    @classmethod
+    def of_shape(cls, shape: DraftShape, tokens: float) -> Self:
+        """Trees of one shape alone, with which a call should advance by so many tokens."""
+        return cls(shape.drafter, [(shape, tokens - 1)])
+
 
 class OfferSource(Protocol):
     """A drafter's side of the controller."""
@@ -52,35 +57,15 @@ class OfferSource(Protocol):
         ...
 
 
-class CurveSource:
-    """The same offer at every call: streams, by an adapter's tokens per call.
+class SteadySource:
+    """The same offer at every call.
 
     Args:
-        drafter: registered name.
-        tokens_by_nodes: the adapter's `tokens_per_call`.
-        num_streams: levels of its trees at most.
+        offer: what its drafter should bring.
     """
 
-    def __init__(
-        self, drafter: str, tokens_by_nodes: Mapping[int, float], num_streams: int
-    ) -> None:
-        self._offer = Offer.of_curve(drafter, tokens_by_nodes, num_streams)
-
-    def offer(self) -> Offer:
-        """See `OfferSource`."""
-        return self._offer
-
-
-class SingleShapeSource:
-    """The same offer at every call, of a drafter that proposes trees of one shape alone.
-
-    Args:
-        shape: that shape.
-        tokens: that a call should advance by, at an acceptance ratio of 1.
-    """
-
-    def __init__(self, shape: DraftShape, tokens: float) -> None:
-        self._offer = Offer(shape.drafter, [(shape, tokens - 1)])
+    def __init__(self, offer: Offer) -> None:
+        self._offer = offer
 
     def offer(self) -> Offer:
         """See `OfferSource`."""
