@@ -36,7 +36,9 @@ def found_in(name: str, pattern: str) -> set[str]:
     return set(re.findall(pattern, (ROOT / name).read_text()))
 
 
-@pytest.mark.parametrize("card", tracked("ssmlx/adapters/*/README.md"))
+@pytest.mark.parametrize(
+    "card", tracked("ssmlx/adapters/*/README.md", "examples/adapters/*/README.md")
+)
 def test_the_notice_tells_what_every_adapter_was_trained_on(card):
     (data,) = found_in(card, r"(?m)^\| data \|.*")
     names = re.findall(r"CC [A-Z-]+ \d\.\d|[A-Z]\w*[A-Z]\w*", data)  # data sets and licences

@@ -473,7 +473,7 @@ def test_what_an_engine_refuses_is_told_in_one_line(base, engine, tmp_path, monk
 
 
 def test_the_default_adapter_is_the_bundled_chat_where_it_belongs(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(naming, "ADAPTERS_FOLDER", tmp_path)
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDERS", (tmp_path,))
     with ssmlx.Engine(str(base)) as engine:
         assert engine.model().num_streams == 0
     write_tiny_adapter(tmp_path / "chat", base, scope="streams")

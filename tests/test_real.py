@@ -185,7 +185,7 @@ def test_every_decoding_writes_what_mlx_lm_writes(model_of, made, base, scope):
 def test_a_long_dialogue_is_summed_up_as_by_mlx_lm():
     """`dialogsum`'s prompts are the long ones: this is read in two pieces."""
     oracle = load_base(resolve_model(BASE), "float32")[0].model
-    load_adapters(oracle, str(ROOT / "ssmlx/adapters/dialogsum"))
+    load_adapters(oracle, str(ROOT / "examples/adapters/dialogsum"))
     model, tokenizer = ssmlx.load(BASE, adapter="dialogsum", dtype="float32")
     lines = [f"#Person{n % 2 + 1}#: Did the plumber call? It is {n} o'clock." for n in range(36)]
     entry = {"prompt": "\n".join(lines)}

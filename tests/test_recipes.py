@@ -206,7 +206,7 @@ def test_a_comparison_is_made_again_however_often_it_stops(
 ):
     """Steps in this process, stopped by every so many-th batch of answers or of training."""
     text = comparison.MANIFEST.read_text().replace("smollm2-135m-q4_1", str(base))
-    text = text.replace("ssmlx/adapters/e2e", str(adapter))
+    text = text.replace("examples/adapters/e2e", str(adapter))
     for option, value in (("draft-vocab-size", 9), ("batch-size", 8)):
         text = re.sub(rf"--{option} \d+", f"--{option} {value}", text)
     manifest = json.loads(text.replace("--template", "--save-every 1 --device cpu --template"))

@@ -230,7 +230,7 @@ def shelf(base):
 
 @pytest.fixture(autouse=True)
 def on_the_shelf(shelf, monkeypatch):
-    monkeypatch.setattr(naming, "ADAPTERS_FOLDER", shelf)
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDERS", (shelf,))
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_the_package_names_its_adapters(shelf, monkeypatch):
     names = ["chat", "e2e", "foreign", "sql"]
     assert bundled_adapters() == {name: shelf / name for name in names}
     assert ssmlx.bundled_adapters is bundled_adapters
-    monkeypatch.setattr(naming, "ADAPTERS_FOLDER", shelf / "nowhere")
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDERS", (shelf / "nowhere",))
     assert bundled_adapters() == {}
 
 
@@ -284,6 +284,17 @@ def test_a_bare_name_is_a_folder_here_or_else_a_bundled_adapter(
     (said,) = caplog.messages
     assert "adapter chat: the folder of that name in the working directory, not the bund" in said
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["e2e", "dialogsum"])
+def test_an_adapter_that_only_a_checkout_has_is_told_where_it_is(
+    name, shelf, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDERS", (shelf / "nowhere",))
+    message = refusal(resolve_adapter, name)
+    assert message.startswith(f"the adapter {name} is not part of the installed package: its lic")
+    assert f"take examples/adapters/{name} from http" in message
 
 
 def test_a_training_run_stands_for_its_adapter(shelf, tmp_path):
@@ -385,7 +396,7 @@ def test_adapters_of_a_model_are_known_from_their_settings_alone(base, shelf, mo
     for file in copy.glob("*/*.safetensors"):
         file.unlink()
     (copy / "e2e" / "streams_config.json").write_text("{")
-    monkeypatch.setattr(naming, "ADAPTERS_FOLDER", copy)
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDERS", (copy,))
     assert list(adapters_for(model)) == ["chat", "sql"]
     assert len(loads) == 1
     shutil.rmtree(copy)

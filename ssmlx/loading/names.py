@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ ADAPTER_FILES = (CONFIG_FILE, STREAMS_FILE, *LORA_FILES.values(), LORA_SETTINGS,
 """What an adapter on the Hub consists of, and all that is fetched of it."""
 TRAINED_FOLDER = "adapter"  # of a training run, where the adapter is
 PLAN_FILE = "plan.json"  # of a run of `ssmlx.adapt`
-ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
+_PACKAGE = Path(__file__).parents[1]
+ADAPTERS_FOLDERS = (_PACKAGE / "adapters", _PACKAGE.parent / "examples/adapters")
+"""Where bundled adapters lie: in the package, and beside it in a checkout."""
+CHECKOUT_ONLY = {"e2e": "CC BY-SA 4.0", "dialogsum": "CC BY-NC-SA 4.0"}
+"""Adapters that only a checkout has, and the licences that keep them out of the wheel."""
 
 # mlx-lm's own list, but for code.
 ALLOW_PATTERNS = [
@@ -116,11 +121,19 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
 
 
 def bundled_adapters() -> dict[str, Path]:
-    """Folders of the adapters that ship with the package, by name."""
-    if not ADAPTERS_FOLDER.is_dir():
-        return {}
-    folders = (folder for folder in ADAPTERS_FOLDER.iterdir() if (folder / CONFIG_FILE).is_file())
-    return {folder.name: folder for folder in sorted(folders)}
+    """Folders of the adapters that ship with the package, or lie in its checkout, by name."""
+    found = (folder.parent for root in ADAPTERS_FOLDERS for folder in root.glob(f"*/{CONFIG_FILE}"))
+    return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
+
+
+def project_address() -> str:
+    """Where the project's repository is, as pyproject.toml has it."""
+    with suppress(PackageNotFoundError):
+        for entry in metadata("ssmlx").get_all("Project-URL", []):
+            label, _, address = entry.partition(", ")
+            if label == "Repository":
+                return address
+    return "the project's repository"
 
 
 def adapters_home() -> Path:
@@ -175,6 +188,13 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
             place = "the folder of that name in the working directory, not the bundled adapter"
             logger.info("adapter %s: %s", adapter, place)
         return folder
+    require(
+        bundled is not None or adapter not in CHECKOUT_ONLY,
+        f"the adapter {adapter} is not part of the installed package: its licence is "
+        f"{CHECKOUT_ONLY.get(adapter)}",
+        expected=f"a folder, or a bundled adapter ({', '.join(bundled_adapters())})",
+        do=f"take examples/adapters/{adapter} from {project_address()}",
+    )
     if bundled is None:
         names = ", ".join((*bundled_adapters(), *own_adapters()))
         or_bundled = f", or a bundled adapter ({names})" if names else ""
