@@ -269,7 +269,8 @@ def replay(
     rng = random.Random(seed)
     table = head_start(condition, rng)
     prior = AcceptancePrior()
-    source = SteadySource(Offer.of_curve("streams", curves()[task], num_streams()[task]))
+    largest = DraftShape("streams", MAX_NODES, num_streams()[task])
+    source = SteadySource(Offer.of_curve(largest, curves()[task]))
     half = sum(one.length for one in answers) / 2
     done = 0
     taken = []

@@ -127,7 +127,7 @@ def decode(controller, loop_seed=1, name="chat", answer=0) -> list[Call]:
 
 
 def controller_of(table=None, prior=None, **settings) -> Controller:
-    source = SteadySource(Offer.of_curve("streams", CURVE, 4))
+    source = SteadySource(Offer.of_curve(TREE, CURVE))
     return Controller(table or CostTable(), prior or AcceptancePrior(), [source], **settings)
 
 
@@ -163,7 +163,7 @@ def test_asking_twice_changes_nothing():
             return first
 
     def run(kind: type[Controller]) -> list[Call]:
-        source = SteadySource(Offer.of_curve("streams", CURVE, 4))
+        source = SteadySource(Offer.of_curve(TREE, CURVE))
         return decode(kind(known_table(), AcceptancePrior(), [source]))
 
     assert run(Twice) == run(Controller)
@@ -171,7 +171,7 @@ def test_asking_twice_changes_nothing():
 
 def test_deterministic_takes_nothing_from_seconds_or_earlier_answers():
     def shapes(loop_seed: int) -> list[DraftShape | None]:
-        controller = Controller.deterministic([SteadySource(Offer.of_curve("streams", CURVE, 4))])
+        controller = Controller.deterministic([SteadySource(Offer.of_curve(TREE, CURVE))])
         calls = decode(controller, loop_seed)
         controller.finish()
         return [call.shape for call in calls]
@@ -274,7 +274,7 @@ class Scripted:
         self.matches = True
 
     def offer(self) -> Offer | None:
-        offer = Offer.of_curve("lookup", {2: 1.9, 4: self.tokens}, 10)
+        offer = Offer.of_curve(DraftShape("lookup", 16, 10), {2: 1.9, 4: self.tokens})
         return offer if self.matches else None
 
 
@@ -284,7 +284,7 @@ def test_a_second_source_is_ranked_beside_the_first():
         for nodes in (2, 3, 4):
             table.learn(("lookup", nodes), 0, 1.2)
     scripted = Scripted(3.6)
-    streams = SteadySource(Offer.of_curve("streams", CURVE, 4))
+    streams = SteadySource(Offer.of_curve(TREE, CURVE))
     controller = Controller(table, AcceptancePrior(), [streams, scripted])
     assert controller.next() == DraftShape("lookup", 4, 3)
     controller.record(Call(None, 1, 0, None, controller.next()))
@@ -306,7 +306,7 @@ def test_a_second_source_is_ranked_beside_the_first():
 
 
 def test_levels_are_those_of_streams_or_fewer():
-    shapes = dict(Offer.of_curve("streams", CURVE, 4).shapes)
+    shapes = dict(Offer.of_curve(TREE, CURVE).shapes)
     assert {shape.nodes: shape.levels for shape in shapes} == {
         nodes: min(4, nodes - 1) for nodes in range(2, 17)
     }
@@ -383,6 +383,26 @@ def test_an_answer_that_grows_long_takes_the_costs_of_long_contexts():
     controller.record(Call(None, 8, 250, None, controller.next()))
     controller.record(Call(None, 1, 258, None, None))
     assert controller.next() is None
+
+
+def test_an_answer_that_grows_long_on_a_machine_that_throttles():
+    """It has found its calls dearer than they were; then another bucket's plain calls are timed."""
+    table = known_table()
+    controller = controller_of(table, context=200)
+    shape = None
+    place = 200
+    shapes = []
+    while place < 320:
+        upcoming = controller.next()
+        tokens = 3 if shape else 1
+        seconds = (3.2 if shape else 1.0) * replayed.PLAIN_SECONDS
+        controller.record(Call(shape, tokens, place, seconds, upcoming))
+        shapes.append(shape)
+        place += tokens
+        shape = upcoming
+    controller.finish()
+    assert any(shapes)
+    assert table.plain_seconds(256) == pytest.approx(replayed.PLAIN_SECONDS)
 
 
 def test_texts_together_are_a_kind_of_call():

@@ -160,6 +160,7 @@ def time_costs(
     Returns:
         A row for each number of nodes whose calls were timed now, or in earlier answers.
     """
+    from ..decoding.controller import DraftShape
     from ..generation.head_start import STREAMS, seed_costs
     from ..generation.learned import learned_of
     from ..generation.plan import TYPICAL_TOKENS
@@ -171,7 +172,8 @@ def time_costs(
     share = prior.ratio(STREAMS, len(text))
     assert model.config is not None
     curve = model.config.tokens_per_call or TYPICAL_TOKENS
-    offer = Offer.of_curve(STREAMS, curve, model.num_streams)
+    largest = DraftShape(STREAMS, SIZES[-1], model.num_streams)
+    offer = Offer.of_curve(largest, curve)
     drafted = {shape.nodes: tokens for shape, tokens in offer.shapes}
     return [
         {

@@ -146,14 +146,11 @@ def make_plan(
         # Machines that share a model have to draft alike.
         if config.is_controlled and model.backbone.group is None:
             sources = [_offers_of(model, drafter) for drafter in drafters]
-            most = max(drafter.largest.nodes for drafter in drafters)
             if config.deterministic:
                 controller = Controller.deterministic(sources, context)
             else:
                 learned, prior = learned_of(model)
-                controller = Controller(
-                    learned.costs, prior, sources, context=context, max_nodes=most
-                )
+                controller = Controller(learned.costs, prior, sources, context=context)
     return Plan(
         config=complete,
         kind=kind,
@@ -172,7 +169,7 @@ def _offers_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
         return SteadySource(Offer.of_shape(largest, TYPICAL_CHAIN))
     assert model.config is not None
     curve = model.config.tokens_per_call or TYPICAL_TOKENS
-    return SteadySource(Offer.of_curve(largest.drafter, curve, largest.levels))
+    return SteadySource(Offer.of_curve(largest, curve))
 
 
 def drafter_name(

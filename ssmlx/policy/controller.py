@@ -3,7 +3,8 @@
 It weighs what drafters offer (tokens a call should bring) against what calls cost, both in plain
 calls, and drafts the shape that advances fastest, or nothing where plain decoding does. How far an
 answer may fall behind plain decoding is bounded, and so is what probes of other shapes may lose (a
-conservative bandit: Wu et al., 2016). Costs are frozen while an answer runs; see `CostTable`.
+conservative bandit: Wu et al., 2016). See `CostTable` for costs, which are frozen while an answer
+runs, and `AnswerAcceptance` for what is accepted.
 """
 
 from collections import deque
@@ -14,12 +15,10 @@ from statistics import median
 from ..decoding.controller import Call, DraftShape
 from .acceptance import AcceptancePrior, AnswerAcceptance
 from .costs import BANK_MOST, ENTRY, CostTable, Kind, context_bucket
-from .offers import OfferSource
+from .offers import Offer, OfferSource
 
-MAX_NODES = 16
-"""Nodes that are offered at most: beyond, more rows cost more than they bring on every machine."""
 FIRST_NODES = 4
-"""Nodes at most where no drafting call was measured; then twice as many as were."""
+"""Nodes at most where no drafting call was timed; then twice as many as were."""
 ENTER = 1.02
 LEAVE = 0.9
 """Speeds over plain decoding at which drafting begins and ends. A text that gets harder loses
@@ -112,8 +111,9 @@ class Controller:
     """Decides what each call of one answer drafts; see `DraftController`.
 
     Between calls it is a function of frozen costs and of what was accepted. Seconds are collected
-    for `finish`, and have one use before: calls in a row that are far off their cost, as on a
-    machine that throttles, make the answer time plain calls again and scale its costs.
+    for `finish`, and have two uses before: a size that nobody has timed is known as soon as a few
+    of its calls are, and calls in a row that are far off their cost, as on a machine that
+    throttles, make the answer time plain calls again and scale its costs.
 
     Args:
         table: what calls cost here.
@@ -121,7 +121,6 @@ class Controller:
         sources: what each drafter offers.
         context: committed tokens when the answer begins; another bucket's costs are taken when the
             answer grows into it.
-        max_nodes: nodes that are drafted at most.
         reads_seconds: whether seconds are read at all.
     """
 
@@ -132,7 +131,6 @@ class Controller:
         sources: Sequence[OfferSource],
         *,
         context: int = 0,
-        max_nodes: int = MAX_NODES,
         reads_seconds: bool = True,
     ) -> None:
         self._table = table
@@ -140,7 +138,6 @@ class Controller:
         self._sources = sources
         self._context = context  # of the bucket whose costs are taken
         self._first_context = context
-        self._max_nodes = max_nodes
         self._reads_seconds = reads_seconds
         self._costs = table.frozen(context)
         self._acceptance: dict[str, AnswerAcceptance] = {}
@@ -260,19 +257,20 @@ class Controller:
         return self._costs.weight(shape_kind(shape)) < 1
 
     def _candidates(self) -> Iterator[Candidate]:
-        """Every shape that can be drafted now."""
+        """Every shape that can be drafted now.
+
+        Of a drafter's shapes these are the ones up to the largest that was timed, between which
+        costs are interpolated, and one that is larger: to learn what comes next by.
+        """
         for source in self._sources:
             offer = source.offer()
             if offer is None:
                 continue
             ratio = self._acceptance_of(offer.drafter).ratio
-            known = self._costs.most_known(offer.drafter)
-            smallest, _ = offer.shapes[0]
-            largest, _ = offer.shapes[-1]
-            next_size = max(FIRST_NODES, 2 * known, smallest.nodes)
-            next_size = min(next_size, self._max_nodes, largest.nodes)
+            most_timed = self._costs.most_known(offer.drafter)
+            next_size = self._next_size(offer, most_timed)
             for shape, offered in offer.shapes:
-                if shape.nodes <= (known or FIRST_NODES) or shape.nodes == next_size:
+                if shape.nodes <= (most_timed or FIRST_NODES) or shape.nodes == next_size:
                     kind = shape_kind(shape)
                     yield Candidate(
                         shape,
@@ -281,6 +279,13 @@ class Controller:
                         self._costs.calls(kind),
                         self._costs.hopeful(kind),
                     )
+
+    def _next_size(self, offer: Offer, most_timed: int) -> int:
+        """Nodes of the shape that is timed next, where it may pay: twice the most so far."""
+        smallest, _ = offer.shapes[0]
+        largest, _ = offer.shapes[-1]
+        size = max(2 * most_timed, FIRST_NODES, smallest.nodes)
+        return min(size, largest.nodes)
 
     def _pays(self, best: Candidate) -> bool:
         """Whether to draft, as far as the answer may fall behind plain decoding."""
@@ -385,10 +390,8 @@ class Controller:
             self._is_run_open = True
             self._surprises = 0
         self._runs[-1].seconds.append(seconds)
-        if (
-            len(self._runs[-1].seconds) == RUN_CALLS
-            and self._costs.weight(shape_kind(call.shape)) < UNTIMED
-        ):
+        is_run = len(self._runs[-1].seconds) == RUN_CALLS
+        if is_run and self._costs.weight(shape_kind(call.shape)) < UNTIMED:
             self._take_run()
         else:
             self._check_cost(call.shape, seconds)
@@ -444,7 +447,7 @@ class Controller:
     def _take_new_costs(self) -> None:
         """After surprises: scale the answer's costs to what its latest calls took."""
         plain = self._table.plain_seconds(self._context, is_recent=True)
-        if plain is None or not self._follows_seconds:
+        if plain is None or not self._follows_seconds or not self._latest:
             return
         before = self._costs
         unscaled = before.scaled(1.0)

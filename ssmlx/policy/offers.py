@@ -22,26 +22,25 @@ class Offer:
     shapes: Sequence[tuple[DraftShape, float]]
 
     @classmethod
-    def of_curve(cls, drafter: str, tokens_by_nodes: Mapping[int, float], max_levels: int) -> Self:
+    def of_curve(cls, largest: DraftShape, tokens_by_nodes: Mapping[int, float]) -> Self:
         """Trees of every number of nodes, by what is known of some.
 
         Args:
-            drafter: its registered name.
+            largest: what the drafter can draft at most; a chain has a level fewer than nodes.
             tokens_by_nodes: tokens that a call advances by, by nodes (2 or more); for numbers
                 between, interpolated.
-            max_levels: levels of its trees at most; a chain has nodes - 1.
         """
         known = {1: 1.0, **tokens_by_nodes}
         counts = sorted(known)
         tokens = [known[count] for count in counts]
         shapes = [
             (
-                DraftShape(drafter, nodes, min(max_levels, nodes - 1)),
+                DraftShape(largest.drafter, nodes, min(largest.levels, nodes - 1)),
                 interpolate(counts, tokens, nodes) - 1,
             )
-            for nodes in range(2, counts[-1] + 1)
+            for nodes in range(2, min(counts[-1], largest.nodes) + 1)
         ]
-        return cls(drafter, shapes)
+        return cls(largest.drafter, shapes)
 
     @classmethod
     def of_shape(cls, shape: DraftShape, tokens: float) -> Self:
