@@ -55,6 +55,19 @@ def test_a_call_lasts_from_one_read_to_the_next(monkeypatch, blocks, away):
         assert found[1:] == [None] * 3
 
 
+def test_a_call_that_takes_longest_to_build_lasts_as_long_as_that(monkeypatch):
+    device = Device(monkeypatch, blocks=False)
+    watch = Stopwatch()
+    pending = watch.launch()
+    watch.read(pending, device.read)
+    for _ in range(3):
+        pending = watch.launch()
+        device.time += 4.0  # building the one behind it
+        token, seconds = watch.read(pending, device.read)
+        assert seconds == pytest.approx(4.0)
+        list(watch.yield_untimed(token))
+
+
 def test_nothing_is_timed_between_the_calls_of_another_loop(monkeypatch):
     device = Device(monkeypatch, blocks=False)
     one = Stopwatch()

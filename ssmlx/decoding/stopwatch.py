@@ -13,6 +13,8 @@ _BLOCKS = 0.4
 """Share of a call's time in launching it from which on the backend computes while it launches."""
 _WAITS = 0.2
 """Share of a call's time that the host waits for it, below which the device may have been idle."""
+_AWAY = 0.05
+"""Share of a call's time with whoever reads the tokens, from which on that matters."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,11 @@ class PendingCall:
 class Stopwatch:
     """Times the calls of one decoding loop, where nothing hides their time.
 
-    A call lasts from one read to the next. A GPU works meanwhile, and if the host comes late,
-    nobody knows for how long. MLX's CPU backend works mostly while a call is launched, and not
-    while the tokens are with whoever asked for them. Between another loop's calls nothing is timed.
+    A call lasts from one read to the next. A GPU works meanwhile, and if the host comes late
+    because somebody held the tokens, nobody knows for how long. If it comes late because it was
+    building the next call, as with a small model, that is what calls take here. MLX's CPU backend
+    works mostly while a call is launched, and not while the tokens are with whoever asked for them.
+    Between another loop's calls nothing is timed.
     """
 
     launches: ClassVar[int] = 0  # of all loops
@@ -62,7 +66,8 @@ class Stopwatch:
             return found, None
         if call.launch_seconds >= _BLOCKS * (done - call.launched_at):
             return found, None if call.is_first else done - since - untimed
-        return found, done - since if done - started >= _WAITS * (done - since) else None
+        is_busy = done - started >= _WAITS * (done - since)
+        return found, done - since if is_busy or untimed < _AWAY * (done - since) else None
 
     def yield_untimed(self, tokens: Result) -> Iterator[Result]:
         """Give out `tokens`; the time until somebody asks for more is nobody's call."""
