@@ -12,10 +12,11 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer, Prefilled, run
-from .api import GenerationResponse, segments_of, stream_generate, with_seed
+from .api import GenerationResponse, end_token_ids, segments_of, stream_generate, with_seed
 from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import require
+from .generation.divergence import Divergence, divergence
 from .generation.memory import Memory, memory_of
 from .generation.plan import drafter_name, make_plan
 from .loading.attach import swap_adapter
@@ -54,12 +55,14 @@ class Comparison:
         plain: the last response of a plain one.
         ratios: seconds of a whole plain answer over those of the drafting one next to it, a pair
             each.
+        divergence: where an answer parts from plain decoding's; None where all are the same.
     """
 
     same_tokens: bool
     streaming: GenerationResponse
     plain: GenerationResponse
     ratios: Sequence[float]
+    divergence: Divergence | None = None
 
     @property
     def speed_up(self) -> float:
@@ -329,7 +332,7 @@ class ChatSession:
         drafting = replace(config, decoding="streaming") if config.decoding == "plain" else config
         configs = {"A": drafting, "B": replace(config, decoding="plain")}
         lasts: dict[str, list[GenerationResponse]] = {"A": [], "B": []}
-        texts: set[tuple[int, ...]] = set()
+        answers: dict[str, list[list[int]]] = {"A": [], "B": []}
         for number, which in enumerate(_TURNS):
             if progress is not None:
                 progress(number, len(_TURNS))
@@ -338,15 +341,19 @@ class ChatSession:
                     self.model, self.tokenizer, prompt, configs[which], drafter=self._loaded
                 )
             )
-            texts.add(tuple(token for segment in segments for token in segment.tokens))
+            answers[which].append([token for segment in segments for token in segment.tokens])
             lasts[which].append(segments[-1])
         if progress is not None:
             progress(len(_TURNS), len(_TURNS))
         ratios = [
-            _seconds(plain) / _seconds(streaming)
-            for streaming, plain in zip(lasts["A"], lasts["B"], strict=True)
+            _seconds(slow) / _seconds(fast)
+            for fast, slow in zip(lasts["A"], lasts["B"], strict=True)
         ]
-        return Comparison(len(texts) == 1, lasts["A"][-1], lasts["B"][-1], ratios)
+        plain = answers["B"][0]
+        other = next((one for one in (*answers["A"], *answers["B"]) if one != plain), plain)
+        ends = end_token_ids(self.model, self.tokenizer)
+        parting = run(lambda: divergence(self.model, prompt, plain, other, config, ends))
+        return Comparison(parting is None, lasts["A"][-1], lasts["B"][-1], ratios, parting)
 
 
 def _seconds(last: GenerationResponse) -> float:

@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 from real import answer, tokens_of, words
 
 import ssmlx
 from ssmlx.answers import run
 from ssmlx.errors import InputError
+from ssmlx.generation.divergence import divergence, weigh
 from ssmlx.prompts import chat_tokens, encode_prompt, prompt_tokens
 
 LENGTH = 12
@@ -213,6 +215,44 @@ def test_template_arguments_hold_in_every_turn(loaded, monkeypatch):
     assert session.compare().same_tokens
     with pytest.raises(InputError, match="the template argument not; expected what the model's"):
         ssmlx.ChatSession(*loaded, template_args={"not": 1}).reply("w1")
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_where_answers_part_the_two_tokens_are_weighed(loaded, temp):
+    model, _ = loaded
+    config = ssmlx.GenerateConfig(max_tokens=6, temp=temp, seed=3, decoding="plain")
+    prompt = [3, 4, 5]
+    plain = answer(*loaded, prompt, config)[0]
+    cache = model.make_cache()
+    logits = model.backbone.logits(model.append(mx.array([*prompt, *plain[:2]]), cache)[0])[-1]
+    likely, other = (int(token) for token in mx.argsort(-logits)[:2])
+
+    def parting(tokens, ends=(0,)):
+        return divergence(model, prompt, plain, tokens, config, ends)
+
+    assert parting(plain) is None
+    swapped = other if plain[2] != other else likely
+    found = parting([*plain[:2], swapped, *plain[3:]])
+    assert (found.place, found.plain, found.other) == (2, plain[2], swapped)
+    assert not found.is_near_tie and found.limit == 0
+    if not temp:
+        assert found.gap == pytest.approx(float(logits[likely] - logits[other]), rel=1e-4)
+    # An answer that has ended chose the likeliest of the tokens that end one.
+    ended = parting(plain[:2], ends=(0, swapped))
+    assert ended.place == 2 and ended.other in (0, swapped)
+
+
+def test_rounding_reaches_as_far_as_the_type_is_coarse():
+    logits = mx.array([16.0, 15.9, 3.0])
+    limits = [
+        weigh(0, 0, 1, logits, None, dtype).limit for dtype in (mx.float32, mx.float16, mx.bfloat16)
+    ]
+    assert limits == pytest.approx([0, 16 / 256, 16 / 32])
+    assert weigh(0, 0, 1, logits, None, mx.bfloat16).is_near_tie
+    assert not weigh(0, 0, 1, logits, None, mx.float16).is_near_tie
+    # What was drawn is decided by the noise as well.
+    noise = mx.array([[0.0, 0.09, 0.0]])
+    assert weigh(0, 0, 1, logits, noise, mx.float16).gap == pytest.approx(0.01, abs=1e-4)
 
 
 @pytest.mark.parametrize("decoding", [None, "plain", "streaming"])

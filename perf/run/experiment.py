@@ -20,8 +20,8 @@ from huggingface_hub.utils import tqdm
 from ssmlx.api import check_prompt
 from ssmlx.commands.machine import machine
 from ssmlx.decoding.drafter import Drafter
+from ssmlx.generation.divergence import first_difference, weigh
 from ssmlx.loading.files import folder_digest
-from ssmlx.model.shapes import to_float
 from ssmlx.prompts import encode_prompt
 
 from .price import Price, best_tree, price_answers, price_figures
@@ -34,10 +34,6 @@ from .timing import TimedAnswer, in_turns
 Prompts = Sequence[Sequence[Kept]]
 """One system's answers: for every prompt, its repeats."""
 Answers = Mapping[str, Prompts]
-
-# How far two logits may be apart for rounding to have decided between them, as a share of the
-# larger: 8 units in the last place. In float32 every system must write the same.
-_NEAR_TIE = {"float32": 0.0, "float16": 8 * 2**-11, "bfloat16": 8 * 2**-8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,20 +361,16 @@ def difference(
     between its logits of the two tokens, None where none was found, the larger "logit", and
     "near_tie", whether the precision's rounding may have decided."""
     experiment = measured.experiment
-    shorter = min(len(plain), len(other))
-    pairs = zip(plain, other, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    place = first_difference(plain, other)
+    assert place is not None
     found = {"prompt": index, "token": place, "gap": None, "logit": None, "near_tie": False}
-    if experiment.systems[0].config.temp or place == shorter:
+    if experiment.systems[0].config.temp or place == min(len(plain), len(other)):
         return found
     text = mx.array([measured.prompts[index] + plain[:place]])
-    logits = measured.target.mlx_model(text)[0, -1].astype(mx.float32)
-    ours = to_float(logits[plain[place]])
-    theirs = to_float(logits[other[place]])
-    gap = abs(ours - theirs)
-    larger = max(abs(ours), abs(theirs))
-    limit = _NEAR_TIE[experiment.weights.activations] * larger
-    return {**found, "gap": gap, "logit": larger, "near_tie": gap <= limit}
+    logits = measured.target.mlx_model(text)[0, -1]
+    dtype = getattr(mx, experiment.weights.activations)
+    one = weigh(place, plain[place], other[place], logits, None, dtype)
+    return {**found, "gap": one.gap, "logit": one.logit, "near_tie": one.is_near_tie}
 
 
 def failures(result: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,9 @@ from .caches import PromptFile
 from .check import head_start
 
 if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..generation.divergence import Divergence
     from ..session import ChatSession
 
 PROG = "ssmlx.chat"
@@ -157,14 +160,28 @@ def stats(session: ChatSession) -> str:
 def compare(session: ChatSession) -> str:
     bar = options.CallbackBar("comparing", "answer")
     result = session.compare(progress=bar)
-    verdict = "the same tokens" if result.same_tokens else "DIFFERENT tokens"
     low, high = result.interval
+    verdict = "the same tokens"
+    explained = ""
+    if result.divergence is not None:
+        verdict = "DIFFERENT tokens"
+        explained = "\n" + parting_text(result.divergence, session.tokenizer)
     return (
         f"whole answers are {result.speed_up:.2f} times as fast as plain decoding "
         f"[{low:.2f}, {high:.2f}], {verdict} "
         f"({result.streaming.target_calls} target calls instead of {result.plain.target_calls}; "
-        f"{len(result.ratios)} pairs in turns, 95 % interval)"
+        f"{len(result.ratios)} pairs in turns, 95 % interval){explained}"
     )
+
+
+def parting_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
+    """Where an answer parts from plain decoding's, and whether rounding may have decided."""
+    plain, other = (repr(tokenizer.decode([token])) for token in (one.plain, one.other))
+    place = f"behind token {one.place}: {plain} is plain decoding's, {other} the other"
+    gap = f"the model's logits of these two are {one.gap:.2g} apart"
+    if one.is_near_tie:
+        return f"{place}. A near tie: {gap}, and rounding reaches {one.limit:.2g} here"
+    return f"{place}. {gap}, more than rounding explains ({one.limit:.2g}): please report it"
 
 
 def adapter(rest: str, chat: Chat) -> str:

@@ -1,0 +1,114 @@
+"""Where two answers to one prompt part, and whether rounding may have decided there.
+
+In float32 they never do. In 16 bits a row's logits depend on the rows beside it, so two tokens that
+all but tie may come out in either order.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..decoding.drafter import Noise
+from ..decoding.loop import prefill
+from ..decoding.sampling import Sampling, last_tokens, places_of
+from ..model.shapes import to_float
+from ..model.streams import StreamFusedModel
+from ..model.tree import root_tree
+from ..settings import GenerateConfig
+
+ROUNDING = {mx.float32: 0.0, mx.float16: 8 * 2**-11, mx.bfloat16: 8 * 2**-8}
+"""How far two logits may be apart for rounding to have decided between them, as a share of the
+larger: 8 units in the last place. In float32 every drafter must write the same."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where an answer parts from plain decoding's.
+
+    Attributes:
+        place: tokens that both begin with.
+        plain, other: the tokens behind those.
+        gap: how far the target's logits of the two are apart.
+        logit: the larger of the two, without its sign.
+        limit: the gap up to which rounding may have decided.
+    """
+
+    place: int
+    plain: int
+    other: int
+    gap: float
+    logit: float
+    limit: float
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether rounding may have decided."""
+        return self.gap <= self.limit
+
+
+def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place where two answers are not the same; None where they are."""
+    if list(plain) == list(other):
+        return None
+    pairs = zip(plain, other, strict=False)
+    shorter = min(len(plain), len(other))
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
+
+
+def weigh(
+    place: int, plain: int, other: int, logits: mx.array, noise: Noise, dtype: mx.Dtype
+) -> Divergence:
+    """The two tokens at a place by the logits [V] that decide there.
+
+    Args:
+        place: tokens of the answers before it.
+        plain, other: the tokens.
+        logits: the target's, penalties included.
+        noise: [1, V] what sampling adds to them; None in greedy decoding.
+        dtype: of the activations, whose rounding it is.
+    """
+    own = logits.astype(mx.float32)
+    decides = own if noise is None else own + noise[0]
+    gap = abs(to_float(decides[plain]) - to_float(decides[other]))
+    larger = max(abs(to_float(own[plain])), abs(to_float(own[other])))
+    return Divergence(place, plain, other, gap, larger, ROUNDING[dtype] * larger)
+
+
+def divergence(
+    model: StreamFusedModel,
+    prompt: Sequence[int],
+    plain: Sequence[int],
+    other: Sequence[int],
+    config: GenerateConfig,
+    ends: Collection[int],
+) -> Divergence | None:
+    """Where an answer parts from plain decoding's, by one pass over the text that both begin with.
+
+    On the thread that runs MLX.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+        prompt, plain, other: tokens of the prompt and of the two answers.
+        config: the settings of both, a seed included if they were sampled.
+        ends: the tokens that end an answer, of which it has none.
+
+    Returns:
+        None where the answers are the same.
+    """
+    place = first_difference(plain, other)
+    if place is None:
+        return None
+    sampling = Sampling(config, model.backbone.vocab_size)
+    text = [*prompt, *plain[:place]]
+    cache = model.make_cache()
+    prefill(model, text[:-1], cache)
+    token = mx.array(text[-1:], mx.int32)
+    first = cache.length
+    hidden, _ = model.append(token, cache, {})
+    places = places_of(root_tree(token), first, last_tokens(text[:-1], sampling.context_size))
+    logits = sampling.process(model.backbone.logits(hidden), places)[0]
+    end = max(ends, key=lambda one: to_float(logits[one]))
+    chosen, others = (answer[place] if place < len(answer) else end for answer in (plain, other))
+    noise = sampling.noise(first, 1)
+    return weigh(place, chosen, others, logits, noise, model.backbone.dtype)
