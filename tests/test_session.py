@@ -222,7 +222,7 @@ def test_where_answers_part_the_two_tokens_are_weighed(loaded, temp):
     model, _ = loaded
     config = ssmlx.GenerateConfig(max_tokens=6, temp=temp, seed=3, decoding="plain")
     prompt = [3, 4, 5]
-    plain = answer(*loaded, prompt, config)[0]
+    plain = answer(*loaded, prompt, max_tokens=6, temp=temp, seed=3, decoding="plain")[0]
     cache = model.make_cache()
     logits = model.backbone.logits(model.append(mx.array([*prompt, *plain[:2]]), cache)[0])[-1]
     likely, other = (int(token) for token in mx.argsort(-logits)[:2])
