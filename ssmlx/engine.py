@@ -133,6 +133,7 @@ class Engine:
         drafter: DrafterArgument | None = None,
         prompt_cache: PromptCache | None = None,
         mask: Mask | None = None,
+        shares_prompt: bool = False,
         **settings: Any,
     ) -> Answer[GenerationResponse]:
         """Answer a question, segment by segment; what it begins with may be known already.
@@ -149,6 +150,9 @@ class Engine:
                 unless given.
             mask: given the answer's tokens so far and the logits [1, V] of the next one, returns
                 the logits to decide by, such as those that a grammar allows; drafting is off then.
+            shares_prompt: whether the prompt is in the prompt cache as soon as it is processed, for
+                other answers to it, and not only when this answer ends; a copy of its keys and
+                values. Not with `deterministic`, where each processes its own.
 
         Raises:
             InputError: the question, the adapter or the settings cannot be followed.
@@ -164,7 +168,7 @@ class Engine:
             decode = self._decode(model, config)
             if mask is not None:
                 decode = partial(self._batches.decode, mask=mask)
-            segments = self._segments(model, prompt, config, loaded, kept, decode)
+            segments = self._segments(model, prompt, config, loaded, kept, decode, shares_prompt)
             answer = Answer(segments, progress)
             self._join(answer)
             return answer
@@ -179,11 +183,14 @@ class Engine:
         loaded: Sequence[Loaded],
         kept: PromptCache,
         decode: Decode,
+        shares_prompt: bool,
     ) -> Iterator[GenerationResponse | Prefilled]:
         cache = model.make_cache()
         known = 0
         if not config.deterministic:
             cache, known = kept.take(model, prompt)
+        if shares_prompt and decode is not decode_plan:
+            decode = partial(decode, on_prompt=partial(kept.put, model, prompt, cache))
 
         def done(given: list[GenerationResponse]) -> None:
             written = [*prompt, *(token for one in given for token in one.tokens)]
