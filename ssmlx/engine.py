@@ -12,13 +12,22 @@ from typing import Any, Self, cast
 import mlx.core as mx
 
 from .answers import Answer, Prefilled, run, wired
-from .api import Decode, GenerationResponse, segments_of, with_seed
+from .api import (
+    Decode,
+    GenerationResponse,
+    check_prompt,
+    check_tokens,
+    segments_of,
+    with_seed,
+)
 from .bars import Progress
 from .decoding.batch import Mask
+from .decoding.sampling import TokenLogprobs
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import require
 from .generation.batching import Batches
 from .generation.plan import decode_plan
+from .generation.scoring import ScoredPrompt, score_in_pieces
 from .loading.adapter import load_adapter
 from .loading.attach import default_adapter, fuse_streams
 from .loading.load import load
@@ -77,7 +86,7 @@ class Engine:
         self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
         self._loading = threading.Lock()
         self._batches = Batches()
-        self._open: weakref.WeakSet[Answer[GenerationResponse] | ChatSession] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
         for adapter in adapters:
             self.model(adapter)
@@ -208,6 +217,51 @@ class Engine:
             loaded=loaded,
         )
 
+    def score(
+        self,
+        question: Question,
+        *,
+        top: int = 0,
+        adapter: str | Path | None = None,
+        progress: Progress | None = None,
+        prompt_cache: PromptCache | None = None,
+    ) -> Answer[ScoredPrompt]:
+        """How likely each token of a prompt is behind those before it: an answer of one segment.
+
+        Args:
+            question, adapter, progress: as `stream` takes them.
+            top: how many of the likeliest tokens are wanted in each place.
+            prompt_cache: where the prompt is kept, now that it is processed, for an answer to begin
+                with; nowhere unless given.
+
+        Raises:
+            InputError: the question or the adapter cannot be followed.
+        """
+        model = self.model(adapter)
+
+        def opened() -> Answer[ScoredPrompt]:
+            prompt = self._tokens(model, question, {})
+            check_prompt(model, len(prompt))
+            check_tokens(model, prompt)
+            answer = Answer(self._scored(model, prompt, top, prompt_cache), progress)
+            self._join(answer)
+            return answer
+
+        return run(opened)
+
+    def _scored(
+        self, model: StreamFusedModel, prompt: list[int], top: int, kept: PromptCache | None
+    ) -> Iterator[ScoredPrompt | Prefilled]:
+        cache = model.make_cache()
+        found: list[TokenLogprobs] = []
+        with wired():
+            for piece in score_in_pieces(model, prompt, cache, top):
+                found += piece
+                yield Prefilled(cache.offset, len(prompt) - 1)
+        if kept is not None:
+            kept.put(model, prompt, cache)
+        yield ScoredPrompt(tuple(found))
+
     def _decode(self, model: StreamFusedModel, config: GenerateConfig) -> Decode:
         """How answers are decoded: beside others, unless their calls are to be the same always."""
         is_alone = config.deterministic or model.backbone.group is not None
@@ -253,7 +307,7 @@ class Engine:
         run(lambda: self._join(chat))
         return chat
 
-    def _join(self, opened: Answer[GenerationResponse] | ChatSession) -> None:
+    def _join(self, opened: Answer[Any] | ChatSession) -> None:
         """Let `close` close it, which may have come first: on the MLX thread, as its list is."""
         self._open.add(opened)
         if not self._models:
