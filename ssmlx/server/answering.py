@@ -26,7 +26,6 @@ from ..answers import Answer
 from ..api import GenerationResponse, check_prompt, check_tokens
 from ..bars import Progress
 from ..decoding.batch import Mask
-from ..decoding.sampling import TokenLogprobs
 from ..drafters.registry import Loaded
 from ..engine import Engine
 from ..errors import InputError, first_line
@@ -150,10 +149,6 @@ class Choice:
         seconds = last.prefill_seconds + self.prompt.seconds
         return replace(last, cached_tokens=0, prefill_seconds=seconds)
 
-    def prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        """Those of the prompt's tokens, of which all but the first were scored."""
-        return prompt_logprobs(self._tokenizer, self.prompt.tokens[0], logprobs)
-
     def _own(self, parts: Sequence[Part]) -> list[Part]:
         return [replace(part, choice=self.number) for part in parts]
 
@@ -203,7 +198,7 @@ class Answering:
         places = OwnPlaces(self._places)
         progress = PromptProgress()
         try:
-            prompts, config = await asyncio.to_thread(self._prompts, ask)
+            prompts, config = await asyncio.to_thread(self._prompts_of, ask)
             tokenizer = self.engine.tokenizer
             own = [one for one in prompts for _ in range(ask.choices)]
             choices = [
@@ -255,8 +250,7 @@ class Answering:
                 scored = [one async for one in answer]
             if not scored:
                 raise _STOPPED
-            told = scored[0].logprobs
-            prompt.logprobs = await asyncio.to_thread(choice.prompt_logprobs, told)
+            prompt.logprobs = await asyncio.to_thread(self._told, prompt, scored[0])
             prompt.seconds = time.perf_counter() - started
         return Text(prompt.text, 0, prompt.logprobs, choice.number)
 
@@ -274,7 +268,7 @@ class Answering:
         finally:
             self._waiting -= 1
 
-    def _prompts(self, ask: Ask) -> tuple[list[Prompt], GenerateConfig]:
+    def _prompts_of(self, ask: Ask) -> tuple[list[Prompt], GenerateConfig]:
         """What is answered, and how; refused now, while a refusal has a status of its own."""
         first, config = self.prepared(ask)
         tokenizer = self.engine.tokenizer
@@ -346,6 +340,10 @@ class Answering:
             progress=progress,
             shares_prompt=choice.is_first and ask.choices > 1,
         )
+
+    def _told(self, prompt: Prompt, scored: ScoredPrompt) -> list[dict[str, Any]]:
+        with self._tokenizing:
+            return prompt_logprobs(self.engine.tokenizer, prompt.tokens[0], scored.logprobs)
 
     def _scoring(self, choice: Choice, progress: Progress) -> Answer[ScoredPrompt]:
         """A choice's prompt as the model sees it; kept where something is written behind it."""

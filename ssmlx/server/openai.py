@@ -53,7 +53,8 @@ def read_completion(body: Body, config: GenerateConfig) -> Ask:
     """A prompt to go on from, or several; with `max_tokens` 0, only to be told of."""
     first, *others = _prompts(body.get("prompt"))
     asks.check(not body.get("suffix"), "suffix", "none")
-    writes = body.get("max_tokens") != 0 or isinstance(body["max_tokens"], bool)
+    most = body.get("max_tokens")
+    writes = type(most) is not int or most != 0
     body = body if writes else {**body, "max_tokens": 1}
     ask = Ask(
         question=first,
