@@ -112,7 +112,7 @@ def reference(engine, name, tokens):
 @pytest.mark.parametrize("own", [False, True])
 def test_a_prompt_is_scored_as_lm_eval_reads_it(engine, adapter, client, own, stream):
     """`local-completions` sends `echo`, `logprobs` and one token to write, which it drops."""
-    prompts = [[*range(8, 8 + size)] for size in (150, 40, 2)]
+    prompts = [[8 + 7 * n % 50 for n in range(size)] for size in (150, 40, 2)]
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
     name = "tiny:own" if own else "tiny"
     found, usage = choices(client, model=name, stream=stream, seed=1234, **body)
@@ -129,8 +129,8 @@ def test_a_prompt_is_scored_as_lm_eval_reads_it(engine, adapter, client, own, st
             tops = [max(top.values()) for top in told["top_logprobs"][context:-1]]
             assert sum(logprobs) == pytest.approx(wanted, abs=1e-3)
             assert [*map(float.__eq__, logprobs, tops)] == likeliest
-        if not stream:
-            assert told["text_offset"] == [0, *accumulate(map(len, told["tokens"][:-1]))]
+        assert told["text_offset"] == [0, *accumulate(map(len, told["tokens"][:-1]))]
+        assert choice["text"] == "".join(told["tokens"])
         assert choice["text"].startswith(engine.tokenizer.decode(tokens))
     assert usage["completion_tokens"] == 3 and usage["prompt_tokens"] == sum(map(len, prompts))
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
@@ -147,7 +147,7 @@ def test_nothing_is_written_where_no_token_is_asked_for(client, engine):
     assert [one["text"] for one in choices(client, **body)[0]] == ["", ""]
     (echoed,), _ = choices(client, prompt="w1  w2", echo=True)
     (plain,), _ = choices(client, prompt="w1  w2")
-    assert echoed["text"] == "w1  w2" + plain["text"] and echoed["logprobs"] is None
+    assert echoed["text"] == f"w1  w2 {plain['text']}" and echoed["logprobs"] is None
 
 
 def test_a_scored_prompt_of_one_token_has_nothing_to_score(client):
@@ -193,6 +193,5 @@ def test_many_answers_leave_room_for_others(serve):
 
 
 def test_too_many_answers_are_refused(client):
-    for body in ({"prompt": PROMPTS * 20, "n": 4}, {"prompt": "w1", "n": 17}):
-        found = client.post(COMPLETIONS, json=body)
-        assert found.status_code == 400 and "at most" in found.json()["error"]["message"]
+    found = client.post(COMPLETIONS, json={"prompt": PROMPTS * 20, "n": 4})
+    assert found.status_code == 400 and "256 answers" in found.json()["error"]["message"]

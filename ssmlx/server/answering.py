@@ -36,7 +36,7 @@ from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
 from .asks import Ask, End, Heard, Part, Reasoning, Text, ToolCall, Waiting
-from .logprobs import logprobs_of, prompt_logprobs
+from .logprobs import logprobs_of, prompt_logprobs, text_of_token
 from .together import OwnPlaces, Places, PromptProgress, read_together
 
 _AGAIN = {"Retry-After": "1"}
@@ -129,12 +129,25 @@ class Choice:
         self.is_first = own == 0  # of its prompt
         self._tokenizer = tokenizer
         self._parser = Parser(tokenizer, ask, prompt.tokens)
+        self._first: int | None = None  # token, until it has text
 
     def read(self, said: GenerationResponse) -> list[Part]:
         """What a segment says."""
         # A text completion tells its end token, too, as OpenAI's and vLLM's do.
         told = logprobs_of(self._tokenizer, said, with_end=not self.ask.is_chat)
-        return self._own(self._parser.read(Text(said.text, len(said.tokens), told)))
+        text = self._behind_prompt(said) if self.ask.echoes else said.text
+        return self._own(self._parser.read(Text(text, len(said.tokens), told)))
+
+    def _behind_prompt(self, said: GenerationResponse) -> str:
+        """The text, with the space that some detokenizers drop where an answer begins."""
+        if said.generation_tokens == len(said.tokens):
+            self._first = said.tokens[0]
+        if self._first is None or not said.text:
+            return said.text
+        text = text_of_token(self._tokenizer, self._first)
+        self._first = None
+        is_dropped = text.startswith(" ") and not said.text.startswith(" ")
+        return " " + said.text if is_dropped else said.text
 
     def end(self, last: GenerationResponse) -> list[Part]:
         """What is left behind the last segment."""

@@ -29,8 +29,14 @@ def prompt_logprobs(
     tokenizer: TokenizerWrapper, first: int, others: Sequence[TokenLogprobs]
 ) -> list[dict[str, Any]]:
     """The same of a prompt; its `first` token has nothing before it, and no log probability."""
-    own = {**_shape(tokenizer)(first, 0.0), "logprob": None, "top_logprobs": None}
+    text = tokenizer.decode([first])
+    own = {"token": text, "logprob": None, "bytes": _bytes(text), "top_logprobs": None}
     return [own, *_entries(tokenizer, others)]
+
+
+def text_of_token(tokenizer: TokenizerWrapper, token: int) -> str:
+    """The text of a token behind another one."""
+    return str(_shape(tokenizer)(token, 0.0)["token"])
 
 
 def _entries(
@@ -51,8 +57,11 @@ def _shape(tokenizer: TokenizerWrapper) -> Callable[[int, float], dict[str, Any]
     def shape(token: int, logprob: float) -> dict[str, Any]:
         # Behind another one: alone, some would lose a space.
         text = tokenizer.decode([anchor, token])[before:]
-        # A part of a character has no text of its own.
-        known = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": known}
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": _bytes(text)}
 
     return shape
+
+
+def _bytes(text: str) -> list[int] | None:
+    """None of a part of a character, which has no text of its own."""
+    return None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
