@@ -75,7 +75,7 @@ class GenerationResponse:
     @property
     def tokens_per_call(self) -> float:
         """Tokens advanced per target call: the paper's call reduction (CR)."""
-        return self.generation_tokens / self.target_calls
+        return self.generation_tokens / self.target_calls if self.target_calls else 0.0
 
     @property
     def prompt_tps(self) -> float:
@@ -204,6 +204,15 @@ def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
     require(limit is None or num_tokens < limit, found, expected=expected, do="shorten it")
 
 
+def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:
+    """Raises InputError where one of `tokens` is none of the model's."""
+    size = model.backbone.vocab_size
+    unknown = next((token for token in tokens if not 0 <= token < size), None)
+    found = f"the prompt has the token {unknown}"
+    expected = f"ids from 0 to {size - 1}"
+    require(unknown is None, found, expected=expected, do="check it, or its tokenizer")
+
+
 def end_token_ids(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> set[int]:
     """Tokens that end an answer: the tokenizer's and the adapter's."""
     return set(tokenizer.eos_token_ids) | set(model.config.end_token_ids if model.config else ())
@@ -298,12 +307,7 @@ def segments_of(
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
     check_prompt(model, num_prompt if tokens else 0)
-    given = [*context, *tokens, *_ids(config.prompt_lookup.reference)]
-    size = model.backbone.vocab_size
-    unknown = next((token for token in given if not 0 <= token < size), None)
-    found = f"the prompt has the token {unknown}"
-    expected = f"ids from 0 to {size - 1}"
-    require(unknown is None, found, expected=expected, do="check it, or its tokenizer")
+    check_tokens(model, [*context, *tokens, *_ids(config.prompt_lookup.reference)])
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
     text = Text(tokenizer.detokenizer, config.stop)

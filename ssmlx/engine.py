@@ -12,13 +12,15 @@ from typing import Any, Self, cast
 import mlx.core as mx
 
 from .answers import Answer, Prefilled, run, wired
-from .api import GenerationResponse, segments_of, with_seed
+from .api import GenerationResponse, check_prompt, check_tokens, segments_of, with_seed
 from .bars import Progress
 from .decoding.batch import Mask
+from .decoding.sampling import TokenLogprobs
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import require
 from .generation.batching import Batches
 from .generation.plan import Decode, decode_plan
+from .generation.scoring import ScoredPrompt, score_in_pieces
 from .loading.adapter import load_adapter
 from .loading.attach import default_adapter, fuse_streams
 from .loading.load import load
@@ -77,7 +79,7 @@ class Engine:
         self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
         self._loading = threading.Lock()
         self._batches = Batches()
-        self._open: weakref.WeakSet[Answer[GenerationResponse] | ChatSession] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
         for adapter in adapters:
             self.model(adapter)
@@ -133,6 +135,7 @@ class Engine:
         drafter: DrafterArgument | None = None,
         prompt_cache: PromptCache | None = None,
         mask: Mask | None = None,
+        shares_prompt: bool = False,
         **settings: Any,
     ) -> Answer[GenerationResponse]:
         """Answer a question, segment by segment; what it begins with may be known already.
@@ -149,6 +152,9 @@ class Engine:
                 unless given.
             mask: given the answer's tokens so far and the logits [1, V] of the next one, returns
                 the logits to decide by, such as those that a grammar allows; drafting is off then.
+            shares_prompt: whether the prompt is in the prompt cache as soon as it is processed, for
+                other answers to it, and not only when this answer ends; a copy of its keys and
+                values. Not with `deterministic`, where each processes its own.
 
         Raises:
             InputError: the question, the adapter or the settings cannot be followed.
@@ -164,7 +170,7 @@ class Engine:
             decode = self._decode(model, config)
             if mask is not None:
                 decode = partial(self._batches.decode, mask=mask)
-            segments = self._segments(model, prompt, config, loaded, kept, decode)
+            segments = self._segments(model, prompt, config, loaded, kept, decode, shares_prompt)
             answer = Answer(segments, progress)
             self._join(answer)
             return answer
@@ -179,11 +185,15 @@ class Engine:
         loaded: Sequence[Loaded],
         kept: PromptCache,
         decode: Decode,
+        shares_prompt: bool,
     ) -> Iterator[GenerationResponse | Prefilled]:
         cache = model.make_cache()
         known = 0
         if not config.deterministic:
             cache, known = kept.take(model, prompt)
+        if shares_prompt and decode is not decode_plan:
+            keep = partial(kept.put, model, prompt, cache)
+            decode = partial(cast("Any", decode), on_prompt=keep)
 
         def done(given: list[GenerationResponse]) -> None:
             written = [*prompt, *(token for one in given for token in one.tokens)]
@@ -200,6 +210,51 @@ class Engine:
             decode=decode,
             loaded=loaded,
         )
+
+    def score(
+        self,
+        question: Question,
+        *,
+        top: int = 0,
+        adapter: str | Path | None = None,
+        progress: Progress | None = None,
+        prompt_cache: PromptCache | None = None,
+    ) -> Answer[ScoredPrompt]:
+        """How likely each token of a prompt is behind those before it: an answer of one segment.
+
+        Args:
+            question, adapter, progress: as `stream` takes them.
+            top: how many of the likeliest tokens are wanted in each place.
+            prompt_cache: where the prompt is kept, now that it is processed, for an answer to begin
+                with; nowhere unless given.
+
+        Raises:
+            InputError: the question or the adapter cannot be followed.
+        """
+        model = self.model(adapter)
+
+        def opened() -> Answer[ScoredPrompt]:
+            prompt = self._tokens(model, question, {})
+            check_prompt(model, len(prompt))
+            check_tokens(model, prompt)
+            answer = Answer(self._scored(model, prompt, top, prompt_cache), progress)
+            self._join(answer)
+            return answer
+
+        return run(opened)
+
+    def _scored(
+        self, model: StreamFusedModel, prompt: list[int], top: int, kept: PromptCache | None
+    ) -> Iterator[ScoredPrompt | Prefilled]:
+        cache = model.make_cache()
+        found: list[TokenLogprobs] = []
+        with wired():
+            for piece in score_in_pieces(model, prompt, cache, top):
+                found += piece
+                yield Prefilled(cache.offset, len(prompt) - 1)
+        if kept is not None:
+            kept.put(model, prompt, cache)
+        yield ScoredPrompt(tuple(found))
 
     def _decode(self, model: StreamFusedModel, config: GenerateConfig) -> Decode:
         """How answers are decoded: beside others, unless their calls are to be the same always."""
@@ -246,7 +301,7 @@ class Engine:
         run(lambda: self._join(chat))
         return chat
 
-    def _join(self, opened: Answer[GenerationResponse] | ChatSession) -> None:
+    def _join(self, opened: Answer[Any] | ChatSession) -> None:
         """Let `close` close it, which may have come first: on the MLX thread, as its list is."""
         self._open.add(opened)
         if not self._models:

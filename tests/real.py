@@ -70,6 +70,7 @@ def write_base(
     layers: int = LAYERS,
     width: int = WIDTH,
     context: int = CONTEXT,
+    vocab: int = VOCAB,
     norm: float = 1.0,
 ) -> Path:
     """A random Llama folder that both mlx-lm and transformers load; it never ends an answer."""
@@ -77,7 +78,7 @@ def write_base(
     sizes = {
         "model_type": "llama", "hidden_size": width, "num_hidden_layers": layers,
         "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5, "vocab_size": vocab, "max_position_embeddings": context,
         "tie_word_embeddings": False, "rope_theta": 10000.0,
     }  # fmt: skip
     model = Model(ModelArgs.from_dict(sizes))

@@ -1,6 +1,7 @@
 """Answers in one batch: each its own, whoever comes, goes, stalls or fails beside it."""
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -196,7 +197,8 @@ def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
     assert [tokens_of(one) for one in (ask(QUESTIONS[2]), ask(QUESTIONS[2]))] == [expected] * 2
 
 
-def test_a_prompt_lets_a_call_go_before_each_piece(ask, together):
+def test_a_prompt_lets_a_call_go_before_each_piece(ask, together, monkeypatch):
+    monkeypatch.setattr(batching, "PIECE_SECONDS", 0.0)  # whatever a piece took, a call is next
     quick = [ask(text, max_tokens=100) for text in QUESTIONS[:2]]
     next(quick[0]), next(quick[1])
     del together[:]
@@ -206,6 +208,36 @@ def test_a_prompt_lets_a_call_go_before_each_piece(ask, together):
         assert [len(tokens_of(one.result(60))) for one in heard] == [2, 2, 99, 99]
     pieces = [n for n, what in enumerate(together) if what == "piece"]
     assert len(pieces) == 20 and all(b - a > 1 for a, b in pairwise(pieces))
+
+
+@pytest.mark.parametrize("drafter", [None, "prompt-lookup"])
+def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypatch, drafter):
+    """Pieces are bounded in time, and calls get as much of it as pieces: 10 tokens here."""
+    sizes = []
+    read = batching.prefill
+
+    def slowly(model, tokens, cache):
+        time.sleep(0.002 * len(tokens))
+        read(model, tokens, cache)
+        sizes.append(len(tokens))
+
+    monkeypatch.setattr(batching, "prefill", slowly)
+    monkeypatch.setattr(batching, "PIECE_SECONDS", 0.02)
+    monkeypatch.setattr(batching, "LEAST_PIECE", 2)
+    monkeypatch.setattr(batching, "UNTIMED_PIECE", 4)
+    settings = {"prefill_step_size": 512, "drafter": drafter}
+    settings |= {"decoding": "streaming"} if drafter else {}
+    with ThreadPoolExecutor(1) as pool:
+        unknown = [40 if drafter else 41, 2] * 110
+        heard = pool.submit(list, ask(unknown, **settings))
+        while len(sizes) < 3 and not heard.done():
+            time.sleep(0.001)
+        before = sum(sizes)
+        quick = list(ask(QUESTIONS[1], **settings))
+        meanwhile = sum(sizes) - before
+        assert len(tokens_of(quick)) == LENGTH and not heard.done()
+        assert len(tokens_of(heard.result(60))) == LENGTH
+    assert max(sizes) <= 10 and meanwhile < 110
 
 
 def test_a_prompt_may_be_given_up(ask, together, batches):

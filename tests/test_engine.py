@@ -48,6 +48,21 @@ def test_an_engine_answers_as_a_fresh_load(base, engine, folders, adapter):
     assert segments[-1].cached_tokens == len(prompt) - 1
 
 
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_scored_text_has_the_logprobs_that_it_was_written_with(engine, folders, adapter):
+    heard = list(ask(engine, folders, adapter, PROMPT, logprobs=2))
+    written = [one for segment in heard for one in segment.logprobs]
+    text = [*PROMPT, *tokens_of(heard)]
+    (scored,) = engine.score(text, adapter=folders[adapter], top=2)
+    assert len(scored.logprobs) == len(text) - 1
+    for found, wanted in zip(scored.logprobs[len(PROMPT) - 1 :], written, strict=True):
+        assert found.token == wanted.token and found.logprob == pytest.approx(
+            wanted.logprob, abs=1e-4
+        )
+        assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
+    assert "context" in refusal(engine.score, PROMPT * 100)
+
+
 def test_a_deterministic_answer_starts_from_nothing(engine, folders):
     """A prompt that another answer left would be processed in other pieces."""
     prompt = [PROMPT[0]] * 9

@@ -196,12 +196,20 @@ class Sampling:
         if self.config.logprobs is None:
             return None
         places = replace(places, depths=places.depths[rows], recent=places.recent[rows])
-        logits = self.process(logits[rows], places).astype(mx.float32)
-        own = mx.take_along_axis(log_softmax(logits), tokens[:, None], axis=1)
-        if count := min(self.config.logprobs, logits.shape[1]):
-            top, logprobs = rank_candidates(logits, count)
-            own = mx.concatenate([own, top.astype(mx.float32), logprobs], axis=1)
-        return own
+        return logprob_rows(self.process(logits[rows], places), tokens, self.config.logprobs)
+
+
+def logprob_rows(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
+    """[P, 1 + 2 T] float32 of the `tokens` [P] of the logits [P, V].
+
+    A token's own log probability, then the T = `count` likeliest tokens, or V, then theirs.
+    """
+    logits = logits.astype(mx.float32)
+    own = mx.take_along_axis(log_softmax(logits), tokens[:, None], axis=1)
+    if count := min(count, logits.shape[1]):
+        top, logprobs = rank_candidates(logits, count)
+        own = mx.concatenate([own, top.astype(mx.float32), logprobs], axis=1)
+    return own
 
 
 def record_logprobs(

@@ -6,15 +6,18 @@ calls, with its keys and values, and its tokens stay the same but for ties, for 
 samples by belongs to a place in the text.
 
 Nothing runs unless somebody reads: whoever asks for a token that is not there makes the call that
-brings one to every row. A reader that falls behind leaves the batch until it has caught up. Prompts
-take turns too: between two calls there is a piece of one, or several that are no longer together.
+brings one to every row. A reader that falls behind leaves the batch until it has caught up.
+
+Prompts take turns too, in pieces that are as short as this machine needs to be done with one in
+`PIECE_SECONDS`; the first piece of a new prompt goes before those of others. While answers are
+decoded, prompts get half of the time: what a piece took, calls get before the next one.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from statistics import median
@@ -36,6 +39,15 @@ STAY = 1.05
 """What the present way is favoured by, times its tokens a second."""
 TIMED_CALLS = 5
 """Calls for equally many texts, behind a first one, that teach what such calls cost."""
+PIECE_SECONDS = 0.5
+"""What a piece of a prompt takes at most, about: so long a turn may have to be waited for."""
+LEAST_PIECE = 32
+"""Tokens of a piece at least, unless the settings say less: the weights are read for each."""
+UNTIMED_PIECE = 128
+"""Tokens of a piece at most while nobody knows what one takes."""
+READER_TRIES = 5
+READER_SECONDS = 0.001
+"""How often, and for how long, a prompt waits for the readers of answers whose turn it is."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -43,11 +55,7 @@ class _Answer(Row):
     plan: Plan
     group: _Group
     todo: list[int] = field(default_factory=list)  # of the prompt
-
-    @property
-    def piece(self) -> list[int]:
-        """What is done of the prompt at once."""
-        return self.todo[: self.plan.config.prefill_step_size]
+    on_prompt: Callable[[], None] | None = None  # called when `cache` holds the prompt
 
 
 class _Group:
@@ -77,14 +85,16 @@ class _Group:
         batched = len(rows) / costs.calls((BATCH, len(rows)))
         self.together = batched * (STAY if self.together else 1 / STAY) >= in_turns
 
-    def step(self) -> None:
-        """A call of the batch."""
+    def step(self) -> float:
+        """A call of the batch; the seconds that it took."""
         members = self.batch.members
         started = time.perf_counter()
         self.batch.step()
-        self._time(members, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._time(members, seconds)
         if any(row.rests for row in members):
             self.decide()
+        return seconds
 
     def _time(self, members: Sequence[Row], seconds: float) -> None:
         """Learn what calls for so many texts cost, of those behind the first in a row."""
@@ -114,7 +124,10 @@ class Batches:
     def __init__(self) -> None:
         self._groups: dict[PromptKey, _Group] = {}
         self._prompts: deque[_Answer] = deque()
-        self._since = 0  # prompt tokens since a call that decodes
+        self._prompt_rate: float | None = None  # tokens a second, of the last piece
+        # seconds that pieces took while answers were decoded, and calls did not take since
+        self._owed = 0.0
+        self._num_calls = 0  # that decoded
 
     def decode(
         self,
@@ -128,8 +141,13 @@ class Batches:
         logprobs: list[TokenLogprobs] | None = None,
         counts: CallCounts | None = None,
         mask: Mask | None = None,
+        on_prompt: Callable[[], None] | None = None,
     ) -> Iterator[list[int]]:
-        """As `decode_plan`, beside others; with a `mask`, always without drafts."""
+        """As `decode_plan`, beside others; with a `mask`, always without drafts.
+
+        `on_prompt` is called when the cache holds the prompt but for its last token, before
+        anything is decoded behind it.
+        """
         cache.trim(cache.offset)
         key = PromptKey.of(model)
         text = [*context, *prompt]
@@ -145,6 +163,7 @@ class Batches:
             plan=plan,
             group=group,
             todo=prompt[:-1],
+            on_prompt=on_prompt,
         )
         try:
             yield from self._read_prompt(row)
@@ -164,47 +183,84 @@ class Batches:
         if not row.todo:
             self._open(row)
             return
-        self._prompts.append(row)
-        waited = False
+        self._prompts.appendleft(row)
+        tries = READER_TRIES
+        calls = self._num_calls
         while row.todo:
             yield []
             if row.error is not None:
                 raise row.error
-            if self._is_full and not waited:
-                running = [group for group in self._groups.values() if group.batch.members]
-                waited = not running  # but for those that decode alone
-                for group in running:
-                    self._since = 0
-                    group.step()
-            elif row.todo:
-                waited = False
+            if not row.todo:  # somebody else's turn has done the rest
+                break
+            if calls != self._num_calls:
+                tries = READER_TRIES
+                calls = self._num_calls
+            if self._is_full and self._let_decode(tries):
+                tries -= 1
+            else:
                 self._read_piece()
+                tries = READER_TRIES
         yield []
 
     @property
     def _is_full(self) -> bool:
-        """Whether a call that decodes has to come before the next piece of a prompt."""
-        decodes = any(group.open for group in self._groups.values())
-        if not (decodes and self._since and self._prompts):
+        """Whether calls that decode have to come before the next piece of a prompt."""
+        if not self._prompts or not self._decodes:
             return False
-        upcoming = self._prompts[0]
-        return self._since + len(upcoming.piece) > upcoming.plan.config.prefill_step_size
+        upcoming = len(self._piece(self._prompts[0]))
+        rate = self._prompt_rate
+        seconds = PIECE_SECONDS if rate is None else upcoming / rate
+        return self._owed > 0 and self._owed + seconds > PIECE_SECONDS
+
+    @property
+    def _decodes(self) -> bool:
+        return any(group.open for group in self._groups.values())
+
+    def _let_decode(self, tries: int) -> bool:
+        """Let answers be decoded, as it is their turn; whether the prompt waits for that.
+
+        Those in a batch get a call. The readers of others have to come for theirs, and are waited
+        for while there are `tries` left.
+        """
+        running = [group for group in self._groups.values() if group.batch.members]
+        for group in running:
+            self._count_call(group.step())
+        if not running and tries < READER_TRIES:  # none came while others had the thread
+            time.sleep(READER_SECONDS)
+        return bool(running) or tries > 0
+
+    def _count_call(self, seconds: float) -> None:
+        self._num_calls += 1
+        self._owed = max(0.0, self._owed - seconds)
+
+    def _piece(self, row: _Answer) -> list[int]:
+        """What is done of a prompt at once."""
+        most = UNTIMED_PIECE
+        if self._prompt_rate is not None:
+            most = int(self._prompt_rate * PIECE_SECONDS) // LEAST_PIECE * LEAST_PIECE
+        return row.todo[: min(row.plan.config.prefill_step_size, max(LEAST_PIECE, most))]
 
     def _read_piece(self) -> None:
         """Process a piece of the prompt whose turn it is."""
         row = self._prompts.popleft()
-        piece = row.piece
-        self._since += len(piece)
+        piece = self._piece(row)
+        started = time.perf_counter()
         try:
             prefill(row.model, piece, row.cache)
+            seconds = time.perf_counter() - started
+            del row.todo[: len(piece)]
+            if not row.todo and row.on_prompt is not None:
+                row.on_prompt()
         except Exception as error:
             row.error = error
             return
-        del row.todo[: len(piece)]
+        if self._prompt_rate is None or len(piece) >= LEAST_PIECE:
+            self._prompt_rate = len(piece) / max(seconds, 1e-6)
         if row.todo:
             self._prompts.append(row)
         else:
             self._open(row)
+        self._owed = self._owed + seconds if self._decodes else 0.0
 
     def _open(self, row: _Answer) -> None:
         row.group.open.append(row)
@@ -225,8 +281,7 @@ class Batches:
                     group.decide()
                 while self._prompts and not self._is_full:
                     self._read_piece()
-                self._since = 0
-                group.step()
+                self._count_call(group.step())
             token, logprobs = row.unread.popleft()
             if recorded is not None:
                 recorded += logprobs
@@ -251,12 +306,14 @@ class Batches:
             counts=counts,
         )
         with closing(steps):
+            started = time.perf_counter()
             for step in steps:
                 row.text += step
-                self._since = 0
+                self._count_call(time.perf_counter() - started)
                 yield step
                 row.group.decide()
                 if row.group.together:
                     break
+                started = time.perf_counter()
         row.cache.trim(len(row.text) - 1)
         mx.eval(row.cache.state)

@@ -7,11 +7,12 @@ import asyncio
 import json
 import secrets
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -22,17 +23,21 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 from ..answers import Answer
-from ..api import GenerationResponse
+from ..api import GenerationResponse, check_prompt, check_tokens
+from ..bars import Progress
 from ..decoding.batch import Mask
 from ..drafters.registry import Loaded
 from ..engine import Engine
 from ..errors import InputError, first_line
+from ..generation.scoring import ScoredPrompt
 from ..json_files import parse_json
 from ..model.streams import StreamFusedModel
 from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
-from .asks import Ask, End, Part, Reasoning, Text, ToolCall
+from .asks import Ask, End, Heard, Part, Reasoning, Text, ToolCall, Waiting
+from .logprobs import logprobs_of, prompt_logprobs, text_of_token
+from .together import OwnPlaces, Places, PromptProgress, read_together
 
 _AGAIN = {"Retry-After": "1"}
 _STOPPED = HTTPException(503, "the server is being stopped", _AGAIN)
@@ -49,6 +54,7 @@ class Limits:
     # seconds that a request waits, or takes to come, or an event of its reply to be taken
     wait: float = setting(60.0, above=0)
     time: float = setting(600.0, above=0, option="--timeout")  # seconds of a request in all
+    silence: float = setting(5.0, above=0)  # seconds before a stream says that it is there
     body: int = setting(8 * 2**20, least=1)  # bytes of a request
 
     def __post_init__(self) -> None:
@@ -76,6 +82,91 @@ class Metrics:
 
 
 @dataclass(eq=False)
+class Prompt:
+    """One of the prompts of a request."""
+
+    tokens: list[int]
+    text: str  # what is echoed of it
+    # whether other answers to it find it in the prompt cache, as far as it can be kept there
+    is_read: asyncio.Event = field(default_factory=asyncio.Event)
+    logprobs: list[dict[str, Any]] | None = None  # of its tokens, once it is scored
+    seconds: float = 0.0  # that it took to score it
+
+    def unanswered(self) -> GenerationResponse:
+        """The end of an answer of no tokens."""
+        return GenerationResponse(
+            text="",
+            tokens=(),
+            finish_reason="length",
+            prompt_tokens=len(self.tokens),
+            generation_tokens=0,
+            target_calls=0,
+            prefill_seconds=0.0,
+            decode_seconds=0.0,
+            peak_memory=0.0,
+        )
+
+
+class Choice:
+    """One answer to one of a request's prompts, from segments to parts."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        number: int,
+        prompt: Prompt,
+        config: GenerateConfig,
+        tokenizer: TokenizerWrapper,
+        user: int,
+    ) -> None:
+        """`number` is its place among all of the request, those of one prompt together."""
+        own = number % ask.choices
+        self.ask = ask
+        self.number = number
+        self.prompt = prompt
+        self.config = replace(config, seed=((config.seed or 0) + own) % 2**63)
+        self.user = user
+        self.is_first = own == 0  # of its prompt
+        self._tokenizer = tokenizer
+        self._parser = Parser(tokenizer, ask, prompt.tokens)
+        self._first: int | None = None  # token, until it has text
+
+    def read(self, said: GenerationResponse) -> list[Part]:
+        """What a segment says."""
+        # A text completion tells its end token, too, as OpenAI's and vLLM's do.
+        told = logprobs_of(self._tokenizer, said, with_end=not self.ask.is_chat)
+        text = self._behind_prompt(said) if self.ask.echoes else said.text
+        return self._own(self._parser.read(Text(text, len(said.tokens), told)))
+
+    def _behind_prompt(self, said: GenerationResponse) -> str:
+        """The text, with the space that some detokenizers drop where an answer begins."""
+        if said.generation_tokens == len(said.tokens):
+            self._first = said.tokens[0]
+        if self._first is None or not said.text:
+            return said.text
+        text = text_of_token(self._tokenizer, self._first)
+        self._first = None
+        is_dropped = text.startswith(" ") and not said.text.startswith(" ")
+        return " " + said.text if is_dropped else said.text
+
+    def end(self, last: GenerationResponse) -> list[Part]:
+        """What is left behind the last segment."""
+        reason: Any = "stop" if last.finish_reason == "stop" else "length"
+        foretold = len(self.config.prompt_lookup.reference)
+        return self._own(self._parser.read(End(reason, last, foretold)))
+
+    def whole(self, last: GenerationResponse) -> GenerationResponse:
+        """The last segment, with what was done for it before."""
+        if self.prompt.logprobs is None or not self.is_first:
+            return last
+        seconds = last.prefill_seconds + self.prompt.seconds
+        return replace(last, cached_tokens=0, prefill_seconds=seconds)
+
+    def _own(self, parts: Sequence[Part]) -> list[Part]:
+        return [replace(part, choice=self.number) for part in parts]
+
+
+@dataclass(eq=False)
 class Answering:
     """Answers what is asked, by an engine."""
 
@@ -90,7 +181,7 @@ class Answering:
     def __post_init__(self) -> None:
         self.prompts = self.prompts or (self.engine.prompt_cache,)
         self.metrics = Metrics()
-        self._slots = asyncio.Semaphore(self.limits.open)
+        self._places = Places(self.limits.open, self.metrics.open)
         self._waiting = 0
         self._tokenizing = threading.Lock()
 
@@ -107,51 +198,104 @@ class Answering:
             raise HTTPException(404, f"no model {name[:80]!r}; there are {', '.join(self.models)}")
         return replace(ask, model=name)
 
-    async def parts(self, ask: Ask, user: int = 0) -> AsyncGenerator[Part]:
-        """An answer, choice after choice; to close the generator cancels it.
+    async def parts(self, ask: Ask, user: int = 0) -> AsyncGenerator[Heard]:
+        """The parts of all choices as they come; to close the generator cancels them.
+
+        Before anything else comes `Waiting`, once it is known that the request can be followed.
 
         Raises:
             InputError: it cannot be followed.
             HTTPException: there is no room.
         """
-        async with self._slot():
-            prompt, config = await asyncio.to_thread(self.prepared, ask)
+        await self._admit()
+        places = OwnPlaces(self._places)
+        progress = PromptProgress()
+        try:
+            prompts, config = await asyncio.to_thread(self._prompts_of, ask)
             tokenizer = self.engine.tokenizer
-            for choice in range(ask.choices):
-                own = replace(config, seed=((config.seed or 0) + choice) % 2**63)
-                parser = Parser(tokenizer, ask, prompt)
-                last = None
-                async with await asyncio.to_thread(self._begun, ask, prompt, own, user) as answer:
-                    async for last in answer:
-                        told = logprobs_of(tokenizer, last)
-                        for part in parser.read(Text(last.text, len(last.tokens), told)):
-                            yield part
-                    if last is None or last.finish_reason is None:
-                        raise _STOPPED
-                    self.metrics.add(last)
-                    reason: Any = "stop" if last.finish_reason == "stop" else "length"
-                    for part in parser.read(End(reason, last, len(own.prompt_lookup.reference))):
-                        yield part
+            own = [one for one in prompts for _ in range(ask.choices)]
+            choices = [
+                Choice(ask, number, prompt, config, tokenizer, user)
+                for number, prompt in enumerate(own)
+            ]
+            answers = [self._answer(one, places, progress.of(one.number)) for one in choices]
+            async with aclosing(read_together(answers, self.limits.silence, progress)) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            places.close()
 
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        """One of the answers that may be open; they are let in as they came."""
-        if self._slots.locked() and self._waiting >= self.limits.waiting:
+    async def _answer(
+        self, choice: Choice, places: OwnPlaces, progress: Progress
+    ) -> AsyncGenerator[Heard]:
+        """The parts of one choice. The first one of a prompt processes it for the others."""
+        prompt = choice.prompt
+        if not choice.is_first:
+            await prompt.is_read.wait()
+        try:
+            async with places.one():
+                if choice.ask.echoes:
+                    yield await self._echo(choice, progress)
+                last = None if choice.ask.writes else prompt.unanswered()
+                if choice.ask.writes:
+                    async with await asyncio.to_thread(self._begun, choice, progress) as answer:
+                        if choice.number == 0:
+                            yield Waiting()
+                        async for last in answer:
+                            prompt.is_read.set()
+                            for part in choice.read(last):
+                                yield part
+                if last is None or last.finish_reason is None:
+                    raise _STOPPED
+                last = choice.whole(last)
+                self.metrics.add(last)
+                for part in choice.end(last):
+                    yield part
+        finally:
+            prompt.is_read.set()
+
+    async def _echo(self, choice: Choice, progress: Progress) -> Text:
+        """The prompt, as what its answer begins with; scored where log probabilities are wanted."""
+        prompt = choice.prompt
+        if choice.config.logprobs is not None and prompt.logprobs is None:
+            started = time.perf_counter()
+            async with await asyncio.to_thread(self._scoring, choice, progress) as answer:
+                scored = [one async for one in answer]
+            if not scored:
+                raise _STOPPED
+            prompt.logprobs = await asyncio.to_thread(self._told, prompt, scored[0])
+            prompt.seconds = time.perf_counter() - started
+        return Text(prompt.text, 0, prompt.logprobs, choice.number)
+
+    async def _admit(self) -> None:
+        """Take the place of a request's first answer; requests are let in as they came."""
+        if self._places.is_full and self._waiting >= self.limits.waiting:
             raise HTTPException(503, "too many requests wait already; try again later", _AGAIN)
         self._waiting += 1
         try:
             with self.metrics.waiting.track_inprogress():
                 async with asyncio.timeout(self.limits.wait):
-                    await self._slots.acquire()
+                    await self._places.take()
         except TimeoutError as error:
             raise HTTPException(503, "no answer ended in time; try again later", _AGAIN) from error
         finally:
             self._waiting -= 1
-        try:
-            with self.metrics.open.track_inprogress():
-                yield
-        finally:
-            self._slots.release()
+
+    def _prompts_of(self, ask: Ask) -> tuple[list[Prompt], GenerateConfig]:
+        """What is answered, and how; refused now, while a refusal has a status of its own."""
+        first, config = self.prepared(ask)
+        tokenizer = self.engine.tokenizer
+        with self._tokenizing:
+            model = self.engine.model(self.models[ask.model])
+            others = [self._tokens(replace(ask, question=one), model) for one in ask.others]
+            found: list[Prompt] = []
+            for question, tokens in zip((ask.question, *ask.others), (first, *others), strict=True):
+                check_prompt(model, len(tokens))
+                check_tokens(model, tokens)
+                is_text = isinstance(question, str)
+                echoed = question if is_text else tokenizer.decode(tokens) if ask.echoes else ""
+                found.append(Prompt(tokens, cast("str", echoed)))
+            return found, config
 
     def prepared(self, ask: Ask) -> tuple[list[int], GenerateConfig]:
         """The prompt's tokens, and how to answer it."""
@@ -191,43 +335,39 @@ class Answering:
             return encode_prompt(prompt, model, tokenizer, template_args=args)
         return list[Any](ask.question)
 
-    def _begun(
-        self, ask: Ask, prompt: list[int], config: GenerateConfig, user: int
-    ) -> Answer[GenerationResponse]:
+    def _begun(self, choice: Choice, progress: Progress) -> Answer[GenerationResponse]:
         """The segments of a choice."""
         self._check_open()
+        ask = choice.ask
         mask: Mask | None = None
         if ask.schema is not None:
             with self._tokenizing:
                 mask = processor(self.engine.tokenizer, ask.schema)
         return self.engine.stream(
-            prompt,
-            config,
+            choice.prompt.tokens,
+            choice.config,
             adapter=self.models[ask.model],
-            prompt_cache=self.prompts[user],
+            prompt_cache=self.prompts[choice.user],
             drafter=self.loaded,
             mask=mask,
+            progress=progress,
+            shares_prompt=choice.is_first and ask.choices > 1,
         )
 
+    def _told(self, prompt: Prompt, scored: ScoredPrompt) -> list[dict[str, Any]]:
+        with self._tokenizing:
+            return prompt_logprobs(self.engine.tokenizer, prompt.tokens[0], scored.logprobs)
 
-def logprobs_of(tokenizer: TokenizerWrapper, said: GenerationResponse) -> Any:
-    """Of each token its text with its log probability, and the likeliest in its place."""
-    if said.logprobs is None:
-        return None
-    has_ended = said.finish_reason == "stop" and said.stop is None  # by a token without text
-    (*_, anchor) = tokenizer.encode("a", add_special_tokens=False)
-
-    def shape(token: int, logprob: float) -> dict[str, Any]:
-        # Behind another one: alone, some would lose a space.
-        text = tokenizer.decode([anchor, token])[len(tokenizer.decode([anchor])) :]
-        # A part of a character has no text of its own.
-        known = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
-        return {"token": text, "logprob": logprob, "bytes": known}
-
-    return [
-        {**shape(one.token, one.logprob), "top_logprobs": [shape(*other) for other in one.top]}
-        for one in said.logprobs[: -1 if has_ended else None]
-    ]
+    def _scoring(self, choice: Choice, progress: Progress) -> Answer[ScoredPrompt]:
+        """A choice's prompt as the model sees it; kept where something is written behind it."""
+        self._check_open()
+        return self.engine.score(
+            choice.prompt.tokens,
+            top=choice.config.logprobs or 0,
+            adapter=self.models[choice.ask.model],
+            prompt_cache=self.prompts[choice.user] if choice.ask.writes else None,
+            progress=progress,
+        )
 
 
 class Parser:

@@ -6,7 +6,7 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +29,7 @@ from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import blocks, openai
 from .answering import Answering
-from .asks import Ask, Body
+from .asks import Ask, Body, Heard, Waiting
 
 Teller = openai.Texts | blocks.Messages | blocks.Responses
 """Tells an answer's parts as events, one a part at least; then has it in one piece, as `reply`."""
@@ -171,7 +171,7 @@ class Reply(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         try:
             async with aclosing(self._parts), asyncio.timeout(self._limits.time):
-                async for event in self._teller.events(self._parts):
+                async for event in self._teller.events(self._heard(send)):
                     if self._stream:
                         await self._send(send, _event(*event))
             if not self._stream:
@@ -185,15 +185,25 @@ class Reply(StreamingResponse):
             await self._send(send, _event("error", _error(told)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _heard(self, send: Send) -> AsyncIterator[Heard]:
+        """The parts, whose stream has headers at once, and does not fall silent behind them."""
+        async for part in self._parts:
+            if self._stream and isinstance(part, Waiting):
+                text = self._teller.keep_alive(part) if self._is_begun else ""
+                await self._send(send, text)
+            yield part
+
     async def _send(self, send: Send, text: str) -> None:
-        """Until the first text is there, a refusal has a status of its own."""
+        """Until the headers are sent, with the first text, a refusal has a status of its own."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        body = {"type": "http.response.body", "body": text.encode(), "more_body": True}
         try:
             async with asyncio.timeout(self._limits.wait):
                 if not self._is_begun:
                     await send(start)
                 self._is_begun = True
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                if text:
+                    await send(body)
         except TimeoutError as error:
             raise ClientDisconnect from error
 

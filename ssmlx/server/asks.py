@@ -1,6 +1,6 @@
 """What a request asks for, whatever API it came by, and the parts that an answer is told in."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,6 +29,14 @@ class Ask:
     stream: bool = False  # whether the answer is told part by part
     body: Body = field(default_factory=dict)  # the request, for what a reply repeats of it
     is_chat: bool = True
+    others: Sequence[str | list[int]] = ()  # further prompts, each answered as the first one
+    echoes: bool = False  # whether an answer begins with its prompt
+    writes: bool = True  # whether anything is generated
+
+    @property
+    def num_answers(self) -> int:
+        """Choices of all prompts together."""
+        return self.choices * (1 + len(self.others))
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Text:
     text: str
     tokens: int = 0
     logprobs: list[dict[str, Any]] | None = None  # of its tokens, as chats tell them
+    choice: int = 0  # what it is a part of
 
 
 class Reasoning(Text):
@@ -51,15 +60,17 @@ class ToolCall:
     id: str
     name: str
     text: str
+    choice: int = 0
 
 
 @dataclass(frozen=True)
 class End:
-    """A choice is over; what comes behind it is of the next one."""
+    """A choice is over."""
 
     reason: Literal["stop", "length", "tool_calls"]
     last: GenerationResponse  # its last segment
     predicted: int = 0  # tokens that the request foretold
+    choice: int = 0
 
     @property
     def timings(self) -> dict[str, Any]:
@@ -78,7 +89,16 @@ class End:
         }
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """An answer was begun, or nothing was heard of it for a while."""
+
+    done: int = 0  # tokens of the prompts that were processed
+    total: int = 0
+
+
 Part = Text | ToolCall | End
+Heard = Part | Waiting
 Event = tuple[str | None, Mapping[str, Any] | str]
 """The name of a server-sent event, if it has one, and its data: an object, or a text as it is."""
 

@@ -13,7 +13,7 @@ from ..errors import quoted
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import asks, openai
-from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
+from .asks import Ask, Body, End, Event, Heard, Part, Reasoning, Text, ToolCall, Waiting
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
@@ -131,14 +131,17 @@ def read_response(body: Body, config: GenerateConfig) -> Ask:
     return openai.read_chat(chat, config)
 
 
-async def _runs(parts: AsyncIterator[Part]) -> AsyncIterator[tuple[str, Any]]:
-    """What parts do to runs: one opens a run and adds to it, the one behind a run closes it."""
+async def _runs(parts: AsyncIterator[Heard]) -> AsyncIterator[tuple[str, Any]]:
+    """What parts do to runs: one opens a run and adds to it, the one behind a run closes it.
+
+    A reply begins with whatever comes first, which may be that nothing is said yet.
+    """
     run: type | None = None
     async for part in parts:
         if run is None:
             run = type(None)
             yield "begins", part
-        if isinstance(part, Text) and not part.text:
+        if isinstance(part, Waiting) or (isinstance(part, Text) and not part.text):
             continue
         if type(part) is not run or isinstance(part, ToolCall):
             if run is not type(None):
@@ -152,6 +155,10 @@ async def _runs(parts: AsyncIterator[Part]) -> AsyncIterator[tuple[str, Any]]:
 class Messages:
     """Runs are the blocks of a message's content."""
 
+    @staticmethod
+    def keep_alive(waiting: Waiting) -> str:
+        return 'event: ping\ndata: {"type": "ping"}\n\n'
+
     def __init__(self, ask: Ask) -> None:
         self._blocks: list[dict[str, Any]] = []
         self.reply: dict[str, Any] = {"id": f"msg_{token_hex(12)}", "type": "message"}
@@ -159,7 +166,7 @@ class Messages:
         self.reply |= {"stop_reason": None, "stop_sequence": None}
         self.reply["usage"] = {"input_tokens": 0, "output_tokens": 0}  # known at the end
 
-    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+    async def events(self, parts: AsyncIterator[Heard]) -> AsyncIterator[Event]:
         async for does, part in _runs(parts):
             match does:
                 case "begins":
@@ -214,6 +221,8 @@ def _added(block: dict[str, Any], part: Text | ToolCall) -> dict[str, Any]:
 class Responses:
     """Runs are the items of a response's output."""
 
+    keep_alive = staticmethod(openai.comment)
+
     def __init__(self, ask: Ask) -> None:
         self._items = list[dict[str, Any]]()
         self._sequence = count()
@@ -222,7 +231,7 @@ class Responses:
         self.reply |= {"output": self._items, "error": None, "parallel_tool_calls": True}
         self.reply |= {"store": False, "tools": [], "tool_choice": "auto"}
 
-    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+    async def events(self, parts: AsyncIterator[Heard]) -> AsyncIterator[Event]:
         thought = 0
         kind = ""
         item = dict[str, Any]()

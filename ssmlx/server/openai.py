@@ -1,4 +1,13 @@
-"""OpenAI's chat and text completions."""
+"""OpenAI's chat and text completions.
+
+`/v1/completions` takes one prompt or a list of them, as texts or token ids; `n` choices of each are
+decoded beside each other, and stand in the order of the prompts. With `echo` a choice's text and
+`logprobs` begin with its prompt, the first of whose tokens has null; with `max_tokens` 0 nothing
+stands behind it. So lm-eval's `local-completions` can score texts.
+
+A stream has its headers as soon as its answer is begun, and a comment whenever nothing was to be
+told for a while. What fails then is told by an event `error`.
+"""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields, replace
@@ -9,7 +18,7 @@ from typing import Any, cast
 from ..errors import quoted
 from ..settings import GenerateConfig, SamplingConfig
 from . import asks
-from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
+from .asks import Ask, Body, End, Event, Heard, Part, Reasoning, Text, ToolCall, Waiting
 
 _SETTINGS = {
     **{one.name: one.name for one in fields(SamplingConfig)},
@@ -18,6 +27,8 @@ _SETTINGS = {
     "max_completion_tokens": "max_tokens",
 }
 """Fields of a request that are settings; the names are OpenAI's, or mlx-lm's."""
+MOST_ANSWERS = 256
+"""Answers that a request may ask for: choices of all its prompts."""
 
 
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
@@ -39,16 +50,36 @@ def read_chat(body: Body, config: GenerateConfig) -> Ask:
 
 
 def read_completion(body: Body, config: GenerateConfig) -> Ask:
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        (prompt,) = prompt
-    is_tokens = isinstance(prompt, list) and all(type(one) is int for one in prompt)
-    ok = is_tokens or isinstance(prompt, str)
-    asks.check(ok, f"prompt is {quoted(prompt)}", "a text or token ids, of one prompt")
-    for name in ("echo", "suffix"):
-        asks.check(not body.get(name), name, "none")
-    common = _common(body, config, asks.number(body, "logprobs", 0, 20))
-    return Ask(question=cast("str | list[int]", prompt), is_chat=False, **common)
+    """A prompt to go on from, or several; with `max_tokens` 0, only to be told of."""
+    first, *others = _prompts(body.get("prompt"))
+    asks.check(not body.get("suffix"), "suffix", "none")
+    most = body.get("max_tokens")
+    writes = type(most) is not int or most != 0
+    body = body if writes else {**body, "max_tokens": 1}
+    ask = Ask(
+        question=first,
+        others=others,
+        is_chat=False,
+        echoes=asks.typed(body, "echo", bool, False),
+        writes=writes,
+        **_common(body, config, asks.number(body, "logprobs", 0, 20)),
+    )
+    found = f"{1 + len(others)} prompts and n {ask.choices}"
+    asks.check(ask.num_answers <= MOST_ANSWERS, found, f"{MOST_ANSWERS} answers at most")
+    return ask
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """A text or token ids, or several of them, as a list."""
+
+    def is_one(value: Any) -> bool:
+        is_tokens = isinstance(value, list) and all(type(one) is int for one in value)
+        return isinstance(value, str) or is_tokens
+
+    prompts = [prompt] if is_one(prompt) else prompt
+    ok = isinstance(prompts, list) and all(map(is_one, prompts))
+    asks.check(ok, f"prompt is {quoted(prompt)}", "a text or token ids, or a list of them")
+    return cast("list[str | list[int]]", prompts)
 
 
 def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
@@ -88,9 +119,15 @@ def _schema(form: Body) -> Body | None:
     return schema
 
 
+def comment(waiting: Waiting) -> str:
+    """What a stream says while there is nothing to tell, as mlx-lm's server does."""
+    return f": keepalive {waiting.done}/{waiting.total}\n\n"
+
+
 class Texts:
     """Tells choices of plain texts: a chunk a part."""
 
+    keep_alive = staticmethod(comment)
     prefix = "cmpl-"
     kind = "text_completion"
     kind_of_chunk = "text_completion"
@@ -98,21 +135,27 @@ class Texts:
     def __init__(self, ask: Ask) -> None:
         options = asks.typed(ask.body, "stream_options", dict, {})
         self._has_usage = options.get("include_usage")
-        self._ends = list[End]()
+        self._choices_each = ask.choices  # of a prompt
+        self._ends: dict[int, End] = {}
+        numbers = range(ask.num_answers)
+        choices = [{"index": n, "finish_reason": None, "logprobs": None} for n in numbers]
         self.reply: dict[str, Any] = {"id": self.prefix + token_hex(12), "object": self.kind}
-        self.reply |= {"created": int(time()), "model": ask.model, "choices": []}
+        self.reply |= {"created": int(time()), "model": ask.model, "choices": choices}
 
-    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+    async def events(self, parts: AsyncIterator[Heard]) -> AsyncIterator[Event]:
         head = {**self.reply, "object": self.kind_of_chunk}
         async for part in parts:
+            if isinstance(part, Waiting):
+                continue
             chunk = {**head, "choices": [self._choice(part)]}
             if isinstance(part, End):
-                self._ends.append(part)
+                self._ends[part.choice] = part
                 chunk["timings"] = part.timings
             elif isinstance(part, Text):
                 chunk["ssmlx"] = {"tokens": part.tokens}
             yield None, chunk
-        totals = {"usage": _usage(self._ends), "timings": self._ends[-1].timings}
+        ends = [end for _, end in sorted(self._ends.items())]
+        totals = {"usage": _usage(ends, self._choices_each), "timings": ends[-1].timings}
         self.reply |= totals
         if self._has_usage:
             yield None, {**head, "choices": [], **totals}
@@ -120,29 +163,33 @@ class Texts:
 
     def _choice(self, part: Part) -> dict[str, Any]:
         """What a part brings to its choice, after it was added to the whole one."""
-        index = len(self._ends)
-        choices = self.reply["choices"]
+        whole = self.reply["choices"][part.choice]
         logprobs = None
-        if index == len(choices):
-            choices.append({"index": index, "logprobs": None})
         if isinstance(part, Text) and part.logprobs is not None:
-            logprobs = self._logprobs(part.logprobs)
-            choices[index]["logprobs"] = _added(choices[index]["logprobs"] or {}, logprobs)
+            logprobs = self._logprobs(part.logprobs, len(whole.get("text", "")))
+            whole["logprobs"] = _added(whole["logprobs"] or {}, logprobs)
         reason = part.reason if isinstance(part, End) else None
-        choices[index]["finish_reason"] = reason
-        own = {"index": index, "finish_reason": reason, "logprobs": logprobs}
-        return own | self._said(choices[index], part)
+        whole["finish_reason"] = reason
+        own = {"index": part.choice, "finish_reason": reason, "logprobs": logprobs}
+        return own | self._said(whole, part)
 
     def _said(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
         more = {"text": part.text if isinstance(part, Text) else ""}
         _added(whole, more)
         return more
 
-    def _logprobs(self, told: list[dict[str, Any]]) -> dict[str, Any]:
-        tops = [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in told]
-        tokens = [one["token"] for one in told]
-        logprobs = [one["logprob"] for one in told]
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
+    def _logprobs(self, told: list[dict[str, Any]], offset: int) -> dict[str, Any]:
+        """Of tokens whose text begins at `offset` of a choice's, as vLLM counts it.
+
+        The token itself is among the likeliest, whether or not it is one of them.
+        """
+        sizes = [len(one["token"]) for one in told]
+        return {
+            "tokens": [one["token"] for one in told],
+            "token_logprobs": [one["logprob"] for one in told],
+            "top_logprobs": [_likeliest(one) for one in told],
+            "text_offset": [offset + sum(sizes[:count]) for count in range(len(sizes))],
+        }
 
 
 class Chats(Texts):
@@ -169,8 +216,18 @@ class Chats(Texts):
         _added(message, delta)
         return {"delta": delta}
 
-    def _logprobs(self, told: list[dict[str, Any]]) -> dict[str, Any]:
+    def _logprobs(self, told: list[dict[str, Any]], offset: int) -> dict[str, Any]:
         return {"content": told}
+
+
+def _likeliest(one: dict[str, Any]) -> dict[str, float] | None:
+    """Log probabilities by text; of tokens of the same text the likeliest one's."""
+    if one["top_logprobs"] is None:
+        return None
+    found: dict[str, float] = {}
+    for top in (*one["top_logprobs"], one):
+        found.setdefault(top["token"], top["logprob"])
+    return found
 
 
 def _added(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -181,9 +238,10 @@ def _added(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _usage(ends: Sequence[End]) -> dict[str, Any]:
-    """Over all choices, of one prompt."""
-    prompt = ends[0].last.prompt_tokens
+def _usage(ends: Sequence[End], choices_each: int) -> dict[str, Any]:
+    """Over all choices; a prompt counts once."""
+    firsts = [end.last for end in ends[::choices_each]]
+    prompt = sum(last.prompt_tokens for last in firsts)
     completion = sum(end.last.generation_tokens for end in ends)
     right = sum(min(end.timings["draft_n_accepted"], end.predicted) for end in ends)
     guesses = {"accepted_prediction_tokens": right}
@@ -192,6 +250,6 @@ def _usage(ends: Sequence[End]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": ends[0].last.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(last.cached_tokens for last in firsts)},
         "completion_tokens_details": guesses,
     }

@@ -1,0 +1,131 @@
+"""What a stream says before its first token, and how it fails once it has begun."""
+
+import asyncio
+import re
+import time
+
+import pytest
+
+pytest.importorskip("starlette")
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
+
+import httpx2 as httpx
+from real import words
+from test_server import CHAT, COMPLETIONS, drive
+
+import ssmlx
+from ssmlx.generation import batching
+from ssmlx.prompt_cache import PromptCache
+from ssmlx.server.answering import Answering, Limits
+from ssmlx.server.app import make_app
+
+LONG = words(100)
+TURNS = [{"role": "user", "content": LONG}]
+ASKED = {
+    CHAT: {"messages": TURNS},
+    COMPLETIONS: {"prompt": LONG},
+    "/v1/messages": {"messages": TURNS},
+    "/v1/responses": {"input": LONG},
+}
+COMMENT = re.compile(rb": keepalive (\d+)/(\d+)\n\n")
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+@pytest.fixture(scope="module")
+def engine(base):
+    with ssmlx.Engine(str(base), dtype="float32") as engine:
+        yield engine
+
+
+@pytest.fixture
+def app(engine):
+    """Its streams are silent for 20 ms at most; prompts are read in pieces of 16 tokens."""
+    limits = Limits(silence=0.02)
+    answering = Answering(engine, {"tiny": None}, prompts=[PromptCache()], limits=limits)
+    return make_app(answering, ssmlx.GenerateConfig(max_tokens=4, prefill_step_size=16))
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """The pieces of prompts that were processed, each of which takes 0.1 s."""
+    done = []
+    read = batching.prefill
+
+    def slowly(*given):
+        time.sleep(0.1)
+        read(*given)
+        done.append(given)
+
+    monkeypatch.setattr(batching, "prefill", slowly)
+    return done
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_stream_has_headers_at_once_and_is_never_silent(app, pieces, path):
+    before = []
+    body = {**ASKED[path], "stream": True}
+    start, *told = asyncio.run(drive(app, body, lambda _: before.append(len(pieces)), path=path))
+    assert start["type"] == "http.response.start" and before[0] == 0 < len(pieces)
+    assert (b"content-type", b"text/event-stream; charset=utf-8") in start["headers"]
+    bodies = [one["body"] for one in told]
+    signs = [one for one in bodies if one == PING or COMMENT.fullmatch(one)]
+    assert len(signs) > len(pieces), "0.1 s a piece, 0.02 s a sign"
+    if path == "/v1/messages":
+        assert bodies[0].startswith(b"event: message_start\n") and {*signs} == {PING}
+        return
+    counts = [tuple(map(int, COMMENT.fullmatch(one).groups())) for one in signs]
+    assert counts == sorted(counts) and counts[-1][1] >= 99 and 0 < counts[-1][0] <= counts[-1][1]
+    if path == "/v1/responses":
+        assert bodies[0].startswith(b"event: response.created\n")
+
+
+def clients(app):
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+    more = {"api_key": "none", "max_retries": 0, "http_client": http}
+    first = openai.AsyncOpenAI(base_url="http://localhost/v1", **more)
+    return first, anthropic.AsyncAnthropic(base_url="http://localhost", **more)
+
+
+async def read_chat(client, _):
+    stream = await client.chat.completions.create(model="tiny", messages=TURNS, stream=True)
+    return "".join([one.choices[0].delta.content or "" async for one in stream])
+
+
+async def read_completion(client, _):
+    stream = await client.completions.create(model="tiny", prompt=LONG, stream=True)
+    return "".join([one.choices[0].text async for one in stream])
+
+
+async def read_response(client, _):
+    async with client.responses.stream(model="tiny", input=LONG) as stream:
+        found = [one async for one in stream]
+    return found[-1].response.output_text
+
+
+async def read_message(_, client):
+    async with client.messages.stream(model="tiny", max_tokens=4, messages=TURNS) as stream:
+        return "".join([one async for one in stream.text_stream])
+
+
+READERS = (read_chat, read_completion, read_response, read_message)
+
+
+def test_the_clients_read_over_signs_of_life(app, pieces):
+    chat, completion, response, message = [asyncio.run(read(*clients(app))) for read in READERS]
+    assert chat == response == message and len(chat.split()) == len(completion.split()) == 4
+    assert len(pieces) > 8
+
+
+def test_an_error_behind_the_headers_is_an_event_and_the_clients_own(app, monkeypatch):
+    def failing(*given):
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(batching, "prefill", failing)
+    for path, body in ASKED.items():
+        start, *told = asyncio.run(drive(app, {**body, "stream": True}, path=path))
+        text = b"".join(one["body"] for one in told).decode()
+        assert start["status"] == 200 and "event: error\n" in text and "secret" not in text
+    for read in READERS:
+        with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the answer failed"):
+            asyncio.run(read(*clients(app)))
