@@ -82,6 +82,7 @@ def adapted(model, *, hours=1.0, data=(), seed=0):
     return resolve_adapter("mine"), "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_a_packed_model_drafts_for_itself_afterwards(packed):
     folder, said = adapted(packed)
     assert "plan: 26 answers" in said and "of 2 answers the same" in said
@@ -159,6 +160,7 @@ def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
     assert backbone.digest == before
 
 
+@pytest.mark.slow
 def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
     monkeypatch.setattr(adapt, "measure_rates", sizing.measure_rates)
     _, said = adapted(packed, hours=0.002)
@@ -267,6 +269,7 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
     assert folder_digest(early) == folder_digest(first)
 
 
+@pytest.mark.slow
 def test_your_prompts_come_first_and_are_told_to_be_private(packed, tmp_path):
     data = tmp_path / "own.jsonl"
     instruction = "w7 " * 8
@@ -409,6 +412,7 @@ def test_names_of_models_become_names_of_adapters():
         assert adapt_command.name_of(Namespace(model=model, name=None)) == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", *slow("gemma3_text", "gpt_oss", "mistral3", "cohere2")])
 def test_families_draft_for_themselves(name, tmp_path):
     folder = write_family(tmp_path / name, name)

@@ -130,6 +130,7 @@ def run_bench(folders, out, monkeypatch, *more):
     return bench.main(argv)
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     assert run_bench(folders, tmp_path / "out", monkeypatch) == 0
     said = capsys.readouterr().out

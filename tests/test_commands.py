@@ -508,6 +508,7 @@ def test_help_does_not_wait_for_mlx_and_fits_two_screens(module):
     assert name != PROG or (len(lines) <= 80 and len(options) <= 30)
 
 
+@pytest.mark.slow
 def test_a_real_process_prints_json_lines_alone(base, adapter):
     more = ("--jsonl", "--max-tokens", "5")
     done = real.run_module(PROG, "--model", str(base), "--adapter", str(adapter), *ASK, *more)

@@ -159,6 +159,7 @@ def test_a_system_that_is_named_drafts_at_every_call():
     assert [one.name for one in found if one.config.is_controlled] == ["default"]
 
 
+@pytest.mark.slow
 def test_prices_stand_beside_watched_times(command, arguments, tmp_path, capsys):
     systems = ("--systems", "default", "streams --tree-size 4", "streams")
     code, out, err = command(*systems, "--max-tokens", 30)
@@ -203,6 +204,7 @@ def test_spec_bench_is_told_by_category(command, tmp_path):
     assert calls["plain"] == 1 <= calls["streams"]
 
 
+@pytest.mark.slow
 def test_what_default_learns_stays_in_a_folder_of_the_run(command, tmp_path, monkeypatch):
     own = str(tmp_path / "user")
     monkeypatch.setenv("SSMLX_CACHE", own)
@@ -312,6 +314,7 @@ def test_systems_take_turns_in_an_order_that_rotates(command, asked):
     assert names[3:] == [name for turn in turns for name in turn]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(command, asked, tmp_path):
     names, stop = asked
     systems = ("--systems", "streams", "prompt-lookup")

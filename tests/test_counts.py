@@ -319,6 +319,7 @@ def bytes_moved(function, *arrays) -> int:
     return moved
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_bytes_of_a_call(monkeypatch):
     """Of 6 nodes behind 128 tokens: the weights once, 8 of 30 layers again, and the draft head."""

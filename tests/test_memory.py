@@ -216,6 +216,7 @@ def real_peaks(model, tokenizer, tree: TreeConfig, *, bare: bool) -> tuple[Memor
     return tuple(told)
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_streaming_takes_little_more_than_plain_decoding():
     """At most 3 % at the peak, weights included, where the same adapter is loaded.

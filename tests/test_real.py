@@ -111,6 +111,7 @@ def check_against(oracle, model, tokenizer, entry, variants, length=LENGTH):
 # --- The default tier: what a user does, end to end ---
 
 
+@pytest.mark.slow
 def test_a_bundled_adapter_writes_what_mlx_lm_writes(base):
     model, tokenizer = ssmlx.load(BASE, adapter="chat", dtype="float32")
     entry = {"prompt": "Name three colours of the rainbow."}

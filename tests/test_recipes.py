@@ -201,6 +201,7 @@ def stopping(real, every, calls):
     return stopped
 
 
+@pytest.mark.long
 def test_a_comparison_is_made_again_however_often_it_stops(
     base, adapter, tmp_path, monkeypatch, capsys
 ):

@@ -275,12 +275,14 @@ def test_who_does_not_read_delays_nobody(served, wanted):
     assert found == (wanted[0][1], 4) and grown < 64 and is_well(served, wanted)
 
 
+@pytest.mark.slow
 def test_200_at_once(served, wanted):
     with ThreadPoolExecutor(200) as pool:
         found = [*pool.map(lambda one: (asked(served, one[0]), one[1]), wanted * 5)]
     assert all(reply in (text, 1.0) for reply, text in found) and is_well(served, wanted)
 
 
+@pytest.mark.slow
 def test_who_leaves_in_the_prompt_or_in_decoding(served, wanted):
     long = asking(max_tokens=8000)
     for body in (asking(" ".join(PROMPTS * 150)), long, {**long, "stream": True}):

@@ -34,6 +34,7 @@ def slowed(monkeypatch, seconds_of):
     monkeypatch.setattr(Backbone, "append", append)
 
 
+@pytest.mark.slow
 def test_a_slow_tree_is_dear(model, monkeypatch):
     slowed(monkeypatch, lambda nodes: 0.5 if nodes == 4 else 0.1)
     costs = measure_step_costs(model, TEXT, (4, 2, 3), seconds=0).costs
@@ -42,6 +43,7 @@ def test_a_slow_tree_is_dear(model, monkeypatch):
     assert min(costs.values()) > 0.5
 
 
+@pytest.mark.slow
 def test_nothing_larger_is_timed_than_what_can_pay(model, monkeypatch):
     slowed(monkeypatch, lambda nodes: 0.8 if nodes >= 4 else 0.1)
     costs = measure_step_costs(model, TEXT, (2, 4, 8, 16), seconds=0).costs
