@@ -32,7 +32,7 @@ from ..model.streams import StreamFusedModel
 from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
-from .asks import Ask, End, Part, Reasoning, Text, ToolCall
+from .asks import Ask, End, Part, Reasoning, Refusal, RequestError, Text, ToolCall, check
 
 _AGAIN = {"Retry-After": "1"}
 _STOPPED = HTTPException(503, "the server is being stopped", _AGAIN)
@@ -104,8 +104,12 @@ class Answering:
         """With the name of a model; the first one where the request has none."""
         name = ask.model or next(iter(self.models))
         if name not in self.models:
-            raise HTTPException(404, f"no model {name[:80]!r}; there are {', '.join(self.models)}")
+            raise self.unknown_model(name)
         return replace(ask, model=name)
+
+    def unknown_model(self, name: str) -> HTTPException:
+        found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
+        return Refusal(404, found, param="model", code="model_not_found")
 
     async def parts(self, ask: Ask, user: int = 0) -> AsyncGenerator[Part]:
         """An answer, choice after choice; to close the generator cancels it.
@@ -162,6 +166,9 @@ class Answering:
             config = replace(config, seed=secrets.randbits(31))
         with self._tokenizing:
             model = self.engine.model(self.models[ask.model])
+            highest = max(config.logit_bias or (), default=0)
+            size = model.backbone.vocab_size
+            check(highest < size, f"logit_bias has {highest}", f"ids below {size}", "logit_bias")
             can_draft = model.backbone.capabilities.has("trees")
             if ask.prediction and config.decoding != "plain" and can_draft:
                 check_text(ask.prediction)
@@ -182,6 +189,7 @@ class Answering:
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
         if ask.is_chat:
+            _check_template(ask, tokenizer)
             prompt = {"messages": ask.question, "tools": ask.tools}
             args = {**self.template_args, **(ask.template_args or {})}
             if "enable_thinking" not in str(tokenizer.chat_template):
@@ -208,6 +216,16 @@ class Answering:
             drafter=self.loaded,
             mask=mask,
         )
+
+
+def _check_template(ask: Ask, tokenizer: TokenizerWrapper) -> None:
+    """Raises RequestError where the model's chat template has no place for what is asked."""
+    turns = [one for one in ask.question if isinstance(one, Mapping)]
+    is_text = len(turns) == 1 and turns[0].get("role") == "user" and not ask.tools
+    if not tokenizer.has_chat_template and not is_text:
+        found = "messages are turns of a chat"
+        expected = "one text of a user's: this model has no chat template"
+        raise RequestError("messages", found, expected, "ask /v1/completions, or another model")
 
 
 def logprobs_of(tokenizer: TokenizerWrapper, said: GenerationResponse) -> Any:

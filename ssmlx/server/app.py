@@ -24,12 +24,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ..errors import InputError, require
+from ..errors import ContextLengthError, InputError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import blocks, openai
 from .answering import Answering
-from .asks import Ask, Body
+from .asks import Ask, Body, Refusal, RequestError
 
 Teller = openai.Texts | blocks.Messages | blocks.Responses
 """Tells an answer's parts as events, one a part at least; then has it in one piece, as `reply`."""
@@ -49,7 +49,19 @@ _POLICY = (
     "frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "style-src 'sha256-{}'; script-src 'sha256-{}'"
 )
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
+"""What Anthropic's API calls an error, by its status; OpenAI's has kinds of its own for few."""
+_READ_ON = 8  # bodies of how many times the largest that is read are read to their end
+# Both phrases are looked for: Anthropic's, and OpenAI's.
+_TOO_LONG = (
+    "prompt is too long: {} tokens > {} maximum; expected less than the model's maximum context "
+    "length; shorten it"
+)
 _log = logging.getLogger("ssmlx")
 
 
@@ -118,13 +130,29 @@ class Routes:
     async def _body(self, request: Request) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self.answering.limits.wait):
-                body = parse_json(await request.body())
+                body = parse_json(await self._data(request))
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
         except (ValueError, ClientDisconnect):
             body = None
         require(isinstance(body, dict), "the body", expected="a JSON object", do="correct it")
         return body
+
+    async def _data(self, request: Request) -> bytes:
+        """The bytes of a body. One that is too large is read on for a while, and not kept: a client
+        reads no answer while it still sends."""
+        limit = self.answering.limits.body
+        pieces = []
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size <= limit:
+                pieces.append(piece)
+            elif size > _READ_ON * limit:
+                break
+        if size > limit:
+            raise HTTPException(413, f"the body has more than {limit} bytes")
+        return b"".join(pieces)
 
     async def refuse(self, request: Request, failure: Exception) -> Response:
         told = _refusal(failure)
@@ -136,6 +164,10 @@ def _refusal(failure: Exception) -> HTTPException:
     match failure:
         case HTTPException():
             return failure
+        case ContextLengthError(num_tokens=tokens, limit=limit):
+            return Refusal(400, _TOO_LONG.format(tokens, limit), code="context_length_exceeded")
+        case RequestError():
+            return Refusal(400, str(failure), param=failure.param, details=failure.details)
         case InputError():
             return HTTPException(400, str(failure))
         case TimeoutError():
@@ -147,8 +179,13 @@ def _error(told: HTTPException) -> dict[str, Any]:
     """As clients of every API look for it, in a body or in an event."""
     usual = "api_error" if told.status_code >= 500 else "invalid_request_error"
     error = {"message": told.detail, "param": None, "code": None}
+    if isinstance(told, Refusal):
+        error |= {"param": told.param, "code": told.code}
     kind = _KINDS.get(told.status_code, usual)
-    return {"type": "error", **error, "error": {"type": kind, **error}}
+    inner = {"type": kind, **error}
+    if isinstance(told, Refusal) and told.details is not None:
+        inner["details"] = told.details
+    return {"type": "error", **error, "error": inner}
 
 
 class Reply(StreamingResponse):
@@ -229,7 +266,6 @@ def make_app(
             *(Route(path, routes.ask, methods=["POST"]) for path in APIS),
         ],
         exception_handlers={kind: routes.refuse for kind in failures},
-        max_body_size=answering.limits.body,
     )
     any_: Any = {"allow_headers": "*", "allow_methods": "*"}
     app.add_middleware(CORSMiddleware, allow_origin_regex=_PAGES, **any_)

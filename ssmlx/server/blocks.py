@@ -3,7 +3,7 @@
 Of responses nothing is kept: a request brings its whole conversation.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from itertools import count
 from secrets import token_hex
 from time import time
@@ -13,7 +13,7 @@ from ..errors import quoted
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import asks, openai
-from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
+from .asks import Ask, Body, End, Event, Part, Reasoning, RequestError, Text, ToolCall
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
@@ -107,7 +107,8 @@ def read_message(body: Body, config: GenerateConfig) -> Ask:
         "response_format": asks.typed(body, "output_config", dict, {}).get("format"),
         "chat_template_kwargs": {"enable_thinking": thinking != "disabled"} if thinking else None,
     }
-    return openai.read_chat(chat, config)
+    names = {"stop": "stop_sequences", "response_format": "output_config"}
+    return _read_chat(chat, config, names)
 
 
 def read_response(body: Body, config: GenerateConfig) -> Ask:
@@ -128,7 +129,15 @@ def read_response(body: Body, config: GenerateConfig) -> Ask:
         "response_format": asks.typed(body, "text", dict, {}).get("format"),
         "chat_template_kwargs": {"enable_thinking": False} if is_quiet else None,
     }
-    return openai.read_chat(chat, config)
+    return _read_chat(chat, config, {"max_tokens": "max_output_tokens", "response_format": "text"})
+
+
+def _read_chat(chat: Body, config: GenerateConfig, names: Mapping[str, str]) -> Ask:
+    """What is asked for by a chat's fields, of which some have other `names` in this API."""
+    try:
+        return openai.read_chat(chat, config)
+    except RequestError as error:
+        raise error.renamed(names) from error
 
 
 async def _runs(parts: AsyncIterator[Part]) -> AsyncIterator[tuple[str, Any]]:

@@ -1,23 +1,26 @@
 """OpenAI's chat and text completions."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields, replace
 from secrets import token_hex
 from time import time
 from typing import Any, cast
 
 from ..errors import quoted
-from ..settings import GenerateConfig, SamplingConfig
+from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig
 from . import asks
 from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
 
-_SETTINGS = {
-    **{one.name: one.name for one in fields(SamplingConfig)},
+_FIELDS = {one.name: one for one in fields(GenerateConfig) if "allowed" in one.metadata}
+SETTINGS = {
+    **{one.name: one.name for one in fields(SamplingConfig) if one.name in _FIELDS},
     "temperature": "temp",
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
 }
-"""Fields of a request that are settings; the names are OpenAI's, or mlx-lm's."""
+"""Fields of a request that are settings with bounds; the names are OpenAI's, or mlx-lm's."""
+del SETTINGS["seed"], SETTINGS["logprobs"]  # which mean more in a request
+_BIAS = Allowed(least=-100, most=100)
 
 
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
@@ -53,18 +56,7 @@ def read_completion(body: Body, config: GenerateConfig) -> Ask:
 
 def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
     """What both ask for; an answer is no longer than the server's settings say."""
-    given = [name for name in _SETTINGS if body.get(name) is not None]
-    found = {_SETTINGS[name]: body[name] for name in given} | {"logprobs": logprobs}
-    if asks.number(body, "seed", -(2**63), 2**63 - 1) is not None:
-        found["seed"] %= 2**63
-    stop = body.get("stop")
-    bias = asks.typed(body, "logit_bias", dict, {})
-    found["stop"] = [stop] if isinstance(stop, str) else asks.typed(body, "stop", list, config.stop)
-    ids = all(one.isdecimal() and len(one) < 10 for one in bias)
-    asks.check(ids, f"logit_bias is {quoted(bias)}", "token ids")
-    biases = {int(one): asks.number(bias, one, -100.0, 100.0) or 0.0 for one in bias}
-    found["logit_bias"] = biases or config.logit_bias
-    own = replace(config, **found)
+    own = replace(config, **_settings(body, config), logprobs=logprobs)
     return {
         "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
         "model": asks.typed(body, "model", str, ""),
@@ -73,6 +65,41 @@ def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[st
         "stream": asks.typed(body, "stream", bool, False),
         "body": body,
     }
+
+
+def _settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
+    """The settings that a request brings, each checked under the name that the request has."""
+    found: dict[str, Any] = {}
+    for name, own in SETTINGS.items():
+        if body.get(name) is not None:
+            one = _FIELDS[own]
+            whole = "int" in str(one.type)
+            found[own] = asks.checked(name, body[name], one.metadata["allowed"], whole=whole)
+    is_greedy = found.get("temp", config.temp) == 0
+    ok = not is_greedy or config.acceptance.kind == "exact"
+    found_temp = f"temperature is {found.get('temp')}"
+    asks.check(ok, found_temp, "more than 0: this server accepts typical tokens", "temperature")
+    if asks.number(body, "seed", -(2**63), 2**63 - 1) is not None:
+        found["seed"] = body["seed"] % 2**63
+    return found | {"stop": _stop(body, config), "logit_bias": _bias(body, config)}
+
+
+def _stop(body: Body, config: GenerateConfig) -> Sequence[str]:
+    stop = body.get("stop")
+    texts = [stop] if isinstance(stop, str) else asks.typed(body, "stop", list, config.stop)
+    ok = all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in texts)
+    expected = f"texts of 1 to {MAX_STOP} characters"
+    asks.check(ok, f"stop is {quoted(stop)}", expected, "stop")
+    return texts
+
+
+def _bias(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
+    bias = asks.typed(body, "logit_bias", dict, {})
+    ok = all(one.isdecimal() and len(one) < 10 for one in bias)
+    ok = ok and all(_BIAS.holds(one, whole=False) for one in bias.values())
+    expected = f"token ids, each with a number of {_BIAS.text()}"
+    asks.check(ok, f"logit_bias is {quoted(bias)}", expected, "logit_bias")
+    return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
 
 
 def _schema(form: Body) -> Body | None:
@@ -84,7 +111,7 @@ def _schema(form: Body) -> Body | None:
     schema = named.get("schema") if isinstance(named, dict) else None
     ok = kind == "json_schema" and isinstance(schema, dict)
     expected = "type text, json_object, or json_schema with a schema"
-    asks.check(ok, f"the format is {quoted(form)}", expected)
+    asks.check(ok, f"response_format is {quoted(form)}", expected, "response_format")
     return schema
 
 
