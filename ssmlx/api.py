@@ -200,7 +200,7 @@ Decode = Callable[..., Iterator[list[int]]]
 
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
-    """Raises InputError where a prompt of so many tokens is empty or leaves no room for an answer."""
+    """Raises InputError where a prompt of so many tokens is empty, or leaves no room to answer."""
     limit = model.backbone.context_length
     require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     if limit is not None and num_tokens >= limit:

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from real import words
-from test_server import CHAT, JSON, chat, client_of
+from test_server import CHAT, JSON, chat, client_of, reply, said
 
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
@@ -86,3 +86,118 @@ def test_a_body_that_is_too_large_is_refused_as_all_else_is(serve):
     for found in (told, in_pieces):
         assert (found.status_code, found.headers["content-type"]) == (413, "application/json")
         assert found.json()["error"]["type"] == "request_too_large"
+
+
+def test_known_fields_are_followed_or_refused_by_name_and_others_are_told(client):
+    for path, body in (
+        ("chat/completions", chat()),
+        ("completions", {"prompt": "w1"}),
+        ("messages", {**chat(), "max_tokens": LENGTH}),
+        ("messages/count_tokens", chat()),
+        ("responses", {"input": "w1"}),
+    ):
+        for name, value in (
+            ("stop_token_ids", [3]), ("min_tokens", 5), ("mirostat", 2), ("bad_words", ["w1"]),
+            ("best_of", 2), ("use_beam_search", True), ("mcp_servers", [{"url": "x"}]),
+            ("functions", [{"name": "f"}]), ("typical_p", 0.5), ("skip_special_tokens", False),
+        ):  # fmt: skip
+            error = error_of(client, path, {**body, name: value})
+            assert error["param"] == name and error["message"].startswith(f"{name} is ")
+        asks_nothing = {"stop_token_ids": [], "min_tokens": 0, "mirostat": None, "best_of": 1}
+        no_effect = {"user": "me", "metadata": {"a": "b"}, "cache_control": {"type": "ephemeral"}}
+        found = client.post(f"/v1/{path}", json={**body, **asks_nothing, **no_effect})
+        assert found.status_code == 200 and "x-ignored-fields" not in found.headers, found.text
+        found = client.post(f"/v1/{path}", json={**body, "temprature": 1, "a\r\nb": 2})
+        assert found.status_code == 200
+        assert found.headers["x-ignored-fields"] == "temprature, a??b"
+
+
+def test_an_ignored_end_lets_an_answer_run_to_its_limit(client):
+    asked = chat(logit_bias={"2": 100}, max_tokens=4)
+    for more, wanted in (({}, "stop"), ({"ignore_eos": True}, "length")):
+        (choice,) = reply(client, {**asked, **more})[0]["choices"]
+        assert choice["finish_reason"] == wanted
+
+
+def test_threads_are_refused_as_anthropics_clients_understand(client):
+    pytest.importorskip("anthropic")
+    from anthropic import BadRequestError
+    from anthropic.lib.threads._thread_state import _unsupported_features
+    from anthropic.types import ThreadUnsupportedRequestError
+
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        body = {"model": "tiny", "max_tokens": 4, "messages": TURNS, "thread": thread}
+        found = client.post("/v1/messages", json=body)
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert found.status_code == 400 and found.json()["error"]["details"] == details
+    import httpx2 as httpx
+
+    request = httpx.Request("POST", "http://localhost/v1/messages")
+    error = BadRequestError("no", response=httpx.Response(400, request=request), body=found.json())
+    assert _unsupported_features(error) == ["thread"]
+    assert ThreadUnsupportedRequestError is not None
+
+
+def written(client, prompt):
+    return said(reply(client, {"prompt": prompt}, "/v1/completions"))
+
+
+PREFILLED = [*TURNS, {"role": "assistant", "content": "w2 w3"}]
+
+
+@pytest.mark.parametrize(("more", "prompt"), [
+    ({}, "user: w1 | model: w2 w3"),
+    ({"continue_final_message": True, "add_generation_prompt": False}, "user: w1 | model: w2 w3"),
+    ({"continue_final_message": True}, "user: w1 | model: w2 w3"),
+    ({"continue_final_message": False}, "user: w1 | model: w2 w3 | model: "),
+    ({"add_generation_prompt": True}, "user: w1 | model: w2 w3 | model: "),
+])  # fmt: skip
+def test_a_last_turn_of_the_assistants_is_continued_unless_a_field_says_no(client, more, prompt):
+    wanted = written(client, prompt)
+    assert said(reply(client, {"messages": PREFILLED, **more})) == wanted
+    message = {"model": "tiny", "max_tokens": LENGTH, "messages": PREFILLED, **more}
+    found = client.post("/v1/messages", json=message).json()
+    assert found["content"][0]["text"] == wanted
+    found = client.post("/v1/responses", json={"input": PREFILLED, **more}).json()
+    assert found["output"][0]["content"][0]["text"] == wanted
+
+
+def test_fields_of_turns_that_contradict_each_other_are_refused(client):
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert (
+        "add_generation_prompt"
+        in error_of(client, "chat/completions", {"messages": PREFILLED, **both})["message"]
+    )
+    error = error_of(client, "chat/completions", chat(continue_final_message=True))
+    assert error["param"] == "continue_final_message"
+    assert said(reply(client, chat("w1", add_generation_prompt=False))) == written(
+        client, "user: w1 | "
+    )
+
+
+def test_tools_of_a_model_without_a_form_for_them_are_refused_in_the_apis_words(client):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    history = [*TURNS, {"role": "assistant", "content": None, "tool_calls": [call]},
+               {"role": "tool", "tool_call_id": "c", "content": "3"}]  # fmt: skip
+    for name, body in (("tools", chat(tools=tools)), ("messages", {"messages": history})):
+        error = error_of(client, "chat/completions", body)
+        assert error["param"] == name and "no form for tools" in error["message"]
+
+
+def test_any_model_answers_to_any_name_and_says_which(serve):
+    assert (
+        error_of(serve(), "chat/completions", chat(model="gpt-4o"), 404)["code"]
+        == "model_not_found"
+    )
+    found = reply(serve(any_model=True), chat(model="gpt-4o"))
+    assert found[0]["model"] == "tiny"
+
+
+def test_models(client):
+    listed = client.get("/v1/models").json()
+    assert [one["id"] for one in listed["data"]] == ["tiny"] == [listed["first_id"]]
+    assert client.get("/v1/models/tiny").json() == listed["data"][0]
+    assert listed["data"][0]["max_input_tokens"] == 256
+    found = client.get("/v1/models/org/other")
+    assert found.status_code == 404 and found.json()["error"]["code"] == "model_not_found"

@@ -1,6 +1,6 @@
 """What a request asks for, whatever API it came by, and the parts that an answer is told in."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,8 +27,12 @@ class Ask:
     tools: Tools | None = None
     template_args: Mapping[str, Any] | None = None  # for the chat template
     choices: int = 1  # answers that are wanted
-    # a JSON schema that the answer has to follow, {} for any JSON object
-    schema: Mapping[str, Any] | None = None
+    grammar: str | None = None  # of llguidance, which the answer has to follow
+    forced_tools: Sequence[str] = ()  # names of tools; the answer has to call one of them
+    parallel_calls: bool = True  # whether it may call several
+    continues: bool = False  # whether it goes on from the last turn, the assistant's
+    opens_turn: bool = True  # whether the template begins an assistant's turn for it
+    ignores_end: bool = False  # whether end tokens are never chosen
     prediction: str = ""  # a text that the answer may repeat much of; drafted from
     stream: bool = False  # whether the answer is told part by part
     body: Body = field(default_factory=dict)  # the request, for what a reply repeats of it
@@ -79,6 +83,7 @@ class End:
             "draft_n": last.drafted_tokens,
             "draft_n_accepted": last.generation_tokens - last.target_calls,
             "target_calls": last.target_calls,
+            "tokens_per_call": round(last.generation_tokens / max(1, last.target_calls), 3),
         }
 
 

@@ -6,10 +6,13 @@ from secrets import token_hex
 from time import time
 from typing import Any, cast
 
+from .. import __version__
 from ..errors import quoted
 from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig
 from . import asks
 from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
+from .grammars import grammar_of
+from .tool_choice import read_tool_choice
 
 _FIELDS = {one.name: one for one in fields(GenerateConfig) if "allowed" in one.metadata}
 SETTINGS = {
@@ -20,23 +23,24 @@ SETTINGS = {
 }
 """Fields of a request that are settings with bounds; the names are OpenAI's, or mlx-lm's."""
 del SETTINGS["seed"], SETTINGS["logprobs"]  # which mean more in a request
+FINGERPRINT = f"ssmlx-{__version__}"
+"""What decodes: the package, for all that may change an answer comes with it."""
 _BIAS = Allowed(least=-100, most=100)
 
 
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
-    choice = body.get("tool_choice")
+    choice = read_tool_choice(body)
     turns = asks.parts_of(body.get("messages"), "messages")
     asks.check(bool(turns), "messages is empty", "a turn at least")
     turns = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in turns]
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    ok = kind in (None, "auto", "none")
-    asks.check(ok, f"tool_choice is {quoted(choice)}", "auto or none; a schema gives a form")
     wants = asks.typed(body, "logprobs", bool, False)
     return Ask(
         question=turns,
-        tools=None if kind == "none" else asks.typed(body, "tools", list) or None,
-        template_args=asks.typed(body, "chat_template_kwargs", dict),
-        schema=_schema(asks.typed(body, "response_format", dict, {})),
+        tools=choice.tools,
+        forced_tools=choice.forced,
+        parallel_calls=choice.is_parallel,
+        template_args=_template_args(body),
+        **_turn_fields(body, turns),
         **_common(body, config, (asks.number(body, "top_logprobs", 0, 20) or 0) if wants else None),
     )
 
@@ -61,6 +65,8 @@ def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[st
         "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
         "model": asks.typed(body, "model", str, ""),
         "choices": asks.number(body, "n", 1, 16) or 1,
+        "grammar": grammar_of(body),
+        "ignores_end": asks.typed(body, "ignore_eos", bool, False),
         "prediction": asks.text_of(asks.typed(body, "prediction", dict, {}).get("content") or ""),
         "stream": asks.typed(body, "stream", bool, False),
         "body": body,
@@ -102,17 +108,34 @@ def _bias(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
     return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
 
 
-def _schema(form: Body) -> Body | None:
-    """A format's, which may be a level down; {} for any object, None for text."""
-    kind = form.get("type", "text")
-    named = form.get("json_schema", form)
-    if kind in ("text", "json_object"):
-        return None if kind == "text" else {}
-    schema = named.get("schema") if isinstance(named, dict) else None
-    ok = kind == "json_schema" and isinstance(schema, dict)
-    expected = "type text, json_object, or json_schema with a schema"
-    asks.check(ok, f"response_format is {quoted(form)}", expected, "response_format")
-    return schema
+def _template_args(body: Body) -> dict[str, Any]:
+    """Of the chat template, which may read an effort; an effort of none is no thought."""
+    given = asks.typed(body, "chat_template_kwargs", dict, {})
+    effort = asks.typed(body, "reasoning_effort", str)
+    if effort == "none":
+        return {"enable_thinking": False, **given}
+    return {"reasoning_effort": effort, **given} if effort else given
+
+
+def _turn_fields(body: Body, turns: Sequence[Body]) -> dict[str, Any]:
+    """Whether the answer continues the last turn.
+
+    It does where that is the assistant's and has a text, as llama.cpp's server has it, unless
+    `continue_final_message` is false or `add_generation_prompt` is true; by vLLM's rule they are
+    never both true.
+    """
+    wants = asks.typed(body, "continue_final_message", bool)
+    opens = asks.typed(body, "add_generation_prompt", bool)
+    found = "continue_final_message is True"
+    expected = "add_generation_prompt to be false"
+    asks.check(not (wants and opens), found, expected, "continue_final_message")
+    last = turns[-1]
+    can = last.get("role") == "assistant" and bool(last.get("content"))
+    can = can and not last.get("tool_calls")
+    expected = "a last turn of the assistant's, with a text"
+    asks.check(can or not wants, found, expected, "continue_final_message")
+    continues = can and wants is not False and opens is not True
+    return {"continues": continues, "opens_turn": opens is not False and not continues}
 
 
 class Texts:
@@ -126,12 +149,17 @@ class Texts:
         options = asks.typed(ask.body, "stream_options", dict, {})
         self._has_usage = options.get("include_usage")
         self._ends = list[End]()
+        self._thought = 0  # tokens of reasoning
         self.reply: dict[str, Any] = {"id": self.prefix + token_hex(12), "object": self.kind}
         self.reply |= {"created": int(time()), "model": ask.model, "choices": []}
+        self.reply["system_fingerprint"] = FINGERPRINT
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
         head = {**self.reply, "object": self.kind_of_chunk}
+        if self._has_usage:
+            head["usage"] = None
         async for part in parts:
+            self._thought += part.tokens if isinstance(part, Reasoning) else 0
             chunk = {**head, "choices": [self._choice(part)]}
             if isinstance(part, End):
                 self._ends.append(part)
@@ -140,6 +168,7 @@ class Texts:
                 chunk["ssmlx"] = {"tokens": part.tokens}
             yield None, chunk
         totals = {"usage": _usage(self._ends), "timings": self._ends[-1].timings}
+        totals["usage"]["completion_tokens_details"]["reasoning_tokens"] = self._thought
         self.reply |= totals
         if self._has_usage:
             yield None, {**head, "choices": [], **totals}
@@ -179,32 +208,40 @@ class Chats(Texts):
     kind = "chat.completion"
     kind_of_chunk = "chat.completion.chunk"
 
+    def __init__(self, ask: Ask) -> None:
+        super().__init__(ask)
+        self.reply["service_tier"] = "default"
+
     def _said(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
         delta: dict[str, Any] = {} if "message" in whole else {"role": "assistant"}
-        message = whole.setdefault("message", {})
+        message = whole.setdefault("message", {"refusal": None, "annotations": []})
         match part:
             case Reasoning():
                 delta["reasoning_content"] = part.text
             case Text():
                 delta["content"] = part.text
             case ToolCall():
+                message |= delta
                 function = {"name": part.name, "arguments": part.text}
                 call = {"id": part.id, "type": "function", "function": function}
-                delta["tool_calls"] = [{"index": len(message.get("tool_calls", ())), **call}]
+                _added(message, {"tool_calls": [call]})
+                number = len(message["tool_calls"]) - 1
+                return {"delta": {**delta, "tool_calls": [{"index": number, **call}]}}
             case End() if not message.get("content"):
                 message["content"] = None if "tool_calls" in message else ""
         _added(message, delta)
         return {"delta": delta}
 
     def _logprobs(self, told: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"content": told}
+        return {"content": told, "refusal": None}
 
 
 def _added(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """A whole with more of its texts and lists."""
     for name, value in more.items():
-        whole.setdefault(name, type(value)())
-        whole[name] += value
+        whole.setdefault(name, None if value is None else type(value)())
+        if value is not None:
+            whole[name] += value
     return whole
 
 
