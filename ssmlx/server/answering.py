@@ -129,7 +129,8 @@ class Answering:
                 async with await asyncio.to_thread(self._begun, ask, prompt, own, user) as answer:
                     async for last in answer:
                         told = logprobs_of(tokenizer, last)
-                        for part in parser.read(Text(last.text, len(last.tokens), told)):
+                        text = said_text(tokenizer, ask, last)
+                        for part in parser.read(Text(text, len(last.tokens), told)):
                             yield part
                     if last is None or last.finish_reason is None:
                         raise _STOPPED
@@ -253,6 +254,17 @@ def _check_template(ask: Ask, tokenizer: TokenizerWrapper) -> None:
             what = "tools are offered" if name == "tools" else "messages have calls of tools"
             expected = "none: this model's chat template has no form for tools"
             raise RequestError(name, what, expected, "drop them, or ask a model made for tools")
+
+
+def said_text(tokenizer: TokenizerWrapper, ask: Ask, said: GenerationResponse) -> str:
+    """A segment's text. An answer that continues a turn keeps the space that it may begin with,
+    which mlx-lm's detokenizers cut off."""
+    is_first = len(said.tokens) == said.generation_tokens
+    if not ask.continues or not is_first or said.text[:1].isspace():
+        return said.text
+    (*_, anchor) = tokenizer.encode("a", add_special_tokens=False)
+    behind = tokenizer.decode([anchor, *said.tokens[:1]])[len(tokenizer.decode([anchor])) :]
+    return " " + said.text if behind.startswith(" ") else said.text
 
 
 def logprobs_of(tokenizer: TokenizerWrapper, said: GenerationResponse) -> Any:
