@@ -243,6 +243,27 @@ def test_turns_of_messages():
     assert counted.input_tokens == 7
 
 
+def test_anthropics_tool_runner_sends_the_whole_conversation_without_threads():
+    class Recorded(Scripted):
+        def named(self, ask):
+            roles.append([turn["role"] for turn in ask.question])
+            return super().named(ask)
+
+    @anthropic.beta_async_tool
+    async def add(a: int, b: str) -> str:
+        """Adds."""
+        return "3"
+
+    async def run():
+        beta = clients(Recorded(CALL))[1].beta.messages
+        runner = beta.tool_runner(**MESSAGE, tools=[add], max_iterations=2)
+        return [message.stop_reason async for message in runner]
+
+    roles = []
+    assert asyncio.run(run()) == ["tool_use"] * 2
+    assert roles == [["user"], ["user", "assistant", "tool"]]
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_responses(size, reason):

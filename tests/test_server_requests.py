@@ -120,22 +120,11 @@ def test_an_ignored_end_lets_an_answer_run_to_its_limit(client):
 
 
 def test_threads_are_refused_as_anthropics_clients_understand(client):
-    pytest.importorskip("anthropic")
-    from anthropic import BadRequestError
-    from anthropic.lib.threads._thread_state import _unsupported_features
-    from anthropic.types import ThreadUnsupportedRequestError
-
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
-        body = {"model": "tiny", "max_tokens": 4, "messages": TURNS, "thread": thread}
-        found = client.post("/v1/messages", json=body)
-        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-        assert found.status_code == 400 and found.json()["error"]["details"] == details
-    import httpx2 as httpx
-
-    request = httpx.Request("POST", "http://localhost/v1/messages")
-    error = BadRequestError("no", response=httpx.Response(400, request=request), body=found.json())
-    assert _unsupported_features(error) == ["thread"]
-    assert ThreadUnsupportedRequestError is not None
+        for path in ("messages", "messages/count_tokens"):
+            error = error_of(client, path, {"max_tokens": 4, "messages": TURNS, "thread": thread})
+            assert error["details"] == details and error["type"] == "invalid_request_error"
 
 
 def written(client, prompt):
