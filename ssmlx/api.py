@@ -18,7 +18,7 @@ from .bars import Progress
 from .decoding.loop import CallCounts
 from .decoding.sampling import TokenLogprobs
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
-from .errors import InputError, quoted, require
+from .errors import ContextLengthError, InputError, quoted, require
 from .generation.memory import Memory, memory_of
 from .generation.plan import Decode, decode_plan, make_plan
 from .model.cache import TreeCache
@@ -196,12 +196,11 @@ def token_steps(
 
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
-    """Raises InputError where a prompt of so many tokens leaves no room for an answer."""
+    """Raises InputError where a prompt of so many tokens is empty, or leaves no room to answer."""
     limit = model.backbone.context_length
     require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
-    found = f"the prompt has {num_tokens} tokens"
-    expected = f"less than the model's context of {limit}"
-    require(limit is None or num_tokens < limit, found, expected=expected, do="shorten it")
+    if limit is not None and num_tokens >= limit:
+        raise ContextLengthError(num_tokens, limit)
 
 
 def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:

@@ -28,6 +28,17 @@ class InputError(ValueError):
         return InputError(f"{where}: {self.found}", expected=self.expected, do=self.do)
 
 
+class ContextLengthError(InputError):
+    """A prompt leaves no room for an answer: so many tokens, where the model's context ends."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        found = f"the prompt has {num_tokens} tokens"
+        expected = f"less than the model's context of {limit}"
+        super().__init__(found, expected=expected, do="shorten it")
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
 def first_line(error: Exception) -> str:
     """What an exception says, in one line; its kind where it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0].strip()

@@ -230,6 +230,7 @@ def chat_tokens(
     tools: Tools | None = None,
     template_args: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    continues: bool = False,
 ) -> list[int]:
     """The prompt of a chat under the model's own template, up to where the answer starts.
 
@@ -239,6 +240,7 @@ def chat_tokens(
         tools: what the model may call: JSON schemas, or functions with types and docstrings.
         template_args: what else the template reads, such as {"enable_thinking": False}.
         add_generation_prompt: whether an answer starts behind them.
+        continues: whether the last turn is left open, for the answer to go on from.
 
     Raises:
         InputError: there is no template, or it refuses the turns, or reads no such arguments.
@@ -261,6 +263,8 @@ def chat_tokens(
     more = dict(template_args or {}) | ({"tools": list(tools)} if tools else {})
     _check_template_args(tokenizer, more)
     more["add_generation_prompt"] = add_generation_prompt
+    if continues:
+        more["continue_final_message"] = True
     with refusing_turns("these turns"):
         return list(tokenizer.apply_chat_template(turns, **more))
 

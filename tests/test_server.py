@@ -150,20 +150,23 @@ def test_a_prediction_is_accepted_as_far_as_it_is_right(client, stream):
     prediction = {"type": "content", "content": f"{plain} w1 w2"}
     found = reply(client, chat(prediction=prediction, stream=stream))
     details = found[-1]["usage"]["completion_tokens_details"]
-    assert said(found) == plain
+    assert said(found) == plain and details.pop("reasoning_tokens") == 0
     # The prompt's call and the one behind it bring a token of their own each.
     assert details == {"accepted_prediction_tokens": LENGTH - 2, "rejected_prediction_tokens": 4}
 
 
 BAD = [
-    ({}, "messages"), ([], "object"), (chat(temperature="hot"), "--temp hot"),
+    ({}, "messages"), ([], "object"), (chat(temperature="hot"), "temperature is 'hot'"),
     (chat(n=0), "n is 0"), (chat(stop=[1]), "stop"), (chat(stop=""), "stop"),
     (chat(logit_bias={"999": 1}), "999"), (chat(logit_bias={"x": 1}), "logit_bias"),
-    (chat(max_tokens=1.5), "--max-tokens"), (chat(" "), "empty"), (chat(words(400)), "context"),
+    (chat(max_tokens=1.5), "a whole number"), (chat(" "), "empty"), (chat(words(400)), "context"),
     (chat(seed=True), "seed"), (chat("\ud800"), "Unicode"), (chat(model=7), "model"),
     ({"messages": ["w1"]}, "messages"), ({"messages": [{"role": "user", "content": 7}]}, "turns"),
     (chat(response_format={"type": "xml"}), "json_schema"), (chat(prediction=1), "prediction"),
-    (chat(prediction={"content": "\ud800"}), "Unicode"),
+    (chat(prediction={"content": "\ud800"}), "Unicode"), (chat(temperature=-1), "is -1"),
+    (chat(top_p=2), "top_p is 2; expected 0 to 1"), (chat(frequency_penalty="x"), "frequency"),
+    (chat(logit_bias={"8": "x"}), "logit_bias"), (chat(stop=["x" * 5000]), "stop"),
+    (chat(logit_bias={"8": 101}), "-100 to 100"), (chat(top_logprobs=99, logprobs=True), "0 to 20"),
 ]  # fmt: skip
 
 
@@ -175,6 +178,7 @@ def test_what_cannot_be_followed_is_refused_in_a_line(client, stream):
         error = found.json()["error"]
         assert (found.status_code, error["type"]) == (400, "invalid_request_error"), body
         assert word in error["message"] and "\n" not in error["message"]
+        assert "--" not in error["message"], "a command's option"
     for bad in ({"prompt": [99999]}, {"prompt": ["w1", ""]}, {"prompt": [[8], 8]}, {}):
         assert client.post(COMPLETIONS, json=bad).status_code == 400, bad
     for path, bad in (("messages", chat(words(400))), ("responses", {"input": words(400)})):
@@ -387,9 +391,12 @@ def test_too_much_is_refused(serve):
     assert sum("retry-after" in one.headers for one in found) == 5
     found = ask_all(serve(config, limits=Limits(open=1, wait=0.05)), [chat()] * 3)
     assert sorted(one.status_code for one in found)[0::2] == [200, 503]
-    for limits, status in ((Limits(time=0.02), 504), (Limits(body=99), 413)):
+    for limits, status, kind in (
+        (Limits(time=0.02), 504, "api_error"),
+        (Limits(body=99), 413, "request_too_large"),
+    ):
         (found,) = ask_all(serve(config, limits=limits), [chat(words(50))])
-        assert found.status_code == status
+        assert (found.status_code, found.json()["error"]["type"]) == (status, kind)
 
 
 def test_the_command_refuses_what_it_cannot_do(tmp_path, base, capsys):

@@ -97,6 +97,10 @@ def test_it_sends_streams_stops_and_remembers(page):
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("tiny:own", 0, 30)
     figures = r"[\d.]+ tokens per call · [\d.]+ tokens/s · \d+ calls · "
     assert re.match(figures + "tiny:own", page.inner_text(FIGURES))
+    with page.expect_request(CHAT) as again:
+        page.click("text=Again")
+    page.wait_for_selector("#send.Send")
+    assert again.value.post_data_json == body and page.locator("#log li").count() == 2
     page.evaluate("change({ max_tokens: 16000 })")
     page.keyboard.type("w3\n")
     page.wait_for_selector(f"{SAID} span >> nth=5")

@@ -44,6 +44,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             "read; each has its own prompt cache",
             Path,
         ),
+        (
+            "--any-model",
+            "",
+            "the first model answers where a request names one that is not here",
+            bool,
+        ),
         ("--prompt-cache", "FOLDER", "keep processed prompts on disk, too", Path),
         ("--max-open", "N", "answers at once; more wait (default: %(default)s)", 8),
         ("--max-waiting", "N", "requests that may wait (default: %(default)s)", 64),
@@ -117,7 +123,9 @@ def _main(args: argparse.Namespace) -> None:
     loaded = options.load_drafter(args, engine.model(), engine.tokenizer)
     for one in models.values():
         head_start(engine.model(one), engine.tokenizer, config, loaded)  # refuses what does not fit
-    answering = Answering(engine, models, caches, loaded, args.template_args or {}, limits)
+    answering = Answering(
+        engine, models, caches, loaded, args.template_args or {}, limits, args.any_model
+    )
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(answering, config, hosts, keys)
     _greet(sock, [*models], bool(keys))

@@ -1,48 +1,56 @@
 """From what is asked to the parts of an answer: so many at once, the others in their order.
 
-Reasoning and tool calls are told by mlx-lm's parsers; JSON is held to a schema by llguidance.
+Reasoning and tool calls are told by mlx-lm's parsers; forms are held to by llguidance.
 """
 
 import asyncio
 import json
+import math
 import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, cast
 
-import mlx.core as mx
-import numpy as np
-from llguidance import LLMatcher, LLTokenizer, hf
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 from ..answers import Answer
-from ..api import GenerationResponse, check_prompt, check_tokens
+from ..api import GenerationResponse, check_prompt, check_tokens, end_token_ids
 from ..bars import Progress
 from ..decoding.batch import Mask
 from ..drafters.registry import Loaded
 from ..engine import Engine
-from ..errors import InputError, first_line
 from ..generation.scoring import ScoredPrompt
 from ..json_files import parse_json
 from ..model.streams import StreamFusedModel
 from ..prompt_cache import PromptCache
-from ..prompts import check_text, encode, encode_prompt
+from ..prompts import chat_tokens, check_text, encode, encode_prompt
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
-from .asks import Ask, End, Heard, Part, Reasoning, Text, ToolCall, Waiting
+from .asks import (
+    Ask,
+    End,
+    Heard,
+    Part,
+    Reasoning,
+    Refusal,
+    RequestError,
+    Text,
+    ToolCall,
+    Waiting,
+    check,
+)
+from .calls import MAX_CALLS, call_grammar
+from .grammars import processor
 from .logprobs import logprobs_of, prompt_logprobs, text_of_token
 from .together import OwnPlaces, Places, PromptProgress, read_together
 
 _AGAIN = {"Retry-After": "1"}
 _STOPPED = HTTPException(503, "the server is being stopped", _AGAIN)
-# Some indentation, but no endless one, in which small models get lost.
-_STYLE: Any = {"whitespace_pattern": r"[ \n]{1,24}"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +143,8 @@ class Choice:
         """What a segment says."""
         # A text completion tells its end token, too, as OpenAI's and vLLM's do.
         told = logprobs_of(self._tokenizer, said, with_end=not self.ask.is_chat)
-        text = self._behind_prompt(said) if self.ask.echoes else said.text
+        goes_on = self.ask.echoes or self.ask.continues
+        text = self._behind_prompt(said) if goes_on else said.text
         return self._own(self._parser.read(Text(text, len(said.tokens), told)))
 
     def _behind_prompt(self, said: GenerationResponse) -> str:
@@ -177,8 +186,10 @@ class Answering:
     loaded: Sequence[Loaded] = ()  # what was loaded to draft with
     template_args: Mapping[str, Any] = field(default_factory=dict)  # a request's own go first
     limits: Limits = field(default_factory=Limits)
+    any_model: bool = False  # whether the first model answers for names that are not known
 
     def __post_init__(self) -> None:
+        self.context_length: int | None = self.engine.model().backbone.context_length
         self.prompts = self.prompts or (self.engine.prompt_cache,)
         self.metrics = Metrics()
         self._places = Places(self.limits.open, self.metrics.open)
@@ -192,11 +203,18 @@ class Answering:
             one.close()
 
     def named(self, ask: Ask) -> Ask:
-        """With the name of a model; the first one where the request has none."""
-        name = ask.model or next(iter(self.models))
+        """With the name of a model; the first one where the request has none, or may have any."""
+        first = next(iter(self.models))
+        name = ask.model or first
+        if self.any_model and name not in self.models:
+            name = first
         if name not in self.models:
-            raise HTTPException(404, f"no model {name[:80]!r}; there are {', '.join(self.models)}")
+            raise self.unknown_model(name)
         return replace(ask, model=name)
+
+    def unknown_model(self, name: str) -> HTTPException:
+        found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
+        return Refusal(404, found, param="model", code="model_not_found")
 
     async def parts(self, ask: Ask, user: int = 0) -> AsyncGenerator[Heard]:
         """The parts of all choices as they come; to close the generator cancels them.
@@ -306,6 +324,9 @@ class Answering:
             config = replace(config, seed=secrets.randbits(31))
         with self._tokenizing:
             model = self.engine.model(self.models[ask.model])
+            highest = max(config.logit_bias or (), default=0)
+            size = model.backbone.vocab_size
+            check(highest < size, f"logit_bias has {highest}", f"ids below {size}", "logit_bias")
             can_draft = model.backbone.capabilities.has("trees")
             if ask.prediction and config.decoding != "plain" and can_draft:
                 check_text(ask.prediction)
@@ -314,6 +335,9 @@ class Answering:
                 config = replace(
                     config, decoding="streaming", drafter="prompt-lookup", prompt_lookup=lookup
                 )
+            if ask.ignores_end:
+                ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
+                config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})
             return self._tokens(ask, model), config
 
     def _check_open(self) -> None:
@@ -326,12 +350,19 @@ class Answering:
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
         if ask.is_chat:
+            _check_template(ask, tokenizer)
             prompt = {"messages": ask.question, "tools": ask.tools}
             args = {**self.template_args, **(ask.template_args or {})}
             if "enable_thinking" not in str(tokenizer.chat_template):
                 args.pop("enable_thinking", None)
-            elif ask.schema is not None:
+            elif ask.grammar is not None or ask.forced_tools:
                 args["enable_thinking"] = False
+            if "reasoning_effort" not in str(tokenizer.chat_template):
+                args.pop("reasoning_effort", None)
+            if ask.continues or not ask.opens_turn:
+                own = {"continues": ask.continues, "add_generation_prompt": ask.opens_turn}
+                turns: Any = ask.question
+                return chat_tokens(tokenizer, turns, tools=ask.tools, template_args=args, **own)
             return encode_prompt(prompt, model, tokenizer, template_args=args)
         return list[Any](ask.question)
 
@@ -340,9 +371,9 @@ class Answering:
         self._check_open()
         ask = choice.ask
         mask: Mask | None = None
-        if ask.schema is not None:
+        if ask.grammar is not None or ask.forced_tools:
             with self._tokenizing:
-                mask = processor(self.engine.tokenizer, ask.schema)
+                mask = _mask(ask, self.engine.tokenizer)
         return self.engine.stream(
             choice.prompt.tokens,
             choice.config,
@@ -370,6 +401,33 @@ class Answering:
         )
 
 
+def _mask(ask: Ask, tokenizer: TokenizerWrapper) -> Mask:
+    """What holds an answer to its form: that of a tool's call goes before others."""
+    if not ask.forced_tools:
+        return processor(tokenizer, ask.grammar or "")
+    most = MAX_CALLS if ask.parallel_calls else 1
+    return processor(tokenizer, call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most))
+
+
+def _check_template(ask: Ask, tokenizer: TokenizerWrapper) -> None:
+    """Raises RequestError where the model's chat template has no place for what is asked."""
+    turns = [one for one in ask.question if isinstance(one, Mapping)]
+    is_text = len(turns) == 1 and turns[0].get("role") == "user" and not ask.tools
+    if not tokenizer.has_chat_template and not is_text:
+        found = "messages are turns of a chat"
+        expected = "one text of a user's: this model has no chat template"
+        raise RequestError("messages", found, expected, "ask /v1/completions, or another model")
+    template = tokenizer.chat_template
+    if not isinstance(template, str):  # it is code, of a model made for tools
+        return
+    has_calls = any(one.get("role") == "tool" or one.get("tool_calls") for one in turns)
+    for name, is_asked, word in (("tools", ask.tools, "tools"), ("messages", has_calls, "tool")):
+        if is_asked and word not in template:
+            what = "tools are offered" if name == "tools" else "messages have calls of tools"
+            expected = "none: this model's chat template has no form for tools"
+            raise RequestError(name, what, expected, "drop them, or ask a model made for tools")
+
+
 class Parser:
     """Tells a choice's text as text, reasoning and tool calls.
 
@@ -380,16 +438,20 @@ class Parser:
     def __init__(self, tokenizer: TokenizerWrapper, ask: Ask, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._tools = ask.tools
+        self._most_calls = None if ask.parallel_calls else 1
         self._call = ""
         self._is_behind_marker = False
         self._has_called = False
         self._name = "normal"
         machine = TextStateMachine()
-        if ask.is_chat and ask.schema is None:  # a template may open reasoning at the prompt's end
+        if (ask.is_chat and ask.grammar is None) or ask.forced_tools:
+            # A template may open reasoning at the prompt's end.
             machine = make_text_state_machine(tokenizer)
             end = tokenizer.decode([*prompt[-16:]])
             opens = tokenizer.has_thinking and end.rstrip().endswith(tokenizer.think_start)
-            self._name = tokenizer.response_initial_state or ("reasoning" if opens else "normal")
+            begun = "reasoning" if opens else "normal"
+            is_new = not ask.continues and not ask.forced_tools
+            self._name = (is_new and tokenizer.response_initial_state) or begun
         self._state = machine.make_state(self._name)
 
     def read(self, part: Text | End) -> list[Part]:
@@ -434,9 +496,11 @@ class Parser:
                 raise ValueError("it is no call")
             found = self._tokenizer.tool_parser(text, self._tools)
             found = found if isinstance(found, list) else [found]
-            calls = [*map(_tool_call, found)]
+            calls = [*map(_tool_call, found)][: self._most_calls]
         except Exception:  # whatever a parser makes of a model's words
             return [Text(text)] if text.strip() else []
+        if self._has_called and self._most_calls:
+            return []
         self._has_called = True
         return [*calls]
 
@@ -451,40 +515,3 @@ def _tool_call(parsed: Mapping[str, Any]) -> ToolCall:
         raise ValueError("a call has a name, and an object of arguments")
     told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return ToolCall(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told)
-
-
-def processor(tokenizer: TokenizerWrapper, schema: Mapping[str, Any]) -> Mask:
-    """What holds an answer to a JSON schema, {} for any object.
-
-    Logits are -inf where a token would leave the schema. Behind a whole JSON text end tokens alone
-    are left.
-
-    Raises:
-        InputError: it is no JSON schema, or one that cannot be followed.
-    """
-    try:
-        form = LLMatcher.grammar_from_json_schema(dict(schema or {"type": "object"}), None, _STYLE)
-        matcher = LLMatcher(_tokens_of(tokenizer), form, log_level=0)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
-    except (ValueError, TypeError, RecursionError) as error:
-        found = f"the JSON schema cannot be followed ({first_line(error)[:200]})"
-        raise InputError(found, expected="one that llguidance knows", do="simplify it") from error
-    num_known = 0
-
-    def constrained(tokens: Sequence[int], logits: mx.array) -> mx.array:
-        nonlocal num_known
-        matcher.rollback(max(0, num_known - len(tokens)))
-        matcher.consume_tokens([*tokens[num_known:]])
-        num_known = len(tokens)
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, bitorder="little", count=logits.shape[-1])
-        return mx.where(mx.array(allowed.astype(bool)), logits, -mx.inf)
-
-    return constrained
-
-
-@lru_cache(maxsize=1)
-def _tokens_of(tokenizer: TokenizerWrapper) -> LLTokenizer:
-    """What llguidance knows of a tokenizer's tokens; takes a second."""
-    return hf.from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))

@@ -24,12 +24,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ..errors import InputError, require
+from ..errors import ContextLengthError, InputError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import blocks, openai
 from .answering import Answering
-from .asks import Ask, Body, Heard, Waiting
+from .asks import Ask, Body, Heard, Refusal, RequestError, Waiting
+from .fields import check_fields
 
 Teller = openai.Texts | blocks.Messages | blocks.Responses
 """Tells an answer's parts as events, one a part at least; then has it in one piece, as `reply`."""
@@ -49,7 +50,21 @@ _POLICY = (
     "frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "style-src 'sha256-{}'; script-src 'sha256-{}'"
 )
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+IGNORED = "X-Ignored-Fields"
+"""The header that names the fields of a request that nobody knows."""
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
+"""What Anthropic's API calls an error, by its status; OpenAI's has kinds of its own for few."""
+_READ_ON = 8  # bodies of how many times the largest that is read are read to their end
+# Both phrases are looked for: Anthropic's, and OpenAI's.
+_TOO_LONG = (
+    "prompt is too long: {} tokens > {} maximum; expected less than the model's maximum context "
+    "length; shorten it"
+)
 _log = logging.getLogger("ssmlx")
 
 
@@ -73,9 +88,39 @@ class Routes:
             case "/metrics":
                 told = generate_latest(self.answering.metrics.registry)
                 return Response(told, media_type=CONTENT_TYPE_PLAIN_0_0_4)
-        more = {"object": "model", "type": "model", "created": 0, "owned_by": "ssmlx"}
-        known = [{"id": one, **more} for one in self.answering.models]
-        return JSONResponse({"object": "list", "data": known})
+        names = [*self.answering.models]
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": [*map(self._described, names)], **pages})
+
+    async def tell_model(self, request: Request) -> Response:
+        """What is asked by GET of one model."""
+        self._user(request)
+        name = request.path_params["name"]
+        if name not in self.answering.models:
+            raise self.answering.unknown_model(name)
+        return JSONResponse(self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """A model, as OpenAI's, Anthropic's and vLLM's clients read it."""
+        size = self.answering.context_length
+        return {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "display_name": name,
+            "owned_by": "ssmlx",
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "shutdown_date": None,
+            "deprecated_at": None,
+            "retires_at": None,
+            "lifecycle": "active",
+            "line": None,
+            "capabilities": None,
+            "max_model_len": size,
+            "max_input_tokens": size,
+            "max_tokens": self.config.max_tokens,
+        }
 
     async def ask(self, request: Request) -> Response:
         user = self._user(request)
@@ -84,11 +129,18 @@ class Routes:
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
         read, teller = APIS[path]
-        ask = self.answering.named(read(await self._body(request), self.config))
+        body = await self._body(request)
+        ignored = check_fields(path, body)
+        ask = self.answering.named(read(body, self.config))
+        reply: Response
         if path.endswith("/count_tokens"):
             prompt, _ = await asyncio.to_thread(self.answering.prepared, ask)
-            return JSONResponse({"input_tokens": len(prompt)})
-        return Reply(self.answering, ask, teller(ask), user)
+            reply = JSONResponse({"input_tokens": len(prompt)})
+        else:
+            reply = Reply(self.answering, ask, teller(ask), user)
+        if ignored:
+            reply.headers[IGNORED] = _header_of(ignored)
+        return reply
 
     def _user(self, request: Request) -> int:
         """Whose request it is: the place of the key that was given; 0 where none is needed.
@@ -118,7 +170,7 @@ class Routes:
     async def _body(self, request: Request) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self.answering.limits.wait):
-                body = parse_json(await request.body())
+                body = parse_json(await self._data(request))
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
         except (ValueError, ClientDisconnect):
@@ -126,16 +178,42 @@ class Routes:
         require(isinstance(body, dict), "the body", expected="a JSON object", do="correct it")
         return body
 
+    async def _data(self, request: Request) -> bytes:
+        """The bytes of a body. One that is too large is read on for a while, and not kept: a client
+        reads no answer while it still sends."""
+        limit = self.answering.limits.body
+        pieces = []
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size <= limit:
+                pieces.append(piece)
+            elif size > _READ_ON * limit:
+                break
+        if size > limit:
+            raise HTTPException(413, f"the body has more than {limit} bytes")
+        return b"".join(pieces)
+
     async def refuse(self, request: Request, failure: Exception) -> Response:
         told = _refusal(failure)
         self.answering.metrics.refused.labels(told.status_code).inc()
         return JSONResponse(_error(told), status_code=told.status_code, headers=told.headers)
 
 
+def _header_of(names: Sequence[str]) -> str:
+    """Names of fields, as a header may hold them: a few, in ASCII, on one line."""
+    plain = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:40] for name in names]
+    return ", ".join(plain[:20])
+
+
 def _refusal(failure: Exception) -> HTTPException:
     match failure:
         case HTTPException():
             return failure
+        case ContextLengthError(num_tokens=tokens, limit=limit):
+            return Refusal(400, _TOO_LONG.format(tokens, limit), code="context_length_exceeded")
+        case RequestError():
+            return Refusal(400, str(failure), param=failure.param, details=failure.details)
         case InputError():
             return HTTPException(400, str(failure))
         case TimeoutError():
@@ -147,8 +225,13 @@ def _error(told: HTTPException) -> dict[str, Any]:
     """As clients of every API look for it, in a body or in an event."""
     usual = "api_error" if told.status_code >= 500 else "invalid_request_error"
     error = {"message": told.detail, "param": None, "code": None}
+    if isinstance(told, Refusal):
+        error |= {"param": told.param, "code": told.code}
     kind = _KINDS.get(told.status_code, usual)
-    return {"type": "error", **error, "error": {"type": kind, **error}}
+    inner: dict[str, Any] = {"type": kind, **error}
+    if isinstance(told, Refusal) and told.details is not None:
+        inner["details"] = told.details
+    return {"type": "error", **error, "error": inner}
 
 
 class Reply(StreamingResponse):
@@ -236,11 +319,11 @@ def make_app(
     app = Starlette(
         routes=[
             *(Route(path, routes.tell) for path in (*OPEN, "/metrics", "/v1/models")),
+            Route("/v1/models/{name:path}", routes.tell_model),
             *(Route(path, routes.ask, methods=["POST"]) for path in APIS),
         ],
         exception_handlers={kind: routes.refuse for kind in failures},
-        max_body_size=answering.limits.body,
     )
-    any_: Any = {"allow_headers": "*", "allow_methods": "*"}
+    any_: Any = {"allow_headers": "*", "allow_methods": "*", "expose_headers": [IGNORED]}
     app.add_middleware(CORSMiddleware, allow_origin_regex=_PAGES, **any_)
     return app

@@ -9,42 +9,49 @@ A stream has its headers as soon as its answer is begun, and a comment whenever 
 told for a while. What fails then is told by an event `error`.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields, replace
 from secrets import token_hex
 from time import time
 from typing import Any, cast
 
+from .. import __version__
 from ..errors import quoted
-from ..settings import GenerateConfig, SamplingConfig
+from ..settings import MAX_STOP, Allowed, GenerateConfig, SamplingConfig
 from . import asks
 from .asks import Ask, Body, End, Event, Heard, Part, Reasoning, Text, ToolCall, Waiting
+from .grammars import grammar_of
+from .tool_choice import read_tool_choice
 
-_SETTINGS = {
-    **{one.name: one.name for one in fields(SamplingConfig)},
+_FIELDS = {one.name: one for one in fields(GenerateConfig) if "allowed" in one.metadata}
+SETTINGS = {
+    **{one.name: one.name for one in fields(SamplingConfig) if one.name in _FIELDS},
     "temperature": "temp",
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
 }
-"""Fields of a request that are settings; the names are OpenAI's, or mlx-lm's."""
+"""Fields of a request that are settings with bounds; the names are OpenAI's, or mlx-lm's."""
+del SETTINGS["seed"], SETTINGS["logprobs"]  # which mean more in a request
+FINGERPRINT = f"ssmlx-{__version__}"
+"""What decodes: the package, for all that may change an answer comes with it."""
+_BIAS = Allowed(least=-100, most=100)
 MOST_ANSWERS = 256
 """Answers that a request may ask for: choices of all its prompts."""
 
 
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
-    choice = body.get("tool_choice")
+    choice = read_tool_choice(body)
     turns = asks.parts_of(body.get("messages"), "messages")
     asks.check(bool(turns), "messages is empty", "a turn at least")
     turns = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in turns]
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    ok = kind in (None, "auto", "none")
-    asks.check(ok, f"tool_choice is {quoted(choice)}", "auto or none; a schema gives a form")
     wants = asks.typed(body, "logprobs", bool, False)
     return Ask(
         question=turns,
-        tools=None if kind == "none" else asks.typed(body, "tools", list) or None,
-        template_args=asks.typed(body, "chat_template_kwargs", dict),
-        schema=_schema(asks.typed(body, "response_format", dict, {})),
+        tools=choice.tools,
+        forced_tools=choice.forced,
+        parallel_calls=choice.is_parallel,
+        template_args=_template_args(body),
+        **_turn_fields(body, turns),
         **_common(body, config, (asks.number(body, "top_logprobs", 0, 20) or 0) if wants else None),
     )
 
@@ -84,39 +91,82 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
     """What both ask for; an answer is no longer than the server's settings say."""
-    given = [name for name in _SETTINGS if body.get(name) is not None]
-    found = {_SETTINGS[name]: body[name] for name in given} | {"logprobs": logprobs}
-    if asks.number(body, "seed", -(2**63), 2**63 - 1) is not None:
-        found["seed"] %= 2**63
-    stop = body.get("stop")
-    bias = asks.typed(body, "logit_bias", dict, {})
-    found["stop"] = [stop] if isinstance(stop, str) else asks.typed(body, "stop", list, config.stop)
-    ids = all(one.isdecimal() and len(one) < 10 for one in bias)
-    asks.check(ids, f"logit_bias is {quoted(bias)}", "token ids")
-    biases = {int(one): asks.number(bias, one, -100.0, 100.0) or 0.0 for one in bias}
-    found["logit_bias"] = biases or config.logit_bias
-    own = replace(config, **found)
+    own = replace(config, **_settings(body, config), logprobs=logprobs)
     return {
         "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
         "model": asks.typed(body, "model", str, ""),
         "choices": asks.number(body, "n", 1, 16) or 1,
+        "grammar": grammar_of(body),
+        "ignores_end": asks.typed(body, "ignore_eos", bool, False),
         "prediction": asks.text_of(asks.typed(body, "prediction", dict, {}).get("content") or ""),
         "stream": asks.typed(body, "stream", bool, False),
         "body": body,
     }
 
 
-def _schema(form: Body) -> Body | None:
-    """A format's, which may be a level down; {} for any object, None for text."""
-    kind = form.get("type", "text")
-    named = form.get("json_schema", form)
-    if kind in ("text", "json_object"):
-        return None if kind == "text" else {}
-    schema = named.get("schema") if isinstance(named, dict) else None
-    ok = kind == "json_schema" and isinstance(schema, dict)
-    expected = "type text, json_object, or json_schema with a schema"
-    asks.check(ok, f"the format is {quoted(form)}", expected)
-    return schema
+def _settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
+    """The settings that a request brings, each checked under the name that the request has."""
+    found: dict[str, Any] = {}
+    for name, own in SETTINGS.items():
+        if body.get(name) is not None:
+            one = _FIELDS[own]
+            whole = "int" in str(one.type)
+            found[own] = asks.checked(name, body[name], one.metadata["allowed"], whole=whole)
+    is_greedy = found.get("temp", config.temp) == 0
+    ok = not is_greedy or config.acceptance.kind == "exact"
+    found_temp = f"temperature is {found.get('temp')}"
+    asks.check(ok, found_temp, "more than 0: this server accepts typical tokens", "temperature")
+    if asks.number(body, "seed", -(2**63), 2**63 - 1) is not None:
+        found["seed"] = body["seed"] % 2**63
+    return found | {"stop": _stop(body, config), "logit_bias": _bias(body, config)}
+
+
+def _stop(body: Body, config: GenerateConfig) -> Sequence[str]:
+    stop = body.get("stop")
+    texts = [stop] if isinstance(stop, str) else asks.typed(body, "stop", list, config.stop)
+    ok = all(isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in texts)
+    expected = f"texts of 1 to {MAX_STOP} characters"
+    asks.check(ok, f"stop is {quoted(stop)}", expected, "stop")
+    return texts
+
+
+def _bias(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
+    bias = asks.typed(body, "logit_bias", dict, {})
+    ok = all(one.isdecimal() and len(one) < 10 for one in bias)
+    ok = ok and all(_BIAS.holds(one, whole=False) for one in bias.values())
+    expected = f"token ids, each with a number of {_BIAS.text()}"
+    asks.check(ok, f"logit_bias is {quoted(bias)}", expected, "logit_bias")
+    return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
+
+
+def _template_args(body: Body) -> dict[str, Any]:
+    """Of the chat template, which may read an effort; an effort of none is no thought."""
+    given = asks.typed(body, "chat_template_kwargs", dict, {})
+    effort = asks.typed(body, "reasoning_effort", str)
+    if effort == "none":
+        return {"enable_thinking": False, **given}
+    return {"reasoning_effort": effort, **given} if effort else given
+
+
+def _turn_fields(body: Body, turns: Sequence[Body]) -> dict[str, Any]:
+    """Whether the answer continues the last turn.
+
+    It does where that is the assistant's and has a text, as llama.cpp's server has it, unless
+    `continue_final_message` is false or `add_generation_prompt` is true; by vLLM's rule they are
+    never both true.
+    """
+    wants = asks.typed(body, "continue_final_message", bool)
+    opens = asks.typed(body, "add_generation_prompt", bool)
+    found = "continue_final_message is True"
+    expected = "add_generation_prompt to be false"
+    asks.check(not (wants and opens), found, expected, "continue_final_message")
+    last = turns[-1]
+    can = last.get("role") == "assistant" and bool(last.get("content"))
+    can = can and not last.get("tool_calls")
+    expected = "a last turn of the assistant's, with a text"
+    asks.check(can or not wants, found, expected, "continue_final_message")
+    continues = can and wants is not False and opens is not True
+    return {"continues": continues, "opens_turn": opens is not False and not continues}
 
 
 def comment(waiting: Waiting) -> str:
@@ -136,17 +186,22 @@ class Texts:
         options = asks.typed(ask.body, "stream_options", dict, {})
         self._has_usage = options.get("include_usage")
         self._choices_each = ask.choices  # of a prompt
+        self._thought = 0  # tokens of reasoning
         self._ends: dict[int, End] = {}
         numbers = range(ask.num_answers)
         choices = [{"index": n, "finish_reason": None, "logprobs": None} for n in numbers]
         self.reply: dict[str, Any] = {"id": self.prefix + token_hex(12), "object": self.kind}
         self.reply |= {"created": int(time()), "model": ask.model, "choices": choices}
+        self.reply["system_fingerprint"] = FINGERPRINT
 
     async def events(self, parts: AsyncIterator[Heard]) -> AsyncIterator[Event]:
         head = {**self.reply, "object": self.kind_of_chunk}
+        if self._has_usage:
+            head["usage"] = None
         async for part in parts:
             if isinstance(part, Waiting):
                 continue
+            self._thought += part.tokens if isinstance(part, Reasoning) else 0
             chunk = {**head, "choices": [self._choice(part)]}
             if isinstance(part, End):
                 self._ends[part.choice] = part
@@ -156,6 +211,7 @@ class Texts:
             yield None, chunk
         ends = [end for _, end in sorted(self._ends.items())]
         totals = {"usage": _usage(ends, self._choices_each), "timings": ends[-1].timings}
+        totals["usage"]["completion_tokens_details"]["reasoning_tokens"] = self._thought
         self.reply |= totals
         if self._has_usage:
             yield None, {**head, "choices": [], **totals}
@@ -199,25 +255,32 @@ class Chats(Texts):
     kind = "chat.completion"
     kind_of_chunk = "chat.completion.chunk"
 
+    def __init__(self, ask: Ask) -> None:
+        super().__init__(ask)
+        self.reply["service_tier"] = "default"
+
     def _said(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
         delta: dict[str, Any] = {} if "message" in whole else {"role": "assistant"}
-        message = whole.setdefault("message", {})
+        message = whole.setdefault("message", {"refusal": None, "annotations": []})
         match part:
             case Reasoning():
                 delta["reasoning_content"] = part.text
             case Text():
                 delta["content"] = part.text
             case ToolCall():
+                message |= delta
                 function = {"name": part.name, "arguments": part.text}
                 call = {"id": part.id, "type": "function", "function": function}
-                delta["tool_calls"] = [{"index": len(message.get("tool_calls", ())), **call}]
+                _added(message, {"tool_calls": [call]})
+                number = len(message["tool_calls"]) - 1
+                return {"delta": {**delta, "tool_calls": [{"index": number, **call}]}}
             case End() if not message.get("content"):
                 message["content"] = None if "tool_calls" in message else ""
         _added(message, delta)
         return {"delta": delta}
 
     def _logprobs(self, told: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-        return {"content": told}
+        return {"content": told, "refusal": None}
 
 
 def _likeliest(one: dict[str, Any]) -> dict[str, float] | None:
@@ -233,8 +296,9 @@ def _likeliest(one: dict[str, Any]) -> dict[str, float] | None:
 def _added(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """A whole with more of its texts and lists."""
     for name, value in more.items():
-        whole.setdefault(name, type(value)())
-        whole[name] += value
+        whole.setdefault(name, None if value is None else type(value)())
+        if value is not None:
+            whole[name] += value
     return whole
 
 

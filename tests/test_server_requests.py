@@ -1,0 +1,194 @@
+"""What a request may ask for, field by field: followed, refused by name, or told as ignored."""
+
+import json
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from real import words
+from test_server import CHAT, JSON, chat, client_of, reply, said
+
+import ssmlx
+from ssmlx.prompt_cache import PromptCache
+from ssmlx.server.answering import Answering, Limits
+from ssmlx.server.app import make_app
+
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def engine(base):
+    with ssmlx.Engine(str(base), dtype="float32") as engine:
+        yield engine
+
+
+@pytest.fixture
+def serve(engine):
+    """A client of an application with the tiny model as `tiny`."""
+
+    def make(config=None, **more):
+        answering = Answering(engine, {"tiny": None}, prompts=[PromptCache()], **more)
+        config = config or ssmlx.GenerateConfig(max_tokens=LENGTH)
+        return client_of(make_app(answering, config))
+
+    return make
+
+
+@pytest.fixture
+def client(serve):
+    return serve()
+
+
+def error_of(client, path, body, status=400):
+    found = client.post(f"/v1/{path}", json={"model": "tiny", **body})
+    assert found.status_code == status, found.text
+    return found.json()["error"]
+
+
+TURNS = [{"role": "user", "content": "w1"}]
+
+
+def test_a_context_that_is_too_long_has_the_code_and_words_that_clients_look_for(client):
+    long = words(400)
+    for path, body in (
+        ("chat/completions", chat(long)),
+        ("completions", {"prompt": long}),
+        ("messages", {**chat(long), "max_tokens": 9}),
+        ("responses", {"input": long}),
+    ):
+        error = error_of(client, path, body)
+        assert error["code"] == "context_length_exceeded", path
+        assert "prompt is too long: 40" in error["message"], "Anthropic's words"
+        assert "maximum context length" in error["message"], "OpenAI's words"
+
+
+def test_each_api_names_its_own_field(client):
+    for path, name, value in (
+        ("chat/completions", "max_completion_tokens", -1),
+        ("chat/completions", "response_format", {"type": "xml"}),
+        ("messages", "stop_sequences", [3]),
+        ("messages", "max_tokens", 0),
+        ("responses", "max_output_tokens", "many"),
+        ("responses", "top_p", 7),
+    ):
+        error = error_of(client, path, {"messages": TURNS, "input": "w1", name: value})
+        assert error["param"] == name and error["message"].startswith(f"{name} is "), error
+
+
+def test_a_body_that_is_too_large_is_refused_as_all_else_is(serve):
+    client = serve(limits=Limits(body=1000))
+    data = json.dumps(chat(words(2000)))
+    told = client.post(CHAT, content=data, headers=JSON)
+    in_pieces = client.post(
+        CHAT, content=iter([data[:900].encode(), data[900:].encode()]), headers=JSON
+    )
+    for found in (told, in_pieces):
+        assert (found.status_code, found.headers["content-type"]) == (413, "application/json")
+        assert found.json()["error"]["type"] == "request_too_large"
+
+
+def test_known_fields_are_followed_or_refused_by_name_and_others_are_told(client):
+    for path, body in (
+        ("chat/completions", chat()),
+        ("completions", {"prompt": "w1"}),
+        ("messages", {**chat(), "max_tokens": LENGTH}),
+        ("messages/count_tokens", chat()),
+        ("responses", {"input": "w1"}),
+    ):
+        for name, value in (
+            ("stop_token_ids", [3]), ("min_tokens", 5), ("mirostat", 2), ("bad_words", ["w1"]),
+            ("best_of", 2), ("use_beam_search", True), ("mcp_servers", [{"url": "x"}]),
+            ("functions", [{"name": "f"}]), ("typical_p", 0.5), ("skip_special_tokens", False),
+        ):  # fmt: skip
+            error = error_of(client, path, {**body, name: value})
+            assert error["param"] == name and error["message"].startswith(f"{name} is ")
+        asks_nothing = {"stop_token_ids": [], "min_tokens": 0, "mirostat": None, "best_of": 1}
+        no_effect = {"user": "me", "metadata": {"a": "b"}, "cache_control": {"type": "ephemeral"}}
+        found = client.post(f"/v1/{path}", json={**body, **asks_nothing, **no_effect})
+        assert found.status_code == 200 and "x-ignored-fields" not in found.headers, found.text
+        found = client.post(f"/v1/{path}", json={**body, "temprature": 1, "a\r\nb": 2})
+        assert found.status_code == 200
+        assert found.headers["x-ignored-fields"] == "temprature, a??b"
+
+
+def test_an_ignored_end_lets_an_answer_run_to_its_limit(client):
+    asked = chat(logit_bias={"2": 100}, max_tokens=4)
+    for more, wanted in (({}, "stop"), ({"ignore_eos": True}, "length")):
+        (choice,) = reply(client, {**asked, **more})[0]["choices"]
+        assert choice["finish_reason"] == wanted
+
+
+def test_threads_are_refused_as_anthropics_clients_understand(client):
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        for path in ("messages", "messages/count_tokens"):
+            error = error_of(client, path, {"max_tokens": 4, "messages": TURNS, "thread": thread})
+            assert error["details"] == details and error["type"] == "invalid_request_error"
+
+
+def written(client, prompt):
+    return said(reply(client, {"prompt": prompt}, "/v1/completions"))
+
+
+PREFILLED = [*TURNS, {"role": "assistant", "content": "w2 w3"}]
+
+
+@pytest.mark.parametrize(("more", "prompt"), [
+    ({}, "user: w1 | model: w2 w3"),
+    ({"continue_final_message": True, "add_generation_prompt": False}, "user: w1 | model: w2 w3"),
+    ({"continue_final_message": True}, "user: w1 | model: w2 w3"),
+    ({"continue_final_message": False}, "user: w1 | model: w2 w3 | model: "),
+    ({"add_generation_prompt": True}, "user: w1 | model: w2 w3 | model: "),
+])  # fmt: skip
+def test_a_last_turn_of_the_assistants_is_continued_unless_a_field_says_no(client, more, prompt):
+    wanted = written(client, prompt)
+    if prompt.endswith("w3"):  # together they are one text
+        wanted = f" {wanted}"
+    assert said(reply(client, {"messages": PREFILLED, **more})) == wanted
+    message = {"model": "tiny", "max_tokens": LENGTH, "messages": PREFILLED, **more}
+    found = client.post("/v1/messages", json=message).json()
+    assert found["content"][0]["text"] == wanted
+    found = client.post("/v1/responses", json={"input": PREFILLED, **more}).json()
+    assert found["output"][0]["content"][0]["text"] == wanted
+
+
+def test_fields_of_turns_that_contradict_each_other_are_refused(client):
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert (
+        "add_generation_prompt"
+        in error_of(client, "chat/completions", {"messages": PREFILLED, **both})["message"]
+    )
+    error = error_of(client, "chat/completions", chat(continue_final_message=True))
+    assert error["param"] == "continue_final_message"
+    assert said(reply(client, chat("w1", add_generation_prompt=False))) == written(
+        client, "user: w1 | "
+    )
+
+
+def test_tools_of_a_model_without_a_form_for_them_are_refused_in_the_apis_words(client):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    history = [*TURNS, {"role": "assistant", "content": None, "tool_calls": [call]},
+               {"role": "tool", "tool_call_id": "c", "content": "3"}]  # fmt: skip
+    for name, body in (("tools", chat(tools=tools)), ("messages", {"messages": history})):
+        error = error_of(client, "chat/completions", body)
+        assert error["param"] == name and "no form for tools" in error["message"]
+
+
+def test_any_model_answers_to_any_name_and_says_which(serve):
+    assert (
+        error_of(serve(), "chat/completions", chat(model="gpt-4o"), 404)["code"]
+        == "model_not_found"
+    )
+    found = reply(serve(any_model=True), chat(model="gpt-4o"))
+    assert found[0]["model"] == "tiny"
+
+
+def test_models(client):
+    listed = client.get("/v1/models").json()
+    assert [one["id"] for one in listed["data"]] == ["tiny"] == [listed["first_id"]]
+    assert client.get("/v1/models/tiny").json() == listed["data"][0]
+    assert listed["data"][0]["max_input_tokens"] == 256
+    found = client.get("/v1/models/org/other")
+    assert found.status_code == 404 and found.json()["error"]["code"] == "model_not_found"
