@@ -4,7 +4,8 @@
 2. A field of `WITHOUT_EFFECT` changes nothing about what is answered here.
 3. A field of `REFUSED` would change the answer, and cannot be followed: it is refused by its name,
    unless its value asks for nothing.
-4. Any other field is ignored, and its name is told in the header `X-Ignored-Fields`.
+4. Any other field is ignored, and its name is told in the header `X-Ignored-Fields`: unknown ones,
+   and hints such as `verbosity` or `context_management`, without which an answer is right as well.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ WITHOUT_EFFECT = {
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     # OpenAI's
-    "audio": (), "best_of": (0, 1), "context_management": ([], {}), "function_call": ("none",),
+    "audio": (), "best_of": (0, 1), "function_call": ("none",),
     "functions": ([],), "image": (), "modalities": (["text"],), "moderation": (),
     "truncation": ("disabled",), "web_search_options": (),
     # Anthropic's
