@@ -423,6 +423,7 @@ REAL = [
 
 @pytest.mark.real
 def test_the_real_model_answers_as_generate_does():
+    num_accepted = 0
     with ssmlx.Engine("smollm2-135m", dtype="float32") as engine:
         client = client_of(make_app(Answering(engine, {"smol": None, "smol:sql": "sql"})))
         for name, adapter, text in REAL:
@@ -432,5 +433,6 @@ def test_the_real_model_answers_as_generate_does():
             for stream in (True, False, True):
                 found = reply(client, chat(text, model=name, max_tokens=24, stream=stream))
                 assert said(found) == wanted
-            # What calls cost is known by then.
-            assert found[-1]["timings"]["draft_n_accepted"] > 0
+                num_accepted += found[-1]["timings"]["draft_n_accepted"]
+    # Not in each: a busy machine may find that drafting does not pay for one of them.
+    assert num_accepted > 0
