@@ -164,7 +164,7 @@ def grown(sizes):
 
 @pytest.mark.parametrize(
     "count",
-    [pytest.param(400, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)],
+    [pytest.param(400, marks=pytest.mark.long), pytest.param(2000, marks=pytest.mark.long)],
 )
 def test_eight_clients_of_all_kinds_leave_nothing_behind(tiny, count):
     options = ("--model", tiny / "tiny", "--adapter", tiny / "own", "--temp", 0)
