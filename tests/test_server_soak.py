@@ -1,6 +1,6 @@
 """Mixed requests of eight clients at once, for minutes: memory and threads stay, answers are right.
 
-`pytest -m slow tests/test_server_soak.py` asks some hundred times; `-m long`, 2,000 times.
+`pytest -m long tests/test_server_soak.py` asks 400 times, then 2,000 times.
 """
 
 import json
