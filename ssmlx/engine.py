@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -167,10 +167,7 @@ class Engine:
         def opened() -> Answer[GenerationResponse]:
             prompt = self._tokens(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            decode = self._decode(model, config)
-            if mask is not None:
-                decode = partial(self._batches.decode, mask=mask)
-            segments = self._segments(model, prompt, config, loaded, kept, decode, shares_prompt)
+            segments = self._segments(model, prompt, config, loaded, kept, mask, shares_prompt)
             answer = Answer(segments, progress)
             self._join(answer)
             return answer
@@ -184,16 +181,14 @@ class Engine:
         config: GenerateConfig,
         loaded: Sequence[Loaded],
         kept: PromptCache,
-        decode: Decode,
+        mask: Mask | None,
         shares_prompt: bool,
     ) -> Iterator[GenerationResponse | Prefilled]:
         cache = model.make_cache()
         known = 0
         if not config.deterministic:
             cache, known = kept.take(model, prompt)
-        if shares_prompt and decode is not decode_plan:
-            keep = partial(kept.put, model, prompt, cache)
-            decode = partial(cast("Any", decode), on_prompt=keep)
+        keep = partial(kept.put, model, prompt, cache) if shares_prompt else None
 
         def done(given: list[GenerationResponse]) -> None:
             written = [*prompt, *(token for one in given for token in one.tokens)]
@@ -207,7 +202,7 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
-            decode=decode,
+            decode=self._decode(model, config, mask, keep),
             loaded=loaded,
         )
 
@@ -256,10 +251,19 @@ class Engine:
             kept.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
-    def _decode(self, model: StreamFusedModel, config: GenerateConfig) -> Decode:
-        """How answers are decoded: beside others, unless their calls are to be the same always."""
+    def _decode(
+        self,
+        model: StreamFusedModel,
+        config: GenerateConfig,
+        mask: Mask | None,
+        on_prompt: Callable[[], None] | None,
+    ) -> Decode:
+        """How an answer is decoded: beside others, which `Batches.decode` takes a mask and what to
+        call behind the prompt for; or alone, if its calls are to be the same always."""
         is_alone = config.deterministic or model.backbone.group is not None
-        return decode_plan if is_alone else self._batches.decode
+        if is_alone and mask is None:
+            return decode_plan
+        return partial(self._batches.decode, mask=mask, on_prompt=on_prompt)
 
     def _tokens(
         self, model: StreamFusedModel, question: Question, template: Mapping[str, Any]

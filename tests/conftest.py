@@ -75,6 +75,29 @@ def loaded(base, adapter):
     return ssmlx.load(str(base), adapter=adapter, dtype="float32")
 
 
+@pytest.fixture(scope="module")
+def engine(base):
+    """An engine of the tiny model."""
+    with ssmlx.Engine(str(base), dtype="float32") as engine:
+        yield engine
+
+
+@pytest.fixture
+def serve(engine, adapter):
+    """Makes an application with the tiny model as `tiny` and its adapter as `tiny:own`; answers
+    have 8 tokens unless it is told otherwise."""
+    from ssmlx.prompt_cache import PromptCache
+    from ssmlx.server.answering import Answering
+    from ssmlx.server.app import make_app
+
+    def make(config=None, keys=(), **more):
+        given = {"prompts": [PromptCache()], **more}
+        answering = Answering(engine, {"tiny": None, "tiny:own": str(adapter)}, **given)
+        return make_app(answering, config or ssmlx.GenerateConfig(max_tokens=8), keys=keys)
+
+    return make
+
+
 @pytest.fixture(autouse=True)
 def device(request):
     """Tests compute on the CPU, on a Mac too, but for those marked `metal`; `.ci/cuda` asks for

@@ -28,24 +28,6 @@ JSON = {"content-type": "application/json"}
 LENGTH = 8
 
 
-@pytest.fixture(scope="module")
-def engine(base):
-    with ssmlx.Engine(str(base), dtype="float32") as engine:
-        yield engine
-
-
-@pytest.fixture
-def serve(engine, adapter):
-    """An application with the tiny model as `tiny` and its adapter as `tiny:own`."""
-
-    def make(config=None, keys=(), **more):
-        given = {"prompts": [PromptCache()], **more}
-        answering = Answering(engine, {"tiny": None, "tiny:own": str(adapter)}, **given)
-        return make_app(answering, config or ssmlx.GenerateConfig(max_tokens=LENGTH), keys=keys)
-
-    return make
-
-
 @pytest.fixture
 def client(serve):
     return client_of(serve())

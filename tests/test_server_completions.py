@@ -10,7 +10,7 @@ pytest.importorskip("starlette")
 import httpx2 as httpx
 import mlx.core as mx
 from real import words, write_tiny_adapter
-from test_server import CHAT, COMPLETIONS, LENGTH, chat, client_of, reply
+from test_server import CHAT, COMPLETIONS, chat, client_of, reply
 
 import ssmlx
 from ssmlx.decoding.batch import Batch
@@ -22,22 +22,6 @@ from ssmlx.server.app import make_app
 PROMPTS = [words(9), words(5, 20), "w7", words(9)]
 IDS = [[8, 9, 10], [11, 12], [13]]
 SAMPLED = {"temperature": 1, "seed": 3, "top_p": 0.9}
-
-
-@pytest.fixture(scope="module")
-def engine(base):
-    with ssmlx.Engine(str(base), dtype="float32") as engine:
-        yield engine
-
-
-@pytest.fixture
-def serve(engine, adapter):
-    def make(**more):
-        models = {"tiny": None, "tiny:own": str(adapter)}
-        answering = Answering(engine, models, **{"prompts": [PromptCache()], **more})
-        return make_app(answering, ssmlx.GenerateConfig(max_tokens=LENGTH))
-
-    return make
 
 
 @pytest.fixture

@@ -17,12 +17,6 @@ from ssmlx.server.app import make_app
 LENGTH = 8
 
 
-@pytest.fixture(scope="module")
-def engine(base):
-    with ssmlx.Engine(str(base), dtype="float32") as engine:
-        yield engine
-
-
 @pytest.fixture
 def serve(engine):
     """A client of an application with the tiny model as `tiny`."""

@@ -32,12 +32,6 @@ COMMENT = re.compile(rb": keepalive (\d+)/(\d+)\n\n")
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
-@pytest.fixture(scope="module")
-def engine(base):
-    with ssmlx.Engine(str(base), dtype="float32") as engine:
-        yield engine
-
-
 @pytest.fixture
 def app(engine):
     """Its streams are silent for 20 ms at most; prompts are read in pieces of 16 tokens."""
