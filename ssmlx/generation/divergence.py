@@ -83,7 +83,9 @@ def divergence(
     config: GenerateConfig,
     ends: Collection[int],
 ) -> Divergence | None:
-    """Where an answer parts from plain decoding's, by one pass over the text that both begin with.
+    """Where an answer parts from plain decoding's, and how close the two tokens are there.
+
+    They are weighed by the logits that the model gives behind the text that both begin with.
 
     On the thread that runs MLX.
 
@@ -91,7 +93,8 @@ def divergence(
         model: as `ssmlx.load` returns it.
         prompt, plain, other: tokens of the prompt and of the two answers.
         config: the settings of both, a seed included if they were sampled.
-        ends: the tokens that end an answer, of which it has none.
+        ends: the tokens that end an answer, which answers do not hold; one that is over where the
+            other goes on has chosen the likeliest of them.
 
     Returns:
         None where the answers are the same.
@@ -108,7 +111,14 @@ def divergence(
     hidden, _ = model.append(token, cache, {})
     places = places_of(root_tree(token), first, last_tokens(text[:-1], sampling.context_size))
     logits = sampling.process(model.backbone.logits(hidden), places)[0]
-    end = max(ends, key=lambda one: to_float(logits[one]))
-    chosen, others = (answer[place] if place < len(answer) else end for answer in (plain, other))
+
+    def token_of(answer: Sequence[int]) -> int:
+        return (
+            answer[place]
+            if place < len(answer)
+            else max(ends, key=lambda end: to_float(logits[end]))
+        )
+
     noise = sampling.noise(first, 1)
-    return weigh(place, chosen, others, logits, noise, model.backbone.dtype)
+    dtype = model.backbone.dtype
+    return weigh(place, token_of(plain), token_of(other), logits, noise, dtype)

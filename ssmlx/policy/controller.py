@@ -107,6 +107,15 @@ def shape_kind(shape: DraftShape) -> Kind:
     return shape.drafter, shape.nodes
 
 
+def size_to_time(offer: Offer, most_timed: int) -> int:
+    """Nodes to time next: twice the `most_timed` so far (0 for none), but `FIRST_NODES` at least,
+    and within what the offer has; its largest once that was timed."""
+    smallest, _ = offer.shapes[0]
+    largest, _ = offer.shapes[-1]
+    size = max(2 * most_timed, FIRST_NODES, smallest.nodes)
+    return min(size, largest.nodes)
+
+
 class Controller:
     """Decides what each call of one answer drafts; see `DraftController`.
 
@@ -268,7 +277,7 @@ class Controller:
                 continue
             ratio = self._acceptance_of(offer.drafter).ratio
             most_timed = self._costs.most_known(offer.drafter)
-            next_size = self._next_size(offer, most_timed)
+            next_size = size_to_time(offer, most_timed)
             for shape, offered in offer.shapes:
                 if shape.nodes <= (most_timed or FIRST_NODES) or shape.nodes == next_size:
                     kind = shape_kind(shape)
@@ -279,13 +288,6 @@ class Controller:
                         self._costs.calls(kind),
                         self._costs.hopeful(kind),
                     )
-
-    def _next_size(self, offer: Offer, most_timed: int) -> int:
-        """Nodes of the shape that is timed next, where it may pay: twice the most so far."""
-        smallest, _ = offer.shapes[0]
-        largest, _ = offer.shapes[-1]
-        size = max(2 * most_timed, FIRST_NODES, smallest.nodes)
-        return min(size, largest.nodes)
 
     def _pays(self, best: Candidate) -> bool:
         """Whether to draft, as far as the answer may fall behind plain decoding."""
@@ -364,8 +366,9 @@ class Controller:
             self._probe_calls = PROBE_CALLS - 1
             self._table.begin_probe(decision.risk)
 
-    def _take_run(self) -> None:
-        """Take what a first run of a shape has taught, so that the answer gains by it too."""
+    def _take_first_timings(self) -> None:
+        """The open run has timed a size that nobody had: end the probe, hand the seconds to the
+        table, and go on with its costs, so that this answer gains too and not only later ones."""
         self._probe = None
         self._teach()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
@@ -392,7 +395,7 @@ class Controller:
         self._runs[-1].seconds.append(seconds)
         is_run = len(self._runs[-1].seconds) == RUN_CALLS
         if is_run and self._costs.weight(shape_kind(call.shape)) < UNTIMED:
-            self._take_run()
+            self._take_first_timings()
         else:
             self._check_cost(call.shape, seconds)
 

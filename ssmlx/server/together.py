@@ -85,9 +85,11 @@ class PromptProgress:
 async def read_together(
     answers: Sequence[AsyncGenerator[Heard]], silence: float, progress: PromptProgress
 ) -> AsyncGenerator[Heard]:
-    """The parts of all answers as they come, and `Waiting` after each `silence` in seconds.
+    """The parts of all answers as they come, and `Waiting` by `progress` after each `silence`, the
+    seconds in which none of them had a part.
 
-    An answer is a part or two ahead of its reader. The first one that fails ends all.
+    Each answer holds one part at most that nobody has taken, and all of them share a place for one
+    more. Where one fails the others are cancelled, and its error is raised.
     """
     queue: asyncio.Queue[Heard | Exception | None] = asyncio.Queue(1)
     tasks = [asyncio.create_task(_put_parts(one, queue)) for one in answers]
