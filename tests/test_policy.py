@@ -205,6 +205,46 @@ def test_seconds_that_nothing_tells_do_not_stop_drafting():
     assert drafted[-1] is not None
 
 
+def test_the_first_answer_on_a_machine_tries_sizes_in_strides_and_gains_by_them():
+    table = CostTable()
+    source = SteadySource(Offer.of_curve(TREE, {4: 3.2, 8: 4.4, 16: 4.8}))
+    controller = Controller(table, AcceptancePrior(), [source])
+    costs = {4: 2.0, 8: 2.1, 16: 2.2}
+    shape = None
+    place = 0
+    drafted = []
+    while place < 80:
+        upcoming = controller.next()
+        tokens = {4: 3, 8: 4, 16: 5}[shape.nodes] if shape else 1
+        cost = costs[shape.nodes] if shape else 1.0
+        seconds = cost * replayed.PLAIN_SECONDS if place else None
+        controller.record(Call(shape, tokens, place, seconds, upcoming))
+        place += tokens
+        shape = upcoming
+        drafted.append(upcoming.nodes if upcoming else 0)
+    sizes = [
+        nodes for nodes, before in zip(drafted, [None, *drafted], strict=False) if nodes != before
+    ]
+    assert sizes == [0, 4, 8, 16]
+    controller.finish()
+    found = table.frozen(0)
+    assert [found.calls(("streams", n)) for n in costs] == pytest.approx([2.0, 2.1, 2.2], rel=0.15)
+
+
+def test_a_probe_that_an_answers_end_cuts_off_is_begun_again():
+    table = known_table({4: 2.0})
+    for _ in range(2):
+        controller = controller_of(table)
+        shape = None
+        for place in range(3):
+            upcoming = controller.next()
+            controller.record(Call(shape, 1, place, None, upcoming))
+            shape = upcoming
+        assert shape is not None
+        assert shape.nodes == 8  # the size behind the one that is known
+        controller.finish()
+
+
 def test_a_text_that_accepts_nothing_is_decoded_plainly_and_tried_again():
     table = known_table()
     prior = AcceptancePrior()
