@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .drafters.draft_model import DraftModel as DraftModel
     from .drafters.draft_model import load_draft_model as load_draft_model
     from .drafters.heads import load_heads as load_heads
+    from .drafters.text_index import EarlierAnswers as EarlierAnswers
     from .engine import Engine as Engine
     from .errors import InputError as InputError
     from .loading.attach import swap_adapter as swap_adapter
@@ -57,6 +58,7 @@ _NAMES = {
     "drafters.draft_model": ("DraftModel", "load_draft_model"),
     "drafters.heads": ("load_heads",),
     "engine": ("Engine",),
+    "drafters.text_index": ("EarlierAnswers",),
     "errors": ("InputError",),
     "loading.attach": ("swap_adapter",),
     "loading.load": ("load",),

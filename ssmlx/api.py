@@ -1,10 +1,10 @@
 """Text in, text out: what `import ssmlx` gives beside `load`."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import index
@@ -15,9 +15,10 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from .answers import Answer, Prefilled, run, wired
 from .bars import Progress
-from .decoding.loop import CallCounts
+from .decoding.loop import CallCounts, DraftCounts
 from .decoding.sampling import TokenLogprobs
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
+from .drafters.text_index import EarlierAnswers
 from .errors import ContextLengthError, InputError, quoted, require
 from .generation.memory import Memory, memory_of
 from .generation.plan import Decode, decode_plan, make_plan
@@ -53,6 +54,7 @@ class GenerationResponse:
         logprobs: those of each token; None where `GenerateConfig.logprobs` is.
         stop: the text of `GenerateConfig.stop` that ended the answer, if one did.
         drafted_tokens: nodes of the trees that were verified so far, the roots not counted.
+        drafts: what came of each drafter's trees so far, by its name.
     """
 
     text: str
@@ -71,6 +73,7 @@ class GenerationResponse:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     stop: str | None = None
     drafted_tokens: int = 0
+    drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
 
     @property
     def tokens_per_call(self) -> float:
@@ -229,6 +232,7 @@ def stream_generate(
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
     progress: Progress | None = None,
+    earlier: EarlierAnswers | None = None,
     **settings: Any,
 ) -> Answer[GenerationResponse]:
     """Generate an answer, yielding a segment of it for each target call.
@@ -249,6 +253,8 @@ def stream_generate(
         context: the tokens that `cache` holds; penalties read them, and drafters that look tokens
             up or have a cache of their own (prompt lookup, lookahead, a draft model).
         progress: told (tokens processed, tokens in all) while the prompt is processed.
+        earlier: what the session answered before: what this answer repeats of it is drafted, and
+            it is added. An `ssmlx.Engine` and its chats keep their own.
         settings: single fields of `GenerateConfig`, such as `max_tokens=100`.
 
     Raises:
@@ -266,6 +272,7 @@ def stream_generate(
         loaded=loaded,
         cache=cache,
         context=context,
+        earlier=earlier,
     )
     return Answer(run(opened), progress)
 
@@ -294,11 +301,13 @@ def segments_of(
     done: Callable[[list[GenerationResponse]], None] | None = None,
     decode: Decode = decode_plan,
     loaded: Sequence[Loaded] = (),
+    earlier: EarlierAnswers | None = None,
 ) -> Iterator[GenerationResponse | Prefilled]:
     """The turns of an answer, for the thread that runs MLX; the arguments are `stream_generate`'s.
 
     Wherever an answer ends that was begun, `done` is told what was given out of it. The tokens are
-    those that `decode` finds, and `loaded` is what was loaded to draft with.
+    those that `decode` finds, `loaded` is what was loaded to draft with, and `earlier` has the
+    session's answers, which this one may repeat, and joins.
     """
     tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _ids(prompt)
     context = _ids(context)
@@ -310,8 +319,17 @@ def segments_of(
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
     text = Text(tokenizer.detokenizer, config.stop)
-    budget = Budget(text, end_token_ids(model, tokenizer), config.max_tokens, room)
-    plan = make_plan(model, config, drafter=loaded, context=num_prompt)
+    ends = end_token_ids(model, tokenizer)
+    budget = Budget(text, ends, config.max_tokens, room)
+    thought_ends = (getattr(tokenizer, "think_end_tokens", None) or ())[-1:]
+    plan = make_plan(
+        model,
+        config,
+        drafter=loaded,
+        context=num_prompt,
+        earlier=earlier,
+        end_tokens={*ends, *thought_ends},
+    )
     logprobs: list[TokenLogprobs] | None = None if config.logprobs is None else []
     counts = CallCounts()
     steps = decode(
@@ -331,6 +349,7 @@ def segments_of(
             "draft_calls": plan.draft_calls,
             "lossy": plan.lossy,
             "drafted_tokens": counts.drafted_nodes,
+            "drafts": {**counts.drafts},
             "memory": memory_of(model, cache, plan.drafters, plan.loaded) if reason else None,
         }
 
@@ -338,6 +357,7 @@ def segments_of(
         started = time.perf_counter()
         total = len(tokens) - 1
         given: list[GenerationResponse] = []
+        said: list[int] = []
         with wired():
             try:
                 with closing(cast("Generator[list[int]]", steps)):
@@ -351,12 +371,16 @@ def segments_of(
                     ):
                         if done is not None:
                             given.append(response)
+                        if earlier is not None:
+                            said += response.tokens
                         yield response
             finally:
                 try:
                     # Whoever uses the cache next must find no work of this answer in it.
                     mx.eval(cache.state)
                     plan.finish()
+                    if earlier is not None and said:
+                        earlier.add([*context, *tokens], said)
                 finally:  # a failed call's work may fail again
                     if done is not None:
                         done(given)
@@ -455,6 +479,15 @@ def summary(response: GenerationResponse) -> str:
     return " · ".join(parts)
 
 
+def drafts_line(response: GenerationResponse) -> str:
+    """One line about what was drafted for an answer, by drafter."""
+    parts = [
+        f"{name} drafted {one.drafted} tokens in {one.calls} calls, {one.accepted} accepted"
+        for name, one in response.drafts.items()
+    ]
+    return "; ".join(parts) or "nothing was drafted"
+
+
 def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
     last = responses[-1]
     told = [one for response in responses for one in response.logprobs or ()]
@@ -470,6 +503,7 @@ def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
         "prefill_seconds": round(last.prefill_seconds, 6),
         "decode_seconds": round(last.decode_seconds, 6),
         "draft_calls": last.draft_calls,
+        "drafts": {name: asdict(one) for name, one in last.drafts.items()},
         "lossy": last.lossy,
         "memory": asdict(last.memory) if last.memory else None,
         **({"logprobs": [asdict(one) for one in told]} if told else {}),

@@ -204,6 +204,7 @@ class Engine:
             done=done,
             decode=self._decode(model, config, mask, keep),
             loaded=loaded,
+            earlier=kept.answers(model),
         )
 
     def score(

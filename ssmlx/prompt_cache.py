@@ -13,6 +13,7 @@ from typing import Self
 import mlx.core as mx
 
 from .answers import run
+from .drafters.text_index import EarlierAnswers
 from .errors import InputError
 from .loading.prompt_files import PromptFolder, PromptKey, Tokens, mark_used, read_prompt
 from .model.cache import StateCache, TreeCache
@@ -64,13 +65,15 @@ class PromptCache:
             None if folder is None else PromptFolder(Path(folder).expanduser(), max_disk_bytes)
         )
         self._entries: list[_Entry] = []  # the longest unused first
+        self._answers: dict[PromptKey, EarlierAnswers] = {}
         self._lock = threading.Lock()  # never held while MLX runs
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the prompts in memory."""
+        """Bytes of the prompts and answers in memory."""
         with self._lock:
-            return sum(entry.cache.nbytes for entry in self._entries)
+            prompts = sum(entry.cache.nbytes for entry in self._entries)
+            return prompts + sum(one.nbytes for one in self._answers.values())
 
     def __len__(self) -> int:
         """Prompts in memory."""
@@ -93,6 +96,10 @@ class PromptCache:
         """
         run(lambda: self._put(model, tuple(tokens), cache))
 
+    def answers(self, model: StreamFusedModel) -> EarlierAnswers:
+        """The earlier answers of `model`, for others that may repeat them. On the MLX thread."""
+        return self._answers.setdefault(PromptKey.of(model), EarlierAnswers())
+
     def flush(self) -> None:
         """Write to the folder what is not there yet. What cannot be written is logged."""
         with self._lock:
@@ -105,6 +112,7 @@ class PromptCache:
         self.flush()
         with self._lock:
             self._entries = []
+            self._answers = {}
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from .answers import Answer, Prefilled, run
 from .api import GenerationResponse, end_token_ids, segments_of, stream_generate, with_seed
 from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
+from .drafters.text_index import EarlierAnswers
 from .errors import require
 from .generation.divergence import Divergence, divergence
 from .generation.memory import Memory, memory_of
@@ -138,6 +139,8 @@ class ChatSession:
     def _empty_cache(self) -> None:
         self._cache = self.model.make_cache()
         self._cached_tokens: list[int] = []
+        shared = self._prompts
+        self._earlier = EarlierAnswers() if shared is None else shared.answers(self.model)
         self._memory: Memory | None = None
 
     @property
@@ -282,6 +285,7 @@ class ChatSession:
             context=prompt[:reused],
             done=done,
             loaded=self._loaded,
+            earlier=self._earlier,
         )
 
         def turns() -> Iterator[GenerationResponse | Prefilled]:

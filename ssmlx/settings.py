@@ -363,7 +363,7 @@ class PromptLookupConfig:
         reference: tokens to look up in instead of the text so far.
     """
 
-    ngram: int = setting(3, least=1, most=32, option="ngram={}")
+    ngram: int = setting(3, least=1, most=64, option="ngram={}")
     num_draft_tokens: int = setting(8, least=1, most=MAX_DRAFT_TOKENS, option="tokens={}")
     size: int = setting(16, least=2, most=MAX_TREE_NODES, option="size={}")
     reference: Sequence[int] = ()

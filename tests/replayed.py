@@ -22,7 +22,7 @@ from ssmlx.decoding.controller import Call, DraftShape
 from ssmlx.policy.acceptance import AcceptancePrior
 from ssmlx.policy.controller import Controller
 from ssmlx.policy.costs import CostTable, interpolate
-from ssmlx.policy.offers import Offer, OfferSource, SteadySource
+from ssmlx.policy.offers import CurveOffer, OfferSource, SteadySource
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "perf/measured/acceptance.npz"
@@ -270,7 +270,7 @@ def replay(
     table = head_start(condition, rng)
     prior = AcceptancePrior()
     largest = DraftShape("streams", MAX_NODES, num_streams()[task])
-    source = SteadySource(Offer.of_curve(largest, curves()[task]))
+    source = SteadySource(CurveOffer.of_curve(largest, curves()[task]))
     half = sum(one.length for one in answers) / 2
     done = 0
     taken = []

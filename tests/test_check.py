@@ -189,12 +189,20 @@ def test_a_chat_times_a_few_sizes_once(talk, timed):
 @pytest.mark.parametrize(
     "args",
     [("--decoding", "plain"), ("--decoding", "streaming"), ("--tree-size", 4), ("--deterministic",),
-     ("--adapter", "none"), ("--drafter", "prompt-lookup")],
+     ("--drafter", "lookahead")],
     ids=lambda args: " ".join(map(str, args)),
 )  # fmt: skip
-def test_nothing_is_timed_where_no_controller_decides_on_streams(talk, timed, args):
+def test_nothing_is_timed_where_no_controller_decides_on_its_cost(talk, timed, args):
     talk(*args)
     assert timed == []
+
+
+def test_rows_alone_are_timed_where_only_the_text_drafts(talk, timed, base):
+    for _ in range(2):
+        talk("--adapter", "none")
+    assert timed == [[*head_start.SIZES]]
+    model, _ = ssmlx.load(str(base), dtype="float32")
+    assert ("rows", 4) in learned.learned_of(model)[0].costs.frozen(0).known
 
 
 def test_a_server_times_a_few_sizes_once_for_each_geometry(base, adapter, timed, monkeypatch):
@@ -209,7 +217,7 @@ def test_a_server_times_a_few_sizes_once_for_each_geometry(base, adapter, timed,
     for folder in (adapter, adapter, wide):
         monkeypatch.setattr(learned, "_BY_PATH", {})
         assert exit_code(server.main, *options, "--adapter", folder) == 0
-    assert timed == [[*head_start.SIZES]] * 2
+    assert timed == [[*head_start.SIZES]] * 3  # the base, and twice with streams
 
 
 def test_what_waits_for_an_answer_times_nothing(base, adapter, timed, capsys):

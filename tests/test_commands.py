@@ -25,8 +25,8 @@ from ssmlx.loading import load as loading
 PROG = "ssmlx.generate"
 KEYS = [
     "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens",
-    "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds", "draft_calls", "lossy",
-    "memory",
+    "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds", "draft_calls", "drafts",
+    "lossy", "memory",
 ]  # fmt: skip
 ASK = ("--prompt", "w1 w2")
 PLAIN = ("--decoding", "plain")
@@ -288,9 +288,10 @@ def test_text_goes_to_stdout_and_the_quiet_line_to_stderr(run, adapter):
     assert (code, out) == (0, record["text"] + "\n")
     assert err.startswith("[9 tokens · ") and err.count("\n") == 1
     assert "tokens per target call" in err and "cut at --max-tokens" in err
-    how, quiet, memory, costs, accepted = run(*args, "--verbose")[2].splitlines()
+    how, quiet, drafted, memory, costs, accepted = run(*args, "--verbose")[2].splitlines()
     assert re.fullmatch(r"\[streams (may )?draft.* plain decoding .*\]", how)
     assert quiet.startswith("[9 tokens") and memory.startswith("[memory: ")
+    assert "drafted" in drafted
     assert costs.startswith("[costs: ") and accepted.startswith("[acceptance: ")
 
 

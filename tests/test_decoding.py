@@ -903,7 +903,7 @@ class Turns:
         self._next = next(self._turns)
         self.shapes = []
 
-    def next(self):
+    def next(self, *, is_read=False):
         return self._next
 
     def record(self, call):

@@ -206,7 +206,8 @@ def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
         tokens, lengths = first_tokens(steps, 17)
         assert tokens == expected[1:], prompt
         drafter = drafter_of(model, settings)
-        assert max(lengths) <= 1 + drafter.largest.levels
+        if drafter.name != "draft-model":  # what was loaded drafts beside the text
+            assert max(lengths) <= 1 + drafter.largest.levels
         assert cache.scratch == room  # it was made once, and not anew by the largest tree
         assert (drafter.num_parameters > 0) == (not name.startswith(("prompt-lookup", "lookahead")))
 
@@ -720,7 +721,7 @@ def test_a_drafter_is_given_by_name_or_as_it_was_loaded():
         ([heads], "medusa"),
         ([draft, heads], "draft-model"),
         (["medusa", draft, heads], "medusa"),
-        ([], None),
+        ([], "prompt-lookup"),
     ):
         assert make_plan(model, drafter=given).kind == kind
     config = GenerateConfig(drafter="draft-model")

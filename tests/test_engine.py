@@ -551,3 +551,22 @@ def test_eight_threads_on_smollm2():
                 assert [one for each in wrong for one in each] == []
                 held.append(answers.run(mx.get_active_memory))
     assert held[1] - held[0] < 16 * 2**20  # what the prompt cache holds more or less of
+
+
+def test_what_an_engine_answered_before_is_drafted_from(engine):
+    """In its own session alone: another prompt cache is another user's."""
+    question = [5, 6, 7, 8, 9, 10]
+    mine, others = ssmlx.PromptCache(), ssmlx.PromptCache()
+
+    def said():
+        settings = {"max_tokens": 40, "temp": 1.0, "seed": 4, "adapter": "none"}
+        return tokens_of(list(engine.stream(question, prompt_cache=mine, **settings)))
+
+    def earlier(kept):
+        return kept.answers(engine.model("none")).index.tokens
+
+    first = said()
+    assert earlier(mine)[-len(first) :] == first and not earlier(others)
+    assert said() == first
+    assert len(earlier(mine)) == 2 * (1 + len(question) + len(first))
+    assert not earlier(others)

@@ -26,7 +26,6 @@ ROOMS = [
     "api session exported",
     "prompt_cache",
     "generation",
-    "policy",
     "drafters",
     "policy",
     "decoding",

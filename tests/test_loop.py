@@ -1,6 +1,7 @@
 """The speculative loop with several drafters: what they see, and what changing them costs."""
 
 import random
+from dataclasses import replace
 from functools import lru_cache
 
 import mlx.core as mx
@@ -30,8 +31,9 @@ from ssmlx.drafters import draft_model
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter
 from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.lookahead import LookaheadDrafter
-from ssmlx.drafters.lookup import PromptLookupDrafter
+from ssmlx.drafters.lookup import EARLIER_ANSWERS, EXPECTED, PromptLookupDrafter
 from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN
@@ -64,7 +66,8 @@ ADAPTERS = {
 
 
 class Drawn:
-    """A controller that draws what is drafted at every call, and notes what was verified."""
+    """A controller that draws what is drafted at every call, and anew where the call was read; it
+    notes what was verified."""
 
     def __init__(self, shapes, seed):
         self._shapes = shapes
@@ -74,9 +77,10 @@ class Drawn:
 
     def _draw(self):
         self._next = self._rng.choice(self._shapes)
+        self._late = self._rng.choice(self._shapes)
 
-    def next(self):
-        return self._next
+    def next(self, *, is_read=False):
+        return self._late if is_read else self._next
 
     def record(self, call):
         self.calls.append(call)
@@ -90,7 +94,7 @@ class Turns:
         self._shapes = list(shapes)
         self.calls = []
 
-    def next(self):
+    def next(self, *, is_read=False):
         done = len(self.calls)
         return self._shapes[done] if done < len(self._shapes) else None
 
@@ -144,13 +148,23 @@ class Watched:
 def drafters_of(model, schedule, sampling=GREEDY):
     """One of every kind that drafts for `model`; the draft model is the target's own base."""
     ahead = LookaheadConfig(window=3, ngram=3, guesses=3)
+    text = PromptLookupConfig(ngram=8, num_draft_tokens=7, size=8)
     return [
         StreamDrafter(model, TreeConfig(size=9), model.num_streams, schedule, sampling),
         PromptLookupDrafter(PromptLookupConfig(num_draft_tokens=4, size=8)),
         LookaheadDrafter(ahead),
         DraftModelDrafter(DraftModel(make_base()), DraftModelConfig(num_draft_tokens=2), sampling),
         HeadDrafter(model.backbone, make_heads("medusa", model.backbone), TreeConfig(size=6)),
+        PromptLookupDrafter(text, earlier=earlier_answers(), name=EARLIER_ANSWERS),
+        PromptLookupDrafter(replace(text, reference=(3, 1, 4, 1, 5, 9, 2, 6)), name=EXPECTED),
     ]
+
+
+def earlier_answers():
+    """A session in which all of what plain decoding says was said before."""
+    earlier = EarlierAnswers()
+    earlier.add(PROMPT, plain_tokens("greedy", 90))
+    return earlier
 
 
 @lru_cache(maxsize=8)
@@ -237,7 +251,7 @@ def test_drafts_of_every_kind_are_accepted_in_such_answers():
     for call in drawn.calls:
         if call.shape is not None:
             most[call.shape.drafter] = max(most[call.shape.drafter], call.tokens)
-    assert most.pop("medusa") > 0
+    assert most.pop("medusa") > 0 and most.pop("expected-text") > 0
     assert min(most.values()) > 1, most
 
 
@@ -258,15 +272,16 @@ def test_a_drafter_starts_once_and_follows_the_text(schedule, known):
     lengths, tokens = decoded(steps, 40)
     text = [*(context or [PAD_TOKEN] * 3), *PROMPT, *tokens]
     ends = (np.cumsum([0, *lengths]) + 3 + len(PROMPT)).tolist()
-    streams, lookup, lookahead, draft, heads = drafters
+    streams, lookup, lookahead, draft, heads, *_ = drafters
     assert heads.seen == []
     for one in drafters[:4]:
         known_text = one.text()
         assert known_text == text[: len(known_text)]
-    # A drafter on the device starts before the call under way is read, others behind it.
+    # A drafter on the device starts before the call under way is read, others behind it; who
+    # offers by what the text says follows it from the start.
     assert len(streams.seen[0][2]) == ends[1]
     assert [len(one.seen[0][2]) for one in (lookup, lookahead, draft)] == [
-        ends[5],
+        ends[0],
         ends[6],
         ends[9],
     ]

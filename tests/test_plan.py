@@ -7,11 +7,12 @@ from tiny_heads import make_heads
 import ssmlx
 from ssmlx.decoding.controller import Always, DraftShape, Never
 from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.generation.plan import make_plan
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.policy.controller import Controller
-from ssmlx.settings import AcceptanceConfig, PruneConfig, TreeConfig
+from ssmlx.settings import AcceptanceConfig, PromptLookupConfig, PruneConfig, TreeConfig
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +22,11 @@ def model():
 
 def test_where_nothing_is_asked_for_a_controller_decides(model):
     plan = make_plan(model)
-    (drafter,) = plan.drafters
+    streams, text = plan.drafters
     assert isinstance(plan.controller, Controller) and plan.kind == "streams"
-    assert drafter.largest == DraftShape("streams", 16, model.num_streams)
+    assert streams.largest == DraftShape("streams", 16, model.num_streams)
+    assert text.largest == DraftShape("prompt-lookup", 32, 31)
+    assert not plan.reads_text
 
 
 @pytest.mark.parametrize("drafter", ["streams", "prompt-lookup", "lookahead"])
@@ -51,11 +54,26 @@ def test_what_is_asked_for_is_obeyed(model, asked, nodes, levels):
     assert plan.outlook == (1.0, 1.0) and plan.learned is None
 
 
-def test_nothing_drafts_where_nothing_can():
+def test_text_is_drafted_for_every_model():
+    """Its own, earlier answers and an expected one; with heads beside them, too."""
     bare = StreamFusedModel(Backbone(make_base()))
-    for plan in (make_plan(bare), make_plan(make_model(), decoding="plain")):
-        assert plan.controller == Never() and not plan.drafters and plan.scratch == 0
-        assert plan.decision().startswith("plain decoding")
+    plan = make_plan(bare)
+    assert isinstance(plan.controller, Controller) and plan.kind == "prompt-lookup"
+    assert [one.largest.drafter for one in plan.drafters] == ["prompt-lookup"]
+    assert not plan.reads_text and make_plan(bare, drafter="prompt-lookup").reads_text
+    expected = PromptLookupConfig(reference=(1, 2, 3))
+    heads = make_heads("medusa", bare.backbone)
+    plan = make_plan(bare, drafter=heads, earlier=EarlierAnswers(), prompt_lookup=expected)
+    names = ["medusa", "prompt-lookup", "earlier-answers", "expected-text"]
+    assert [one.largest.drafter for one in plan.drafters] == names
+    plan = make_plan(bare, earlier=EarlierAnswers(), deterministic=True)
+    assert [one.largest.drafter for one in plan.drafters] == ["prompt-lookup"]
+
+
+def test_nothing_drafts_where_plain_decoding_is_asked_for():
+    plan = make_plan(make_model(), decoding="plain")
+    assert plan.controller == Never() and not plan.drafters and plan.scratch == 0
+    assert plan.decision().startswith("plain decoding")
 
 
 def test_what_is_loaded_drafts(model):

@@ -17,7 +17,7 @@ from ssmlx.policy.costs import (
     FrozenCosts,
     context_bucket,
 )
-from ssmlx.policy.offers import Offer, SteadySource
+from ssmlx.policy.offers import ChainOffer, CurveOffer, SteadySource
 from tests import replayed
 from tests.replayed import CONDITIONS, TABLES, TASKS, Condition
 
@@ -127,7 +127,7 @@ def decode(controller, loop_seed=1, name="chat", answer=0) -> list[Call]:
 
 
 def controller_of(table=None, prior=None, **settings) -> Controller:
-    source = SteadySource(Offer.of_curve(TREE, CURVE))
+    source = SteadySource(CurveOffer.of_curve(TREE, CURVE))
     return Controller(table or CostTable(), prior or AcceptancePrior(), [source], **settings)
 
 
@@ -157,13 +157,13 @@ def test_the_same_table_prior_and_times_give_the_same_calls():
 
 def test_asking_twice_changes_nothing():
     class Twice(Controller):
-        def next(self):
+        def next(self, *, is_read=False):
             first = super().next()
             assert super().next() == first
             return first
 
     def run(kind: type[Controller]) -> list[Call]:
-        source = SteadySource(Offer.of_curve(TREE, CURVE))
+        source = SteadySource(CurveOffer.of_curve(TREE, CURVE))
         return decode(kind(known_table(), AcceptancePrior(), [source]))
 
     assert run(Twice) == run(Controller)
@@ -171,7 +171,7 @@ def test_asking_twice_changes_nothing():
 
 def test_deterministic_takes_nothing_from_seconds_or_earlier_answers():
     def shapes(loop_seed: int) -> list[DraftShape | None]:
-        controller = Controller.deterministic([SteadySource(Offer.of_curve(TREE, CURVE))])
+        controller = Controller.deterministic([SteadySource(CurveOffer.of_curve(TREE, CURVE))])
         calls = decode(controller, loop_seed)
         controller.finish()
         return [call.shape for call in calls]
@@ -207,7 +207,7 @@ def test_seconds_that_nothing_tells_do_not_stop_drafting():
 
 def test_the_first_answer_on_a_machine_tries_sizes_in_strides_and_gains_by_them():
     table = CostTable()
-    source = SteadySource(Offer.of_curve(TREE, {4: 3.2, 8: 4.4, 16: 4.8}))
+    source = SteadySource(CurveOffer.of_curve(TREE, {4: 3.2, 8: 4.4, 16: 4.8}))
     controller = Controller(table, AcceptancePrior(), [source])
     costs = {4: 2.0, 8: 2.1, 16: 2.2}
     shape = None
@@ -313,8 +313,8 @@ class Scripted:
         self.tokens = tokens
         self.matches = True
 
-    def offer(self) -> Offer | None:
-        offer = Offer.of_curve(DraftShape("lookup", 16, 10), {2: 1.9, 4: self.tokens})
+    def offer(self) -> CurveOffer | None:
+        offer = CurveOffer.of_curve(DraftShape("lookup", 16, 10), {2: 1.9, 4: self.tokens})
         return offer if self.matches else None
 
 
@@ -324,7 +324,7 @@ def test_a_second_source_is_ranked_beside_the_first():
         for nodes in (2, 3, 4):
             table.learn(("lookup", nodes), 0, 1.2)
     scripted = Scripted(3.6)
-    streams = SteadySource(Offer.of_curve(TREE, CURVE))
+    streams = SteadySource(CurveOffer.of_curve(TREE, CURVE))
     controller = Controller(table, AcceptancePrior(), [streams, scripted])
     assert controller.next() == DraftShape("lookup", 4, 3)
     controller.record(Call(None, 1, 0, None, controller.next()))
@@ -346,7 +346,7 @@ def test_a_second_source_is_ranked_beside_the_first():
 
 
 def test_levels_are_those_of_streams_or_fewer():
-    shapes = dict(Offer.of_curve(TREE, CURVE).shapes)
+    shapes = CurveOffer.of_curve(TREE, CURVE).accepted
     assert {shape.nodes: shape.levels for shape in shapes} == {
         nodes: min(4, nodes - 1) for nodes in range(2, 17)
     }
@@ -529,3 +529,146 @@ def test_acceptance_starts_with_the_prior_and_follows_the_text():
     assert followed > 0.95
     counted.pass_plain(200)
     assert counted.ratio < 0.8
+
+
+# --- What stood in the text before ---
+
+
+def first_ratio(name: str, first: float) -> float:
+    """Nothing is known of a text."""
+    return first
+
+
+LOOKUP = DraftShape("prompt-lookup", 32, 31)
+
+
+def test_a_chain_offers_what_each_level_should_bring():
+    offer = ChainOffer(LOOKUP, match_length=2, following=31)
+    assert [shape.nodes for shape in offer.shapes] == [2, 4, 8, 16, 24, 32]
+    assert all(shape.levels == shape.nodes - 1 for shape in offer.shapes)
+    known = {"prompt-lookup 2": 0.5, "prompt-lookup 3": 0.6, "prompt-lookup 4": 0.8}
+
+    def ratio_of(name: str, first: float) -> float:
+        return known.get(name, first)
+
+    two, four = offer.shapes[:2]
+    assert offer.expected(two, ratio_of) == pytest.approx(0.5)
+    assert offer.expected(four, ratio_of) == pytest.approx(0.5 + 0.5 * 0.6 + 0.5 * 0.6 * 0.8)
+    likely, then = offer.after(2, ratio_of)
+    assert likely == pytest.approx(0.5 * 0.6)
+    assert (then.match_length, then.following) == (4, 29)
+
+
+@pytest.mark.parametrize(("following", "nodes"), [(0, []), (1, [2]), (2, [2, 4]), (5, [2, 4, 8])])
+def test_a_short_continuation_fills_half_of_the_nodes_at_least(following, nodes):
+    assert [one.nodes for one in ChainOffer(LOOKUP, 3, following).shapes] == nodes
+
+
+def test_a_chain_counts_each_level_that_was_reached():
+    offer = ChainOffer(LOOKUP, match_length=1, following=5)
+    eight = offer.shapes[-1]
+
+    def counts(accepted: int) -> list[tuple[str, float]]:
+        return [(one.name, one.accepted) for one in offer.counted(eight, accepted)]
+
+    lengths = (1, 2, 3, 4, 4)
+    names = [f"prompt-lookup {length}" for length in lengths]
+    assert counts(0) == [(names[0], 0.0)]
+    assert counts(2) == [(names[0], 1.0), (names[1], 1.0), (names[2], 0.0)]
+    assert counts(5) == [(name, 1.0) for name in names]  # nothing was offered beyond
+
+
+class Text:
+    """A text that stood somewhere before, from some calls on."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.length = length
+
+    def offer(self) -> ChainOffer | None:
+        return ChainOffer(LOOKUP, self.length, 31) if self.length else None
+
+
+def lookup_of(table, text, prior=None) -> Controller:
+    return Controller(table, prior or AcceptancePrior(), [text], reads_seconds=False)
+
+
+def known_rows(**costs: float) -> CostTable:
+    table = CostTable()
+    for nodes, cost in {2: 1.1, 4: 1.3, 8: 1.7, 16: 2.4, 32: 4.0}.items():
+        for _ in range(8):
+            table.learn(("rows", nodes), 0, costs.get(f"rows_{nodes}", cost))
+    return table
+
+
+def test_a_longer_match_is_drafted_deeper_and_a_poor_one_not_at_all():
+    found = {}
+    for length in (0, 1, 3, 9, 33):
+        controller = lookup_of(known_rows(), Text(length))
+        shape = controller.next(is_read=True)
+        found[length] = shape.nodes if shape else 0
+    assert found[0] == 0 and found[1] <= 2
+    assert list(found.values()) == sorted(found.values()) and found[33] > found[3]
+
+
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_what_a_text_refuses_costs_little_and_is_known_to_later_answers(length):
+    """One in ten tokens behind a match is right: two nodes are worth just what they cost."""
+    rng = replayed.random.Random(length)
+    prior = AcceptancePrior()
+    controller = lookup_of(known_rows(), Text(length), prior)
+    costs = known_rows().frozen(0)
+    shape = None
+    tokens = 0
+    taken = 0.0
+    while tokens < 400:
+        upcoming = controller.next(is_read=True)
+        count = 1
+        while shape and count <= shape.levels and rng.random() < 0.1:
+            count += 1
+        taken += costs.calls(("rows", shape.nodes)) if shape else 1.0
+        controller.record(Call(shape, count, tokens, None, upcoming))
+        tokens += count
+        shape = upcoming
+    assert tokens / taken > 0.98
+    controller.finish()
+    assert prior.ratio(f"prompt-lookup {length}", 0, 0.65) < 0.3
+    assert prior.ratio("prompt-lookup 33", 0, 0.95) == 0.95
+
+
+def test_waiting_for_a_call_has_to_pay_for_itself():
+    """Before the call under way is read, a match may break; behind it, nobody waits for long."""
+    table = known_rows()
+    text = Text(3)
+    controller = lookup_of(table, text)
+    late = controller.next(is_read=True)
+    assert late is not None
+    early = next(iter(controller._candidates(is_read=False)))
+    same = next(one for one in controller._candidates(is_read=True) if one.shape == early.shape)
+    assert early.speed < same.speed and early.hoped_speed < same.hoped_speed
+
+
+def test_calls_that_wait_are_timed_one_by_one():
+    """Three of a shape teach its cost, with plain calls between them."""
+    table = CostTable()
+    text = Text(33)
+    controller = Controller(table, AcceptancePrior(), [text])
+    shape = None
+    for place in range(60):
+        # Of each three calls only the first finds a match.
+        text.length = 33 if place % 3 == 0 else 0
+        upcoming = controller.next(is_read=True)
+        seconds = 1.0 if shape is None else 1.0 + 0.05 * (shape.nodes - 1)
+        controller.record(Call(shape, shape.nodes if shape else 1, place, seconds, upcoming))
+        shape = upcoming
+    known = table.frozen(0).known
+    assert known["rows", 4][0] == pytest.approx(1.15, abs=0.02)
+    assert ("rows", 8) in known
+
+
+def test_rows_alone_cost_no_more_than_with_drafting_where_that_is_known():
+    table = known_table()
+    costs = table.frozen(0)
+    assert costs.most_known("rows") == costs.most_known("streams") > 0
+    for nodes in (2, 4, 8, 16):
+        assert 1 < costs.calls(("rows", nodes)) <= costs.calls(("streams", nodes))
+    assert CostTable().frozen(0).most_known("rows") == 0

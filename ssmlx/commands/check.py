@@ -164,7 +164,7 @@ def time_costs(
     from ..generation.head_start import STREAMS, seed_costs
     from ..generation.learned import learned_of
     from ..generation.plan import TYPICAL_TOKENS
-    from ..policy.offers import Offer
+    from ..policy.offers import CurveOffer
 
     seed_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
     learned, prior = learned_of(model)
@@ -173,8 +173,8 @@ def time_costs(
     assert model.config is not None
     curve = model.config.tokens_per_call or TYPICAL_TOKENS
     largest = DraftShape(STREAMS, SIZES[-1], model.num_streams)
-    offer = Offer.of_curve(largest, curve)
-    drafted = {shape.nodes: tokens for shape, tokens in offer.shapes}
+    offer = CurveOffer.of_curve(largest, curve)
+    drafted = {shape.nodes: tokens for shape, tokens in offer.accepted.items()}
     return [
         {
             "nodes": nodes,

@@ -1,13 +1,21 @@
 """The generate command: one prompt or a file of them; text, or one JSON object a prompt."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from .. import bars
 from . import options
 from .caches import PromptFile
+
+if TYPE_CHECKING:
+    from ..api import GenerationResponse
+    from ..generation.plan import Plan
+    from ..model.streams import StreamFusedModel
 
 PROG = "ssmlx.generate"
 EPILOG = """examples:
@@ -18,7 +26,7 @@ EPILOG = """examples:
 
 A line of --jsonl holds prompt, text, tokens, finish_reason (stop, length, context), prompt_tokens,
 generation_tokens, target_calls (forward passes, the prompt's as one), tokens_per_call, lossy,
-prefill_seconds, decode_seconds, draft_calls (of a draft model), and memory (bytes of each part)."""
+prefill_seconds, decode_seconds, draft_calls (of a draft model), drafts (by drafter), memory."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -75,7 +83,7 @@ def _main(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
     from ..api import check_prompt, record, stream_generate, summary
-    from ..generation.learned import acceptance_line, costs_line, learned_of
+    from ..drafters.text_index import EarlierAnswers
     from ..generation.plan import make_plan
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
@@ -89,6 +97,7 @@ def _main(args: argparse.Namespace) -> None:
     plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
         print(f"[{plan.decision()}]", file=sys.stderr)
+    earlier = EarlierAnswers()
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
     for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:
@@ -104,6 +113,7 @@ def _main(args: argparse.Namespace) -> None:
             cache=cache,
             context=tokens[:known],
             progress=bar,
+            earlier=earlier,
         )
         for one in answering:
             answer.append(one)
@@ -115,15 +125,24 @@ def _main(args: argparse.Namespace) -> None:
             continue
         print(flush=True)
         print(f"[{summary(answer[-1])}]", file=sys.stderr)
-        memory = answer[-1].memory
-        if args.verbose and memory is not None:
-            print(f"[{memory.line()}]", file=sys.stderr)
-        if args.verbose and plan.learned is not None and plan.kind is not None:
-            _, prior = learned_of(model)
-            costs = costs_line(plan.learned.costs, plan.kind, len(tokens))
-            print(f"[{costs}]", file=sys.stderr)
-            print(f"[{acceptance_line(prior, plan.kind, len(tokens))}]", file=sys.stderr)
+        if args.verbose:
+            for line in _details(answer[-1], model, plan):
+                print(f"[{line}]", file=sys.stderr)
     kept.write(model)
+
+
+def _details(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> Iterator[str]:
+    """What --verbose says of an answer, by its last segment."""
+    from ..api import drafts_line
+    from ..generation.learned import acceptance_line, costs_line, learned_of
+
+    yield drafts_line(last)
+    if last.memory is not None:
+        yield last.memory.line()
+    if plan.learned is not None and plan.kind is not None:
+        _, prior = learned_of(model)
+        yield costs_line(plan.learned.costs, plan.kind, last.prompt_tokens)
+        yield acceptance_line(prior, plan.kind, last.prompt_tokens)
 
 
 main = options.command(PROG, parse_args, _main)

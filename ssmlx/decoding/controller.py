@@ -31,8 +31,13 @@ class Call:
 class DraftController(Protocol):
     """Decides from call to call what is drafted."""
 
-    def next(self) -> DraftShape | None:
-        """What the call under way is to draft; None for nothing. Asking changes nothing."""
+    def next(self, *, is_read: bool = False) -> DraftShape | None:
+        """What the call under way is to draft; None for nothing. Asking changes nothing.
+
+        Args:
+            is_read: whether drafters know its tokens already, as those do that wait for them. The
+                answer may be another one then.
+        """
 
     def record(self, call: Call) -> None:
         """Note a call that was done."""
@@ -44,7 +49,7 @@ class Always:
 
     shape: DraftShape
 
-    def next(self) -> DraftShape | None:
+    def next(self, *, is_read: bool = False) -> DraftShape | None:
         """See `DraftController`."""
         return self.shape
 
@@ -56,7 +61,7 @@ class Always:
 class Never:
     """Decodes plainly."""
 
-    def next(self) -> DraftShape | None:
+    def next(self, *, is_read: bool = False) -> DraftShape | None:
         """See `DraftController`."""
         return None
 

@@ -32,6 +32,8 @@ class Needs:
     """Layers whose input it reads: of the prompt, and of the nodes of every tree."""
     host_tokens: bool = False
     """Whether it drafts from tokens on the host, so that a call is read before it drafts."""
+    text: bool = False
+    """Whether it follows the text from the start, since what it offers depends on that."""
 
 
 @dataclass(frozen=True, eq=False)

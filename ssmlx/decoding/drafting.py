@@ -47,15 +47,25 @@ class DraftingText:
         self.tokens.extend(tokens)
         for name, drafter in self.drafters.items():
             if drafter.needs.host_tokens and name in self._seen:
-                self._follow(name)
+                self._follow(name, len(self.tokens))
 
-    def catch_up(self, name: str) -> Iterator[list[int]]:
-        """Have a drafter know the text: it starts when it is first asked for."""
+    def catch_up(self, name: str, unseen: int = 0) -> Iterator[list[int]]:
+        """Have a drafter know the text, but for `unseen` tokens at its end.
+
+        It starts when it is first asked for.
+        """
+        known = len(self.tokens) - unseen
         if name in self._seen:
-            self._follow(name)
+            self._follow(name, known)
             return
-        self._seen[name] = len(self.tokens)
-        yield from self.drafters[name].start(self.tokens) or ()
+        self._seen[name] = known
+        yield from self.drafters[name].start(self.tokens[:known]) or ()
+
+    def start_readers(self) -> Iterator[list[int]]:
+        """Start the drafters that follow the text from the start."""
+        for name, drafter in self.drafters.items():
+            if drafter.needs.text and name not in self._seen:
+                yield from self.catch_up(name)
 
     def needs_host_tokens(self, shape: DraftShape) -> bool:
         """Whether a call has to be read before `shape` is drafted behind it."""
@@ -93,8 +103,8 @@ class DraftingText:
         """A drafter saw the tokens of the call that it drafted behind."""
         self._seen[name] = len(self.tokens)
 
-    def _follow(self, name: str) -> None:
-        missed = self.tokens[self._seen[name] :]
+    def _follow(self, name: str, known: int) -> None:
+        missed = self.tokens[self._seen[name] : known]
         if missed:
             self.drafters[name].follow(missed, self._seen[name])
-        self._seen[name] = len(self.tokens)
+        self._seen[name] = known

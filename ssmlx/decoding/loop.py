@@ -4,7 +4,7 @@ Both yield the same thing, so that one is the other's oracle and baseline.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -25,11 +25,38 @@ Stops = Callable[[list[int]], bool]
 """Given the tokens that a call advanced by: whether the answer ends with them."""
 
 
+@dataclass(frozen=True)
+class DraftCounts:
+    """What came of one drafter's trees.
+
+    Attributes:
+        calls: target calls that verified one.
+        drafted: nodes of these trees, their roots not counted.
+        accepted: of these, nodes that the target accepted.
+    """
+
+    calls: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
 @dataclass
 class CallCounts:
     """What an answer's calls add up to."""
 
-    drafted_nodes: int = 0  # nodes of verified trees, their roots not counted
+    drafts: dict[str, DraftCounts] = field(default_factory=dict)  # by the drafter's name
+
+    @property
+    def drafted_nodes(self) -> int:
+        """Nodes of verified trees, their roots not counted."""
+        return sum(one.drafted for one in self.drafts.values())
+
+    def add(self, drafter: str, drafted: int, accepted: int) -> None:
+        """Note a verified tree."""
+        before = self.drafts.get(drafter, DraftCounts())
+        self.drafts[drafter] = DraftCounts(
+            before.calls + 1, before.drafted + drafted, before.accepted + accepted
+        )
 
 
 def never_stops(tokens: list[int]) -> bool:
@@ -248,6 +275,7 @@ class _SpeculativeLoop:
         tail = last_tokens(self.text.tokens[:-1], self.sampler.context_size)
         call = self.begin(root_tree(mx.array([root], mx.int32)), tail)
         pending = self.launch(call)
+        yield from self.text.start_readers()
         shape: DraftShape | None = None  # of the tree that `call` verifies
         is_prompts = True
         while True:
@@ -267,7 +295,7 @@ class _SpeculativeLoop:
                 is_given = is_prompts or stopped
                 if is_given:
                     yield from self.watch.yield_untimed(tokens)
-                yield from self.launch_behind(call, following)
+                yield from self.launch_behind(call, following, len(tokens))
                 if not is_given:
                     yield from self.watch.yield_untimed(tokens)
             metal.settle()
@@ -341,11 +369,15 @@ class _SpeculativeLoop:
         context = len(self.text.tokens) - 1
         tokens, seconds = self.watch.read(pending, call.read)
         self.text.extend(tokens)
-        if following.drafts is not None and following.tree is not None:
+        if following.tree is None:
+            # Nothing is prepared, and drafters that had to wait for the tokens know more now.
+            following.drafts = self.controller.next(is_read=True)
+        elif following.drafts is not None:
             self.text.note_seen(following.drafts.drafter)
             call.release()
         record_logprobs(self.logprobs, tokens, call.token_logprobs)
-        self.counts.drafted_nodes += call.num_drafted
+        if shape is not None:
+            self.counts.add(shape.drafter, call.num_drafted, len(tokens) - 1)
         timed = seconds if is_timed else None
         self.controller.record(Call(shape, len(tokens), context, timed, following.drafts))
         return tokens
@@ -370,17 +402,24 @@ class _SpeculativeLoop:
         if not call.is_committed:
             self.cache.advance(num_tokens)
 
-    def launch_behind(self, call: TargetCall, following: _NextCall) -> Iterator[list[int]]:
-        """Launch the next call now that the tokens of `call` are known."""
-        if following.drafts is None:
+    def launch_behind(
+        self, call: TargetCall, following: _NextCall, num_tokens: int
+    ) -> Iterator[list[int]]:
+        """Launch the next call now that the `num_tokens` of `call` are known."""
+        drafts = following.drafts
+        is_on_device = drafts is not None and not self.text.needs_host_tokens(drafts)
+        if drafts is None:
             following.tree = root_tree(call.verified.root)
         elif following.tree is None:
-            yield from self.watch.untimed(self.text.catch_up(following.drafts.drafter))
-            following.tree = self.text.propose(call, following.drafts)
-        else:
+            # What a call advanced by is shown to those that draft on the device by the call itself.
+            unseen = num_tokens if is_on_device else 0
+            yield from self.watch.untimed(self.text.catch_up(drafts.drafter, unseen))
+            following.tree = self.text.propose(call, drafts)
+            self.text.note_seen(drafts.drafter)
+        if is_on_device:
             self.drafting = following.tree.arrays
             mx.async_eval(self.drafting)
         following.call = self.begin(following.tree, call.tail)
         mx.eval(self.drafting)
-        is_first = following.drafts is not None and call.is_committed
+        is_first = is_on_device and call.is_committed
         following.pending = self.launch(following.call, is_first=is_first)

@@ -3,6 +3,9 @@
 Where an answer quotes its prompt or itself (names, numbers, code), what followed the text's last
 tokens where they stood before is likely to follow. How likely, the answer shows: copies are trusted
 by how much of it they have foretold that streams had not.
+
+`text_index` knows the same on the host, for drafters that wait for the tokens. Streams do not: they
+draft behind a call that nobody has read, so what they copy has to be looked up on the device.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 `ssmlx.settings.DRAFTERS` lists their names and files, so that `--help` imports none of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Protocol, TypeVar, cast
@@ -40,6 +40,7 @@ class DrafterInputs:
         config: the settings, with nothing of the draft's shape left open.
         sampling: how the target decides.
         settings: the drafter's own, of the class that it registered; None where that is None.
+        end_tokens: tokens that end an answer, or a part of it: nothing is drafted behind them.
         loaded: what its `DrafterWeights` loaded; None where it needs nothing.
     """
 
@@ -48,6 +49,7 @@ class DrafterInputs:
     sampling: Sampling
     settings: Any = None
     loaded: Any = None
+    end_tokens: Collection[int] = ()
 
     @property
     def guess_sampling(self) -> Sampling:
@@ -180,6 +182,7 @@ def build_drafter(
     config: GenerateConfig,
     sampling: Sampling,
     loaded: Sequence[Loaded] = (),
+    end_tokens: Collection[int] = (),
 ) -> Drafter:
     """The drafter of a name in `DRAFTERS`, ready to start on one answer.
 
@@ -189,6 +192,7 @@ def build_drafter(
         config: the settings, with nothing of the draft's shape left open.
         sampling: how the target decides.
         loaded: what was loaded to draft with, for this drafter or for others.
+        end_tokens: tokens that end an answer, or a part of it.
 
     Raises:
         InputError: what it needs was not loaded, or the settings do not fit it or the model.
@@ -210,7 +214,7 @@ def build_drafter(
         do="use --prune off, or train one",
     )
     settings = registered.settings_in(config)
-    return registered.build(DrafterInputs(model, config, sampling, settings, own))
+    return registered.build(DrafterInputs(model, config, sampling, settings, own, end_tokens))
 
 
 def _weights_of(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:

@@ -11,13 +11,14 @@ from math import inf
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..model.streams import StreamFusedModel
+from ..policy.costs import ROWS
 from ..prompts import encode
 from .learned import learned_of
 from .plan import Plan
 from .step_costs import measure_step_costs
 
 STREAMS = "streams"
-"""The registered name of the drafter whose calls are timed."""
+"""The registered name of the drafter whose calls are timed, where the model has it."""
 SIZES = (2, 4, 8, 16)
 SECONDS = 1.6
 """Nodes of the trees that are timed, and seconds after which no other size is begun: plain calls of
@@ -46,7 +47,8 @@ def seed_costs(
     seconds: float,
     first_round_seconds: float = inf,
 ) -> dict[int, float]:
-    """Time calls with trees of streams, and write the costs to this machine's table.
+    """Time calls with trees of streams, or of rows alone where the model has no streams, and write
+    the costs to this machine's table.
 
     What answers have taught of a size is worth more, and stays.
 
@@ -61,28 +63,33 @@ def seed_costs(
     )
     learned, _ = learned_of(model)
     context = len(tokens)
-    costs = {(STREAMS, size): cost for size, cost in timings.costs.items()}
+    name = STREAMS if model.num_streams else ROWS
+    costs = {(name, size): cost for size, cost in timings.costs.items()}
     learned.costs.seed(costs, context, timings.plain_seconds)
     learned.keep(at_once=True)
     known = learned.costs.frozen(context)
-    return {size: known.calls((STREAMS, size)) for size in timings.costs}
+    return {size: known.calls((name, size)) for size in timings.costs}
 
 
 def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: Plan) -> None:
     """Time calls before the first answer, once for a machine and a geometry.
 
-    Only where a controller will decide what streams draft, and nothing is known of what that costs.
+    Only where a controller will decide what streams or the text draft, and nothing is known of what
+    that costs.
     On the thread that runs MLX, while nothing else decodes.
 
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
         plan: that of the answers to come.
     """
-    drafts = any(drafter.largest.drafter == STREAMS for drafter in plan.drafters)
-    if plan.learned is None or not drafts:
+    names = {drafter.largest.drafter for drafter in plan.drafters}
+    reads_text = any(drafter.needs.text for drafter in plan.drafters)
+    if plan.learned is None or not (STREAMS in names or reads_text):
         return
     tokens = sample_text(model, tokenizer)
-    is_known = plan.learned.costs.frozen(len(tokens)).most_known(STREAMS) > 0
+    is_known = (
+        plan.learned.costs.frozen(len(tokens)).most_known(STREAMS if STREAMS in names else ROWS) > 0
+    )
     if is_known or len(tokens) < 2:
         return
     found = seed_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)

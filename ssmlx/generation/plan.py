@@ -1,6 +1,6 @@
 """One answer's plan: what the settings come to on a loaded model and on this machine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
 from ..decoding.loop import CallCounts, Stops, never_stops, plain_decode, speculative_decode
 from ..decoding.sampling import Sampling, TokenLogprobs
+from ..drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
 from ..drafters.registry import (
     DrafterArgument,
     Loaded,
@@ -16,12 +17,13 @@ from ..drafters.registry import (
     registered_drafter,
     with_drafter,
 )
+from ..drafters.text_index import LONGEST, EarlierAnswers
 from ..errors import require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..policy.controller import Controller
-from ..policy.offers import Offer, OfferSource, SteadySource
-from ..settings import GenerateConfig, PruneConfig
+from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
+from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
 from .learned import Learned, learned_of
 
 TYPICAL_TOKENS = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
@@ -29,6 +31,10 @@ TYPICAL_TOKENS = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
 TYPICAL_CHAIN = 2.0
 """Tokens per call of drafters that propose trees of one shape alone; what a text really accepts
 replaces it within an answer or two."""
+TEXT_CONFIG = PromptLookupConfig(
+    ngram=LONGEST, num_draft_tokens=CHAIN_NODES[-1] - 1, size=CHAIN_NODES[-1]
+)
+"""What is drafted of the text at most where nothing says how: a controller finds what pays."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,7 +43,8 @@ class Plan:
 
     Attributes:
         config: the settings, with nothing of the draft's shape left open.
-        kind: the registered name of what drafts; None for plain decoding.
+        kind: the registered name of what drafts, of the first where several do; None for plain
+            decoding.
         drafters: ready to start; none for plain decoding.
         controller: decides what each call drafts.
         sampling: how the target decides.
@@ -68,7 +75,9 @@ class Plan:
         """Whether the tokens before the prompt must be known."""
         if self.sampling.context_size > 0:
             return True
-        return self.kind is not None and registered_drafter(self.kind).reads_text
+        if self.kind is None or (self.kind == NAME and self.config.drafter is None):
+            return False  # text that is not known is not looked up in
+        return registered_drafter(self.kind).reads_text
 
     @property
     def lossy(self) -> bool:
@@ -97,6 +106,8 @@ class Plan:
         largest = self.drafters[0].largest
         if isinstance(self.controller, Controller):
             tokens, cost = self.outlook
+            if self.kind == NAME:
+                return "what stood in the text before is drafted where it comes again"
             if tokens <= cost:
                 return f"{self.kind} may draft; plain decoding is expected to be as fast here"
             return (
@@ -115,6 +126,8 @@ def make_plan(
     draft_model: Loaded | None = None,
     heads: Loaded | None = None,
     context: int = 0,
+    earlier: EarlierAnswers | None = None,
+    end_tokens: Collection[int] = (),
     **settings: Any,
 ) -> Plan:
     """What `config` comes to on `model`; `settings` are single fields of it.
@@ -127,6 +140,8 @@ def make_plan(
         config: the settings.
         drafter, draft_model, heads: what drafts, as `ssmlx.stream_generate` takes it.
         context: tokens that are committed when the answer begins.
+        earlier: the session's answers before this one, which it may repeat.
+        end_tokens: tokens that end an answer, or a part of it: nothing is drafted behind them.
         settings: single fields of `GenerateConfig`.
 
     Raises:
@@ -141,11 +156,12 @@ def make_plan(
     controller: DraftController = Never()
     learned = None
     if kind is not None:
-        drafters = [build_drafter(kind, model, complete, sampling, loaded)]
+        drafters = [build_drafter(kind, model, complete, sampling, loaded, end_tokens)]
         controller = Always(drafters[0].largest)
-        # Machines that share a model have to draft alike.
-        if config.is_controlled and model.backbone.group is None:
-            sources = [_offers_of(model, drafter) for drafter in drafters]
+        if _is_controlled(model, config):
+            if config.drafter is None:
+                drafters = _with_text(drafters, config, earlier, end_tokens)
+            sources = [offers_of(model, drafter) for drafter in drafters]
             if config.deterministic:
                 controller = Controller.deterministic(sources, context)
             else:
@@ -162,14 +178,41 @@ def make_plan(
     )
 
 
-def _offers_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
+def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
+    """Whether a controller decides what is drafted. Machines that share a model draft alike."""
+    return config.is_controlled and model.backbone.group is None
+
+
+def _with_text(
+    drafters: Sequence[Drafter],
+    config: GenerateConfig,
+    earlier: EarlierAnswers | None,
+    end_tokens: Collection[int],
+) -> list[Drafter]:
+    """Beside what drafts: what the text, earlier answers and an expected text say next."""
+    found = {drafter.largest.drafter: drafter for drafter in drafters}
+    found[NAME] = PromptLookupDrafter(TEXT_CONFIG, end_tokens=end_tokens)
+    if earlier is not None and not config.deterministic:
+        found[EARLIER_ANSWERS] = PromptLookupDrafter(
+            TEXT_CONFIG, earlier=earlier, end_tokens=end_tokens, name=EARLIER_ANSWERS
+        )
+    if reference := config.prompt_lookup.reference:
+        expected = replace(TEXT_CONFIG, reference=reference)
+        found[EXPECTED] = PromptLookupDrafter(expected, end_tokens=end_tokens, name=EXPECTED)
+    return list(found.values())
+
+
+def offers_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
     """What a drafter should bring, as far as is known beforehand."""
+    if isinstance(drafter, OfferSource):
+        return drafter
     largest = drafter.largest
     if largest.drafter != "streams":
-        return SteadySource(Offer.of_shape(largest, TYPICAL_CHAIN))
+        waits = drafter.needs.host_tokens
+        return SteadySource(CurveOffer.of_shape(largest, TYPICAL_CHAIN, waits=waits))
     assert model.config is not None
     curve = model.config.tokens_per_call or TYPICAL_TOKENS
-    return SteadySource(Offer.of_curve(largest, curve))
+    return SteadySource(CurveOffer.of_curve(largest, curve))
 
 
 def drafter_name(
@@ -187,6 +230,8 @@ def drafter_name(
         name = loaded[0].drafter
     elif name is None and (model.num_streams or config.decoding):
         name = "streams"
+    elif name is None and _is_controlled(model, config):
+        return NAME if model.backbone.capabilities.has("trees") else None
     if name is not None:
         model.backbone.capabilities.require("trees", "drafting")
     require(

@@ -10,11 +10,14 @@ from statistics import fmean
 from mlx_lm.generate import wired_limit
 
 from ..decoding.controller import Always, DraftShape
+from ..decoding.drafter import Drafter, Needs, Taps, Verified
 from ..decoding.drafting import scratch_rows
 from ..decoding.loop import plain_decode, speculative_decode
 from ..drafters.streams import StreamDrafter
+from ..drafters.trie import Trie
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
+from ..model.tree import Tree
 from ..settings import TreeConfig
 
 PLAIN = 1
@@ -36,6 +39,37 @@ class StepTimings:
     plain_seconds: Sequence[float]
 
 
+class AnyChain:
+    """Proposes tokens that nobody expects to be right: to time calls that verify so many.
+
+    Args:
+        nodes: at most, the root included.
+    """
+
+    name = "any-chain"
+    needs = Needs(host_tokens=True)
+    num_parameters = draft_calls = cache_bytes = 0
+
+    def __init__(self, nodes: int) -> None:
+        self.largest = DraftShape(self.name, nodes, nodes - 1)
+        self._last = 0
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """See `Drafter.start`."""
+        self._last = tokens[-1]
+
+    def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
+        """See `Drafter.follow`."""
+        self._last = tokens[-1]
+
+    def propose(self, verified: Verified, shape: DraftShape) -> Tree:
+        """See `Drafter.propose`."""
+        trie = Trie(self._last, shape.nodes)
+        trie.add([self._last] * shape.levels)
+        tree, _ = trie.tree(shape.levels)
+        return tree
+
+
 def measure_step_costs(
     model: StreamFusedModel,
     tokens: Sequence[int],
@@ -46,27 +80,29 @@ def measure_step_costs(
 ) -> StepTimings:
     """Time steady calls of the real decoding loop, with best trees of streams and without.
 
+    Of a model without streams, calls that verify chains that were drafted at no cost.
+
     Sizes are timed in turns, smallest first, until the seconds are used; the least time of each
     counts, because whatever disturbs a timing makes it longer. Behind a size that takes more plain
     calls than any tree can bring tokens, larger ones are left out.
 
     Args:
-        model: has streams; nothing else decodes with it meanwhile.
+        model: nothing else decodes with it meanwhile.
         tokens: the text that is decoded behind, two tokens or more.
         sizes: nodes of the trees, each 2 or more.
         seconds: after which no other round begins.
         first_round_seconds: after which no other size is begun in the first round either; by
             default it comes to all of them, however long that takes.
     """
-    assert len(tokens) > 1 and model.num_streams > 0
+    assert len(tokens) > 1
     ascending = sorted({*sizes})
-    drafter = StreamDrafter(model, TreeConfig(size=ascending[-1]), model.num_streams)
+    drafter = _drafter_for(model, ascending[-1])
     cache = model.make_cache()
     # At once, while the cache is empty: buffers that grow later are copied.
     cache.reserve(tokens=0, scratch=scratch_rows([drafter]))
     least: dict[int, float] = {}
     plain_seconds: list[float] = []
-    most_tokens = 1 + model.num_streams  # of a call
+    most_tokens = 1 + drafter.largest.levels  # of a call
     started = time.perf_counter()
     is_first_round = True
 
@@ -102,6 +138,13 @@ def measure_step_costs(
     return StepTimings({size: least[size] / least[PLAIN] for size in ascending}, plain_seconds)
 
 
+def _drafter_for(model: StreamFusedModel, nodes: int) -> Drafter:
+    """What drafts the trees of the calls that are timed."""
+    if model.num_streams:
+        return StreamDrafter(model, TreeConfig(size=nodes), model.num_streams)
+    return AnyChain(nodes)
+
+
 def _seconds_of_calls(calls: Iterator[list[int]], deadline: float) -> list[float]:
     """Seconds of a few steady calls, behind those that are dropped; none where the first of these,
     with what is read of the prompt, does not end before the deadline."""
@@ -118,7 +161,7 @@ def _seconds_of_calls(calls: Iterator[list[int]], deadline: float) -> list[float
 
 
 def _calls_behind(
-    model: StreamFusedModel, text: list[int], cache: TreeCache, drafter: StreamDrafter, size: int
+    model: StreamFusedModel, text: list[int], cache: TreeCache, drafter: Drafter, size: int
 ) -> Iterator[list[int]]:
     """The tokens of each call behind `text`, of which `cache` holds a part or more, with a tree of
     `size` nodes in every call; of plain decoding where that is `PLAIN`."""
@@ -129,7 +172,8 @@ def _calls_behind(
     if size == PLAIN:
         steps = plain_decode(model, prompt, cache, context=context)
     else:
-        shape = DraftShape(drafter.name, size, min(drafter.largest.levels, size - 1))
+        largest = drafter.largest
+        shape = DraftShape(largest.drafter, size, min(largest.levels, size - 1))
         steps = speculative_decode(
             model, prompt, cache, context=context, drafters=[drafter], controller=Always(shape)
         )

@@ -33,32 +33,42 @@ class Ratio:
 
 
 class AcceptancePrior:
-    """The acceptance ratios of earlier answers with one adapter, by drafter and context bucket."""
+    """The acceptance ratios of earlier answers with one adapter, by name and context bucket.
+
+    A name is a drafter's, or with the length of a match where that decides how much is accepted.
+    """
 
     def __init__(self) -> None:
         self._ratios: dict[tuple[str, int], Ratio] = {}
 
-    def ratio(self, drafter: str, context: int) -> float:
-        """What a text behind `context` tokens should accept of what a drafter offers."""
-        return self._nearest(drafter, context).value
+    def ratio(self, name: str, context: int, first_ratio: float = FIRST_RATIO) -> float:
+        """What a text behind `context` tokens should accept of what is offered under a name."""
+        return self._nearest(name, context, first_ratio).value
 
-    def learn(self, drafter: str, context: int, accepted: float, offered: float) -> None:
+    def learn(
+        self,
+        name: str,
+        context: int,
+        accepted: float,
+        offered: float,
+        first_ratio: float = FIRST_RATIO,
+    ) -> None:
         """Take an answer's counts."""
         if offered <= 0:
             return
-        key = drafter, context_bucket(context)
+        key = name, context_bucket(context)
         if key not in self._ratios:
-            start = self._nearest(drafter, context)
+            start = self._nearest(name, context, first_ratio)
             self._ratios[key] = Ratio(start.value, min(start.weight, FIRST_WEIGHT))
         ratio = self._ratios[key]
         ratio.weight = min(ratio.weight, PRIOR_MOST) + offered
         ratio.value += (accepted / offered - ratio.value) * offered / ratio.weight
 
-    def _nearest(self, drafter: str, context: int) -> Ratio:
+    def _nearest(self, name: str, context: int, first_ratio: float) -> Ratio:
         """The ratio of a context's bucket, or of the next shorter one that is known."""
         bucket = context_bucket(context)
-        known = [one for name, one in self._ratios if name == drafter and one <= bucket]
-        return self._ratios[drafter, max(known)] if known else Ratio()
+        known = [one for other, one in self._ratios if other == name and one <= bucket]
+        return self._ratios[name, max(known)] if known else Ratio(first_ratio)
 
     def to_dict(self) -> dict[str, Any]:
         """What is written to disk."""
@@ -89,10 +99,16 @@ class AcceptancePrior:
 
 
 class AnswerAcceptance:
-    """What an answer accepts of one drafter's offers: the prior's ratio, then its own counts."""
+    """What an answer accepts under one name: the prior's ratio, then its own counts.
 
-    def __init__(self, prior_ratio: float) -> None:
+    Args:
+        prior_ratio: that of earlier answers.
+        first_ratio: what is assumed where there were none.
+    """
+
+    def __init__(self, prior_ratio: float, first_ratio: float = FIRST_RATIO) -> None:
         self._prior_ratio = prior_ratio
+        self.first_ratio = first_ratio
         self._accepted = 0.0  # of late: with decay
         self._offered = 0.0
         self.total_accepted = 0.0

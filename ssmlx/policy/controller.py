@@ -59,6 +59,9 @@ ERROR_OF_GAIN = 0.15
 """Standard error up to which they are timed: this, or this share of what drafting gains."""
 PLAIN_KEPT = 64
 """Plain calls of an answer whose seconds are kept."""
+HOST_WAIT = 0.1
+"""Plain calls that it takes to wait for a call's tokens where the next call could have been under
+way: what a device idles while the host looks up, drafts and launches."""
 PLAIN_FRESH = 64
 """Tokens for which an answer's timing of plain calls counts as taken beside a call."""
 
@@ -68,7 +71,7 @@ class Candidate:
     """A shape that can be drafted now."""
 
     shape: DraftShape
-    offered: float  # drafted tokens accepted at a ratio of 1
+    offer: Offer
     tokens: float  # that a call should bring
     cost: float  # plain calls that it takes
     hope: float  # what it may turn out to take
@@ -102,18 +105,11 @@ class Run:
     seconds: list[float]
 
 
-def shape_kind(shape: DraftShape) -> Kind:
-    """The kind of call that drafts a shape, and verifies the last that was drafted so."""
-    return shape.drafter, shape.nodes
-
-
 def size_to_time(offer: Offer, most_timed: int) -> int:
     """Nodes to time next: twice the `most_timed` so far (0 for none), but `FIRST_NODES` at least,
     and within what the offer has; its largest once that was timed."""
-    smallest, _ = offer.shapes[0]
-    largest, _ = offer.shapes[-1]
-    size = max(2 * most_timed, FIRST_NODES, smallest.nodes)
-    return min(size, largest.nodes)
+    size = max(2 * most_timed, FIRST_NODES, offer.shapes[0].nodes)
+    return min(size, offer.shapes[-1].nodes)
 
 
 class Controller:
@@ -150,11 +146,12 @@ class Controller:
         self._reads_seconds = reads_seconds
         self._costs = table.frozen(context)
         self._acceptance: dict[str, AnswerAcceptance] = {}
-        # what was asked: decisions of the last two calls, each with the calls recorded before it
-        self._decisions: deque[tuple[int, Decision]] = deque(maxlen=2)
-        self._num_recorded = 0
+        self._decisions: deque[Decision] = deque(maxlen=3)  # the last ones that were asked for
         self._pending: DraftShape | None = None  # the tree that the next recorded call verifies
-        self._pending_offered = 0.0
+        self._pending_candidate: Candidate | None = None  # the same, as it was offered
+        # of drafters that have offered something: what their costs are kept as, and who waits
+        self._costs_as: dict[str, str] = {}
+        self._waits: set[str] = set()
         self._tokens = 0
         self._behind = 0.0  # plain calls that this answer is behind plain decoding
         self._probe: DraftShape | None = None
@@ -175,17 +172,16 @@ class Controller:
         """One that knows nothing of earlier answers, learns nothing and reads no seconds."""
         return cls(CostTable(), AcceptancePrior(), sources, context=context, reads_seconds=False)
 
-    def next(self) -> DraftShape | None:
-        if not self._decisions or self._decisions[-1][0] != self._num_recorded:
-            self._decisions.append((self._num_recorded, self._decide()))
-        return self._decisions[-1][1].shape
+    def next(self, *, is_read: bool = False) -> DraftShape | None:
+        self._decisions.append(self._decide(is_read))
+        return self._decisions[-1].shape
 
     def outlook(self) -> tuple[float, float]:
         """Tokens and cost in plain calls of the shape that should advance fastest now.
 
         Both are 1 where plain decoding is as fast.
         """
-        best = max(self._candidates(), key=lambda one: one.speed, default=None)
+        best = max(self._candidates(is_read=True), key=lambda one: one.speed, default=None)
         if best is None or best.speed <= 1:
             return 1.0, 1.0
         return best.tokens, best.cost
@@ -199,14 +195,17 @@ class Controller:
         if self._reads_seconds:
             self._note_seconds(call)
         self._pending = call.drafted
-        self._pending_offered = decision.candidate.offered if decision.candidate else 0.0
-        self._num_recorded += 1
+        self._pending_candidate = decision.candidate
 
     def finish(self) -> None:
         """Hand what the answer has taught to the table and the prior. To be called once."""
-        for drafter, counted in self._acceptance.items():
+        for name, counted in self._acceptance.items():
             self._prior.learn(
-                drafter, self._first_context, counted.total_accepted, counted.total_offered
+                name,
+                self._first_context,
+                counted.total_accepted,
+                counted.total_offered,
+                counted.first_ratio,
             )
         self._teach()
         if self._probe is not None:
@@ -226,16 +225,21 @@ class Controller:
                 seconds.setdefault(run.shape, []).extend(run.seconds)
         for shape, taken in seconds.items():
             moved = self._table.learn(
-                shape_kind(shape), self._context, median(taken) / plain, self._follows_seconds
+                self._kind(shape), self._context, median(taken) / plain, self._follows_seconds
             )
             if abs(moved - 1) > TEACHES:
                 self._table.reset_probes()
-        self._runs = []
+        self._runs = [
+            run
+            for run in self._runs
+            if run.shape.drafter in self._waits and len(run.seconds) < RUN_CALLS
+        ]
         self._is_run_open = False
 
     def _enter_bucket(self, context: int) -> None:
         """Take the costs of contexts of another length."""
         self._teach()
+        self._runs = []
         self._context = context
         self._costs = self._table.frozen(context).scaled(self._costs.scale)
         self._plain.clear()
@@ -244,10 +248,10 @@ class Controller:
         if self._reads_seconds and self._table.is_timing_due(context, self._bearable_error()):
             self._plain_calls_due = MOST_PLAIN_CALLS
 
-    def _decide(self) -> Decision:
+    def _decide(self, is_read: bool) -> Decision:
         if self._plain_calls_due:
             return Decision(None)
-        candidates = list(self._candidates())
+        candidates = list(self._candidates(is_read))
         if not candidates:
             return Decision(None)
         if self._probe_calls:
@@ -258,63 +262,90 @@ class Controller:
             candidates, key=lambda one: one.speed * (STAY if one.shape == self._pending else 1)
         )
         pays = self._pays(best)
-        probe = self._probe_of(candidates, best.speed if pays else 1.0)
+        probe = self._probe_of(best.speed if pays else 1.0)
         return probe or Decision(best if pays else None)
 
     def _is_unlearned(self, shape: DraftShape) -> bool:
         """Whether no answer has taught what a shape costs."""
-        return self._costs.weight(shape_kind(shape)) < 1
+        return self._costs.weight(self._kind(shape)) < 1
 
-    def _candidates(self) -> Iterator[Candidate]:
-        """Every shape that can be drafted now.
+    def _kind(self, shape: DraftShape) -> Kind:
+        """The kind of call that verifies a shape, and drafts another such where drafting costs."""
+        return self._costs_as.get(shape.drafter, shape.drafter), shape.nodes
+
+    def _candidates(self, is_read: bool) -> Iterator[Candidate]:
+        """Every shape that can be drafted now; `is_read` is as `next` has it.
 
         Of a drafter's shapes these are the ones up to the largest that was timed, between which
         costs are interpolated, and one that is larger: to learn what comes next by.
+
+        What has to wait for the tokens of the call under way may have nothing to offer behind them:
+        then the next call is a plain one.
         """
         for source in self._sources:
             offer = source.offer()
             if offer is None:
                 continue
-            ratio = self._acceptance_of(offer.drafter).ratio
-            most_timed = self._costs.most_known(offer.drafter)
-            next_size = size_to_time(offer, most_timed)
-            for shape, offered in offer.shapes:
+            self._costs_as[offer.drafter] = offer.costs_as
+            likely = 1.0
+            wait = 0.0
+            then = offer
+            if offer.waits:
+                self._waits.add(offer.drafter)
+                if not is_read:
+                    likely, then = offer.after(self._unread, self._ratio_of)
+                    is_awaited = self._pending is not None and self._pending.drafter in self._waits
+                    wait = 0.0 if is_awaited else HOST_WAIT
+            if not then.shapes:
+                continue
+            most_timed = self._costs.most_known(offer.costs_as)
+            next_size = size_to_time(then, most_timed)
+            for shape in then.shapes:
                 if shape.nodes <= (most_timed or FIRST_NODES) or shape.nodes == next_size:
-                    kind = shape_kind(shape)
+                    kind = self._kind(shape)
                     yield Candidate(
                         shape,
-                        offered,
-                        1 + ratio * offered,
-                        self._costs.calls(kind),
-                        self._costs.hopeful(kind),
+                        offer,
+                        1 + likely * then.expected(shape, self._ratio_of),
+                        1 + likely * (self._costs.calls(kind) - 1) + wait,
+                        1 + likely * (self._costs.hopeful(kind) - 1) + wait,
                     )
+
+    @property
+    def _unread(self) -> int:
+        """Tokens that the call under way should bring."""
+        pending = self._pending_candidate
+        return 1 if pending is None else round(pending.tokens)
 
     def _pays(self, best: Candidate) -> bool:
         """Whether to draft, as far as the answer may fall behind plain decoding."""
         allowed = max(BEHIND, BEHIND_PER_TOKEN * self._tokens)
         allowed += CREDIT * max(0.0, best.tokens - best.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
-        loss = self._costs.cautious(shape_kind(best.shape)) - 1
+        loss = self._costs.cautious(self._kind(best.shape)) - 1
         at_risk = self._behind + loss
         if self._pending is not None:
             return best.speed > LEAVE and at_risk <= allowed
-        return best.speed > ENTER and at_risk + ENTRY <= allowed
+        return best.speed > ENTER and at_risk + self._entry(best.shape) <= allowed
 
-    def _probe_of(self, candidates: list[Candidate], speed: float) -> Decision | None:
-        """A shape that may be faster than what is known to be, if its probe can be afforded."""
+    def _probe_of(self, speed: float) -> Decision | None:
+        """A shape that may be faster than what is known to be, if its probe can be afforded.
+
+        What it risks is what its calls do, as if the call under way was read.
+        """
         if self._behind > PROBE_BEHIND or not self._table.may_probe(is_start=self._tokens <= 1):
             return None
         is_parked = speed == 1.0
         probes = [
             (self._risk(one, speed), one)
-            for one in candidates
+            for one in self._candidates(is_read=True)
             if is_parked or one.hoped_speed > speed * PROBE_GAIN
         ]
         affordable = [pair for pair in probes if pair[0] <= self._table.bank]
         if affordable:
             risk, probe = max(affordable, key=lambda pair: pair[1].hoped_speed)
             return Decision(probe, risk)
-        if is_parked and self._table.bank >= BANK_MOST:
+        if probes and is_parked and self._table.bank >= BANK_MOST:
             # Never parked for good: a full bank pays for whatever risks least.
             risk, probe = min(probes, key=lambda pair: pair[0])
             return Decision(probe, risk)
@@ -322,30 +353,34 @@ class Controller:
 
     def _risk(self, probe: Candidate, speed: float) -> float:
         """Plain calls that a probe may lose over going on at `speed`."""
-        entry = ENTRY if self._pending is None else 0.0
+        entry = self._entry(probe.shape) if self._pending is None else 0.0
         likely = (probe.cost + probe.hope) / 2
         return entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
 
-    def _acceptance_of(self, drafter: str) -> AnswerAcceptance:
-        if drafter not in self._acceptance:
-            self._acceptance[drafter] = AnswerAcceptance(
-                self._prior.ratio(drafter, self._first_context)
-            )
-        return self._acceptance[drafter]
+    def _entry(self, shape: DraftShape) -> float:
+        """Plain calls that it costs to draft behind a plain call: a first drafting pass."""
+        return 0.0 if shape.drafter in self._waits else ENTRY
+
+    def _ratio_of(self, name: str, first_ratio: float) -> float:
+        return self._acceptance_of(name, first_ratio).ratio
+
+    def _acceptance_of(self, name: str, first_ratio: float) -> AnswerAcceptance:
+        if name not in self._acceptance:
+            prior = self._prior.ratio(name, self._first_context, first_ratio)
+            self._acceptance[name] = AnswerAcceptance(prior, first_ratio)
+        return self._acceptance[name]
 
     def _decision_of(self, drafted: DraftShape | None) -> Decision:
         """The decision that a recorded call followed; the loop may have asked once more."""
-        for _, decision in reversed(self._decisions):
-            if decision.shape == drafted:
-                return decision
-        return Decision(None)
+        found = (one for one in reversed(self._decisions) if one.shape == drafted)
+        return next(found, Decision(None))
 
     def _cost(self, call: Call) -> float:
         """Plain calls that a recorded call took, by the table."""
         if call.shape is None:
-            return 1.0 if call.drafted is None else 1 + ENTRY
-        steady = self._costs.cautious(shape_kind(call.shape))
-        return steady if call.drafted else max(1.0, steady - ENTRY)
+            return 1.0 if call.drafted is None else 1 + self._entry(call.drafted)
+        steady = self._costs.cautious(self._kind(call.shape))
+        return steady if call.drafted else max(1.0, steady - self._entry(call.shape))
 
     def _count_tokens(self, call: Call) -> None:
         self._tokens += call.tokens
@@ -354,9 +389,10 @@ class Controller:
         if call.shape is None:
             for counted in self._acceptance.values():
                 counted.pass_plain(call.tokens)
-        else:
-            counted = self._acceptance_of(call.shape.drafter)
-            counted.count(call.tokens - 1, self._pending_offered)
+        elif self._pending_candidate is not None:
+            for one in self._pending_candidate.offer.counted(call.shape, call.tokens - 1):
+                counted = self._acceptance_of(one.name, one.first_ratio)
+                counted.count(one.accepted, one.offered)
 
     def _count_probe(self, call: Call, decision: Decision) -> None:
         if self._probe_calls:
@@ -385,19 +421,32 @@ class Controller:
         if call.drafted is None and seconds is not None:
             # It has drafted nothing: another of its shape would have taken longer.
             plain = self._table.plain_seconds(self._context)
-            seconds = None if plain is None else seconds + ENTRY * plain
+            seconds = None if plain is None else seconds + self._entry(call.shape) * plain
         if seconds is None:
             return
-        if not self._is_run_open or self._runs[-1].shape != call.shape:
-            self._runs.append(Run(call.shape, []))
-            self._is_run_open = True
-            self._surprises = 0
-        self._runs[-1].seconds.append(seconds)
-        is_run = len(self._runs[-1].seconds) == RUN_CALLS
-        if is_run and self._costs.weight(shape_kind(call.shape)) < UNTIMED:
+        run = self._run_of(call.shape)
+        run.seconds.append(seconds)
+        is_untimed = self._costs.weight(self._kind(call.shape)) < UNTIMED
+        if len(run.seconds) == RUN_CALLS and is_untimed:
             self._take_first_timings()
         else:
             self._check_cost(call.shape, seconds)
+
+    def _run_of(self, shape: DraftShape) -> Run:
+        """The run that a call joins: where calls wait for each other's tokens, each is timed for
+        itself, and they need not come one behind the other."""
+        is_alone = shape.drafter in self._waits
+        if is_alone:
+            found = next((run for run in self._runs if run.shape == shape), None)
+        else:
+            is_same = self._is_run_open and self._runs[-1].shape == shape
+            found = self._runs[-1] if is_same else None
+        if found is None:
+            found = Run(shape, [])
+            self._runs.append(found)
+            self._surprises = 0
+        self._is_run_open = not is_alone
+        return found
 
     def _note_plain(self, call: Call) -> None:
         if call.seconds is not None:
@@ -424,7 +473,7 @@ class Controller:
 
     def _check_cost(self, shape: DraftShape, seconds: float) -> None:
         """See whether calls in a row are far off their cost, all to one side."""
-        kind = shape_kind(shape)
+        kind = self._kind(shape)
         self._latest.append((kind, seconds))
         if self._follows_seconds:
             self._take_new_costs()

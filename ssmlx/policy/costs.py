@@ -1,8 +1,8 @@
 """What a target call costs, in plain calls: one table for a machine, a geometry, a dtype.
 
-A call is of a kind: one that verifies and drafts n nodes of a drafter, `("streams", n)`, or one
-plain call for b texts together, `("batch", b)`. A few node counts are measured; those between are
-interpolated.
+A call is of a kind: one that verifies and drafts n nodes of a drafter, `("streams", n)`; one that
+verifies n nodes that were drafted on the host, at no cost, `("rows", n)`; or one plain call for b
+texts together, `("batch", b)`. A few node counts are measured; those between are interpolated.
 """
 
 import math
@@ -13,8 +13,9 @@ from statistics import fmean, median, stdev
 from typing import Any, Self
 
 Kind = tuple[str, int]
-"""A drafter's name with nodes, or "batch" with texts."""
+"""A drafter's name or "rows" with nodes, or "batch" with texts."""
 BATCH = "batch"
+ROWS = "rows"
 
 BUCKETS = (0, 256, 1024, 3072)
 """Least tokens of a context for each bucket: attention over a longer one changes the ratios."""
@@ -61,6 +62,9 @@ PROBE_WAIT_MOST = 512
 TIMING_WAIT = 1024
 TIMING_WAIT_MOST = 4096
 """Tokens after which plain calls are timed again: at first, and at most after doubling."""
+TIMING_PAUSE = 96
+"""Tokens between timings at least, however poor they are: on a busy machine, where they do not
+agree, short answers would be timed and nothing else."""
 MOST_PLAIN = 128
 """Plain calls that a timing averages at most."""
 _MOST_ENTRIES = 1024
@@ -100,7 +104,7 @@ def context_bucket(context: int) -> int:
 def prior_extra(kind: Kind) -> float:
     """Plain calls that a kind should take beyond one where nothing was measured."""
     name, rows = kind
-    return ROW_COST * (rows - 1) + (0.0 if name == BATCH else DRAFT_COST)
+    return ROW_COST * (rows - 1) + (0.0 if name in (BATCH, ROWS) else DRAFT_COST)
 
 
 def interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:
@@ -150,9 +154,13 @@ class FrozenCosts:
         run_error = MEDIAN_ERROR * self.noise / math.sqrt(RUN_CALLS * max(weight, UNKNOWN_WEIGHT))
         return (1 + extra) * (1 + CAUTION * math.hypot(run_error, self.plain_error))
 
-    def most_known(self, drafter: str) -> int:
-        """The largest number of nodes that was measured; 0 where none was."""
-        return max((count for name, count in self.known if name == drafter), default=0)
+    def most_known(self, name: str) -> int:
+        """The largest number of nodes that was measured; 0 where none was.
+
+        Rows alone cost no more than with drafting, so they are known where a drafter's calls are.
+        """
+        names = {one for one, _ in self.known} - {BATCH} if name == ROWS else {name}
+        return max((count for one, count in self.known if one in names), default=0)
 
     def scaled(self, factor: float) -> "FrozenCosts":
         """The same costs with another factor on what is beyond a plain call."""
@@ -169,8 +177,15 @@ class FrozenCosts:
         So one measured count moves all others of its name, and a line goes on beyond the last.
         """
         name, count = kind
-        counts = sorted(n for drafter, n in self.known if drafter == name)
+        counts = sorted(n for one, n in self.known if one == name)
         prior = prior_extra(kind)
+        if not counts and name == ROWS:
+            # As much over the prior as what is known of a drafter's calls.
+            others = sorted({one for one, _ in self.known} - {BATCH})
+            if others:
+                extra, _ = self._extra_and_weight((others[0], count))
+                drafted = prior_extra((others[0], count))
+                return prior * extra / drafted, UNKNOWN_WEIGHT
         if not counts:
             return prior * self.scale, 0.0
         over = [(self.known[name, n][0] - 1) / prior_extra((name, n)) for n in counts]
@@ -270,11 +285,13 @@ class CostTable:
         return timing.seconds
 
     def is_timing_due(self, context: int, error: float) -> bool:
-        """Whether plain calls should be timed: never, long ago, or with more than this error."""
+        """Whether plain calls should be timed: they never were, long ago, or, not just now, with
+        more than this error."""
         timing = self._plain.get(context_bucket(context))
         if timing is None or timing.tokens_since >= timing.wait:
             return True
-        return timing.calls > 0 and self.plain_error(context) > error
+        is_poor = timing.calls > 0 and self.plain_error(context) > error
+        return is_poor and timing.tokens_since >= TIMING_PAUSE
 
     def plain_error(self, context: int, more_calls: int = 0) -> float:
         """Standard error of the seconds of a plain call, over the seconds; 0 where never timed."""

@@ -327,14 +327,10 @@ class Answering:
             highest = max(config.logit_bias or (), default=0)
             size = model.backbone.vocab_size
             check(highest < size, f"logit_bias has {highest}", f"ids below {size}", "logit_bias")
-            can_draft = model.backbone.capabilities.has("trees")
-            if ask.prediction and config.decoding != "plain" and can_draft:
+            if ask.prediction:
                 check_text(ask.prediction)
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
-                lookup = PromptLookupConfig(size=32, num_draft_tokens=16, reference=text)
-                config = replace(
-                    config, decoding="streaming", drafter="prompt-lookup", prompt_lookup=lookup
-                )
+                config = replace(config, prompt_lookup=PromptLookupConfig(reference=text))
             if ask.ignores_end:
                 ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
                 config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})

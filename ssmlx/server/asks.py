@@ -7,6 +7,7 @@ from typing import Any, Literal
 from starlette.exceptions import HTTPException
 
 from ..api import GenerationResponse
+from ..drafters.lookup import EXPECTED
 from ..errors import InputError, quoted
 from ..prompts import Message, Tools
 from ..settings import Allowed, GenerateConfig
@@ -79,6 +80,12 @@ class End:
     last: GenerationResponse  # its last segment
     predicted: int = 0  # tokens that the request foretold
     choice: int = 0
+
+    @property
+    def right(self) -> int:
+        """Tokens of what the request foretold that were drafted and accepted."""
+        drafts = self.last.drafts.get(EXPECTED)
+        return min(drafts.accepted, self.predicted) if drafts else 0
 
     @property
     def timings(self) -> dict[str, Any]:

@@ -307,7 +307,7 @@ def _usage(ends: Sequence[End], choices_each: int) -> dict[str, Any]:
     firsts = [end.last for end in ends[::choices_each]]
     prompt = sum(last.prompt_tokens for last in firsts)
     completion = sum(end.last.generation_tokens for end in ends)
-    right = sum(min(end.timings["draft_n_accepted"], end.predicted) for end in ends)
+    right = sum(end.right for end in ends)
     guesses = {"accepted_prediction_tokens": right}
     guesses["rejected_prediction_tokens"] = sum(end.predicted for end in ends) - right
     return {

@@ -1,0 +1,143 @@
+"""Drafts of what a text says again, where a controller decides: the same tokens, and no waiting."""
+
+from dataclasses import replace
+
+import pytest
+from tiny import VOCAB, first_tokens, make_base, make_model
+
+from ssmlx.decoding.loop import CallCounts, _SpeculativeLoop
+from ssmlx.drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
+from ssmlx.drafters.text_index import EARLIER_TOKENS, TAIL, EarlierAnswers
+from ssmlx.generation.plan import decode_plan, make_plan, offers_of
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.policy.acceptance import AcceptancePrior
+from ssmlx.policy.controller import Controller
+from ssmlx.policy.costs import CostTable
+from ssmlx.settings import PromptLookupConfig
+
+PROMPT = [3, 1, 4, 1, 5]
+SAMPLINGS = ({}, {"temp": 1.0, "seed": 3}, {"temp": 0.7, "seed": 1, "repetition_penalty": 1.2})
+
+
+@pytest.fixture(scope="module")
+def bare():
+    return StreamFusedModel(Backbone(make_base()))
+
+
+def table_of(extra: float) -> CostTable:
+    """Rows that cost so many plain calls each."""
+    table = CostTable()
+    for nodes in (2, 4, 8, 16, 32):
+        for _ in range(8):
+            table.learn(("rows", nodes), 0, 1 + extra * (nodes - 1))
+            table.learn(("streams", nodes), 0, 1.1 + extra * (nodes - 1))
+    return table
+
+
+def answer(model, count, *, prompt=PROMPT, row_cost=0.01, prior=None, **settings):
+    """Tokens of an answer, how many each call brought, and what was drafted."""
+    plan = make_plan(model, context=len(prompt), **settings)
+    if plan.drafters:
+        sources = [offers_of(model, one) for one in plan.drafters]
+        known = table_of(row_cost), prior or AcceptancePrior()
+        plan = replace(plan, controller=Controller(*known, sources, reads_seconds=False))
+    counts = CallCounts()
+    steps = decode_plan(plan, model, prompt, model.make_cache(), counts=counts)
+    tokens, lengths = first_tokens(filter(None, steps), count)
+    return tokens, lengths, counts.drafts
+
+
+@pytest.mark.parametrize("settings", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("has_streams", [False, True])
+def test_the_tokens_are_plain_decodings(bare, has_streams, settings):
+    model = make_model() if has_streams else bare
+    expected, _, nothing = answer(model, 120, decoding="plain", **settings)
+    assert not nothing
+    tokens, lengths, drafts = answer(model, 120, **settings)
+    assert tokens == expected
+    assert sum(one.accepted for one in drafts.values()) == sum(lengths) - len(lengths)
+    if not settings:  # a greedy text of random weights repeats itself
+        assert drafts[NAME].accepted > 10
+    other, _, _ = answer(model, 120, row_cost=0.5, **settings)
+    assert other == expected
+
+
+def test_an_answer_that_was_given_before_is_copied(bare):
+    """By the next answer of the session, and in few calls: its beginning is known, too."""
+    earlier = EarlierAnswers()
+    prompt = [9, 9, 2, 7, 5, 3, 1]
+    expected, lengths, drafts = answer(bare, 40, prompt=prompt, temp=1.0, seed=5, earlier=earlier)
+    earlier.add(prompt, expected)
+    again, fewer, drafts = answer(bare, 40, prompt=prompt, temp=1.0, seed=5, earlier=earlier)
+    assert again == expected
+    assert drafts[EARLIER_ANSWERS].accepted > 25 and len(fewer) < len(lengths) / 2
+    # Nobody else's answers are looked up in.
+    _, _, others = answer(bare, 40, prompt=prompt, temp=1.0, seed=5, earlier=EarlierAnswers())
+    assert EARLIER_ANSWERS not in others
+
+
+def test_an_expected_text_is_drafted_from_its_beginning(bare):
+    expected, _, _ = answer(bare, 30, temp=1.0, seed=8)
+    lookup = PromptLookupConfig(reference=tuple(expected))
+    tokens, lengths, drafts = answer(bare, 30, temp=1.0, seed=8, prompt_lookup=lookup)
+    assert tokens == expected
+    assert drafts[EXPECTED].accepted > 15 and len(lengths) < 12
+
+
+def test_where_nothing_pays_no_plain_call_waits(bare, monkeypatch):
+    """Each is launched before the one before it is read, as in plain decoding."""
+    waited = []
+    real = _SpeculativeLoop.launch_behind
+
+    def launch_behind(self, *given):
+        waited.append(given)
+        return real(self, *given)
+
+    monkeypatch.setattr(_SpeculativeLoop, "launch_behind", launch_behind)
+    _, lengths, drafts = answer(bare, 60, row_cost=3.0)
+    assert lengths == [1] * 60 and not drafts and not waited
+    _, _, drafts = answer(bare, 60)
+    assert drafts and waited
+
+
+def test_a_draft_ends_with_an_end_token():
+    drafter = PromptLookupDrafter(PromptLookupConfig(num_draft_tokens=5, size=6), end_tokens=[7])
+    drafter.start([1, 2, 3, 7, 4, 5, 6, 1, 2])
+    offer = drafter.offer()
+    assert offer is not None and offer.following == 2
+    drafter.follow([3], 9)
+    assert drafter.offer().following == 1
+    drafter.follow([7], 10)
+    assert drafter.offer().following == 5
+
+
+def test_asking_for_an_offer_changes_nothing_and_it_follows_the_text():
+    drafter = PromptLookupDrafter(PromptLookupConfig())
+    assert drafter.offer() is None
+    drafter.start([1, 2, 3])
+    assert drafter.offer() is None
+    drafter.follow([1], 3)
+    first = drafter.offer()
+    assert first == drafter.offer() and first.match_length == 1
+    drafter.follow([2], 4)
+    assert drafter.offer().match_length == 2
+
+
+def test_an_index_is_begun_once_though_a_drafter_is_started_again(bare):
+    """As an answer that leaves a batch starts its drafters again."""
+    drafter = PromptLookupDrafter(PromptLookupConfig())
+    drafter.start([1, 2, 3, 1])
+    index = drafter._index
+    drafter.start([1, 2, 3, 1, 2, 9])
+    assert drafter._index is index and index.tokens == [1, 2, 3, 1, 2, 9]
+    drafter.start([4, 4])
+    assert drafter._index.tokens == [4, 4] and drafter.offer().match_length == 1
+
+
+def test_earlier_answers_are_bounded():
+    earlier = EarlierAnswers()
+    for number in range(3 * EARLIER_TOKENS // 100):
+        earlier.add([5] * 20, [number % VOCAB] * 100)
+    assert EARLIER_TOKENS // 2 <= len(earlier.index.tokens) <= EARLIER_TOKENS + 100 + TAIL
+    assert earlier.nbytes < 2**24
