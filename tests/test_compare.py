@@ -293,11 +293,11 @@ def asked(monkeypatch):
     names: list[str] = []
     answered = target.Target.answer
 
-    def answer(self, system, prompt):
+    def answer(self, system, *asked):
         names.append(system.name)
         if len(names) == stop[0]:
             raise KeyboardInterrupt
-        return answered(self, system, prompt)
+        return answered(self, system, *asked)
 
     stop = [-1]
     monkeypatch.setattr(target.Target, "answer", answer)

@@ -103,7 +103,7 @@ class Experiment:
         progress = tqdm(keys, desc=self.name, unit="prompt", disable=None)
         for key, name in in_turns(progress, list(stores)):
             if key not in stores[name]:
-                answer = target.answer(systems[name], key[1:])
+                answer = target.answer(systems[name], key[1:], key[0])
                 stores[name].keep(key, Kept(answer, target.text_of(answer.tokens)))
         answers = {
             name: [[store[[r, *prompt]] for r in range(self.repeats)] for prompt in prompts]
@@ -296,7 +296,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
 def _options_of(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
     if not drafters:
         return {}
-    (drafter,) = drafters
+    drafter = drafters[0]  # the first where several may draft
     config = asdict(system.config)
     names = {DRAFT_MODEL: "draft", "mlp-speculator": "speculator_tree"}
     own = names.get(system.kind, system.kind.replace("-", "_"))

@@ -24,12 +24,14 @@ from ssmlx.settings import GenerateConfig, SamplingConfig
 from . import target
 from .experiment import Experiment
 from .results import RESULTS
-from .target import DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Weights
+from .target import DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, TEXT, System, Weights
 from .tasks import TASKS, data_file, read_examples, scorer_of
 
 BASE = "smollm2-135m-q4_1"
 DEFAULT = "default"
-"""What users get who ask for nothing."""
+"""What users get who ask for nothing; with `TEXT`, on the target without streams."""
+CONTROLLED = {DEFAULT: STREAMS, TEXT: TEXT}
+"""Systems that are given no settings, and their kinds."""
 TREES = (
     "streams --tree full --tree-width 1",
     "streams --tree full --tree-width 2",
@@ -133,8 +135,9 @@ def add_experiment_options(
             "--systems",
             "SYSTEM",
             f"which of {', '.join(SYSTEMS)}; or {DEFAULT}: where nothing is "
-            "asked for; or trees: streams with every kind of tree and pruning; mlx-lm and plain "
-            f"always take part (default: {'all' if systems == SYSTEMS else ', '.join(systems)})",
+            f"asked for; or {TEXT}: that without streams; or trees: streams with every kind of "
+            "tree and pruning; mlx-lm and plain always take part (default: "
+            f"{'all' if systems == SYSTEMS else ', '.join(systems)})",
             list(systems),
         ),
         ("--max-tokens", None, f"longest answer (default: {most})", int),
@@ -177,7 +180,7 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
     require(
         args.costs is None or any(one.config.is_controlled for one in systems),
         "--costs would do nothing here",
-        expected=f"{DEFAULT} among --systems",
+        expected=f"{DEFAULT} or {TEXT} among --systems",
         do="drop --costs",
     )
     weights = _weights_of(args)
@@ -257,17 +260,18 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
     kind = next(iter(words), "")
     flags = [n for n, word in enumerate(words) if word[0] == "-"]
     require(
-        kind in (*SYSTEMS, DEFAULT) and not (kind in (MLX_LM, PLAIN, DEFAULT) and words[1:]),
+        kind in (*SYSTEMS, *CONTROLLED)
+        and not (kind in (MLX_LM, PLAIN, *CONTROLLED) and words[1:]),
         f"--systems {text!r}",
-        expected=f"one of {', '.join((*SYSTEMS, DEFAULT))}; those that draft with options, in "
+        expected=f"one of {', '.join((*SYSTEMS, *CONTROLLED))}; those that draft with options, in "
         "quotes",
         do='write such as --systems mlx-lm streams "streams --tree full"',
     )
     name = " ".join(words)
     if kind in (MLX_LM, PLAIN):
         return name, kind, GenerateConfig(decoding="plain")
-    if kind == DEFAULT:
-        return name, STREAMS, GenerateConfig()
+    if kind in CONTROLLED:
+        return name, CONTROLLED[kind], GenerateConfig()
     first = next(iter(flags), len(words))
     parser = _SystemParser(prog=name, add_help=False, allow_abbrev=False)
     add_tree_options(parser.add_argument_group())

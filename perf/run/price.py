@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from ssmlx.policy.costs import context_bucket
 
 from .statistics import ratio
-from .target import MLX_LM, PLAIN, STREAMS
+from .target import MLX_LM, PLAIN, STREAMS, TEXT
 from .timing import TimedAnswer, TimedCall
 
 LEAST_SAMPLES = 5
@@ -25,7 +25,7 @@ LEAST_TOKENS = 24
 """Tokens of an answer from which on it counts among those that may not be slower."""
 SLOWER = (0.93, 0.88)
 """Speeds over plain decoding's below which answers are counted."""
-_IS_PLAINLY_LAUNCHED = (MLX_LM, PLAIN, STREAMS)
+_IS_PLAINLY_LAUNCHED = (MLX_LM, PLAIN, STREAMS, TEXT)
 """Systems that launch a bare root's call before its predecessor is read, as plain decoding does."""
 
 Place = Literal["steady", "entry", "exit", "first", "last", "any"]
@@ -37,7 +37,9 @@ a tree behind which no call is launched; "any" are all of these."""
 class CallKind(NamedTuple):
     """What calls must share to take the same time, on the same weights."""
 
-    drafter: str  # the kind of system; `PLAIN` for a bare root that plain decoding could have too
+    # who drafted the tree, or the kind of system; `PLAIN` for a bare root that plain decoding could
+    # have too
+    drafter: str
     rows: int  # that are verified; at an entry, by the next call
     bucket: int  # of contexts, see `context_bucket`
     place: Place
@@ -134,7 +136,8 @@ def kinds_of(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
         elif call.rows == 1 and next_rows > 1:
             place = "entry"
         is_plain = is_bare and place == "steady" and system != MLX_LM
-        drafter = PLAIN if is_plain else system
+        tree = following if place == "entry" else call
+        drafter = PLAIN if is_plain else (tree and tree.drafter) or system
         # A backend that computes while a call is launched has the tree's time in the entry.
         shown = next_rows if place == "entry" else rows[index]
         yield CallKind(drafter, shown, context_bucket(call.context), place)

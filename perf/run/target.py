@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
+from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.errors import require
 from ssmlx.generation.learned import learned_of
 from ssmlx.generation.memory import Memory, memory_of
@@ -40,6 +41,7 @@ from .timing import TimedAnswer, TimedCall, ssmlx_answer
 MLX_LM = "mlx-lm"
 PLAIN = "plain"
 STREAMS = "streams"
+TEXT = "text"
 DRAFT_MODEL = "draft-model"
 DRAFT_ALONE = "draft model alone"
 CHECKPOINTS = ("medusa", "mlp-speculator", DRAFT_MODEL)
@@ -116,6 +118,8 @@ class Target:
         self.mlx_model = model
         self.plain = StreamFusedModel(self._backbone())
         self._drafting: dict[str, Drafting] = {}
+        # what was answered before, by system and repeat: each is a session
+        self._earlier: dict[tuple[str, int], EarlierAnswers] = {}
 
     def drafting(self, kind: str) -> Drafting:
         if kind not in self._drafting:
@@ -145,12 +149,15 @@ class Target:
             return added_parameters(self.weights.adapter)
         return sum(drafter.num_parameters for drafter in self.drafters(system))
 
-    def answer(self, system: System, prompt: list[int]) -> TimedAnswer:
-        """An answer, with the most memory that it took on top of what was in use before."""
+    def answer(self, system: System, prompt: list[int], repeat: int = 0) -> TimedAnswer:
+        """An answer, with the most memory that it took on top of what was in use before.
+
+        Where a controller decides, the answers of one repeat are a session.
+        """
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        found = self._answer(system, prompt)
+        found = self._answer(system, prompt, repeat)
         return replace(found, peak_bytes=max(0, mx.get_peak_memory() - before))
 
     def text_of(self, tokens: Sequence[int]) -> str:
@@ -177,7 +184,7 @@ class Target:
             streams.config = config
             self.tokenizer.eos_token_ids = ends
 
-    def _answer(self, system: System, prompt: list[int]) -> TimedAnswer:
+    def _answer(self, system: System, prompt: list[int], repeat: int) -> TimedAnswer:
         if system.kind == MLX_LM:
             return mlx_lm_answer(self.mlx_model, self.tokenizer, prompt, system.config)
         if system.kind == DRAFT_ALONE:
@@ -189,6 +196,9 @@ class Target:
         if draft is not None:
             # It starts every answer with an empty cache.
             loaded["draft_model"] = DraftModel(draft.model, draft.name)
+        if system.config.is_controlled and not system.config.deterministic:
+            session = system.name, repeat
+            loaded["earlier"] = self._earlier.setdefault(session, EarlierAnswers())
         return ssmlx_answer(own.model, self.tokenizer, prompt, system.config, **loaded)
 
     def _computing(self, model: nn.Module) -> nn.Module:

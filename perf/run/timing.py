@@ -19,6 +19,7 @@ class TimedCall(NamedTuple):
     tokens: int  # that it advanced by
     context: int  # tokens committed before it
     seconds: float  # since the call before it gave its tokens
+    drafter: str | None = None  # of the tree that it verified, where several may draft
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def _call_of(before: GenerationResponse, segment: GenerationResponse) -> TimedCa
         len(segment.tokens),
         before.prompt_tokens + before.generation_tokens - 1,
         segment.decode_seconds - before.decode_seconds,
+        next((n for n, one in segment.drafts.items() if one != before.drafts.get(n)), None),
     )
 
 
