@@ -200,9 +200,9 @@ def test_what_another_extends_is_dropped_and_bytes_are_those_held():
     model = model_of()
     prompts = PromptCache()
     tokens = text(300)
-    warm(prompts, model, tokens[:250])
-    warm(prompts, model, tokens)
-    warm(prompts, model, tokens[:100])
+    warm(prompts, model, tokens[:250], decoding="streaming")
+    warm(prompts, model, tokens, decoding="streaming")
+    warm(prompts, model, tokens[:100], decoding="streaming")
     assert len(prompts) == 3  # their answers differ
     cache, _ = prompts.take(model, tokens)
     prompts.put(model, tokens[:-1], cache)

@@ -483,15 +483,15 @@ def test_chat_drafts_with_the_chat_adapter_where_it_belongs(base, run, loads, sh
 
 
 CURRENT = {
-    "--adapter none": ["no adapter: plain decoding"],
+    "--adapter none": ["no adapter: what the text says again is drafted"],
     "--adapter e2e": ["adapter e2e: 2 streams draft; the adapter is part of the model"],
     "--decoding plain": [
         "adapter chat: plain decoding, as --decoding says; the base model's answers are untouched"
     ],
     "--model other": [
-        "ssmlx ships no chat adapter for this model: plain decoding; "
+        "ssmlx ships no chat adapter for this model, which would draft more; "
         "`python -m ssmlx.adapt --help` says how to train one",
-        "no adapter: plain decoding",
+        "no adapter: what the text says again is drafted",
         "that are here: foreign (for other models: chat, e2e, sql)",
     ],
     "--model fused": [
@@ -536,7 +536,7 @@ def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
     assert told[3].startswith("no adapter folder nonsense, and no bundled adapter of that name; ")
     assert "chat, e2e, foreign, sql" in told[3]
     assert told[4].startswith("the adapter belongs to another base model: ")
-    assert told[5] == "no adapter: plain decoding; the conversation goes on"
+    assert told[5] == "no adapter: what the text says again is drafted; the conversation goes on"
     assert "/adapter NAME " in err and len(told) == 6 and "name too long; expected" in told[2]
 
 

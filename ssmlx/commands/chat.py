@@ -210,7 +210,9 @@ def current_adapter(chat: Chat) -> str:
     config = chat.session.model.config
     drafter = session.drafter
     if config is None:
-        return f"no adapter: {f'{drafter} drafts' if drafter else 'plain decoding'}"
+        says_again = drafter == "prompt-lookup" and session.config.is_controlled
+        drafts = "what the text says again is drafted" if says_again else f"{drafter} drafts"
+        return f"no adapter: {drafts if drafter else 'plain decoding'}"
     own = chat.adapter is None
     name = "the model's own streams" if own else f"adapter {chat.adapter}"
     how = "the adapter is part of the model"
@@ -305,10 +307,10 @@ def _main(args: argparse.Namespace) -> None:
     head_start(model, tokenizer, config, loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     chat = Chat(session, screen, args.adapter)
-    undrafted = model.num_streams == 0 and session.drafter is None
-    if args.adapter is None and args.decoding is None and undrafted:
+    has_own = model.num_streams or config.drafter or loaded
+    if args.adapter is None and args.decoding is None and not has_own:
         screen.note(
-            "ssmlx ships no chat adapter for this model: plain decoding; "
+            "ssmlx ships no chat adapter for this model, which would draft more; "
             "`python -m ssmlx.adapt --help` says how to train one"
         )
     if screen.interactive:

@@ -14,7 +14,7 @@ from statistics import median
 
 from ..decoding.controller import Call, DraftShape
 from .acceptance import AcceptancePrior, AnswerAcceptance
-from .costs import BANK_MOST, ENTRY, CostTable, Kind, context_bucket
+from .costs import BANK_MOST, ENTRY, MOST_PLAIN_CALLS, CostTable, Kind, context_bucket
 from .offers import Offer, OfferSource
 
 FIRST_NODES = 4
@@ -52,8 +52,7 @@ FOLLOWED = 4
 MOST_SCALED = 2.5
 """What an answer scales costs by at most."""
 PLAIN_CALLS = 3
-MOST_PLAIN_CALLS = 12
-"""Plain calls that an answer times in a row: at least, and at most."""
+"""Plain calls that an answer times in a row at least."""
 PLAIN_ERROR = 0.03
 ERROR_OF_GAIN = 0.15
 """Standard error up to which they are timed: this, or this share of what drafting gains."""

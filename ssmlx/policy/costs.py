@@ -62,9 +62,11 @@ PROBE_WAIT_MOST = 512
 TIMING_WAIT = 1024
 TIMING_WAIT_MOST = 4096
 """Tokens after which plain calls are timed again: at first, and at most after doubling."""
+MOST_PLAIN_CALLS = 12
+"""Plain calls that an answer times in a row at most."""
 TIMING_PAUSE = 96
-"""Tokens between timings at least, however poor they are: on a busy machine, where they do not
-agree, short answers would be timed and nothing else."""
+"""Tokens behind such a timing before the next, however poor it is: on a busy machine, where timings
+do not agree, short answers would be timed and nothing else."""
 MOST_PLAIN = 128
 """Plain calls that a timing averages at most."""
 _MOST_ENTRIES = 1024
@@ -94,6 +96,7 @@ class PlainTiming:
     tokens_since: int = 0
     wait: int = TIMING_WAIT
     calls: int = 0  # calls of this process that agree: good enough to compare runs with
+    last_calls: int = 0  # of the last timing
 
 
 def context_bucket(context: int) -> int:
@@ -291,7 +294,8 @@ class CostTable:
         if timing is None or timing.tokens_since >= timing.wait:
             return True
         is_poor = timing.calls > 0 and self.plain_error(context) > error
-        return is_poor and timing.tokens_since >= TIMING_PAUSE
+        has_more = timing.last_calls < MOST_PLAIN_CALLS or timing.tokens_since >= TIMING_PAUSE
+        return is_poor and has_more
 
     def plain_error(self, context: int, more_calls: int = 0) -> float:
         """Standard error of the seconds of a plain call, over the seconds; 0 where never timed."""
@@ -313,6 +317,7 @@ class CostTable:
         agrees = 1 / (1 + CLAMP) < found / timing.seconds < 1 + CLAMP
         before = timing.calls if agrees else 0
         timing.calls = min(before + len(seconds), MOST_PLAIN)
+        timing.last_calls = len(seconds)
         timing.seconds += (found - timing.seconds) * min(len(seconds) / timing.calls, 1.0)
         if timing.tokens_since >= timing.wait:
             timing.wait = min(2 * timing.wait, TIMING_WAIT_MOST)
