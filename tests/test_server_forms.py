@@ -179,6 +179,24 @@ def test_json_has_no_white_space_without_end():
         assert json.loads(text)["name"] == "x" and not re.search(r"\s\s|[\n\t\r]", text)
 
 
+def test_objects_have_no_properties_but_those_that_their_schema_names():
+    one, other = ({"type": "object", "properties": {name: {"const": 1}}} for name in "ab")
+    array = {"type": "array", "items": other, "maxItems": 1}
+    nested = {"type": "object", "properties": {"x": {"$ref": "#/$defs/one"}, "y": array}}
+    open_ = {**one, "additionalProperties": {"const": 2}}
+    for schema, names in (
+        ({**nested, "required": ["x", "y"], "$defs": {"one": one}}, {"x", "y", "a", "b"}),
+        ({"anyOf": [one, other]}, {"a", "b"}),
+        (open_, None),
+    ):
+        texts = [drawn(TOKENIZER, json_grammar(schema), seed, '"}', most=2000) for seed in range(8)]
+        keys = {*re.findall(r'"([^"]*)": ?[^,}]', "".join(texts))}
+        assert keys and (keys <= names if names else not keys <= {"a"}), texts
+    both = {"allOf": [{**one, "required": ["a"]}, {**other, "required": ["b"]}]}
+    text = drawn(TOKENIZER, json_grammar(both), 0, '"}')
+    assert {"a", "b"} <= {*json.loads(text)}, text
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random model whose tokens are bytes, with a template for tools."""

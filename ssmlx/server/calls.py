@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import quoted
 from .asks import RequestError, check
 from .grammars import STYLE
-from .schemas import choices, definitions, plain_parameters, values
+from .schemas import choices, closed, definitions, plain_parameters, values
 
 MAX_CALLS = 8  # in one answer, where several are allowed
 _MAX_CHARS = 4_000_000  # of a grammar
@@ -42,7 +42,7 @@ class Rules:
 
     def json(self, schema: Any) -> str:
         """JSON that follows a schema."""
-        own = dict(schema) if isinstance(schema, Mapping) else {}
+        own = closed(schema) if isinstance(schema, Mapping) else {}
         return self.rule(f"%json {json.dumps({**own, 'x-guidance': STYLE})}")
 
     def rule(self, body: str) -> str:
@@ -65,8 +65,8 @@ def _added(tokenizer: TokenizerWrapper) -> Mapping[int, Any]:
 
 def _object(schema: Schema) -> dict[str, Any]:
     """A tool's parameters: an object of what they name, and of nothing else unless they say so."""
-    closed = {"additionalProperties": False} if "properties" in schema else {}
-    return {"type": "object", **closed, **schema}
+    only = {"additionalProperties": False} if "properties" in schema else {}
+    return {"type": "object", **only, **schema}
 
 
 def _parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
@@ -165,9 +165,8 @@ def _chain(rules: Rules, items: Sequence[tuple[str, bool]], comma: str) -> str:
 def _kimi_call(rules: Rules, name: str, schema: Schema) -> str:
     head = rules.text(f"<|tool_call_begin|>functions.{name}:")
     middle = rules.text("<|tool_call_argument_begin|>")
-    return (
-        f"{head} /[0-9]/ {middle} {rules.json(_object(schema))} {rules.text('<|tool_call_end|>')}"
-    )
+    arguments = rules.json(_object(schema))
+    return f"{head} /[0-9]/ {middle} {arguments} {rules.text('<|tool_call_end|>')}"
 
 
 def _mistral_call(rules: Rules, name: str, schema: Schema) -> str:
@@ -261,11 +260,15 @@ def call_grammar(
         raise RequestError("tool_choice", found, expected)
     functions = [one.get("function", one) for one in tools]
     rules = Rules(tokenizer)
-    calls = [
-        rules.rule(form.call(rules, one["name"], plain_parameters(one.get("parameters") or {})))
-        for one in functions
-        if one["name"] in names
-    ]
+    try:
+        calls = [
+            rules.rule(form.call(rules, one["name"], plain_parameters(one.get("parameters") or {})))
+            for one in functions
+            if one["name"] in names
+        ]
+    except RecursionError as error:
+        found = "tools are nested too deeply"
+        raise RequestError("tools", found, "schemas of fewer levels", "simplify them") from error
     one = rules.rule(" | ".join(calls))
     start = rules.text(tokenizer.tool_call_start + form.before)
     end = rules.text(form.after + tokenizer.tool_call_end)

@@ -1,10 +1,10 @@
-"""What the schemas of a tool's arguments say, for grammars of calls and for mlx-lm's parsers.
+"""JSON schemas as they are asked for, made ready for llguidance and for mlx-lm's parsers of calls.
 
 The parsers look for the `type` of an argument: they follow no reference to a definition, and know
 no type of listed values that has none beside them, or of one that may be null as well.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _CHOICES = ("anyOf", "oneOf")
@@ -13,6 +13,57 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 _MOST_KEYWORDS = 40  # of a schema
 _MOST_CHOICES = 200
 _MOST_STEPS = 8  # from reference to reference
+
+
+# Where schemas hold others: by name, in a list, and one alone.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema whose objects have no properties but those that it names, unless it says otherwise.
+
+    So OpenAI's, vLLM's and llama.cpp's servers have it, where JSON Schema would allow any. One that
+    joins what several schemas say of the same object stays as it is.
+    """
+    return schema if _joins(schema) else _closed(schema)
+
+
+def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """The schemas that a schema holds."""
+    for name in _NAMED:
+        yield from schema[name].values() if isinstance(schema.get(name), Mapping) else ()
+    for name in _LISTED:
+        yield from schema[name] if isinstance(schema.get(name), list) else ()
+    yield from (schema[name] for name in _SINGLE if name in schema)
+
+
+def _joins(schema: Any) -> bool:
+    """Whether it, or one that it holds, says of the same object what another one says, too."""
+    if not isinstance(schema, Mapping):
+        return False
+    every = schema.get("allOf")
+    joins_all = isinstance(every, list) and len(every) > 1
+    own = "properties" in schema or "$ref" in schema
+    others = own and any(name in schema for name in (*_CHOICES, "allOf"))
+    is_split = any(name in schema for name in ("if", "dependentSchemas", "unevaluatedProperties"))
+    return joins_all or others or is_split or any(map(_joins, _inner(schema)))
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for name in _NAMED:
+        if isinstance(every := schema.get(name), Mapping):
+            found[name] = {key: _closed(one) for key, one in every.items()}
+    for name in _LISTED:
+        if isinstance(every := schema.get(name), list):
+            found[name] = [*map(_closed, every)]
+    found |= {name: _closed(schema[name]) for name in _SINGLE if name in schema}
+    names_some = "properties" in schema or "patternProperties" in schema
+    return {"additionalProperties": False, **found} if names_some else found
 
 
 def parsed_tools(tools: Sequence[Any] | None) -> list[Any] | None:
