@@ -3,13 +3,10 @@ that others wrote, and those that leave, stall, lie, or come all at once."""
 
 import copy
 import json
-import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice, takewhile
@@ -118,90 +115,6 @@ def test_anthropic_python(served, wanted):
         used = events.get_final_message().usage
     counted = client.messages.count_tokens(model="tiny:own", messages=asked["messages"])
     assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
-
-
-@pytest.mark.long
-def test_llm(served, wanted, tmp_path):
-    pytest.importorskip("llm")
-    one = {"model_id": "mine", "model_name": "tiny:own", "api_base": f"{served.url}/v1"}
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([one]))  # JSON is YAML
-    command = [sys.executable, "-m", "llm", "-m", "mine", "-o", "max_tokens", str(LENGTH)]
-    own = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
-    for more in ([], ["--no-stream"]):
-        told = subprocess.check_output([*command, *more, PROMPTS[3]], env=own, text=True)
-        assert told.strip() == wanted[3][1]
-
-
-PACKAGES = ("openai", "ai@6", "@ai-sdk/openai-compatible@2", "@openai/agents", "zod@4")
-CLIENTS = """
-import OpenAI from "openai";
-import { generateText, streamText } from "ai";
-import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import * as agents from "@openai/agents";
-import { z } from "zod";
-
-const [url, what] = process.argv.slice(2), client = new OpenAI({ baseURL: url, apiKey: "none" });
-const own = createOpenAICompatible({ name: "own", baseURL: url });
-const said = {}, made = [], prompt = "w3 w6 w12", name = "tiny:own";
-const parameters = z.object({ a: z.number(), b: z.number() });
-const execute = ({ a, b }) => (made.push(a + b), String(a + b));
-
-if (what === "texts") {
-  const asked = { model: name, messages: [{ role: "user", content: prompt }], max_tokens: 12 };
-  said.whole = (await client.chat.completions.create(asked)).choices[0].message.content;
-  said.streamed = await client.chat.completions.stream(asked).finalContent();
-  const given = { model: own.chatModel(name), prompt, maxOutputTokens: 12 };
-  said.generated = (await generateText(given)).text;
-  said.read = await streamText(given).text;
-} else {
-  agents.setTracingDisabled(true);
-  agents.setOpenAIAPI(what);
-  agents.setDefaultOpenAIClient(client);
-  const sum = agents.tool({ name: "add", description: "adds", parameters, execute });
-  const agent = new agents.Agent({ name: "adder", model: "tiny", tools: [sum] });
-  said.run = (await agents.run(agent, prompt)).finalOutput;
-  const streamed = await agents.run(agent, prompt, { stream: true });
-  await streamed.completed;
-  said.streamed = streamed.finalOutput;
-}
-console.log(JSON.stringify({ ...said, made }));
-"""
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory):
-    """Runs the clients from npm; skips where there is no node, or no registry."""
-    folder = tmp_path_factory.mktemp("node")
-    npm = shutil.which("npm")
-    install = [npm, "install", "--no-audit", "--no-fund", "--loglevel=error", *PACKAGES]
-    if not npm or subprocess.run(install, cwd=folder).returncode:
-        pytest.skip("needs npm, and its registry")
-    (folder / "clients.mjs").write_text(CLIENTS)
-
-    def run(served, what):
-        command = ["node", "clients.mjs", f"{served.url}/v1", what]
-        return json.loads(subprocess.check_output(command, cwd=folder, timeout=120))
-
-    return run
-
-
-@pytest.mark.long
-def test_clients_from_npm(served, wanted, node):
-    *texts, _ = node(served, "texts").values()
-    assert texts == [wanted[3][1]] * 4
-
-
-ADD = '<tool_call>{"name": "add", "arguments": {"a": %d, "b": %d}}</tool_call>'
-STORY = ["Let me see. " + ADD % (19, 23), ADD % (42, 42), "It is 84."]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("what", ["chat_completions", "responses"])
-def test_agents_from_npm(tiny, node, what):
-    """By either API: two calls of a tool, then an answer."""
-    with serving(tiny, "--model", tiny / "tiny", answers=STORY * 2) as served:
-        *texts, made = node(served, what).values()
-    assert texts == [STORY[-1]] * 2 and made == [42, 84] * 2
 
 
 def told(create, body, stream, most=None):

@@ -2,27 +2,34 @@
 
 import json
 import re
+import time
+from dataclasses import replace
+from enum import Enum
 from importlib import import_module
+from typing import Annotated, Literal
 
 import pytest
 
 pytest.importorskip("starlette")
+pytest.importorskip("pydantic")
 
 import mlx.core as mx
 import numpy as np
 import real
-from mlx_lm.tool_parsers import json_tools
+from mlx_lm.tool_parsers import glm47, json_tools
+from pydantic import BaseModel, Field
 from real import refusal
 from test_server import CHAT, chat, client_of, reply, said
-from test_server_protocols import OFFERED, TOKENIZER, make_tokenizer, told
+from test_server_protocols import LAST, OFFERED, TOKENIZER, make_tokenizer, told
 
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.answering import Answering, Parser
 from ssmlx.server.app import make_app
-from ssmlx.server.asks import ToolCall
+from ssmlx.server.asks import End, Text, ToolCall
 from ssmlx.server.calls import _FORMS, call_grammar
 from ssmlx.server.grammars import json_grammar, processor
+from ssmlx.server.schemas import parsed_tools
 
 ADD = {
     "name": "add",
@@ -78,30 +85,86 @@ def test_a_call_that_has_to_be_made_is_one_in_every_form_that_mlx_lm_reads(form,
         for names, most in ((("add",), 1), (("now",), 1), (("add", "now"), 3)):
             grammar = call_grammar(tokenizer, offered, names, most)
             text = drawn(tokenizer, grammar, seed, '"<,}\n')
-            parser = Parser(tokenizer, OFFERED)
-            parser._tools = offered
-            calls = []
-            for part in parser.read(real_text(text)) + parser.read(ended()):
-                if isinstance(part, ToolCall):
-                    calls.append((part.name, json.loads(part.text)))
-                else:
-                    assert not getattr(part, "text", "").strip(), (text, part)
+            calls = called(tokenizer, text, offered)
             assert 1 <= len(calls) <= most and {name for name, _ in calls} <= {*names}, text
             assert all(fits(own) if name == "add" else own == {} for name, own in calls), text
 
 
-def real_text(text):
-    from ssmlx.server.asks import Text
+def called(tokenizer, text, tools):
+    """The calls in a text, which has nothing else; each a name and arguments."""
+    parser = Parser(tokenizer, replace(OFFERED, tools=tools))
+    calls = []
+    for part in parser.read(Text(text, 1)) + parser.read(End("stop", LAST)):
+        if isinstance(part, ToolCall):
+            calls.append((part.name, json.loads(part.text)))
+        else:
+            assert not getattr(part, "text", "").strip(), (text, part)
+    return calls
 
-    return Text(text, 1)
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "light blue"
 
 
-def ended():
-    from test_server_protocols import LAST
+class Point(BaseModel):
+    x: bool
+    colour: Colour
 
-    from ssmlx.server.asks import End
 
-    return End("stop", LAST)
+class Flat(BaseModel):
+    """What agents' tools take: schemas that refer to others, and values that may be null."""
+
+    colour: Colour
+    count: int | None
+    note: str | None
+    kind: Literal["a", "b c"]
+    name: Annotated[str, Field(min_length=1, max_length=3)]
+    other: Colour | None = None
+
+
+class Nested(Flat):
+    point: Point
+    points: Annotated[list[Point], Field(max_length=2)] | None = None
+
+
+@pytest.mark.parametrize("form", sorted(_FORMS))
+def test_a_call_has_the_types_that_a_tool_refers_to(form):
+    module = import_module(f"mlx_lm.tool_parsers.{form}")
+    tokenizer = make_tokenizer(module, thinks=False)
+    # mlx-lm's parsers of Gemma's calls end an argument at any brace.
+    wanted = Flat if "gemma" in form else Nested
+    schema = wanted.model_json_schema()
+    for seed in range(4):
+        if seed == 2:  # as Anthropic's clients send it
+            del schema["properties"]["kind"]["type"], schema["$defs"]["Colour"]["type"]
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        text = drawn(tokenizer, call_grammar(tokenizer, tools, ["f"], 1), seed, '"<,}\n')
+        ((_, arguments),) = called(tokenizer, text, tools)
+        wanted.model_validate_json(json.dumps(arguments), strict=True)
+
+
+def test_schemas_that_are_none_or_refer_to_themselves_do_no_harm():
+    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}, "b": 3}}
+    for schema in (
+        None, 3, {}, loop, {"properties": 3}, {"properties": {"x": loop, "y": 3}},
+        {"$defs": [], "properties": {"x": {"$ref": 3}, "y": {"$ref": "#/$defs/b"}}},
+        {"properties": {"x": {"anyOf": [3, {"type": []}, {"$ref": "#/"}]}, "y": {"type": [3]}}},
+    ):  # fmt: skip
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        assert [one["function"]["name"] for one in parsed_tools([tool, tool])] == ["f", "f"]
+    assert parsed_tools(None) is None and parsed_tools([3]) == [3]
+    tools = [{"name": "f", "parameters": {"properties": 3}}]
+    glm = make_tokenizer(glm47, thinks=False)
+    assert "a JSON schema" in refusal(call_grammar, glm, tools, ["f"], 1)
+    many = [str(n) for n in range(5_000)]
+    refers = {"$ref": "#/$defs/0"}
+    large = {"$defs": {"0": {"enum": many}, **dict.fromkeys(many, refers)}}
+    large["properties"] = {one: {"anyOf": [refers] * 9, **dict.fromkeys(many[:9])} for one in many}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": large}}]
+    started = time.monotonic()
+    assert parsed_tools(tools) and "too large" in refusal(call_grammar, glm, tools, ["f"], 1)
+    assert time.monotonic() - started < 10
 
 
 def test_json_has_no_white_space_without_end():
@@ -114,6 +177,24 @@ def test_json_has_no_white_space_without_end():
     for seed in range(5):
         text = drawn(TOKENIZER, json_grammar(schema), seed, " \n\t\r", most=200)
         assert json.loads(text)["name"] == "x" and not re.search(r"\s\s|[\n\t\r]", text)
+
+
+def test_objects_have_no_properties_but_those_that_their_schema_names():
+    one, other = ({"type": "object", "properties": {name: {"const": 1}}} for name in "ab")
+    array = {"type": "array", "items": other, "maxItems": 1}
+    nested = {"type": "object", "properties": {"x": {"$ref": "#/$defs/one"}, "y": array}}
+    open_ = {**one, "additionalProperties": {"const": 2}}
+    for schema, names in (
+        ({**nested, "required": ["x", "y"], "$defs": {"one": one}}, {"x", "y", "a", "b"}),
+        ({"anyOf": [one, other]}, {"a", "b"}),
+        (open_, None),
+    ):
+        texts = [drawn(TOKENIZER, json_grammar(schema), seed, '"}', most=2000) for seed in range(8)]
+        keys = {*re.findall(r'"([^"]*)": ?[^,}]', "".join(texts))}
+        assert keys and (keys <= names if names else not keys <= {"a"}), texts
+    both = {"allOf": [{**one, "required": ["a"]}, {**other, "required": ["b"]}]}
+    text = drawn(TOKENIZER, json_grammar(both), 0, '"}')
+    assert {"a", "b"} <= {*json.loads(text)}, text
 
 
 @pytest.fixture(scope="module")
@@ -244,8 +325,6 @@ def test_an_answer_that_is_cut_in_its_form_says_so(client):
 
 
 def test_one_call_alone_where_several_are_not_wanted():
-    from dataclasses import replace
-
     from test_server_protocols import ARGUMENTS, CALL
 
     own = replace(OFFERED, parallel_calls=False)

@@ -12,13 +12,14 @@ uvicorn = pytest.importorskip("uvicorn")
 
 import ssmlx
 from ssmlx.server.answering import Answering
-from ssmlx.server.app import make_app
+from ssmlx.server.app import LOCAL, make_app
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: `apt-get install chromium`"),
 ]
+OTHER = "ssmlx.test"  # a name for this machine that is not known to be its own
 QUIET = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
 --disable-component-update --disable-sync"""
 FOCUS = "document.activeElement"
@@ -38,7 +39,8 @@ HOSTILE = """<img src=x onerror="document.title='owned'"> **<b onclick=alert(1)>
 def address(base, adapter):
     engine = ssmlx.Engine(str(base), dtype="float32")
     answering = Answering(engine, {"tiny": None, "tiny:own": str(adapter)})
-    server = uvicorn.Server(uvicorn.Config(make_app(answering), port=0, log_level="warning"))
+    app = make_app(answering, hosts=(*LOCAL, OTHER))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -50,10 +52,12 @@ def address(base, adapter):
 
 
 @pytest.fixture
-def page(address):
+def page(address, request):
     """The page; whatever it did, it asked its own server alone, and broke no rule of its policy."""
+    address = address.replace("127.0.0.1", getattr(request, "param", "127.0.0.1"))
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        options = [*QUIET.split(), f"--host-resolver-rules=MAP {OTHER} 127.0.0.1"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         page = browser.new_page(color_scheme="dark")
         asked = []
         wrong = []
@@ -114,6 +118,19 @@ def test_it_sends_streams_stops_and_remembers(page):
     page.click("#drop")
     page.reload()
     assert page.locator("#chats option, #log li").count() == 1
+
+
+@pytest.mark.parametrize("page", ["localhost", OTHER], indirect=True)
+def test_an_answer_can_be_copied_also_where_the_browser_trusts_no_page(page):
+    text = "one\n\n```\ntwo\n```"
+    script(page, {"content": text})
+    ask(page, "w1")
+    assert page.evaluate("isSecureContext") == ("localhost" in page.url)
+    page.click("text=Copy")
+    page.wait_for_selector("text=Copied")
+    page.focus("#prompt")
+    page.keyboard.press("Control+V")
+    assert page.input_value("#prompt") == text
 
 
 def test_what_a_model_says_is_text(page):

@@ -47,6 +47,7 @@ from .asks import (
 from .calls import MAX_CALLS, call_grammar
 from .grammars import processor
 from .logprobs import logprobs_of, prompt_logprobs, text_of_token
+from .schemas import parsed_tools
 from .together import OwnPlaces, Places, PromptProgress, read_together
 
 _AGAIN = {"Retry-After": "1"}
@@ -490,7 +491,7 @@ class Parser:
         try:
             if is_cut or self._tools is None:
                 raise ValueError("it is no call")
-            found = self._tokenizer.tool_parser(text, self._tools)
+            found = self._tokenizer.tool_parser(text, parsed_tools(self._tools))
             found = found if isinstance(found, list) else [found]
             calls = [*map(_tool_call, found)][: self._most_calls]
         except Exception:  # whatever a parser makes of a model's words

@@ -11,12 +11,16 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .asks import RequestError
+from ..errors import quoted
+from .asks import RequestError, check
 from .grammars import STYLE
+from .schemas import choices, closed, definitions, plain_parameters, values
 
 MAX_CALLS = 8  # in one answer, where several are allowed
+_MAX_CHARS = 4_000_000  # of a grammar
 
 Schema = Mapping[str, Any]
+_LETTER = "[^<]"
 
 
 class Rules:
@@ -24,6 +28,7 @@ class Rules:
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._rules: list[str] = []
+        self._chars = 0
         special = [one.content for one in _added(tokenizer).values() if one.special]
         self._ids = {one.content: id for id, one in _added(tokenizer).items()}
         names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
@@ -37,12 +42,15 @@ class Rules:
 
     def json(self, schema: Any) -> str:
         """JSON that follows a schema."""
-        own = dict(schema) if isinstance(schema, Mapping) else {}
+        own = closed(schema) if isinstance(schema, Mapping) else {}
         return self.rule(f"%json {json.dumps({**own, 'x-guidance': STYLE})}")
 
     def rule(self, body: str) -> str:
         """The name of a new rule."""
         self._rules.append(body)
+        self._chars += len(body)
+        expected = f"schemas that make a grammar of {_MAX_CHARS:,} characters at most"
+        check(self._chars <= _MAX_CHARS, "tools are too large", expected, "tools")
         return f"rule_{len(self._rules)}"
 
     def grammar(self, start: str) -> str:
@@ -57,20 +65,36 @@ def _added(tokenizer: TokenizerWrapper) -> Mapping[int, Any]:
 
 def _object(schema: Schema) -> dict[str, Any]:
     """A tool's parameters: an object of what they name, and of nothing else unless they say so."""
-    closed = {"additionalProperties": False} if "properties" in schema else {}
-    return {"type": "object", **closed, **schema}
+    only = {"additionalProperties": False} if "properties" in schema else {}
+    return {"type": "object", **only, **schema}
 
 
 def _parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
-    """Names, schemas, and whether they are required; these come first."""
-    properties: Mapping[str, Any] = schema.get("properties") or {}
-    required = schema.get("required") or ()
-    found = [(name, one, name in required) for name, one in properties.items()]
+    """Names, schemas, and whether they are required; these come first.
+
+    A schema knows what the tool's own defines, to which it may refer.
+    """
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or []
+    ok = isinstance(properties, Mapping) and isinstance(required, list)
+    check(ok, f"tools has {quoted(schema)}", "parameters that are a JSON schema", "tools")
+    known = definitions(schema)
+    found = []
+    for name, one in properties.items():
+        refers = isinstance(one, Mapping) and '"$ref"' in json.dumps(one)
+        own = {**known, **one} if refers else one
+        found.append((name, own, name in required))
     return sorted(found, key=lambda one: not one[2])
 
 
-def _is_text(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
+def _text(rules: Rules, schema: Any, letter: str) -> str | None:
+    """The rule of a text as it stands, of such letters; None where it is no text."""
+    if not isinstance(schema, Mapping) or schema.get("type") != "string":
+        return None
+    if listed := values(schema):
+        return rules.rule(" | ".join(rules.text(str(one)) or '""' for one in listed))
+    most = schema.get("maxLength", "")
+    return f"/{letter}{{{schema.get('minLength', 0)},{most}}}/"
 
 
 def _json_call(rules: Rules, name: str, schema: Schema) -> str:
@@ -78,17 +102,24 @@ def _json_call(rules: Rules, name: str, schema: Schema) -> str:
     return f"{head} {rules.json(_object(schema))} {rules.text('}')}"
 
 
-def _tagged(head: str, before: str, after: str, foot: str, *, line: str = "") -> "_Write":
+def _tagged(
+    head: str, before: str, after: str, foot: str, *, line: str = "", splits: bool = False
+) -> "_Write":
     """Arguments between tags, one behind the other; texts as they are, all else as JSON.
 
     `head` and `before` name the tool and the argument as `{}`. A text has no `<` in it, by which
     its end is found; a `line` end before `after` is a part of a text, which the parsers cut off.
+    Where another kind may stand as well, a text is as it is if the parser `splits` them, else JSON.
     """
 
     def call(rules: Rules, name: str, schema: Schema) -> str:
         parts = [rules.text(head.format(name))]
         for argument, own, is_required in _parameters(schema):
-            value = _PLAIN if _is_text(own) else f"{rules.json(own)} {rules.text(line)}"
+            found = []
+            for choice in choices(own) if splits else [own]:
+                text = _text(rules, choice, _LETTER)
+                found.append(text or f"{rules.json(choice)} {rules.text(line)}")
+            value = rules.rule(" | ".join(found))
             one = f"{rules.text(before.format(argument))} {value} {rules.text(after)}"
             parts.append(rules.rule(one) + ("" if is_required else "?"))
         return " ".join([*parts, rules.text(foot)]) if foot else " ".join(parts)
@@ -97,7 +128,7 @@ def _tagged(head: str, before: str, after: str, foot: str, *, line: str = "") ->
 
 
 def _listed(
-    head: str, before: str, quote: str, foot: str, *, text: str = "", separator: str = ","
+    head: str, before: str, quote: str, foot: str, *, letter: str = _LETTER, separator: str = ","
 ) -> "_Write":
     """Arguments in brackets, with a separator between them; texts in quotes of the form's own, or
     as JSON where `quote` is empty."""
@@ -105,9 +136,12 @@ def _listed(
     def call(rules: Rules, name: str, schema: Schema) -> str:
         items = []
         for argument, own, is_required in _parameters(schema):
-            value = rules.json(own)
-            if quote and _is_text(own):
-                value = f"{rules.text(quote)} {text or _PLAIN} {rules.text(quote)}"
+            found = []
+            mark = rules.text(quote)
+            for choice in choices(own) if quote else [own]:
+                text = _text(rules, choice, letter) if quote else None
+                found.append(f"{mark} {text} {mark}" if text else rules.json(choice))
+            value = rules.rule(" | ".join(found))
             item = rules.rule(f"{rules.text(before.format(argument))} {value}")
             items.append((item, is_required))
         comma = rules.text(separator)
@@ -131,9 +165,8 @@ def _chain(rules: Rules, items: Sequence[tuple[str, bool]], comma: str) -> str:
 def _kimi_call(rules: Rules, name: str, schema: Schema) -> str:
     head = rules.text(f"<|tool_call_begin|>functions.{name}:")
     middle = rules.text("<|tool_call_argument_begin|>")
-    return (
-        f"{head} /[0-9]/ {middle} {rules.json(_object(schema))} {rules.text('<|tool_call_end|>')}"
-    )
+    arguments = rules.json(_object(schema))
+    return f"{head} /[0-9]/ {middle} {arguments} {rules.text('<|tool_call_end|>')}"
 
 
 def _mistral_call(rules: Rules, name: str, schema: Schema) -> str:
@@ -149,7 +182,6 @@ def _longcat_call(rules: Rules, name: str, schema: Schema) -> str:
 
 
 _Write = Callable[[Rules, str, Schema], str]
-_PLAIN = r"/[^<]*/"
 
 
 @dataclass(frozen=True)
@@ -168,21 +200,34 @@ _FORMS = {
     "kimi_k2": _Form(_kimi_call, between=""),
     "pythonic": _Form(_listed("{}(", "{}=", "", ")", separator=", "), "[", "]", between=", "),
     "gemma4": _Form(_listed("call:{}{{", "{}:", '<|"|>', "}")),
-    "function_gemma": _Form(_listed("call:{}{{", "{}:", "<escape>", "}", text="/[^<}]*/")),
+    "function_gemma": _Form(_listed("call:{}{{", "{}:", "<escape>", "}", letter="[^<}]")),
     "qwen3_coder": _Form(
-        _tagged("<function={}>\n", "<parameter={}>\n", "</parameter>\n", "</function>", line="\n"),
+        _tagged(
+            "<function={}>\n",
+            "<parameter={}>\n",
+            "</parameter>\n",
+            "</function>",
+            line="\n",
+            splits=True,
+        ),
         "\n",
         "\n",
     ),
     "glm47": _Form(_tagged("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "")),
     "longcat": _Form(_longcat_call),
     "minimax_m2": _Form(
-        _tagged('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>"),
+        _tagged(
+            '<invoke name="{}">\n',
+            '<parameter name="{}">',
+            "</parameter>\n",
+            "</invoke>",
+            splits=True,
+        ),
         "\n",
         "\n",
         between="\n",
     ),
-    "minicpm5": _Form(_tagged('"{}">', '<param name="{}">', "</param>", "")),
+    "minicpm5": _Form(_tagged('"{}">', '<param name="{}">', "</param>", "", splits=True)),
     "muse_spark": _Form(
         _tagged(
             '<atem:invoke name="{}">\n',
@@ -215,11 +260,15 @@ def call_grammar(
         raise RequestError("tool_choice", found, expected)
     functions = [one.get("function", one) for one in tools]
     rules = Rules(tokenizer)
-    calls = [
-        rules.rule(form.call(rules, one["name"], one.get("parameters") or {}))
-        for one in functions
-        if one["name"] in names
-    ]
+    try:
+        calls = [
+            rules.rule(form.call(rules, one["name"], plain_parameters(one.get("parameters") or {})))
+            for one in functions
+            if one["name"] in names
+        ]
+    except RecursionError as error:
+        found = "tools are nested too deeply"
+        raise RequestError("tools", found, "schemas of fewer levels", "simplify them") from error
     one = rules.rule(" | ".join(calls))
     start = rules.text(tokenizer.tool_call_start + form.before)
     end = rules.text(form.after + tokenizer.tool_call_end)

@@ -14,6 +14,7 @@ from ..decoding.batch import Mask
 from ..errors import first_line, quoted
 from . import asks
 from .asks import Body, RequestError
+from .schemas import closed
 
 # JSON stands in one line, as templates write it: white space between its parts may otherwise be
 # repeated without end, in which small models get lost.
@@ -26,7 +27,8 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     Raises:
         ValueError: it is no JSON.
     """
-    return LLMatcher.grammar_from_json_schema(dict(schema or {"type": "object"}), None, STYLE)
+    wanted = closed(schema or {"type": "object"})
+    return LLMatcher.grammar_from_json_schema(dict(wanted), None, STYLE)
 
 
 def _of_json(value: Any) -> str:
