@@ -4,7 +4,6 @@ which times less of it."""
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from math import inf
@@ -272,7 +271,10 @@ def _main(args: argparse.Namespace) -> None:
     from ..answers import run
 
     found = run(lambda: check(args, model, tokenizer))
-    print(json.dumps(found, ensure_ascii=False) if args.json else "\n".join(report(found)))
+    if args.json:
+        options.print_json(found)
+    else:
+        print("\n".join(report(found)))
 
 
 main = options.command(PROG, parse_args, _main)
