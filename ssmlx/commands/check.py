@@ -103,7 +103,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
     from ..api import end_token_ids
     from ..generation.head_start import sample_text
     from ..generation.learned import cost_rows, learned_of, this_machine
-    from ..generation.memory import cache_bytes, memory_of
+    from ..generation.memory import cache_size, memory_of
     from ..model.capabilities import Capability
     from ..prompts import own_template
 
@@ -146,7 +146,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
         },
         "memory": {
             "weights": memory_of(model, model.make_cache()).weights,
-            "cache": cache_bytes(model, SHOWN_TOKENS),
+            "cache": cache_size(model).per_token * SHOWN_TOKENS,
         },
     }
 
