@@ -1,6 +1,7 @@
 """One bound for what running answers hold and what is kept: what goes first, and who is refused."""
 
 import gc
+import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -371,3 +372,88 @@ def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeyp
     wanted = 2 * 1000 * run(lambda: cache_size(unbounded.model())).per_token
     assert max(asked) == pytest.approx(wanted, rel=0.1)
     assert padding == (pytest.approx(wanted, rel=0.5) if fits else 0)
+
+
+# --- the server ---
+
+
+@pytest.fixture
+def client(bounded, text_bytes):
+    pytest.importorskip("starlette")
+    from test_server import client_of
+
+    from ssmlx.server.answering import Answering
+    from ssmlx.server.app import make_app
+
+    engine = bounded(text_bytes(STEP) + 60_000)
+    answering = Answering(engine, {"tiny": "none"}, [ssmlx.PromptCache(None)])
+    config = ssmlx.GenerateConfig(max_tokens=300, decoding="plain")
+    return client_of(make_app(answering, config))
+
+
+LONG = words(250)
+TURNS = [{"role": "user", "content": LONG}]
+ASKED = {
+    "/v1/chat/completions": {"messages": TURNS},
+    "/v1/completions": {"prompt": LONG},
+    "/v1/messages": {"messages": TURNS, "max_tokens": 9},
+    "/v1/responses": {"input": LONG},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ASKED)
+def test_each_api_has_503_where_there_is_no_room(client, path, stream):
+    found = client.post(path, json={**ASKED[path], "stream": stream})
+    assert found.status_code == 503 and found.headers["content-type"] == "application/json"
+    told = found.json()
+    assert told["type"] == "error" and told["error"]["type"] == "api_error"
+    assert (
+        told["error"]["code"] == "no_room" and "of memory for its text" in told["error"]["message"]
+    )
+    assert "retry-after" not in found.headers, "it never fits"
+    assert client.post(path, json={**ASKED[path], **short(path)}).status_code == 200
+
+
+def short(path):
+    turns = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 4}
+    return {
+        "/v1/completions": {"prompt": "w1", "max_tokens": 4},
+        "/v1/responses": {"input": "w1", "max_output_tokens": 4},
+    }.get(path, turns)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_an_answer_that_outgrows_the_memory_ends_its_stream_with_an_error(client, path):
+    """300 tokens are asked for, and some 190 fit."""
+    large = {**short(path), **{k: 300 for k in short(path) if k.startswith("max")}}
+    if path == "/v1/messages":
+        found = client.post(path, json=large)
+        assert found.status_code == 503 and found.json()["error"]["code"] == "no_room"
+    found = client.post(path, json={**large, "stream": True})
+    assert found.status_code == 200
+    event, data = found.text.strip().split("\n")[-2:]
+    told = json.loads(data.removeprefix("data: "))
+    assert event == "event: error" and told["error"]["code"] == "no_room"
+    assert found.text.count("\ndata: ") > 100, "what fitted was told"
+
+
+def test_one_of_several_choices_has_no_room(client):
+    body = {"prompt": words(100), "n": 4, "temperature": 1, "seed": 1, "max_tokens": 60}
+    found = client.post("/v1/completions", json=body)
+    assert found.status_code == 503 and found.headers["retry-after"] == "1"
+    assert client.post("/v1/completions", json={**body, "n": 1}).status_code == 200
+
+
+def test_the_gauge_tells_what_texts_take(client, text_bytes):
+    def gauges():
+        told = client.get("/metrics").text.splitlines()
+        found = [one.partition("{kind=")[2] for one in told if one.startswith("ssmlx_memory")]
+        return {one[1 : one.index('"', 1)]: float(one.split()[-1]) for one in found}
+
+    assert gauges() == {"running": 0, "kept": 0, "limit": text_bytes(STEP) + 60_000}
+    for n in range(6):
+        asked = {"prompt": words(30, 5 * n), "max_tokens": 3}
+        assert client.post("/v1/completions", json=asked).status_code == 200
+    told = gauges()
+    assert told["running"] == 0 < told["kept"] <= told["limit"]

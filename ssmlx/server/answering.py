@@ -15,6 +15,7 @@ from ..api import GenerationResponse
 from ..bars import Progress
 from ..drafters.registry import Loaded
 from ..engine import Engine
+from ..generation.pool import MemoryPool
 from ..generation.scoring import ScoredPrompt
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig, check_settings, setting
@@ -49,7 +50,14 @@ class Metrics:
         self.waiting = Gauge("ssmlx_waiting", "Requests that wait.", registry=own)
         self.open = Gauge("ssmlx_open", "Answers that are being written.", registry=own)
         self._prefill = Histogram("ssmlx_prefill_seconds", "Time to a first token.", registry=own)
+        self._memory = Gauge("ssmlx_memory_bytes", "Of texts.", ["kind"], registry=own)
         self._counts = Counter("ssmlx_tokens", "Tokens, and target calls.", ["kind"], registry=own)
+
+    def watch(self, pool: MemoryPool) -> None:
+        """Tell what texts take: of running answers, of what is kept, and at most."""
+        self._memory.labels("running").set_function(lambda: pool.running)
+        self._memory.labels("kept").set_function(lambda: pool.kept)
+        self._memory.labels("limit").set_function(lambda: pool.limit)
 
     def add(self, last: GenerationResponse) -> None:
         """Count an answer, of its last segment."""
@@ -78,6 +86,7 @@ class Answering:
         self.prompts = self.prompts or (self.engine.prompt_cache,)
         self.reader = PromptReader(self.engine, self.models, self.template_args)
         self.metrics = Metrics()
+        self.metrics.watch(self.engine.memory_pool)
         self._places = Places(self.limits.open, self.metrics.open)
         self._waiting = 0
 
@@ -112,7 +121,8 @@ class Answering:
 
         Raises:
             InputError: it cannot be followed.
-            HTTPException: there is no room.
+            NoRoomError: there is no memory for it.
+            HTTPException: too many others wait.
         """
         await self._admit()
         places = OwnPlaces(self._places)
