@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .drafters.text_index import EarlierAnswers as EarlierAnswers
     from .engine import Engine as Engine
     from .errors import InputError as InputError
+    from .errors import NoRoomError as NoRoomError
     from .loading.attach import swap_adapter as swap_adapter
     from .loading.load import load as load
     from .loading.names import bundled_adapters as bundled_adapters
@@ -59,7 +60,7 @@ _NAMES = {
     "drafters.heads": ("load_heads",),
     "engine": ("Engine",),
     "drafters.text_index": ("EarlierAnswers",),
-    "errors": ("InputError",),
+    "errors": ("InputError", "NoRoomError"),
     "loading.attach": ("swap_adapter",),
     "loading.load": ("load",),
     "loading.names": ("bundled_adapters",),

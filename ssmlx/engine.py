@@ -19,12 +19,15 @@ from .decoding.sampling import TokenLogprobs
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .errors import require
 from .generation.batching import Batches
+from .generation.memory import cache_size
 from .generation.plan import Decode, decode_plan
+from .generation.pool import Holding, MemoryPool, check_memory, default_limit
 from .generation.scoring import ScoredPrompt, score_in_pieces
 from .loading.adapter import load_adapter
 from .loading.attach import default_adapter, fuse_streams
 from .loading.load import load
 from .loading.names import NO_ADAPTER, Fetch, resolve_adapter
+from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, own_template, prompt_tokens, turns_tokens
@@ -56,6 +59,9 @@ class Engine:
         merge_lora: as `ssmlx.load` does. That takes memory for every such adapter, as large as
             the layers that it changes; False, the default, takes a little time a step instead.
         prompt_cache: prompts that were processed, to be shared; of 1 GiB in memory unless given.
+        memory_gb: GiB beside the weights that the texts of answers may take at once, running ones
+            and those that are kept; two thirds of what the weights leave unless given. What is
+            kept goes before an answer is refused.
         dtype, draft_head, cache_dir, offline, progress: as `ssmlx.load` takes them.
 
     Raises:
@@ -69,8 +75,10 @@ class Engine:
         *,
         merge_lora: bool = False,
         prompt_cache: PromptCache | None = None,
+        memory_gb: float | None = None,
         **loading: Any,
     ) -> None:
+        check_memory(memory_gb)
         own, self.tokenizer = load(model, merge_lora=merge_lora, **loading)
         self._merge_lora = merge_lora
         told = ("cache_dir", "offline", "progress")
@@ -78,14 +86,22 @@ class Engine:
         self._base = own.backbone.base()
         self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
         self._loading = threading.Lock()
-        self._batches = Batches()
         self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
         for adapter in adapters:
             self.model(adapter)
+        limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
+        self.memory_pool = MemoryPool(limit)
+        self.prompt_cache.count_in(self.memory_pool)
+        self._batches = self._new_batches()
         self._default = self._choose_default(adapters, own)
         self._wiring = wired()  # at last: what is refused leaves nothing behind
         run(self._wiring.__enter__)
+
+    def _new_batches(self) -> Batches:
+        batches = Batches(self.memory_pool.make_room)
+        self.memory_pool.share(batches)
+        return batches
 
     def _choose_default(self, adapters: Sequence[str | Path], own: StreamFusedModel) -> str:
         if adapters:
@@ -158,6 +174,7 @@ class Engine:
 
         Raises:
             InputError: the question, the adapter or the settings cannot be followed.
+            NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
         """
         model = self.model(adapter)
         config = with_seed(replace(config or GenerateConfig(), **settings))
@@ -167,6 +184,7 @@ class Engine:
         def opened() -> Answer[GenerationResponse]:
             prompt = self._tokens(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
+            kept.count_in(self.memory_pool)
             segments = self._segments(model, prompt, config, loaded, kept, mask, shares_prompt)
             answer = Answer(segments, progress)
             self._join(answer)
@@ -202,7 +220,7 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
-            decode=self._decode(model, config, mask, keep),
+            decode=self.memory_pool.bounded(self._decode(model, config, mask, keep)),
             loaded=loaded,
             earlier=kept.answers(model),
         )
@@ -226,6 +244,7 @@ class Engine:
 
         Raises:
             InputError: the question or the adapter cannot be followed.
+            NoRoomError: there is no memory for the prompt.
         """
         model = self.model(adapter)
 
@@ -233,22 +252,35 @@ class Engine:
             prompt = self._tokens(model, question, {})
             check_prompt(model, len(prompt))
             check_tokens(model, prompt)
-            answer = Answer(self._scored(model, prompt, top, prompt_cache), progress)
+            cache = model.make_cache()
+            holding = Holding(self.memory_pool, cache, cache_size(model))
+            self.memory_pool.hold(holding, len(prompt))
+            scored = self._scored(model, prompt, cache, top, prompt_cache, holding)
+            answer = Answer(scored, progress)
             self._join(answer)
             return answer
 
         return run(opened)
 
     def _scored(
-        self, model: StreamFusedModel, prompt: list[int], top: int, kept: PromptCache | None
+        self,
+        model: StreamFusedModel,
+        prompt: list[int],
+        cache: TreeCache,
+        top: int,
+        kept: PromptCache | None,
+        holding: Holding,
     ) -> Iterator[ScoredPrompt | Prefilled]:
-        cache = model.make_cache()
         found: list[TokenLogprobs] = []
-        with wired():
-            for piece in score_in_pieces(model, prompt, cache, top):
-                found += piece
-                yield Prefilled(cache.offset, len(prompt) - 1)
+        try:
+            with wired():
+                for piece in score_in_pieces(model, prompt, cache, top):
+                    found += piece
+                    yield Prefilled(cache.offset, len(prompt) - 1)
+        finally:
+            holding.release()
         if kept is not None:
+            kept.count_in(self.memory_pool)
             kept.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
@@ -302,6 +334,7 @@ class Engine:
             template_args=template_args,
             prompts=self.prompt_cache,
             swap=self._swap,
+            memory_pool=self.memory_pool,
         )
         run(lambda: self._join(chat))
         return chat
@@ -322,7 +355,7 @@ class Engine:
             if not self._models:
                 return
             self._models = {}
-            self._batches = Batches()  # which know models
+            self._batches = self._new_batches()  # those that there are know models
             del self._base
         for opened in run(lambda: list(self._open)):
             opened.close()

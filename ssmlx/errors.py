@@ -39,6 +39,34 @@ class ContextLengthError(InputError):
         self.limit = limit
 
 
+class NoRoomError(InputError):
+    """An answer needs more memory than there is beside those that run; what is kept for later ones
+    is gone by then. It may be asked for again when another one has ended.
+
+    Attributes:
+        wanted: bytes that it would hold.
+        free: bytes that there are for it.
+        limit: bytes that all answers may hold.
+    """
+
+    def __init__(self, wanted: int, free: int, limit: int) -> None:
+        less = "make its prompt shorter, or give more memory (memory_gb, --memory)"
+        if wanted <= limit:
+            less = f"ask again when another one has ended, {less}"
+        super().__init__(
+            f"the answer needs {_gib(wanted)} of memory for its text",
+            expected=f"{_gib(max(0, free))} at most, of the {_gib(limit)} for all answers",
+            do=less,
+        )
+        self.wanted = wanted
+        self.free = free
+        self.limit = limit
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
 def first_line(error: Exception) -> str:
     """What an exception says, in one line; its kind where it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0].strip()

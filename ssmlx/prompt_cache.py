@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import mlx.core as mx
 from .answers import run
 from .drafters.text_index import EarlierAnswers
 from .errors import InputError
+from .generation.pool import MemoryPool
 from .loading.prompt_files import PromptFolder, PromptKey, Tokens, mark_used, read_prompt
 from .model.cache import StateCache, TreeCache
 from .model.streams import StreamFusedModel
@@ -30,7 +32,17 @@ class _Entry:
     key: PromptKey
     tokens: Tokens
     cache: TreeCache
+    owner: weakref.ref[PromptCache]
     is_written: bool = False  # to the folder, or need not be
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.cache.nbytes
+
+    def let_go(self) -> None:
+        """See `pool.Kept`."""
+        owner = self.owner()
+        if owner is not None:
+            owner._drop(self)
 
     def shared(self, key: PromptKey, tokens: Sequence[int]) -> int:
         """How many of `tokens` it begins with."""
@@ -49,7 +61,7 @@ class PromptCache:
 
     Args:
         max_bytes: of what is held in memory, buffers with their free room counted whole. The
-            longest unused goes first.
+            longest unused goes first. None for no bound but that of the engine that it serves.
         folder: where prompts are kept that other processes may use too, in files that their
             owner alone can read; None for memory alone. Prompts are written when they leave the
             memory, and by `flush` and `close`; a killed process loses the others. Not those of
@@ -58,9 +70,13 @@ class PromptCache:
     """
 
     def __init__(
-        self, max_bytes: int = 2**30, folder: str | Path | None = None, max_disk_bytes: int = 2**32
+        self,
+        max_bytes: int | None = 2**30,
+        folder: str | Path | None = None,
+        max_disk_bytes: int = 2**32,
     ) -> None:
         self.max_bytes = max_bytes
+        self._pool: MemoryPool | None = None  # of the first engine that uses it
         self._folder = (
             None if folder is None else PromptFolder(Path(folder).expanduser(), max_disk_bytes)
         )
@@ -72,7 +88,7 @@ class PromptCache:
     def nbytes(self) -> int:
         """Bytes of the prompts and answers in memory."""
         with self._lock:
-            prompts = sum(entry.cache.nbytes for entry in self._entries)
+            prompts = sum(entry.nbytes for entry in self._entries)
             return prompts + sum(one.nbytes for one in self._answers.values())
 
     def __len__(self) -> int:
@@ -95,6 +111,17 @@ class PromptCache:
         A prompt that another one begins with is kept by that one.
         """
         run(lambda: self._put(model, tuple(tokens), cache))
+
+    def count_in(self, pool: MemoryPool) -> None:
+        """Count what is held in a pool from now on, unless it counts in one already."""
+
+        def counted() -> None:
+            if self._pool is None:
+                self._pool = pool
+                for entry in list(self._entries):
+                    pool.keep(entry, entry.nbytes)
+
+        run(counted)
 
     def answers(self, model: StreamFusedModel) -> EarlierAnswers:
         """The earlier answers of `model`, for others that may repeat them. On the MLX thread."""
@@ -145,12 +172,15 @@ class PromptCache:
                 path.unlink()
             return None
         mark_used(path)
-        entry = _Entry(key, found, cache, is_written=True)
+        entry = _Entry(key, found, cache, weakref.ref(self), is_written=True)
         self._keep(entry)
         return entry, entry.shared(key, tokens)
 
     def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
         key = PromptKey.of(model)
+        answers = self._answers.get(key)
+        if self._pool is not None and answers is not None:
+            self._pool.keep(answers, answers.nbytes)
         tokens = tokens[: cache.offset]
         _, count = self._longest(key, tokens)
         if isinstance(cache, StateCache):
@@ -158,7 +188,9 @@ class PromptCache:
         if tokens and count < len(tokens):
             fork = cache.fork(len(tokens))
             mx.eval(fork.state)
-            self._keep(_Entry(key, tokens, fork, is_written=model.backbone.group is not None))
+            is_split = model.backbone.group is not None
+            own = weakref.ref(self)
+            self._keep(_Entry(key, tokens, fork, own, is_written=is_split))
 
     def _longest(self, key: PromptKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry that begins with most of `tokens`, now used, and how many these are."""
@@ -169,19 +201,41 @@ class PromptCache:
             count = max(counts)
             entry = self._entries.pop(counts.index(count))
             self._entries.append(entry)
-            return entry, count
+        if self._pool is not None:
+            self._pool.use(entry)
+        return entry, count
 
     def _keep(self, entry: _Entry) -> None:
-        if entry.cache.nbytes > self.max_bytes:
+        limits = [self.max_bytes, self._pool.limit if self._pool else None]
+        if any(limit is not None and entry.nbytes > limit for limit in limits):
             self._save(entry)
             return
-        evicted = []
         with self._lock:
+            covered = [one for one in self._entries if entry.covers(one)]
             self._entries = [one for one in self._entries if not entry.covers(one)] + [entry]
-            while sum(one.cache.nbytes for one in self._entries) > self.max_bytes:
-                evicted.append(self._entries.pop(0))
+            evicted = self._above_limit()
+        if self._pool is not None:
+            for one in (*covered, *evicted):
+                self._pool.forget(one)
+            self._pool.keep(entry, entry.nbytes)
         for one in evicted:
             self._save(one)
+
+    def _above_limit(self) -> list[_Entry]:
+        """What has to go for `max_bytes`, taken out: the longest unused first."""
+        evicted = []
+        total = sum(one.nbytes for one in self._entries)
+        while self.max_bytes is not None and total > self.max_bytes:
+            evicted.append(self._entries.pop(0))
+            total -= evicted[-1].nbytes
+        return evicted
+
+    def _drop(self, entry: _Entry) -> None:
+        with self._lock:
+            if entry not in self._entries:
+                return
+            self._entries.remove(entry)
+        self._save(entry)
 
     def _save(self, entry: _Entry) -> None:
         if self._folder is None or entry.is_written:

@@ -19,7 +19,8 @@ from .drafters.text_index import EarlierAnswers
 from .errors import require
 from .generation.divergence import Divergence, divergence
 from .generation.memory import Memory, memory_of
-from .generation.plan import drafter_name, make_plan
+from .generation.plan import Decode, decode_plan, drafter_name, make_plan
+from .generation.pool import MemoryPool
 from .loading.attach import swap_adapter
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
@@ -89,6 +90,7 @@ class ChatSession:
         tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
         prompts: prompts that were processed before, to begin with and to add to.
         swap: gives the model with another adapter; `ssmlx.swap_adapter` unless given.
+        memory_pool: where its cache counts, with what others hold; nowhere unless given.
     """
 
     def __init__(
@@ -105,11 +107,13 @@ class ChatSession:
         template_args: Mapping[str, Any] | None = None,
         prompts: PromptCache | None = None,
         swap: Callable[[str | Path | None], StreamFusedModel] | None = None,
+        memory_pool: MemoryPool | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self._prompts = prompts
         self._swap = swap
+        self._pool = memory_pool
         self._is_closed = False
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
@@ -137,11 +141,18 @@ class ChatSession:
         run(anew)
 
     def _empty_cache(self) -> None:
-        self._cache = self.model.make_cache()
-        self._cached_tokens: list[int] = []
+        self.let_go()
         shared = self._prompts
         self._earlier = EarlierAnswers() if shared is None else shared.answers(self.model)
         self._memory: Memory | None = None
+
+    def let_go(self) -> None:
+        """Free the cache, between replies: the next one processes the conversation anew, or what
+        the prompt cache has not of it."""
+        self._cache = self.model.make_cache()
+        self._cached_tokens: list[int] = []
+        if self._pool is not None:
+            self._pool.forget(self)
 
     @property
     def drafter(self) -> str | None:
@@ -219,7 +230,7 @@ class ChatSession:
                 reply.close()
             if not self._is_closed:
                 self._is_closed = True
-                self._cache = TreeCache(0)
+                self.let_go()
                 del self.model, self._loaded
 
         run(closed)
@@ -261,6 +272,10 @@ class ChatSession:
                 reused = known
         self._cache.trim(reused)
         del self._cached_tokens[reused:]
+        decode: Decode = decode_plan
+        if self._pool is not None:
+            self._pool.forget(self)  # it runs, until it is over
+            decode = self._pool.bounded(decode_plan)
 
         def done(given: list[GenerationResponse]) -> None:
             if given:
@@ -273,6 +288,8 @@ class ChatSession:
             written = [*prompt, *(token for one in given for token in one.tokens)]
             self._cache.trim(self._cache.back_to(min(self._cache.offset, len(written))))
             self._cached_tokens = written[: self._cache.offset]
+            if self._pool is not None:
+                self._pool.keep(self, self._cache.nbytes)
             if self._prompts is not None:
                 self._prompts.put(self.model, self._cached_tokens, self._cache)
 
@@ -284,6 +301,7 @@ class ChatSession:
             cache=self._cache,
             context=prompt[:reused],
             done=done,
+            decode=decode,
             loaded=self._loaded,
             earlier=self._earlier,
         )

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -543,6 +544,64 @@ def test_a_chat_is_piped_and_a_stray_byte_does_not_end_it(base):
     assert quiet.startswith("[8 tokens · ") and quiet.endswith(" · cut at --max-tokens]")
     assert stats.startswith("1 answers · 8 tokens in 8 target calls (1.00 a call)")
     assert "context: " in context
+
+
+@pytest.fixture(scope="module")
+def smiling(base, tmp_path_factory):
+    """The tiny model, in whose answers words end in an emoji."""
+    folder = tmp_path_factory.mktemp("smiling") / "base"
+    shutil.copytree(base, folder)
+    path = folder / "tokenizer.json"
+    path.write_text(re.sub(r'"w(\d+)"', '"é\\1🙂"', path.read_text("utf-8")), "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii:surrogateescape", "utf-8"])
+def test_an_answer_is_whole_where_standard_output_lacks_its_characters(
+    monkeypatch, smiling, encoding
+):
+    name, _, errors = encoding.partition(":")
+
+    def said(*more):
+        raw = io.BytesIO()
+        out = io.TextIOWrapper(raw, encoding=name, errors=errors or "strict")
+        monkeypatch.setattr(sys, "stdout", out)
+        asked = ("--model", str(smiling), "--prompt", "é1🙂", "--template", "raw", *PLAIN)
+        assert generate.main([*asked, "--max-tokens", "6", "--dtype", "float32", *more]) == 0
+        assert out.errors == (errors or "strict"), "it is as it was"
+        out.flush()
+        return raw.getvalue().decode(name)
+
+    (line,) = said("--jsonl").splitlines()
+    whole = json.loads(line)
+    assert whole["prompt"] == "é1🙂" and whole["text"].count("🙂") > 3
+    assert said().encode(name).decode(name) == (
+        whole["text"].encode(name, "backslashreplace").decode(name) + "\n"
+    )
+
+
+def test_a_chat_takes_lines_that_end_as_on_windows(smiling):
+    command = [sys.executable, "-m", "ssmlx.chat", "--model", str(smiling), *PLAIN]
+    done = subprocess.run(
+        [*command, "--max-tokens", "8"],
+        input="é1\r\n/stats\r\n/quit\r\né2\r\n".encode("latin-1"),
+        cwd=real.ROOT,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        check=False,
+    )
+    assert (done.returncode, done.stdout.count(b"\n")) == (0, 1)
+    assert len(done.stdout.split()) == 8 and done.stdout.count(b"\\U0001f642") > 5
+    quiet, stats, _ = done.stderr.decode("latin-1").splitlines()
+    assert quiet.startswith("[8 tokens · ") and stats.startswith("1 answers · 8 tokens")
+
+
+def test_a_chat_asks_without_the_line_s_end(monkeypatch):
+    lines = io.StringIO("Hello\r\n a\rb \n\r\nlast\r", newline="\n")
+    monkeypatch.setattr(sys, "stdin", lines)
+    screen = chat.Screen()
+    heard = list(iter(screen.ask, None))
+    assert heard == ["Hello", " a\rb ", "", "last"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")

@@ -24,10 +24,11 @@ from test_server_protocols import LAST, OFFERED, TOKENIZER, make_tokenizer, told
 
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.server.answering import Answering, Parser
+from ssmlx.server.answering import Answering
 from ssmlx.server.app import make_app
 from ssmlx.server.asks import End, Text, ToolCall
 from ssmlx.server.calls import _FORMS, call_grammar
+from ssmlx.server.choices import Parser
 from ssmlx.server.grammars import json_grammar, processor
 from ssmlx.server.schemas import parsed_tools
 

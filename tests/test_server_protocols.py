@@ -25,9 +25,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ssmlx
-from ssmlx.server.answering import Answering, Limits, Metrics, Parser
+from ssmlx.server.answering import Answering, Limits, Metrics
 from ssmlx.server.app import make_app
 from ssmlx.server.asks import Ask, End, Reasoning, Text, ToolCall
+from ssmlx.server.choices import Parser
 from ssmlx.server.grammars import json_grammar, processor
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}

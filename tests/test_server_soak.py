@@ -1,17 +1,20 @@
 """Mixed requests of eight clients at once, for minutes: memory and threads stay, answers are right.
 
+The bound of what texts take is so low that kept prompts go all the time, and no request is refused.
+
 `pytest -m long tests/test_server_soak.py` asks 400 times, then 2,000 times.
 """
 
 import json
-import os
 import random
+import re
 import socket
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+import httpx2 as httpx
 import pytest
 
 openai = pytest.importorskip("openai")
@@ -25,6 +28,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 CLIENTS = 8
+GAUGE = r'ssmlx_memory_bytes{kind="(\w+)"} (\S+)'
 LENGTH = 24
 NAMES = ("tiny", "tiny:own")
 TEXTS = [f"Question {n}: what follows {'abcdefgh'[n % 8] * (n + 1)}?" for n in range(16)]
@@ -47,8 +51,11 @@ FORM = {
     "required": ["name", "tags"],
     "additionalProperties": False,
 }
-MOST_GROWN = 48.0
-"""MB that a process may grow by, behind the first part, in which caches fill."""
+MEMORY = 6 * 2**20
+"""Bytes that texts may take: 0.2 MiB of a running answer, of which there are eight at once; prompts
+that nobody asks again would fill it several times."""
+MOST_GROWN = 16.0
+"""MiB that a process may grow by behind the first quarter of the requests, in which caches fill."""
 
 
 def write_byte_tokenizer(folder):
@@ -158,8 +165,15 @@ def kinds(clients):
 
 
 def grown(sizes):
-    """MB that a process grew by behind the first quarter of its time."""
-    return max(sizes[len(sizes) // 4 :]) - sizes[len(sizes) // 4]
+    """What a process grew by behind the first quarter of its requests, at most."""
+    first = sizes[len(sizes) // 4 - 1]
+    return max(sizes) - first
+
+
+def texts_of(served):
+    """Bytes of what texts take, by kind, as the metrics tell them."""
+    told = httpx.get(f"{served.url}/metrics", timeout=60).text
+    return {kind: float(size) for kind, size in re.findall(GAUGE, told)}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +182,7 @@ def grown(sizes):
 )
 def test_eight_clients_of_all_kinds_leave_nothing_behind(tiny, count):
     options = ("--model", tiny / "tiny", "--adapter", tiny / "own", "--temp", 0)
+    options += ("--memory", MEMORY / 2**30)
     with serving(tiny, *options) as served:
         clients = Clients(served)
         asks = kinds(clients)
@@ -177,7 +192,6 @@ def test_eight_clients_of_all_kinds_leave_nothing_behind(tiny, count):
                 for kind, ask in asks.items():
                     alone[kind, name, text] = ask(name, text)
         process = psutil.Process(served.process.pid)
-        threads = process.num_threads()
         made = Counter()
 
         def ask(number):
@@ -186,7 +200,7 @@ def test_eight_clients_of_all_kinds_leave_nothing_behind(tiny, count):
             expected = alone[kind, name, text]
             if rng.random() < 0.2:
                 made["hung up"] += 1
-                clients.leave(name, text, rng.choice((0.0, 0.01, 0.1)))
+                clients.leave(name, f"{number}: {text}" * 4, rng.choice((0.0, 0.01, 0.1)))
                 most = rng.randrange(LENGTH)
                 (said,) = clients.chat(name, text, stream=True, most=most)
                 is_same = alone["streamed", name, text][0].startswith(said)
@@ -196,17 +210,25 @@ def test_eight_clients_of_all_kinds_leave_nothing_behind(tiny, count):
             return [] if found == expected else [(kind, name, text, found, expected)]
 
         sizes = []
+        threads = []
+        texts = []
         wrong = []
         with ThreadPoolExecutor(CLIENTS) as pool:
             for first in range(0, count, count // 20):
                 for found in pool.map(ask, range(first, first + count // 20)):
                     wrong += found
                 sizes.append(process.memory_info().rss / 2**20)
+                threads.append(process.num_threads())
+                texts.append(texts_of(served))
         is_idle = served.is_idle()
-        found = process.num_threads()
-    print(f"{sum(made.values())} requests: {dict(made)}; MB {[round(one) for one in sizes]}")
-    print(f"threads {threads}, then {found}")
+        left = texts_of(served)
+        threads.append(process.num_threads())
+    print(f"{sum(made.values())} requests: {dict(made)}; MiB {[round(one) for one in sizes]}")
+    kept = [round(one["kept"] / 2**20, 1) for one in texts]
+    print(f"threads {threads}; MiB of kept prompts {kept}")
     assert wrong == [] and is_idle
-    pool_size = min(32, (os.cpu_count() or 1) + 4)  # asyncio's, whose threads come as needed
-    assert found <= threads + pool_size
+    assert threads[-1] <= threads[len(sizes) // 4 - 1], threads
+    assert all(one["running"] + one["kept"] <= one["limit"] == MEMORY for one in texts)
+    assert max(kept) > 0.6 * MEMORY / 2**20, "it is filled"
+    assert left["running"] == 0
     assert grown(sizes) < MOST_GROWN, sizes

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import shutil
 import sys
+from io import TextIOWrapper
 
 import ssmlx
 
@@ -64,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ssmlx").setLevel(logging.INFO)
+    if isinstance(sys.stdout, TextIOWrapper):  # a character that it cannot write ends nothing
+        sys.stdout.reconfigure(errors="backslashreplace")
     screen = Screen(args.questions)
     try:
         with ssmlx.Engine(args.model, adapters=(args.adapter,)) as engine:

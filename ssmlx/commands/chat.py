@@ -80,7 +80,8 @@ class Screen:
         """The next line that the user enters; None at the end of input. Ctrl-C empties it."""
         while True:
             try:
-                return input("> " if self.interactive else "")
+                # Python reads lines that end in CR and LF so on Windows alone.
+                return input("> " if self.interactive else "").removesuffix("\r")
             except KeyboardInterrupt:
                 print("^C  (/quit leaves)", file=sys.stderr)
             except EOFError:

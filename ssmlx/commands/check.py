@@ -4,7 +4,6 @@ which times less of it."""
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from math import inf
@@ -104,7 +103,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
     from ..api import end_token_ids
     from ..generation.head_start import sample_text
     from ..generation.learned import cost_rows, learned_of, this_machine
-    from ..generation.memory import cache_bytes, memory_of
+    from ..generation.memory import cache_size, memory_of
     from ..model.capabilities import Capability
     from ..prompts import own_template
 
@@ -147,7 +146,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
         },
         "memory": {
             "weights": memory_of(model, model.make_cache()).weights,
-            "cache": cache_bytes(model, SHOWN_TOKENS),
+            "cache": cache_size(model).per_token * SHOWN_TOKENS,
         },
     }
 
@@ -272,7 +271,10 @@ def _main(args: argparse.Namespace) -> None:
     from ..answers import run
 
     found = run(lambda: check(args, model, tokenizer))
-    print(json.dumps(found, ensure_ascii=False) if args.json else "\n".join(report(found)))
+    if args.json:
+        options.print_json(found)
+    else:
+        print("\n".join(report(found)))
 
 
 main = options.command(PROG, parse_args, _main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -121,7 +120,7 @@ def _main(args: argparse.Namespace) -> None:
                 print(one.text, end="", flush=True)
         kept.keep(tokens[:shared], cache)
         if args.jsonl:
-            print(json.dumps(record(user_text(prompt), answer), ensure_ascii=False), flush=True)
+            options.print_json(record(user_text(prompt), answer))
             continue
         print(flush=True)
         print(f"[{summary(answer[-1])}]", file=sys.stderr)

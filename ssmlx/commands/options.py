@@ -4,6 +4,8 @@ Light on purpose: `--help` must not wait for MLX.
 """
 
 import argparse
+import codecs
+import json
 import logging
 import os
 import shlex
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -657,13 +660,25 @@ def os_fault(error: OSError) -> InputError:
 
 @contextmanager
 def _open_streams() -> Iterator[None]:
-    """Standard streams that are open: Python has none for those that a shell closed."""
+    """Standard streams that are open, for Python has none for those that a shell closed, and that
+    take any text: a character that is not in their encoding is written as its number."""
     with ExitStack() as restored:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:
                 setattr(sys, name, restored.enter_context(Path(os.devnull).open(mode)))
                 restored.callback(setattr, sys, name, None)
+        out = sys.stdout
+        if isinstance(out, TextIOWrapper) and out.errors in ("strict", "surrogateescape"):
+            restored.callback(out.reconfigure, errors=out.errors)
+            out.reconfigure(errors="backslashreplace")
         yield
+
+
+def print_json(value: object) -> None:
+    """Print a value as one line of JSON, in ASCII alone where standard output is not UTF-8."""
+    encoding = sys.stdout.encoding or "utf-8"  # text that stays in memory has none
+    is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    print(json.dumps(value, ensure_ascii=not is_utf8), flush=True)
 
 
 def _drop_output() -> None:

@@ -97,6 +97,18 @@ class Batch:
         """Those that the next call has a row for."""
         return self._rows + self._joining
 
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes that its rows take beside what their texts would alone: all are as long as the
+        longest."""
+        keys = self._caches[0].keys if self._caches else None
+        if keys is None or not self._rows:
+            return 0
+        length = keys.shape[2]
+        filled = sum(min(length, len(row.text) + BatchKVCache.step) for row in self._rows)
+        num_bytes = sum(one.nbytes for one in self._caches)
+        return int(num_bytes * (1 - filled / (length * len(self._rows))))
+
     def join(self, row: Row) -> None:
         """Give an answer a row in the calls to come."""
         row.rests = False

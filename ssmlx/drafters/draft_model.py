@@ -78,6 +78,10 @@ class DraftModel:
         """Bytes of its caches, those that wait for a next answer included."""
         return sum(cache.nbytes for cache in self._caches)
 
+    def drop_idle(self) -> None:
+        """Free the caches that wait for a next answer."""
+        self._caches = [cache for cache in self._caches if cache.drafter() is not None]
+
     def take_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":
         """A cache for `drafter` as long as it lives: of those that nobody has, the one that holds
         most of `tokens`. At most `_MOST_IDLE` of the others are kept."""

@@ -71,7 +71,7 @@ class TextIndex:
 
     def keep_last(self, count: int) -> None:
         """Forget all but the last `count` tokens."""
-        self._begin(self.tokens[-count:])
+        self._begin(self.tokens[-count:] if count else ())
 
     def matches(self, text: Sequence[int], most: int = LONGEST) -> Iterator[Match]:
         """Where the last tokens of `text` stand in the index, but for its own end.
@@ -143,6 +143,10 @@ class EarlierAnswers:
     def nbytes(self) -> int:
         """Bytes that they take, about."""
         return self.index.nbytes
+
+    def let_go(self) -> None:
+        """Forget them: others need the memory."""
+        self.index.keep_last(0)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Keep an answer's tokens, behind the end of what it answers."""

@@ -1,11 +1,17 @@
 """`python -m ssmlx.exported`: answer prompts with an exported model."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from ..commands.options import add_counts, add_options, add_prompt_options, command, make_parser
+from ..commands.options import (
+    add_counts,
+    add_options,
+    add_prompt_options,
+    command,
+    make_parser,
+    print_json,
+)
 from .backends import COMPUTE_UNITS
 
 PROG = "ssmlx.exported"
@@ -51,7 +57,7 @@ def _main(args: argparse.Namespace) -> None:
             if not args.jsonl:
                 print(response.text, end="", flush=True)
         if args.jsonl:
-            print(json.dumps(record(user_text(prompt), responses), ensure_ascii=False), flush=True)
+            print_json(record(user_text(prompt), responses))
         else:
             print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
 

@@ -34,7 +34,17 @@ from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..policy.costs import BATCH
 from .learned import learned_of
+from .memory import cache_size
 from .plan import Plan, decode_plan
+
+Fits = Callable[[int], bool]
+"""Given bytes, whether there is so much memory for them."""
+
+
+def always_fits(num_bytes: int) -> bool:
+    """Where nobody counts."""
+    return True
+
 
 STAY = 1.05
 """What the present way is favoured by, times its tokens a second."""
@@ -66,8 +76,10 @@ class _Answer(Row):
 class _Group:
     """The open answers of one model, and the batch that some of them have a row in."""
 
-    def __init__(self, model: StreamFusedModel) -> None:
+    def __init__(self, model: StreamFusedModel, fits: Fits = always_fits) -> None:
         self.batch = Batch(model)
+        self._fits = fits
+        self._token_bytes = cache_size(model).per_token
         self._learned, _ = learned_of(model)
         self.open: list[_Answer] = []
         self.together = False
@@ -88,7 +100,15 @@ class _Group:
         in_turns = sum(tokens for tokens, _ in outlooks) / sum(cost for _, cost in outlooks)
         costs = self._learned.costs.frozen(self._context(rows))
         batched = len(rows) / costs.calls((BATCH, len(rows)))
-        self.together = batched * (STAY if self.together else 1 / STAY) >= in_turns
+        is_faster = batched * (STAY if self.together else 1 / STAY) >= in_turns
+        self.together = is_faster and self._has_room(rows)
+
+    def _has_room(self, rows: Sequence[Row]) -> bool:
+        """Whether there is memory for rows in a batch, where all are as long as the longest."""
+        lengths = [len(row.text) for row in rows]
+        padding = len(lengths) * max(lengths) - sum(lengths)
+        more = padding * self._token_bytes - self.batch.padding_bytes
+        return more <= 0 or self._fits(more)
 
     def step(self) -> float:
         """A call of the batch; the seconds that it took."""
@@ -124,15 +144,28 @@ class _Group:
 
 
 class Batches:
-    """Decodes the answers that are open at once. On the thread that runs MLX alone."""
+    """Decodes the answers that are open at once. On the thread that runs MLX alone.
 
-    def __init__(self) -> None:
+    Args:
+        fits: whether there is memory for rows that are as long as the longest of them.
+    """
+
+    def __init__(self, fits: Fits = always_fits) -> None:
+        self._fits = fits
         self._groups: dict[PromptKey, _Group] = {}
         self._prompts: deque[_Answer] = deque()
         self._prompt_rate: float | None = None  # tokens a second, of the last piece
         # seconds that pieces took while answers were decoded, and calls did not take since
         self._owed = 0.0
         self._num_calls = 0  # that decoded
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that rows of batches take beside what their texts would alone."""
+        return sum(group.batch.padding_bytes for group in self._groups.values())
+
+    def drop_idle(self) -> None:
+        """Nothing: all belongs to running answers."""
 
     def decode(
         self,
@@ -156,7 +189,7 @@ class Batches:
         cache.trim(cache.offset)
         key = PromptKey.of(model)
         text = [*context, *prompt]
-        group = self._groups.get(key) or self._groups.setdefault(key, _Group(model))
+        group = self._groups.get(key) or self._groups.setdefault(key, _Group(model, self._fits))
         row = _Answer(
             model,
             plan.sampling,

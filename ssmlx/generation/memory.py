@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from ..decoding.drafter import Drafter
-from ..decoding.loop import prefill
 from ..drafters.registry import Loaded
 from ..loading.adapter import stream_tensors
 from ..model.backbone import head_bytes
@@ -37,7 +37,8 @@ class Memory:
     # keys and values of the committed tokens, with the room that is reserved for more
     cache: int = 0
     tree: int = 0  # keys and values of the rows of the step in hand, and masks
-    # keys and values of the top layers, once more (`cache.StreamCache`), and `DraftVocab`
+    # what drafters keep of the text: keys and values of the top layers, once more
+    # (`cache.StreamCache`), and `DraftVocab`; or the index of a lookup
     second_pass: int = 0
     peak: int = 0  # most in use at once since `mx.reset_peak_memory`, activations and all
 
@@ -109,18 +110,42 @@ def memory_of(
     )
 
 
-def cache_bytes(model: StreamFusedModel, num_tokens: int) -> int:
-    """Bytes that keys and values of `num_tokens` tokens take, by those of a few.
+@dataclass(frozen=True)
+class CacheSize:
+    """What keys and values of a model's texts take, in bytes."""
 
-    A state that does not grow with the text, such as that of recurrent layers, is not counted.
-    """
+    fixed: int  # of a state that does not grow with the text, such as that of recurrent layers
+    per_token: int
+
+    @staticmethod
+    def rounded(num_tokens: int) -> int:
+        """Tokens that a cache has room for when it holds `num_tokens`."""
+        return -(-num_tokens // _GROWTH) * _GROWTH
+
+    def of(self, num_tokens: int, scratch: int = 0) -> int:
+        """Bytes of a cache that holds `num_tokens`, beside `scratch` rows for steps."""
+        return self.fixed + self.per_token * (scratch + self.rounded(num_tokens))
+
+
+_SIZES: WeakKeyDictionary[StreamFusedModel, CacheSize] = WeakKeyDictionary()
+
+
+def cache_size(model: StreamFusedModel) -> CacheSize:
+    """What a model's caches take, by that of a few tokens; nothing of it is computed."""
+    if model not in _SIZES:
+        _SIZES[model] = _measured(model)
+    return _SIZES[model]
+
+
+def _measured(model: StreamFusedModel) -> CacheSize:
     cache = model.make_cache()
-    prefill(model, [0], cache)
-    if cache.capacity:
-        return cache.nbytes * num_tokens // (cache.scratch + cache.capacity)
+    model.backbone.append(mx.array([0]), cache)
     before = cache.nbytes
-    prefill(model, [0] * _GROWTH, cache)
-    return (cache.nbytes - before) * num_tokens // _GROWTH
+    if cache.capacity:
+        return CacheSize(0, before // (cache.scratch + cache.capacity))
+    model.backbone.append(mx.zeros(_GROWTH, mx.int32), cache)
+    per_token = (cache.nbytes - before) // _GROWTH
+    return CacheSize(before - per_token, per_token)
 
 
 def _total_bytes(arrays: Iterable[mx.array]) -> int:

@@ -51,6 +51,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             bool,
         ),
         ("--prompt-cache", "FOLDER", "keep processed prompts on disk, too", Path),
+        (
+            "--memory",
+            "GIB",
+            "memory that texts may take beside the weights, those of running answers and of kept "
+            "prompts; prompts go first (default: two thirds of what the weights leave)",
+            float,
+        ),
         ("--max-open", "N", "answers at once; more wait (default: %(default)s)", 8),
         ("--max-waiting", "N", "requests that may wait (default: %(default)s)", 64),
         ("--timeout", "S", "seconds that a request may take (default: %(default)s)", 600.0),
@@ -89,7 +96,7 @@ def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
 
     names = [hashlib.sha256(key).hexdigest()[:16] for key in keys] or [""]
     folders = [None if folder is None else folder / name for name in names]
-    return [PromptCache(2**30 // len(names), one, 2**32 // len(names)) for one in folders]
+    return [PromptCache(None, one, 2**32 // len(names)) for one in folders]
 
 
 def _main(args: argparse.Namespace) -> None:
@@ -111,7 +118,13 @@ def _main(args: argparse.Namespace) -> None:
     metal.use(drafter.attention)
     caches = prompt_caches(args.prompt_cache, keys)
     loading: Any = {"dtype": args.dtype, "progress": options.DownloadBar()}
-    engine = Engine(args.model, prompt_cache=caches[0], draft_head=drafter.draft_head, **loading)
+    engine = Engine(
+        args.model,
+        prompt_cache=caches[0],
+        memory_gb=args.memory,
+        draft_head=drafter.draft_head,
+        **loading,
+    )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
     models: dict[str, str | None] = {name: None}
     for one in args.adapter or ():

@@ -24,13 +24,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ..errors import ContextLengthError, InputError, require
+from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import blocks, openai
 from .answering import Answering
 from .asks import Ask, Body, Heard, Refusal, RequestError, Waiting
 from .fields import check_fields
+from .prompts import AGAIN
 
 Teller = openai.Texts | blocks.Messages | blocks.Responses
 """Tells an answer's parts as events, one a part at least; then has it in one piece, as `reply`."""
@@ -212,6 +213,9 @@ def _refusal(failure: Exception) -> HTTPException:
             return failure
         case ContextLengthError(num_tokens=tokens, limit=limit):
             return Refusal(400, _TOO_LONG.format(tokens, limit), code="context_length_exceeded")
+        case NoRoomError(wanted=wanted, limit=limit):
+            again = AGAIN if wanted <= limit else None
+            return Refusal(503, str(failure), again, code="no_room")
         case RequestError():
             return Refusal(400, str(failure), param=failure.param, details=failure.details)
         case InputError():

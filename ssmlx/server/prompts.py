@@ -1,0 +1,165 @@
+"""From a request to its prompts: turns under a template, texts and token ids, as tokens."""
+
+import asyncio
+import math
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from starlette.exceptions import HTTPException
+
+from ..api import GenerationResponse, check_prompt, check_tokens, end_token_ids
+from ..decoding.batch import Mask
+from ..engine import Engine
+from ..generation.scoring import ScoredPrompt
+from ..model.streams import StreamFusedModel
+from ..prompts import chat_tokens, check_text, encode, encode_prompt
+from ..settings import GenerateConfig, PromptLookupConfig
+from .asks import Ask, RequestError, check
+from .calls import MAX_CALLS, call_grammar
+from .grammars import processor
+from .logprobs import prompt_logprobs
+
+AGAIN = {"Retry-After": "1"}
+STOPPED = HTTPException(503, "the server is being stopped", AGAIN)
+
+
+@dataclass(eq=False)
+class Prompt:
+    """One of the prompts of a request."""
+
+    tokens: list[int]
+    text: str  # what is echoed of it
+    # whether other answers to it find it in the prompt cache, as far as it can be kept there
+    is_read: asyncio.Event = field(default_factory=asyncio.Event)
+    logprobs: list[dict[str, Any]] | None = None  # of its tokens, once it is scored
+    seconds: float = 0.0  # that it took to score it
+
+    def unanswered(self) -> GenerationResponse:
+        """The end of an answer of no tokens."""
+        return GenerationResponse(
+            text="",
+            tokens=(),
+            finish_reason="length",
+            prompt_tokens=len(self.tokens),
+            generation_tokens=0,
+            target_calls=0,
+            prefill_seconds=0.0,
+            decode_seconds=0.0,
+            peak_memory=0.0,
+        )
+
+
+@dataclass(eq=False)
+class PromptReader:
+    """Makes prompts of what requests ask, for an engine's models."""
+
+    engine: Engine
+    models: Mapping[str, str | None]  # adapters, by what the model with each is called here
+    template_args: Mapping[str, Any]  # a request's own go first
+
+    def __post_init__(self) -> None:
+        self._tokenizing = threading.Lock()
+
+    def read(self, ask: Ask) -> tuple[list[Prompt], GenerateConfig]:
+        """What is answered, and how; refused now, while a refusal has a status of its own."""
+        first, config = self.prepared(ask)
+        tokenizer = self.engine.tokenizer
+        with self._tokenizing:
+            model = self.engine.model(self.models[ask.model])
+            others = [self._tokens(replace(ask, question=one), model) for one in ask.others]
+            found: list[Prompt] = []
+            for question, tokens in zip((ask.question, *ask.others), (first, *others), strict=True):
+                check_prompt(model, len(tokens))
+                check_tokens(model, tokens)
+                is_text = isinstance(question, str)
+                echoed = question if is_text else tokenizer.decode(tokens) if ask.echoes else ""
+                found.append(Prompt(tokens, cast("str", echoed)))
+            return found, config
+
+    def prepared(self, ask: Ask) -> tuple[list[int], GenerateConfig]:
+        """The prompt's tokens, and how to answer it."""
+        self.check_open()
+        config = ask.config
+        tokenizer = self.engine.tokenizer
+        if config.seed is None:
+            config = replace(config, seed=secrets.randbits(31))
+        with self._tokenizing:
+            model = self.engine.model(self.models[ask.model])
+            highest = max(config.logit_bias or (), default=0)
+            size = model.backbone.vocab_size
+            check(highest < size, f"logit_bias has {highest}", f"ids below {size}", "logit_bias")
+            if ask.prediction:
+                check_text(ask.prediction)
+                text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
+                config = replace(config, prompt_lookup=PromptLookupConfig(reference=text))
+            if ask.ignores_end:
+                ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
+                config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})
+            return self._tokens(ask, model), config
+
+    def check_open(self) -> None:
+        """Raises HTTPException where the server is being stopped."""
+        if not self.engine.adapters:
+            raise STOPPED
+
+    def _tokens(self, ask: Ask, model: StreamFusedModel) -> list[int]:
+        """The prompt's; turns are under the template of the adapter or the model."""
+        tokenizer = self.engine.tokenizer
+        if isinstance(ask.question, str):
+            return encode(ask.question, tokenizer)
+        if ask.is_chat:
+            _check_template(ask, tokenizer)
+            prompt = {"messages": ask.question, "tools": ask.tools}
+            args = {**self.template_args, **(ask.template_args or {})}
+            if "enable_thinking" not in str(tokenizer.chat_template):
+                args.pop("enable_thinking", None)
+            elif ask.grammar is not None or ask.forced_tools:
+                args["enable_thinking"] = False
+            if "reasoning_effort" not in str(tokenizer.chat_template):
+                args.pop("reasoning_effort", None)
+            if ask.continues or not ask.opens_turn:
+                own = {"continues": ask.continues, "add_generation_prompt": ask.opens_turn}
+                turns: Any = ask.question
+                return chat_tokens(tokenizer, turns, tools=ask.tools, template_args=args, **own)
+            return encode_prompt(prompt, model, tokenizer, template_args=args)
+        return list[Any](ask.question)
+
+    def mask(self, ask: Ask) -> Mask | None:
+        """What holds an answer to its form: that of a tool's call goes before others."""
+        tokenizer = self.engine.tokenizer
+        if ask.grammar is None and not ask.forced_tools:
+            return None
+        with self._tokenizing:
+            if not ask.forced_tools:
+                return processor(tokenizer, ask.grammar or "")
+            most = MAX_CALLS if ask.parallel_calls else 1
+            grammar = call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most)
+            return processor(tokenizer, grammar)
+
+    def scored(self, prompt: Prompt, found: ScoredPrompt) -> list[dict[str, Any]]:
+        """The log probabilities of a prompt's tokens, as chats tell them."""
+        with self._tokenizing:
+            return prompt_logprobs(self.engine.tokenizer, prompt.tokens[0], found.logprobs)
+
+
+def _check_template(ask: Ask, tokenizer: TokenizerWrapper) -> None:
+    """Raises RequestError where the model's chat template has no place for what is asked."""
+    turns = [one for one in ask.question if isinstance(one, Mapping)]
+    is_text = len(turns) == 1 and turns[0].get("role") == "user" and not ask.tools
+    if not tokenizer.has_chat_template and not is_text:
+        found = "messages are turns of a chat"
+        expected = "one text of a user's: this model has no chat template"
+        raise RequestError("messages", found, expected, "ask /v1/completions, or another model")
+    template = tokenizer.chat_template
+    if not isinstance(template, str):  # it is code, of a model made for tools
+        return
+    has_calls = any(one.get("role") == "tool" or one.get("tool_calls") for one in turns)
+    for name, is_asked, word in (("tools", ask.tools, "tools"), ("messages", has_calls, "tool")):
+        if is_asked and word not in template:
+            what = "tools are offered" if name == "tools" else "messages have calls of tools"
+            expected = "none: this model's chat template has no form for tools"
+            raise RequestError(name, what, expected, "drop them, or ask a model made for tools")

@@ -1,0 +1,459 @@
+"""One bound for what running answers hold and what is kept: what goes first, and who is refused."""
+
+import gc
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import ssmlx  # first: it prefers OpenBLAS
+
+import mlx.core as mx  # isort: skip
+import pytest
+from real import refusal, tokens_of, words, write_base, write_tiny_adapter
+from tiny import make_base, make_model
+
+from ssmlx.answers import run
+from ssmlx.decoding.loop import prefill
+from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.errors import InputError, NoRoomError
+from ssmlx.generation import pool as pools
+from ssmlx.generation.batching import Batches
+from ssmlx.generation.memory import cache_size
+from ssmlx.generation.plan import Plan
+from ssmlx.generation.pool import MemoryPool, default_limit
+from ssmlx.policy.costs import FrozenCosts
+
+GIB = 2**30
+PLAIN = {"decoding": "plain"}
+STEP = 256  # tokens by which caches grow
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Texts of it may have 4,096 tokens."""
+    return write_base(tmp_path_factory.mktemp("roomy") / "base", context=4096)
+
+
+@pytest.fixture(scope="module")
+def streams(base):
+    return str(write_tiny_adapter(base.parent / "streams", base, scope="streams"))
+
+
+@pytest.fixture(scope="module")
+def unbounded(base, streams):
+    with ssmlx.Engine(str(base), (streams,), dtype="float32") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def text_bytes(unbounded):
+    """Bytes of the keys and values of so many tokens, without scratch rows."""
+    return run(lambda: cache_size(unbounded.model())).of
+
+
+@pytest.fixture
+def bounded(base, streams):
+    """Makes an engine of so many bytes."""
+    with ExitStack() as stack:
+
+        def make(num_bytes, **more):
+            memory = num_bytes / GIB
+            engine = ssmlx.Engine(str(base), (streams,), dtype="float32", memory_gb=memory, **more)
+            return stack.enter_context(engine)
+
+        yield make
+
+
+def prompt(count, first=0):
+    return [8 + (first + 7 * n) % 50 for n in range(count)]
+
+
+class Thing:
+    def __init__(self, gone):
+        self._gone = gone
+
+    def let_go(self):
+        self._gone.append(self)
+
+
+def test_the_longest_unused_goes_first_and_no_more_than_has_to():
+    pool = MemoryPool(100)
+    gone = []
+    a, b, c, d, large = (Thing(gone) for _ in range(5))
+    for one in (a, b, c):
+        pool.keep(one, 30)
+    pool.use(a)
+    assert pool.kept == 90 and gone == []
+    pool.keep(d, 30)
+    assert gone == [b] and pool.kept == 90
+    assert pool.make_room(70) and gone == [b, c, a]
+    assert not pool.make_room(101) and gone == [b, c, a], "nothing goes in vain"
+    pool.keep(large, 101)
+    assert gone == [b, c, a, large] and pool.kept == 30
+    pool.keep(d, 50)
+    assert pool.kept == 50, "counted anew"
+    pool.use(a), pool.forget(a), pool.forget(d)
+    assert pool.kept == 0 and pool.make_room(100)
+
+
+def test_what_nobody_has_any_more_does_not_count():
+    pool = MemoryPool(100)
+    gone = []
+    things = [Thing(gone) for _ in range(3)]
+    for one in things:
+        pool.keep(one, 30)
+    del one
+    things.clear()
+    last = Thing(gone)
+    pool.keep(last, 100)
+    assert gone == [] and pool.kept == 100
+
+
+@pytest.mark.parametrize("gib", [0, -1.0, float("nan"), float("inf")])
+def test_memory_that_none_can_have_is_refused(base, gib):
+    assert "memory of" in refusal(ssmlx.Engine, str(base), memory_gb=gib)
+
+
+def test_the_default_is_a_share_of_what_the_machine_has_beside_weights(monkeypatch, tmp_path):
+    whole = pools.usable_memory()
+    used = mx.get_active_memory()
+    assert default_limit() == pytest.approx((whole - used) * 2 / 3, rel=0.01)
+    container = tmp_path / "memory.max"
+    monkeypatch.setattr(pools, "_CGROUP", container)
+    for said, least in (("max\n", whole), (f"{2**30}\n", 2**30)):
+        container.write_text(said)
+        assert pools.usable_memory() == least
+    container.write_text(f"{used // 2}\n")
+    assert default_limit() == 2**28
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    told = {"max_recommended_working_set_size": 7 * 2**30}
+    monkeypatch.setattr(mx, "device_info", lambda *_: told)
+    assert pools.usable_memory() == 7 * 2**30
+
+
+def test_what_a_text_takes_is_known_before_anything_is_computed():
+    model = make_model()
+    size = run(lambda: cache_size(model))
+    cache = model.make_cache()
+
+    def filled():
+        model.backbone.append(mx.array(prompt(300)), cache)
+        mx.eval(cache.state)
+        return cache.nbytes
+
+    assert run(filled) == size.of(300) == size.of(2 * STEP) == 2 * size.of(1)
+
+
+def test_kept_prompts_go_the_oldest_first_before_an_answer_is_refused(bounded, text_bytes):
+    engine = bounded(text_bytes(5 * STEP) + 100_000)
+    texts = [prompt(150, first) for first in range(4)]
+    for one in texts:
+        list(engine.stream(one, max_tokens=2, **PLAIN))
+    assert len(engine.prompt_cache) == 4
+    *_, last = engine.stream(prompt(400, 9), max_tokens=2, **PLAIN)
+    assert last.finish_reason == "length"
+    pool = engine.memory_pool
+    assert pool.running == 0 < pool.kept == engine.prompt_cache.nbytes <= pool.limit
+    known = [engine.prompt_cache.take(engine.model(), one)[1] for one in texts]
+    assert known[0] == 0 < known[-1], "the newest stayed"
+    # One that needs everything gets everything.
+    room = (pool.limit - 100_000) // text_bytes(STEP) * STEP - 70
+    assert tokens_of(engine.stream(prompt(room, 5), max_tokens=2, **PLAIN))
+    before = pool.kept
+    with pytest.raises(NoRoomError) as caught:
+        engine.stream(prompt(room + STEP, 5), max_tokens=2, **PLAIN)
+    assert pool.kept == before and pool.running == 0, "nothing went in vain"
+    said = str(caught.value)
+    assert isinstance(caught.value, InputError) and "\n" not in said
+    assert "needs" in said and "--memory" in said and "ask again" not in said
+    assert caught.value.wanted > caught.value.limit == pool.limit
+
+
+def test_who_asks_beside_others_is_refused_while_they_run(bounded, text_bytes, unbounded):
+    engine = bounded(text_bytes(3 * STEP) + 100_000)
+    expected = tokens_of(unbounded.stream(prompt(300, 1), max_tokens=20, **PLAIN))
+    first = engine.stream(prompt(300, 1), max_tokens=20, **PLAIN)
+    heard = [next(first)]
+    for ask in (
+        lambda: engine.stream(prompt(300, 2), max_tokens=20, **PLAIN),
+        lambda: engine.score(prompt(300, 3)),
+        lambda: engine.chat(max_tokens=4, **PLAIN).reply(words(300)),
+    ):
+        with pytest.raises(NoRoomError, match="ask again when another one has ended"):
+            ask()
+    small = engine.stream(prompt(5), max_tokens=3, **PLAIN)
+    assert len(tokens_of(small)) == 3
+    heard += first
+    assert tokens_of(heard) == expected
+    assert tokens_of(engine.stream(prompt(300, 2), max_tokens=20, **PLAIN))
+    (scored,) = engine.score(prompt(300, 3))
+    assert len(scored.logprobs) == 299 and engine.memory_pool.running == 0
+
+
+def test_an_answer_that_outgrows_the_memory_ends_with_the_error(bounded, text_bytes, unbounded):
+    settings = {"max_tokens": 300, **PLAIN}
+    expected = tokens_of(unbounded.stream(prompt(9), **settings))
+    engine = bounded(text_bytes(STEP) + 50_000)
+    heard = []
+    with pytest.raises(NoRoomError):
+        for segment in engine.stream(prompt(9), **settings):
+            heard.append(segment)
+    found = tokens_of(heard)
+    assert 100 < len(found) < STEP and found == expected[: len(found)]
+    assert engine.memory_pool.running == 0
+    again = tokens_of(engine.stream(prompt(9), max_tokens=5, **PLAIN))
+    assert again == expected[:5]
+
+
+@pytest.mark.parametrize("how", ["unread", "begun", "cancelled", "failed"])
+def test_an_answer_that_is_given_up_leaves_its_memory(bounded, text_bytes, how, monkeypatch):
+    engine = bounded(text_bytes(2 * STEP) + 100_000)
+    for _ in range(3):
+        answer = engine.stream(prompt(300), max_tokens=9, **PLAIN)
+        assert engine.memory_pool.running >= text_bytes(300)
+        if how == "begun":
+            next(answer)
+        elif how == "cancelled":
+            answer.close()
+        elif how == "failed":
+            with monkeypatch.context() as patch:
+                patch.setattr("ssmlx.generation.batching.decode_plan", None)
+                with pytest.raises(TypeError):
+                    list(answer)
+        del answer
+        gc.collect()
+        run(lambda: None)
+        assert engine.memory_pool.running == 0
+
+
+def test_chats_between_replies_give_their_memory_to_others(bounded, text_bytes, unbounded):
+    texts = [words(150), words(20, 3), words(30, 5)]
+    settings = {"max_tokens": 6, "adapter": "none", **PLAIN}
+
+    def heard(engine, others=()):
+        chat = engine.chat(**settings)
+        found = []
+        for text in texts:
+            found.append(tokens_of(chat.reply(text)))
+            for other in others:
+                list(engine.stream(other, max_tokens=2, **PLAIN))
+        return found, chat
+
+    expected, _ = heard(unbounded)
+    engine = bounded(text_bytes(2 * STEP) + 150_000)
+    found, chat = heard(engine, [prompt(300, 4)])
+    assert found == expected and chat.context_tokens == 0, "it was let go"
+    found, chat = heard(engine)
+    assert found == expected and chat.context_tokens > 200
+    held = engine.memory_pool.kept
+    own = chat.cached[1].nbytes
+    chat.reset()
+    assert engine.memory_pool.kept == held - own < held
+    del chat
+    chats = [engine.chat(**settings) for _ in range(5)]
+    for one in chats:
+        list(one.reply(texts[0]))
+    assert engine.memory_pool.kept <= engine.memory_pool.limit
+
+
+def test_earlier_answers_are_kept_and_go_as_prompts_do(bounded, text_bytes):
+    engine = bounded(text_bytes(4 * STEP))
+    pool = engine.memory_pool
+    settings = {"adapter": "none", "max_tokens": 4}
+    answers = run(lambda: engine.prompt_cache.answers(engine.model("none")))
+    for first in range(12):
+        list(engine.stream(prompt(5, first), **settings))
+        own = [entry.nbytes for entry in engine.prompt_cache._entries]
+        assert pool.kept == engine.prompt_cache.nbytes == sum(own) + answers.nbytes
+    assert answers.nbytes > 10_000 and len(own) == 12
+    list(engine.stream(prompt(890), decoding="plain", **settings))
+    assert pool.kept == engine.prompt_cache.nbytes <= pool.limit
+    assert len(engine.prompt_cache) < 12, "the oldest are gone"
+    expected = tokens_of(engine.stream(prompt(5, 1), deterministic=True, **settings))
+    answers.let_go()
+    assert answers.nbytes == 0
+    assert tokens_of(engine.stream(prompt(5, 1), **settings)) == expected
+
+
+def test_prompts_that_were_kept_before_count_from_an_engine_on(bounded, text_bytes, unbounded):
+    kept = ssmlx.PromptCache()
+    model = unbounded.model()
+    cache = model.make_cache()
+    run(lambda: prefill(model, prompt(200), cache))
+    kept.put(model, prompt(200), cache)
+    engine = bounded(text_bytes(2 * STEP), prompt_cache=kept)
+    assert engine.memory_pool.kept >= text_bytes(STEP)
+    *_, last = engine.stream(prompt(250, 3), max_tokens=2, **PLAIN)
+    assert last.cached_tokens == 0 and engine.memory_pool.kept <= engine.memory_pool.limit
+    assert kept.take(engine.model(), prompt(200))[1] == 0, "it had to go"
+
+
+def test_draft_models_and_indexes_count(bounded, text_bytes, base):
+    draft = DraftModel(make_base(seed=5, vocab_size=64))
+    engine = bounded(text_bytes(8 * STEP))
+    pool = engine.memory_pool
+    drafting = {"decoding": "streaming", "max_tokens": 30}
+    held = {}
+    for name, drafter in {"none": None, "lookup": "prompt-lookup", "draft": draft}.items():
+        how = PLAIN if drafter is None else {"drafter": drafter, "decoding": "streaming"}
+        answer = engine.stream(prompt(40), **{**drafting, **how}, adapter="none")
+        for _ in range(3):
+            next(answer)
+        held[name] = run(pool._count)
+        answer.close()
+    del answer
+    gc.collect()
+    assert held["lookup"] > held["none"] and held["draft"] > held["none"]
+    assert run(pool._count) == draft.cache_bytes > 0, "it waits for a next answer"
+    assert pool.make_room(pool.limit) and draft.cache_bytes == 0
+
+
+def test_what_is_counted_is_what_is_held(bounded, text_bytes, streams):
+    """Eight threads ask at random, with drafts and without: MLX holds no more than the bound."""
+    engine = bounded(text_bytes(16 * STEP))
+    pool = engine.memory_pool
+    asked = [
+        (prompt(count, first), adapter)
+        for count in (20, 300, 600)
+        for first in (1, 2)
+        for adapter in (streams, "none")
+    ]
+
+    def ask(text, adapter):
+        return tokens_of(engine.stream(text, adapter=adapter, max_tokens=20))
+
+    expected = [ask(*one) for one in asked]
+    engine.prompt_cache.close()
+    gc.collect()
+    before = run(mx.get_active_memory)
+    most = []
+
+    def ask_some(seed):
+        found = {"right": 0, "wrong": 0, "refused": 0}
+        for turn in range(4):
+            number = (seed * 5 + turn * 7) % len(asked)
+            try:
+                is_right = ask(*asked[number]) == expected[number]
+                found["right" if is_right else "wrong"] += 1
+            except NoRoomError:
+                found["refused"] += 1
+            most.append(run(mx.get_active_memory))
+        return found
+
+    with ThreadPoolExecutor(8) as threads:
+        found = sum(map(Counter, threads.map(ask_some, range(8))), Counter())
+    assert found["wrong"] == 0 and found["right"] > 8, found
+    assert pool.running == 0 < pool.kept <= pool.limit
+    assert max(most) - before < 1.25 * pool.limit, "activations, and buffers while they grow"
+    gc.collect()
+    held = run(mx.get_active_memory) - before
+    assert held <= 1.05 * pool.kept + 2**20
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeypatch, fits):
+    """In a batch all rows are as long as the longest."""
+    batches = Batches(lambda wanted: asked.append(wanted) or fits)
+    asked = []
+    monkeypatch.setattr(unbounded, "_batches", batches)
+    monkeypatch.setattr(Plan, "outlook", (1.0, 1.0))
+    monkeypatch.setattr(FrozenCosts, "calls", lambda self, kind: 1.001)
+    texts = [prompt(1000, 3), prompt(5, 1), prompt(5, 2)]
+    alone = [tokens_of(unbounded.stream(one, max_tokens=12, deterministic=True)) for one in texts]
+    answers = [unbounded.stream(one, max_tokens=12) for one in texts]
+    heard = [[] for _ in texts]
+    padding = 0
+    for _ in range(12):
+        for own, answer in zip(heard, answers, strict=True):
+            own += [one for one in [next(answer, None)] if one]
+        padding = max(padding, run(lambda: batches.cache_bytes))
+    assert [tokens_of(own) for own in heard] == alone
+    wanted = 2 * 1000 * run(lambda: cache_size(unbounded.model())).per_token
+    assert max(asked) == pytest.approx(wanted, rel=0.1)
+    assert padding == (pytest.approx(wanted, rel=0.5) if fits else 0)
+
+
+# --- the server ---
+
+
+@pytest.fixture
+def client(bounded, text_bytes):
+    pytest.importorskip("starlette")
+    from test_server import client_of
+
+    from ssmlx.server.answering import Answering
+    from ssmlx.server.app import make_app
+
+    engine = bounded(text_bytes(STEP) + 60_000)
+    answering = Answering(engine, {"tiny": "none"}, [ssmlx.PromptCache(None)])
+    config = ssmlx.GenerateConfig(max_tokens=300, decoding="plain")
+    return client_of(make_app(answering, config))
+
+
+LONG = words(250)
+TURNS = [{"role": "user", "content": LONG}]
+ASKED = {
+    "/v1/chat/completions": {"messages": TURNS},
+    "/v1/completions": {"prompt": LONG},
+    "/v1/messages": {"messages": TURNS, "max_tokens": 9},
+    "/v1/responses": {"input": LONG},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ASKED)
+def test_each_api_has_503_where_there_is_no_room(client, path, stream):
+    found = client.post(path, json={**ASKED[path], "stream": stream})
+    assert found.status_code == 503 and found.headers["content-type"] == "application/json"
+    told = found.json()
+    assert told["type"] == "error" and told["error"]["type"] == "api_error"
+    assert (
+        told["error"]["code"] == "no_room" and "of memory for its text" in told["error"]["message"]
+    )
+    assert "retry-after" not in found.headers, "it never fits"
+    assert client.post(path, json={**ASKED[path], **short(path)}).status_code == 200
+
+
+def short(path):
+    turns = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 4}
+    return {
+        "/v1/completions": {"prompt": "w1", "max_tokens": 4},
+        "/v1/responses": {"input": "w1", "max_output_tokens": 4},
+    }.get(path, turns)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_an_answer_that_outgrows_the_memory_ends_its_stream_with_an_error(client, path):
+    """300 tokens are asked for, and some 190 fit."""
+    large = {**short(path), **{k: 300 for k in short(path) if k.startswith("max")}}
+    if path == "/v1/messages":
+        found = client.post(path, json=large)
+        assert found.status_code == 503 and found.json()["error"]["code"] == "no_room"
+    found = client.post(path, json={**large, "stream": True})
+    assert found.status_code == 200
+    event, data = found.text.strip().split("\n")[-2:]
+    told = json.loads(data.removeprefix("data: "))
+    assert event == "event: error" and told["error"]["code"] == "no_room"
+    assert found.text.count("\ndata: ") > 100, "what fitted was told"
+
+
+def test_one_of_several_choices_has_no_room(client):
+    body = {"prompt": words(100), "n": 4, "temperature": 1, "seed": 1, "max_tokens": 60}
+    found = client.post("/v1/completions", json=body)
+    assert found.status_code == 503 and found.headers["retry-after"] == "1"
+    assert client.post("/v1/completions", json={**body, "n": 1}).status_code == 200
+
+
+def test_the_gauge_tells_what_texts_take(client, text_bytes):
+    def gauges():
+        told = client.get("/metrics").text.splitlines()
+        found = [one.partition("{kind=")[2] for one in told if one.startswith("ssmlx_memory")]
+        return {one[1 : one.index('"', 1)]: float(one.split()[-1]) for one in found}
+
+    assert gauges() == {"running": 0, "kept": 0, "limit": text_bytes(STEP) + 60_000}
+    for n in range(6):
+        asked = {"prompt": words(30, 5 * n), "max_tokens": 3}
+        assert client.post("/v1/completions", json=asked).status_code == 200
+    told = gauges()
+    assert told["running"] == 0 < told["kept"] <= told["limit"]
