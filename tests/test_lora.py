@@ -33,6 +33,7 @@ from ssmlx.loading.adapter import Adapter, load_adapter, load_streams, write_ada
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.loading.lora_files import uniform
+from ssmlx.loading.names import PEFT_FILE
 from ssmlx.model.lora import EmbeddingLora, ExpertsLora, LoraLayer, RowLora
 
 TOKENS = mx.array([5, 2, 3, 11, 7, 1, 40, 9])
@@ -189,6 +190,38 @@ def test_what_a_run_of_mlx_lm_writes_is_an_adapter(family, tmp_path, kind):
         found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, **settings)
         assert found == wanted[: len(found)] and last.finish_reason in ("length", "stop")
     assert load_adapter(folder).base_model == str(base)
+
+
+def test_lora_of_single_experts_is_that_of_their_layer(family, tmp_path):
+    """As PEFT has it of models whose experts are layers of their own."""
+    base = family("qwen3_moe")
+    folder = write_lora(tmp_path / "lora", base, num_layers=-1)
+    tensors = dict(mx.load(str(folder / FILE)))
+    single = {}
+    for name, array in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        part = leaf.removeprefix("lora_").upper()
+        if array.ndim == 2:
+            single[f"base_model.model.{path}.lora_{part}.weight"] = array.T
+            continue
+        if "layers.1." in path:  # an expert without any does what it did
+            tensors[name] = array * (mx.arange(len(array)) != 2)[:, None, None]
+        for number, one in enumerate(array):
+            own = path.replace("switch_mlp", f"experts.{number}")
+            if not ("layers.1." in path and number == 2):
+                single[f"base_model.model.{own}.lora_{part}.weight"] = one
+    mx.save_safetensors(str(folder / FILE), tensors)
+    expected = mlx_lm_logits(base, folder)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    mx.save_safetensors(str(alone / PEFT_FILE), single)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": "all-linear"}
+    save_config(settings, alone / SETTINGS)
+    assert_close(logits(ssmlx.load(base, adapter=alone)[0]), expected, TOLERANCE)
+    beyond = {name.replace("experts.3", "experts.4"): array for name, array in single.items()}
+    mx.save_safetensors(str(alone / PEFT_FILE), beyond)
+    said = refusal(ssmlx.load, base, adapter=alone)
+    assert "has tensors spare: model.layers.0.mlp.experts.4." in said
 
 
 # --- swapping, and in an engine ---

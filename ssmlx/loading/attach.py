@@ -2,18 +2,19 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import InputError, require
 from ..model.backbone import Backbone, BaseIdentity, digest_of
-from ..model.lora import LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
+from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_identity
 from .files import account_for
-from .lora_files import Loras, lora_tensors
+from .lora_files import Loras, lora_tensors, with_experts_together
 from .names import Fetch, bundled_adapters, own_adapters, resolve_adapter
 
 
@@ -43,12 +44,14 @@ def fitted_lora(adapter: Adapter, backbone: Backbone) -> Loras:
     Raises:
         InputError: it is another model's, or the ranks that share the model cannot split it.
     """
-    modules = dict(backbone.model.named_modules())
+    modules: dict[str, Any] = dict(backbone.model.named_modules())
     places = {_unwrapped(path): path for path in modules}
     lora = {
         path if path in modules else places.get(_unwrapped(path), path): weights
         for path, weights in adapter.lora.items()
     }
+    experts = {path: one.num_experts for path, one in modules.items() if isinstance(one, EXPERTS)}
+    lora = with_experts_together(lora, experts)
     try:
         check_lora(backbone.model, lora, Path("the adapter"))
     except InputError as error:

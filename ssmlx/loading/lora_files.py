@@ -35,6 +35,8 @@ LORA_FILE = LORA_FILES["all"]
 _LEAVES = ("lora_a", "lora_b", "m")
 _EMBEDS = "lora_embedding_"
 _IN_A_LAYER = re.compile(r"\blayers\.\d+\.")
+_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)")
+_EXPERT_LAYERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 _WHAT = "LoRA or DoRA, as mlx-lm and PEFT write it"
 _MERGE = "merge it into its model with PEFT (merge_and_unload), and give that folder to --model"
 _FUSE = "python -m mlx_lm fuse --model MODEL --adapter-path {} --save-path OUT, then --model OUT"
@@ -169,6 +171,35 @@ def uniform(lora: Loras) -> dict[str, LoraWeights]:
         if len(scales) > 1:
             weights = replace(weights, b=weights.scale * weights.b, scale=1.0)
         found[path] = weights
+    return found
+
+
+def with_experts_together(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, LoraWeights]:
+    """The LoRA of single experts, as PEFT has it, in one piece for each of mlx-lm's layers.
+
+    Args:
+        lora: by path; `mlp.experts.3.up_proj` is that of an expert of `mlp.switch_mlp.up_proj`.
+        num_experts: E, by the path of each such layer that the model has.
+
+    Returns:
+        LoRA by path. Experts without any get factors of zeros.
+    """
+    found = {}
+    alone: dict[str, dict[int, str]] = {}
+    for path, weights in lora.items():
+        match = _EXPERT.fullmatch(path)
+        layer = f"{match[1]}.switch_mlp.{_EXPERT_LAYERS.get(match[3], match[3])}" if match else ""
+        if match and weights.magnitude is None and int(match[2]) < num_experts.get(layer, 0):
+            alone.setdefault(layer, {})[int(match[2])] = path
+        else:
+            found[path] = weights
+    for layer, paths in alone.items():
+        same = uniform({path: lora[path] for path in paths.values()})
+        any_one = next(iter(same.values()))
+        none = replace(any_one, a=mx.zeros_like(any_one.a), b=mx.zeros_like(any_one.b))
+        every = [same[paths[n]] if n in paths else none for n in range(num_experts[layer])]
+        a, b = (mx.stack([getattr(one, part).T for one in every]) for part in "ab")
+        found[layer] = LoraWeights(a, b, any_one.scale)
     return found
 
 
