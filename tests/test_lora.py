@@ -337,7 +337,7 @@ def test_nothing_asks_it_for_streams(shelf, capsys):
         capsys.readouterr().err, generate.PROG
     )
     talk = chat.Chat(ssmlx.ChatSession(*ssmlx.load(base)), chat.Screen(), None)
-    told = "LoRA, which changes the answers; no streams: plain decoding"
+    told = "LoRA, which changes the answers; no streams: what the text says again is drafted"
     assert chat.adapter(str(root / "two"), talk) == f"adapter {root / 'two'}: {told}"
     assert chat.adapter("none", talk).startswith("no adapter: ")
 
