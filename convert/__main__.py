@@ -143,9 +143,10 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
 
 def _convert_streams(args: argparse.Namespace) -> None:
-    from ssmlx.loading.adapter import load_adapter, write_adapter
+    from ssmlx.loading.adapter import load_streams, write_adapter
     from ssmlx.loading.files import new_folder
     from ssmlx.loading.load import load_base, load_tokenizer
+    from ssmlx.loading.lora_files import num_parameters
     from ssmlx.loading.names import resolve_model
 
     from .formats.adapter import cast_adapter, read_checkpoint, write_fused
@@ -159,7 +160,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
         if _is_adapter(args.lora):
             reject(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
-            adapter = load_adapter(args.lora)
+            adapter = load_streams(args.lora)
         else:
             adapter = read_checkpoint(
                 args.lora,
@@ -175,16 +176,15 @@ def _convert_streams(args: argparse.Namespace) -> None:
         else:
             write_adapter(folder, cast_adapter(adapter, args.dtype))
     config = adapter.config
-    size, task_size = (
-        sum(weights.a.size + weights.b.size for weights in lora.values())
-        for lora in (adapter.lora, adapter.task_lora)
-    )
+    lora = adapter.trained_lora
+    size = num_parameters(lora)
+    task_size = num_parameters(adapter.task_lora)
     kind = "merged" if args.fuse else f"scope {config.adapter_scope}"
     beside = f"; beside LoRA of the task, {task_size:,} parameters" if task_size else ""
     print(
         f"{args.out}: {config.num_streams} streams in the top {config.num_msa_layers} of "
         f"{config.num_layers} layers, {adapter.streams.num_parameters:,} stream parameters; LoRA "
-        f"on {len(adapter.lora)} modules, {size:,} parameters, {kind}{beside}",
+        f"on {len(lora)} modules, {size:,} parameters, {kind}{beside}",
         file=sys.stderr,
     )
 

@@ -81,7 +81,7 @@ def _main(args: argparse.Namespace) -> None:
 
     import torch
 
-    from ssmlx.loading.adapter import load_adapter
+    from ssmlx.loading.adapter import load_streams
     from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
     from ssmlx.training.job import prepare, run_to_end
@@ -110,7 +110,7 @@ def _main(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    start = with_new_parts(load_adapter(args.init), train) if train.train_only else None
+    start = with_new_parts(load_streams(args.init), train) if train.train_only else None
     job, path = prepare(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []

@@ -24,7 +24,7 @@ from .generation.plan import Decode, decode_plan
 from .generation.pool import Holding, MemoryPool, check_memory, default_limit
 from .generation.scoring import ScoredPrompt, score_in_pieces
 from .loading.adapter import load_adapter
-from .loading.attach import default_adapter, fuse_streams
+from .loading.attach import attach_adapter, default_adapter
 from .loading.load import load
 from .loading.names import NO_ADAPTER, Fetch, resolve_adapter
 from .model.cache import TreeCache
@@ -131,7 +131,7 @@ class Engine:
             if name not in self._models:
                 assert folder is not None
                 loaded = load_adapter(folder)
-                self._models[name] = fuse_streams(self._base, loaded, merge_lora=self._merge_lora)
+                self._models[name] = attach_adapter(self._base, loaded, merge_lora=self._merge_lora)
             return self._models[name]
 
     @property

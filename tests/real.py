@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import Adapter, write_adapter
+from ssmlx.loading.adapter import StreamAdapter, write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.training.data import Example
 
@@ -114,7 +114,7 @@ def write_packed(folder: Path, base: Path, *, dtype: mx.Dtype | None = None, **o
 
 def make_adapter(
     base: Path, *, scope: str = "all", template: str | None = None, **changes
-) -> Adapter:
+) -> StreamAdapter:
     """Random streams, prune adapter and LoRA for a folder of `write_base`."""
     return tiny.make_adapter(
         load_base(base, "float32")[0],
@@ -133,7 +133,7 @@ def write_tiny_adapter(folder: Path, base: Path, **settings) -> Path:
     return folder
 
 
-def without_prune(adapter: Adapter) -> Adapter:
+def without_prune(adapter: StreamAdapter) -> StreamAdapter:
     streams = replace(adapter.streams, prune=None)
     return replace(adapter, config=replace(adapter.config, prune_rank=0), streams=streams)
 

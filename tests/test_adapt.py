@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import test_families
 from mlx_lm.utils import save_config, save_model
-from real import answer, one_line, words, write_packed, write_tokenizer
+from real import answer, one_line, refusal, words, write_packed, write_tokenizer
+from test_lora import write_lora
 from tiny import slow
 
 import ssmlx
@@ -64,13 +66,14 @@ def known_rates(monkeypatch):
     monkeypatch.setattr(adapt, "measure_rates", lambda *_: RATES)
 
 
-def adapted(model, *, hours=1.0, data=(), seed=0):
+def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None):
     """Run to the end, or go on, with small amounts; the adapter's folder, and what was said."""
     out = adapters_home() / "mine"
     options = AdaptOptions(
         model=str(model),
         path=model,
         out=out,
+        adapter=adapter,
         hours=hours,
         data=tuple(data),
         seed=seed,
@@ -104,6 +107,44 @@ def test_a_packed_model_drafts_for_itself_afterwards(packed):
         found = [t for one in engine.stream("w1 w2 w3", max_tokens=LENGTH) for t in one.tokens]
     prompt = ssmlx.prompt_tokens("w1 w2 w3", plain, tokenizer)
     assert found == answer(plain, tokenizer, prompt, max_tokens=LENGTH, decoding="plain")[0]
+
+
+@pytest.mark.slow
+def test_streams_are_learned_for_the_model_as_a_lora_tunes_it(packed, tmp_path):
+    keys = ["self_attn.q_proj", "mlp.up_proj", "model.embed_tokens"]
+    lora = write_lora(tmp_path / "lora", packed, keys=keys, num_layers=4)
+    folder, said = adapted(packed, adapter=lora)
+    assert "with LoRA of rank 4 on 9 modules" in said and "of 2 answers the same" in said
+    assert f"--model {packed} --adapter mine" in said
+    tuned, tokenizer = ssmlx.load(packed, adapter=lora, dtype="float32")
+    model, _ = ssmlx.load(packed, adapter="mine", dtype="float32")
+    assert model.num_streams > 0 and model.is_fine_tuned
+    prompt = ssmlx.prompt_tokens("w1 w2 w3", model, tokenizer)
+    expected = answer(tuned, tokenizer, prompt, max_tokens=LENGTH)[0]
+    found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="streaming")
+    assert found == expected and last.drafted_tokens > 0
+    plain, _ = ssmlx.load(packed, dtype="float32")
+    assert answer(plain, tokenizer, prompt, max_tokens=LENGTH)[0] != expected
+    # They learned the tuned model's answers, and are not what drafts for the model without it.
+    rows = [json.loads(line) for line in (folder.parent / "round-1/data/train.jsonl").open()]
+    learned = {one: 0 for one in (tuned, plain)}
+    for row in rows[:6]:  # of which some are sampled
+        told = row["completion_tokens"]
+        for one in learned:
+            asked = answer(one, tokenizer, row["prompt_tokens"], max_tokens=len(told))
+            learned[one] += asked[0] == told
+    assert learned[tuned] > 2 and learned[plain] == 0
+    assert own_adapters(packed) == {} and default_adapter(plain, "chat") is None
+    assert own_adapters() == {"mine": folder} and "mine" in adapters_for(plain)
+    # Nothing goes on that was made with another LoRA, or without one.
+    other = write_lora(tmp_path / "other", packed, keys=keys, seed=1)
+    for adapter in (other, None):
+        assert "holds a run of other settings" in refusal(adapted, packed, adapter=adapter)
+
+
+def test_an_adapter_with_streams_learns_no_others(packed, folders):
+    said = refusal(adapted, packed, adapter=Path(folders["streams"]))
+    assert "has streams already; expected LoRA or DoRA alone" in said
 
 
 def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys):
@@ -409,7 +450,9 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
 
 def test_names_of_models_become_names_of_adapters():
     for model, name in (("org/Some-Model_4bit@refs/pr/3", "some-model_4bit"), ("a/b c", "b-c")):
-        assert adapt_command.name_of(Namespace(model=model, name=None)) == name
+        assert adapt_command.name_of(Namespace(model=model, name=None, adapter=None)) == name
+    asked = Namespace(model="org/Qwen3-4B", name=None, adapter="you/My-LoRA@main")
+    assert adapt_command.name_of(asked) == "qwen3-4b-my-lora"
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ BAD = {
     "unknown option": ((*ASK, "--trees", "3"), "unrecognized arguments: --trees 3"),
     "streaming without adapter": (
         (*ASK, "--decoding", "streaming"),
-        "the model has no streams; expected an adapter; give --adapter FOLDER",
+        "the model has no streams; expected an adapter with streams; give --adapter FOLDER",
     ),
     "drafter": ((*ASK, "--drafter", "oak"), "--drafter oak; expected one of streams, prompt-"),
     "drafter key": (

@@ -22,7 +22,7 @@ from perf.run.options import SYSTEMS, experiment_of, parse_systems
 from ssmlx.decoding import call
 from ssmlx.drafters.heads import write_heads
 from ssmlx.generation.learned import _BY_PATH
-from ssmlx.loading.adapter import Adapter, write_adapter
+from ssmlx.loading.adapter import StreamAdapter, write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.settings import SamplingConfig
 
@@ -33,7 +33,7 @@ LOSSLESS = [name for name in SYSTEMS if name != "mlx-lm"]
 MEASURED = Path(__file__).parents[1] / "perf" / "measured"
 
 
-def with_rotation(adapter: Adapter) -> Adapter:
+def with_rotation(adapter: StreamAdapter) -> StreamAdapter:
     """The adapter with values turned in place of embeddings, and 20 tokens to draft from."""
     config = replace(
         adapter.config, stream_design="value_rotation", rotation_step=0.4, draft_vocab_size=20

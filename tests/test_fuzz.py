@@ -18,7 +18,8 @@ from real import VOCAB, write_base, write_tiny_adapter
 import ssmlx
 from ssmlx import templates
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import LORA_FILE, STREAMS_FILE, load_adapter
+from ssmlx.loading.adapter import STREAMS_FILE, load_adapter
+from ssmlx.loading.lora_files import LORA_FILE
 from ssmlx.prompts import chat_tokens, encode_prompt, read_prompts
 from ssmlx.training.data import Encoder, read_examples
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import HfApi, constants
 from real import answer, answering, exit_code, one_line, refusal, snapshot, write_base
+from test_lora import write_lora
 
 import ssmlx
 from ssmlx.commands import chat, upload
@@ -115,6 +116,20 @@ def test_an_adapter_of_the_hub_is_one_commit_fetched_once(hub, base, adapter, tm
     shutil.copytree(adapter, tmp_path / "org" / "name")
     assert resolve_adapter("org/name") == Path("org/name")
     assert resolve_adapter("org/other") == Path("org/other")
+
+
+def test_lora_of_mlx_lm_is_taken_from_the_hub(hub, base, tmp_path):
+    lora = write_lora(tmp_path / "lora", base)
+    files = {path.name: path.read_bytes() for path in lora.iterdir()}
+    hub.commits[FIRST] = files | {"adapter_model.bin": PICKLE, "0000100_adapters.safetensors": b""}
+    found = resolve_adapter("org/name")
+    assert hub.fetched == files.keys() == {path.name for path in found.iterdir()}
+    asked = len(hub.asked)
+    assert ssmlx.load(base, adapter="org/name")[0].is_fine_tuned
+    assert len(hub.asked) == asked
+    del hub.commits[FIRST]["adapters.safetensors"]  # a pickle alone
+    said = refusal(ssmlx.load, base, adapter="org/name", cache_dir=tmp_path / "own")
+    assert "adapters.safetensors does not exist" in said
 
 
 def test_load_swap_and_engine_take_it(hub, base, adapter):

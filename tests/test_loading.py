@@ -555,10 +555,11 @@ def test_an_adapter_is_read_as_it_was_written(base, tmp_path, scope):
     assert (read.config, read.base) == (adapter.config, adapter.base)
     assert mx.array_equal(read.streams.embeddings, adapter.streams.embeddings)
     assert mx.array_equal(read.streams.prune.a, adapter.streams.prune.a)
-    assert read.lora.keys() == adapter.lora.keys()
-    for path, weights in adapter.lora.items():
-        assert mx.array_equal(read.lora[path].b, weights.b)
-        assert read.lora[path].scale == weights.scale
+    assert bool(read.lora) == (scope == "all") and bool(read.stream_lora) == (scope != "all")
+    assert read.trained_lora.keys() == adapter.trained_lora.keys()
+    for path, weights in adapter.trained_lora.items():
+        assert mx.array_equal(read.trained_lora[path].b, weights.b)
+        assert read.trained_lora[path].scale == weights.scale
     assert read.streams.condition is None
     assert (tmp_path / "adapter_config.json").exists() == (scope == "all")
     assert (tmp_path / "adapters.safetensors").exists() == (scope == "all")

@@ -17,7 +17,7 @@ from ssmlx.api import stream_generate
 from ssmlx.commands.chat import Chat, Screen, turn
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.generation.memory import MIB, Memory, memory_of
-from ssmlx.loading.attach import fuse_streams
+from ssmlx.loading.attach import attach_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.streams import StreamFusedModel
@@ -57,7 +57,7 @@ def loaded(scope: str, *, packed: bool, merge: bool = True, tied: bool = False):
     backbone = Backbone(base)
     mx.eval(base.parameters())
     adapter = make_adapter(backbone, scope, prune_rank=0, draft_vocab=range(DRAFT_VOCAB))
-    return fuse_streams(backbone, adapter, merge_lora=merge)
+    return attach_adapter(backbone, adapter, merge_lora=merge)
 
 
 def last_of(responses):

@@ -28,7 +28,7 @@ from convert.reference.model import StreamFusedReference, rotate_values
 from ssmlx.api import token_steps
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import load_adapter
-from ssmlx.loading.attach import fuse_streams
+from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.model import opt
 from ssmlx.model.streams import StreamFusedModel, ValueRotation
@@ -121,7 +121,7 @@ def make_pair(folder, name="llama", **changes):
 
 def load_pair(folder, name="llama", merge_lora=True, **changes):
     reference, adapter, backbone = make_pair(folder, name, **changes)
-    return reference, fuse_streams(backbone, load_adapter(adapter), merge_lora=merge_lora)
+    return reference, attach_adapter(backbone, load_adapter(adapter), merge_lora=merge_lora)
 
 
 def torch_logits(model, tokens):
@@ -442,7 +442,7 @@ def test_settings_from_before_still_load(tmp_path):
     for folder in (tmp_path / "checkpoint", adapter):
         change_settings(folder, dict.fromkeys(new))
     assert load_reference(make_base("llama"), tmp_path / "checkpoint").draft_vocab is None
-    model = fuse_streams(backbone, load_adapter(adapter), merge_lora=True)
+    model = attach_adapter(backbone, load_adapter(adapter), merge_lora=True)
     assert model.draft_vocab is None and model.draft_vocab_size == VOCAB
 
 
@@ -472,7 +472,7 @@ def test_round_trip(design, tmp_path):
     ids = oracle.some_tokens(6, vocab=VOCAB)
     assert torch.equal(again(ids).stream_logits, reference(ids).stream_logits)
     backbone, _ = load_base(tmp_path / "base", "float16")
-    half = fuse_streams(backbone, load_adapter(adapter), merge_lora=True)
+    half = attach_adapter(backbone, load_adapter(adapter), merge_lora=True)
     if draft := design.get("draft_vocab"):
         assert saved["draft_vocab"].dtype == torch.int32 and half.draft_vocab.dtype == mx.int32
         assert saved["draft_vocab"].tolist() == half.draft_vocab.tolist() == draft
@@ -486,7 +486,7 @@ def test_streams_without_any_tensor(tmp_path):
     assert tensors_of(adapter) == {}
     loaded = load_adapter(adapter)
     assert loaded.streams.num_parameters == 0
-    assert fuse_streams(backbone, loaded, merge_lora=True).num_streams == oracle.STREAMS
+    assert attach_adapter(backbone, loaded, merge_lora=True).num_streams == oracle.STREAMS
     assert load_reference(make_base("llama"), tmp_path / "checkpoint").config.num_streams == 2
 
 

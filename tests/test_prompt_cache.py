@@ -36,7 +36,7 @@ from ssmlx.commands import caches, chat, generate
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
 from ssmlx.loading import prompt_files
-from ssmlx.loading.attach import fuse_streams, swap_adapter
+from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.loading.prompt_files import PromptKey, read_prompt
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
@@ -222,7 +222,7 @@ def test_prompts_belong_to_weights_and_to_lora_on_every_row():
     streams, lora = (make_adapter(backbone, scope, **RESIDUAL) for scope in ("streams", "all"))
     key = PromptKey.of(base)
     other = make_adapter(backbone, "all", seed=9)
-    chat = fuse_streams(backbone, streams, merge_lora=True)
+    chat = attach_adapter(backbone, streams, merge_lora=True)
     assert PromptKey.of(chat) == key
     sql = swap_adapter(chat, lora, merge_lora=True)
     merged = PromptKey.of(sql)

@@ -15,7 +15,7 @@ from tiny_heads import make_heads
 
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.loading.adapter import load_adapter, write_adapter
-from ssmlx.loading.attach import fuse_streams
+from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import is_quantised, load_base, load_tokenizer, resolve_draft_bits
 from ssmlx.loading.names import resolve_adapter, resolve_model
 from ssmlx.model.backbone import Backbone, head_bytes
@@ -199,10 +199,10 @@ def test_the_real_model_on_its_packed_weights(name):
     folder = resolve_adapter(name)
     base, tokenizer = real_packed()
     adapter = load_adapter(folder)
-    model = fuse_streams(Backbone(base), adapter, merge_lora=True)
+    model = attach_adapter(Backbone(base), adapter, merge_lora=True)
     assert isinstance(model.backbone.layers[-1].self_attn.q_proj, RowLora)
     target = real_packed()[0]
-    if adapter.every_row_lora:
+    if adapter.lora:
         target = load_adapters(target, str(folder))
     asked = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")[1]
     prompt = encode_prompt(asked, model, tokenizer)

@@ -21,7 +21,7 @@ from real import questions, refusal, run_module, write_data
 
 from ssmlx.api import token_steps
 from ssmlx.commands import train
-from ssmlx.loading.attach import fuse_streams, swap_adapter
+from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_shape
 from ssmlx.model.ranks import Group, own_product, shard
@@ -179,7 +179,7 @@ def answers(ranks: Group | None) -> dict[str, list[int]]:
     found = {}
     for (scope, how, kind), names in CASES.items():
         adapter = tiny.make_adapter(make_backbone(None, kind), scope, **tiny.RESIDUAL)
-        model = fuse_streams(make_backbone(ranks, kind), adapter, merge_lora=how == "merged")
+        model = attach_adapter(make_backbone(ranks, kind), adapter, merge_lora=how == "merged")
         for name in names:
             found[f"{scope} {how} {kind} {name}"] = tokens_of(model, **SETTINGS[name])
     unadapted = swap_adapter(model, None)  # its layers as they were
@@ -190,7 +190,7 @@ def answers(ranks: Group | None) -> dict[str, list[int]]:
 def drawn(ranks: Group | None) -> list[int]:
     """The tokens of an answer that samples without a seed."""
     mx.random.seed(ranks.rank())
-    model = fuse_streams(
+    model = attach_adapter(
         make_backbone(ranks), tiny.make_adapter(make_backbone(None)), merge_lora=True
     )
     return tokens_of(model, temp=2.0)

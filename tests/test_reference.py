@@ -16,7 +16,7 @@ from convert.reference.format import LoraSettings
 from convert.reference.model import StreamFusedReference, stream_visibility
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import load_adapter
-from ssmlx.loading.attach import fuse_streams
+from ssmlx.loading.attach import attach_adapter
 
 
 def read_tensors(path):
@@ -408,7 +408,7 @@ def make_pair(folder, architecture, scope, kind):
         base=base, adapter_scope=scope, stream_init=kind, stream_init_rank=rank
     )
     adapter, backbone = oracle.convert(folder, reference)
-    model = fuse_streams(backbone, load_adapter(adapter), merge_lora=kind != "low_rank")
+    model = attach_adapter(backbone, load_adapter(adapter), merge_lora=kind != "low_rank")
     return reference, model
 
 

@@ -303,7 +303,8 @@ def adapter_of(base: Path, scope: str):
     config = replace(adapter.config, hidden_size=64, prune_rank=0, end_token_ids=(3,))
     embeddings = 0.3 * mx.random.normal((config.num_streams, 64), key=mx.random.key(2))
     streams = replace(adapter.streams, embeddings=embeddings, prune=None)
-    return replace(adapter, config=config, streams=streams, lora=lora, task_lora=task)
+    adapter = replace(adapter, lora=task).with_trained(lora)
+    return replace(adapter, config=config, streams=streams)
 
 
 @pytest.mark.parametrize(("base", "dtype"), [("base", "float32"), ("packed", "stored")])
@@ -348,7 +349,7 @@ def test_what_drafting_adds_is_counted_once(tmp_path):
     base = write_base(tmp_path / "base")
     for scope in ("all", "streams"):
         adapter = make_adapter(base, scope=scope)
-        lora = sum(one.a.size + one.b.size for one in adapter.lora.values())
+        lora = sum(one.a.size + one.b.size for one in adapter.trained_lora.values())
         streams = adapter.streams.num_parameters
         assert targets.added_parameters(adapter) == streams + (lora if scope == "streams" else 0)
         target = Target(Weights(base, adapter=adapter))

@@ -24,8 +24,8 @@ from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.loading import load as loading
 from ssmlx.loading import names as naming
-from ssmlx.loading.adapter import Adapter, load_adapter, read_lora, write_adapter
-from ssmlx.loading.attach import adapters_for, fuse_streams
+from ssmlx.loading.adapter import StreamAdapter, load_adapter, write_adapter
+from ssmlx.loading.attach import adapters_for, attach_adapter
 from ssmlx.loading.names import bundled_adapters, resolve_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights
@@ -46,13 +46,13 @@ def make_backbone(kind: str) -> Backbone:
     return Backbone(make_packed_base() if kind == PACKED else make_base())
 
 
-def make(backbone: Backbone, scope: str, *, seed: int, num_streams: int = 3) -> Adapter:
+def make(backbone: Backbone, scope: str, *, seed: int, num_streams: int = 3) -> StreamAdapter:
     """A random adapter; those of odd seeds have LoRA below the streams as well."""
     lora_from = 0 if seed % 2 else None
     return tiny_adapter(backbone, scope, seed=seed, lora_from=lora_from, num_streams=num_streams)
 
 
-def make_adapters(backbone: Backbone) -> dict[str, Adapter | None]:
+def make_adapters(backbone: Backbone) -> dict[str, StreamAdapter | None]:
     return {
         "all": make(backbone, "all", seed=1),
         "all 2": make(backbone, "all", seed=12, num_streams=2),
@@ -81,11 +81,11 @@ def answers(model: StreamFusedModel) -> list[list[int]]:
     return [plain, tokens_of(model, "streaming")] if model.num_streams else [plain]
 
 
-def fresh(kind: str, adapter: Adapter | None) -> StreamFusedModel:
+def fresh(kind: str, adapter: StreamAdapter | None) -> StreamFusedModel:
     backbone = make_backbone(kind)
     if adapter is None:
         return StreamFusedModel(backbone)
-    return fuse_streams(backbone, adapter, merge_lora=kind != APART)
+    return attach_adapter(backbone, adapter, merge_lora=kind != APART)
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +128,9 @@ def test_no_weight_is_copied(kind, scope):
     modules = dict(backbone.model.named_modules())
     merge = kind != APART and scope == "all"
     # Of the packed model, one matrix has a width that no packing takes.
-    merged = {path for path in adapter.lora if merge and type(modules[path]) is nn.Linear}
-    assert bool(merged) == merge and (merged == adapter.lora.keys()) == (merge and kind == MERGED)
+    lora = adapter.trained_lora
+    merged = {path for path in lora if merge and type(modules[path]) is nn.Linear}
+    assert bool(merged) == merge and (merged == lora.keys()) == (merge and kind == MERGED)
     for _ in range(2):
         plain = StreamFusedModel(backbone)
         model = ssmlx.swap_adapter(plain, adapter, merge_lora=kind != APART)
@@ -137,11 +138,11 @@ def test_no_weight_is_copied(kind, scope):
         now = {name.replace(".linear.", "."): array for name, array in own.items()}
         for name, array in before.items():
             assert (now[name] is array) == (name.removesuffix(".weight") not in merged), name
-        apart = adapter.lora.keys() - merged
+        apart = lora.keys() - merged
         added = {f"{path}.{part}" for path in apart for part in ("lora_a", "lora_b")}
         assert now.keys() == before.keys() | added
         kept = {path: leaf for path, leaf in model.backbone.kept.items()}
-        assert kept.keys() == adapter.lora.keys()
+        assert kept.keys() == lora.keys()
         assert all(kept[path].weight is modules[path].weight for path in kept)
         assert same_arrays(leaves(ssmlx.swap_adapter(model, "none").backbone), before)
         assert same_arrays(leaves(backbone), before)
@@ -159,7 +160,7 @@ BAD = {
 }
 
 
-def spoil(adapter: Adapter, case: str) -> Adapter | str:
+def spoil(adapter: StreamAdapter, case: str) -> StreamAdapter | str:
     path = "model.layers.2.self_attn.q_proj"
     a = adapter.lora[path].a
     b = adapter.lora[path].b
@@ -554,9 +555,8 @@ TREE = TreeConfig(kind="full", width=2)
 
 def with_task(backbone, *, seed=4):
     """An adapter of scope "streams" with the LoRA of a task, on layers above and below."""
-    return replace(
-        make(backbone, "streams", seed=seed), task_lora=make_lora(backbone.model, 0, seed + 9)
-    )
+    task = make_lora(backbone.model, 0, seed + 9)
+    return replace(make(backbone, "streams", seed=seed), lora=task)
 
 
 def plain(model, count=LENGTH):
@@ -574,10 +574,10 @@ def test_answers_are_those_of_the_tasks_lora_alone(kind):
     backbone = make_backbone(kind)
     adapter = with_task(backbone)
     alone = replace(make(backbone, "all", seed=4), lora=adapter.task_lora)
-    expected = plain(fuse_streams(backbone, alone, merge_lora=kind == MERGED))
-    untouched = plain(fuse_streams(backbone, replace(adapter, task_lora={}), merge_lora=False))
+    expected = plain(attach_adapter(backbone, alone, merge_lora=kind == MERGED))
+    untouched = plain(attach_adapter(backbone, replace(adapter, lora={}), merge_lora=False))
     assert untouched != expected
-    model = fuse_streams(backbone, adapter, merge_lora=kind == MERGED)
+    model = attach_adapter(backbone, adapter, merge_lora=kind == MERGED)
     assert model.is_fine_tuned
     assert plain(model) == expected
     lengths = {}
@@ -592,7 +592,7 @@ def test_a_folder_holds_both_and_mlx_lm_finds_the_tasks(tmp_path):
     adapter = with_task(backbone)
     write_adapter(tmp_path, adapter)
     again = load_adapter(tmp_path)
-    for mine, theirs in ((adapter.lora, again.lora), (adapter.task_lora, again.task_lora)):
+    for mine, theirs in ((adapter.lora, again.lora), (adapter.stream_lora, again.stream_lora)):
         assert mine.keys() == theirs.keys()
         for path, weights in mine.items():
             assert weights.scale == theirs[path].scale
@@ -615,8 +615,7 @@ def test_a_lora_without_weights_is_refused(tmp_path):
     settings = {"fine_tune_type": "lora", "lora_parameters": {"scale": 2.0}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {})
-    said = refusal(read_lora, tmp_path, "--task-lora")
-    assert "adapters.safetensors is empty; expected pairs of lora_a and lora_b" in said
+    assert "has no LoRA in its file of weights" in refusal(load_adapter, tmp_path)
 
 
 def test_what_an_adapter_replaces_is_freed_at_once():

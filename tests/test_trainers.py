@@ -47,7 +47,7 @@ from ssmlx.commands import train as mlx_command
 from ssmlx.decoding.loop import speculative_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.loading.adapter import load_adapter
-from ssmlx.loading.attach import fuse_streams, read_task_lora
+from ssmlx.loading.attach import attach_adapter, read_task_lora
 from ssmlx.loading.files import read_tensors
 from ssmlx.loading.load import load_base
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
@@ -150,8 +150,8 @@ def mlx_objective(base=None, draft_vocab=None, backbone=None, task_lora=None, **
     """An objective on a folder's model, every trained weight at random."""
     backbone = backbone or load_base(base, "float32")[0]
     train, config = settings(len(backbone.layers), backbone.hidden_size, draft_vocab, **changes)
-    adapter = new_adapter(backbone, config, train, draft_vocab)
-    model = TrainedModel(backbone, replace(adapter, task_lora=task_lora or {}))
+    adapter = new_adapter(backbone, config, train, draft_vocab, task_lora)
+    model = TrainedModel(backbone, adapter)
     rng = np.random.default_rng(3)
     drawn = {name: rng.normal(0, 0.2, array.shape) for name, array in model.weights.items()}
     model.bind({name: mx.array(array, mx.float32) for name, array in drawn.items()})
@@ -296,7 +296,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     assert mine.objective.replay(batch, lower, 6) == replayed
     window = PACKING.window if packing else 256
     alike = replace(adapter, config=replace(adapter.config, stream_window=window))
-    fused = fuse_streams(load_base(tmp_path / "base", "float32")[0], alike, merge_lora=True)
+    fused = attach_adapter(load_base(tmp_path / "base", "float32")[0], alike, merge_lora=True)
     ends = []
     second = StreamDrafter._second_pass
     monkeypatch.setattr(
@@ -322,8 +322,9 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     assert max(gap(mine.weights[n], p) for n, p in theirs.named.items()) < 1e-4
     written = with_weights_of(adapter, model)
     assert gap(written.streams.condition.out, mine.weights["condition.out.weight"]) < 1e-4
-    own = mine.objective.model.adapter.lora
-    assert all(own[path].a is old.a and own[path].b is old.b for path, old in adapter.lora.items())
+    own = mine.objective.model.adapter.trained_lora
+    trained = adapter.trained_lora
+    assert all(own[path].a is old.a and own[path].b is old.b for path, old in trained.items())
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -911,7 +912,7 @@ def test_streams_learn_to_draft_for_a_fine_tuned_model(
     for path, weights in alone.lora.items():
         assert mx.array_equal(adapter.task_lora[path].a, weights.a)
         assert mx.array_equal(adapter.task_lora[path].b, weights.b)
-    assert any(mx.abs(weights.b).max() > 0 for weights in adapter.lora.values())
+    assert any(mx.abs(weights.b).max() > 0 for weights in adapter.stream_lora.values())
     prompt = real.words(2, first=3)
     expected, _ = answer_of(folder, task, prompt, "plain")
     assert answer_of(folder, result, prompt, "plain")[0] == expected
@@ -937,7 +938,7 @@ def test_streams_of_an_adapter_go_on_as_in_a_run_with_its_settings(
     for path, weights in whole.task_lora.items():
         assert mx.array_equal(found.task_lora[path].a, weights.a)
         assert mx.array_equal(found.task_lora[path].b, weights.b)
-    assert found.lora.keys() == whole.lora.keys()
+    assert found.stream_lora.keys() == whole.stream_lora.keys()
     trained, wanted = (trained_weights(one) for one in (found, whole))
     started = trained_weights(load_adapter(first))
     assert trained.keys() == wanted.keys() == started.keys()

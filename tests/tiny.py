@@ -16,8 +16,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssmlx.loading.adapter import Adapter, BaseIdentity
-from ssmlx.loading.attach import fuse_streams
+from ssmlx.loading.adapter import BaseIdentity, StreamAdapter
+from ssmlx.loading.attach import attach_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.condition import Condition
 from ssmlx.model.lora import LoraWeights, layer_of
@@ -99,7 +99,7 @@ def make_adapter(
     lora_scale: float = 2.0,
     draft_vocab: Sequence[int] = (),
     **changes,
-) -> Adapter:
+) -> StreamAdapter:
     """Random streams, pruning adapter and LoRA, the latter from layer `lora_from` on."""
     sizes = {"num_layers": len(backbone.layers), "hidden_size": backbone.hidden_size}
     sizes |= {"num_streams": 3, "num_msa_layers": 2, "prune_rank": 3, "adapter_scope": scope}
@@ -123,7 +123,8 @@ def make_adapter(
         mx.array([*draft_vocab], mx.int32) if draft_vocab else None,
         make_condition(config.condition_rank, size, seed) if config.condition_rank else None,
     )
-    return Adapter(config, streams, BaseIdentity.of(backbone), lora)
+    base = BaseIdentity.of(backbone)
+    return StreamAdapter(config=config, streams=streams, base=base).with_trained(lora)
 
 
 def make_condition(rank: int, size: int, seed: int = 0, std: float = 0.25) -> Condition:
@@ -153,7 +154,7 @@ def make_model(
     """
     backbone = Backbone(make_base(architecture, seed=seed, **changes) if base is None else base)
     weights = make_adapter(backbone, scope, seed=seed + 1, **{**RESIDUAL, **(adapter or {})})
-    return fuse_streams(backbone, weights, merge_lora=merge_lora)
+    return attach_adapter(backbone, weights, merge_lora=merge_lora)
 
 
 def target_of(architecture: str, scope: str, seed: int = 0, **changes) -> nn.Module:

@@ -13,7 +13,7 @@ from convert.export.graph import DECODE, Graph
 from convert.export.settings import ExportConfig
 from ssmlx.api import token_steps
 from ssmlx.exported.decode import SlotCache, streaming_decode
-from ssmlx.loading.adapter import Adapter, load_adapter
+from ssmlx.loading.adapter import StreamAdapter, load_adapter
 from ssmlx.loading.load import load
 from ssmlx.settings import GenerateConfig, PruneConfig
 
@@ -31,7 +31,7 @@ class Folders:
     base: Path
     adapter: Path
 
-    def load_adapter(self) -> Adapter:
+    def load_adapter(self) -> StreamAdapter:
         return load_adapter(self.adapter)
 
     def mlx(self):

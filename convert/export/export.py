@@ -24,7 +24,7 @@ from ssmlx.errors import require
 from ssmlx.exported.api import peak_bytes
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, package_digest
 from ssmlx.json_files import read_json
-from ssmlx.loading.adapter import Adapter, load_adapter
+from ssmlx.loading.adapter import StreamAdapter, load_streams
 from ssmlx.loading.files import new_folder
 from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
@@ -110,7 +110,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
     return report
 
 
-def adapter_for_export(folder: Path, adapter: str | None) -> Adapter:
+def adapter_for_export(folder: Path, adapter: str | None) -> StreamAdapter:
     found = None if adapter is None else resolve_adapter(adapter)
     require(
         found is not None or (adapter is None and (folder / CONFIG_FILE).exists()),
@@ -118,10 +118,10 @@ def adapter_for_export(folder: Path, adapter: str | None) -> Adapter:
         expected="--adapter, or a fused model folder",
         do="name an adapter or its folder",
     )
-    return load_adapter(found or folder)
+    return load_streams(found or folder)
 
 
-def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[Graph, Graph]:
+def build_graphs(folder: Path, adapter: StreamAdapter, config: ExportConfig) -> tuple[Graph, Graph]:
     sizes = config.sizes(adapter.config, adapter.base.vocab_size)
     reference = build_reference(folder, adapter, sizes.num_streams)
     _check_context(reference, sizes.num_slots)
@@ -134,7 +134,7 @@ def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[
     )
 
 
-def make_manifest(graph: Graph, adapter: Adapter, config: ExportConfig) -> Manifest:
+def make_manifest(graph: Graph, adapter: StreamAdapter, config: ExportConfig) -> Manifest:
     """What the graph "decode" says of itself; without names, digest and end tokens."""
     sizes = graph.profile.sizes
     carried = config.target == "coreml" and config.precision == "float32"
@@ -189,7 +189,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamFusedReference:
+def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> StreamFusedReference:
     """The reference with an adapter's weights, in float32; the first `num_streams` streams."""
     model = reference_of(load_base(folder), adapter)
     model.config = replace(model.config, num_streams=num_streams)

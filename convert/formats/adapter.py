@@ -11,9 +11,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import save_config, save_model
 
 from ssmlx.errors import require
-from ssmlx.loading.adapter import Adapter, BaseIdentity, cast_streams, read_streams, write_streams
+from ssmlx.loading.adapter import (
+    BaseIdentity,
+    StreamAdapter,
+    cast_streams,
+    read_streams,
+    write_streams,
+)
 from ssmlx.loading.files import account_for
 from ssmlx.loading.load import is_quantised
+from ssmlx.loading.lora_files import Loras
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_paths, linear_shape
 from ssmlx.settings import AdapterScope, StreamConfig
@@ -48,7 +55,7 @@ def read_checkpoint(
     scope: AdapterScope | None = None,
     base_model: str = "",
     task_folder: Path | None = None,
-) -> Adapter:
+) -> StreamAdapter:
     """Read a PyTorch checkpoint against its base model, `streams_config.json` beside its streams.
 
     `scope` takes the place of the checkpoint's, `base_model` that of a name it lacks; `task_folder`
@@ -74,30 +81,42 @@ def read_checkpoint(
         own = task_folder / layout.STREAMS_CONFIG
         task_config = layout.read_stream_config(own) if own.is_file() else config
         task = read_lora(task_folder, task_config, backbone.model)
-    return Adapter(config, streams, BaseIdentity.of(backbone), lora, task)
+    adapter = StreamAdapter(
+        config=config,
+        streams=streams,
+        base=BaseIdentity.of(backbone),
+        lora=task,
+        base_model=config.base_model,
+    )
+    return adapter.with_trained(lora)
 
 
-def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:
+def cast_adapter(adapter: StreamAdapter, dtype: str) -> StreamAdapter:
     """The adapter with weights of `dtype`; "stored" and "auto" leave them as they are."""
     if dtype in ("stored", "auto"):
         return adapter
     kind = getattr(mx, dtype)
 
-    def cast(lora: Mapping[str, LoraWeights]) -> dict[str, LoraWeights]:
+    def cast(lora: Loras) -> dict[str, LoraWeights]:
         return {
-            path: replace(weights, a=weights.a.astype(kind), b=weights.b.astype(kind))
+            path: replace(
+                weights,
+                a=weights.a.astype(kind),
+                b=weights.b.astype(kind),
+                magnitude=None if weights.magnitude is None else weights.magnitude.astype(kind),
+            )
             for path, weights in lora.items()
         }
 
     streams = cast_streams(adapter.streams, kind)
     return replace(
-        adapter, streams=streams, lora=cast(adapter.lora), task_lora=cast(adapter.task_lora)
+        adapter, streams=streams, lora=cast(adapter.lora), stream_lora=cast(adapter.stream_lora)
     )
 
 
 def write_fused(
     folder: Path,
-    adapter: Adapter,
+    adapter: StreamAdapter,
     backbone: Backbone,
     tokenizer: TokenizerWrapper,
     model_config: Mapping[str, Any],

@@ -13,18 +13,12 @@ from torch import nn
 
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
-from ssmlx.loading.adapter import (
-    LORA_FILE,
-    Adapter,
-    lora_tensors,
-    read_lora,
-    read_streams,
-    stream_tensors,
-)
+from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_streams, stream_tensors
 from ssmlx.loading.files import account_for, read_tensors, write_whole
+from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.backbone import PROBE_LENGTH, BaseIdentity
-from ssmlx.model.lora import LoraWeights, layer_of
+from ssmlx.model.lora import layer_of
 from ssmlx.training.config import Part
 from ssmlx.training.job import check_init, check_scale, check_shapes
 from ssmlx.training.mlx_model import with_weights
@@ -61,7 +55,7 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     return model.eval()
 
 
-def reference_of(base: nn.Module, adapter: Adapter) -> StreamFusedReference:
+def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReference:
     """A base model with the weights of an MLX adapter, none of them trained."""
     adapter.base.require_same(
         base_identity(base),
@@ -76,7 +70,8 @@ def reference_of(base: nn.Module, adapter: Adapter) -> StreamFusedReference:
     model = StreamFusedReference(
         base, adapter.config, lora=_lora_settings(adapter), draft_vocab=vocab
     )
-    pairs = {_peft_name(name): array.T for name, array in lora_tensors(adapter.lora).items()}
+    trained = lora_tensors(adapter.trained_lora)
+    pairs = {_peft_name(name): array.T for name, array in trained.items()}
     _fill(_lora_parameters(model), pairs, source)
     _fill(_stream_parameters(model), stream_tensors(adapter.streams), source)
     return model.eval().requires_grad_(False)
@@ -92,7 +87,7 @@ def train_part(model: StreamFusedReference, part: Part | None) -> None:
         parameter.requires_grad_(part != "condition" or name.startswith("condition."))
 
 
-def with_weights_of(adapter: Adapter, model: StreamFusedReference) -> Adapter:
+def with_weights_of(adapter: StreamAdapter, model: StreamFusedReference) -> StreamAdapter:
     """The adapter of `reference_of` with what was trained of the model in the place of its own."""
     parameters = {**_stream_parameters(model), **_lora_parameters(model)}
     trained = {
@@ -102,7 +97,7 @@ def with_weights_of(adapter: Adapter, model: StreamFusedReference) -> Adapter:
     }
     lora = {
         name: trained.pop(_peft_name(name)).T
-        for name in lora_tensors(adapter.lora)
+        for name in lora_tensors(adapter.trained_lora)
         if _peft_name(name) in trained
     }
     return with_weights(adapter, {**trained, **lora})
@@ -169,13 +164,13 @@ def start_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> 
 def fine_tuned(base: Any, folder: Path) -> Any:
     """`base`, in place, with LoRA added into its weights, whichever trainer wrote that LoRA.
 
-    The folder is a checkpoint of `convert.train` of scope "all", or LoRA as mlx-lm's training and
-    `ssmlx.train` write it.
+    The folder is a checkpoint of `convert.train` of scope "all", or what `ssmlx.load` takes as an
+    adapter.
     """
-    if (folder / LORA_FILE).is_file() and not (folder / ADAPTER_WEIGHTS).is_file():
-        merge_weights(base, read_lora(folder, "--lora"), folder)
-        return base
-    return merge_lora(load_fine_tuned(base, folder))
+    if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
+        return merge_lora(load_fine_tuned(base, folder))
+    merge_weights(base, load_adapter(folder).lora, folder)
+    return base
 
 
 def template_of(folder: Path) -> str | None:
@@ -204,8 +199,8 @@ def merge_lora(model: StreamFusedReference) -> nn.Module:
 
 
 @torch.no_grad()
-def merge_weights(base: Any, lora: Mapping[str, LoraWeights], source: Path) -> None:
-    """Add LoRA in mlx-lm's layout into the linear modules of a PyTorch model."""
+def merge_weights(base: Any, lora: Loras, source: Path) -> None:
+    """Add LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model."""
     decoder = getattr(base.model, "decoder", base.model)
     linears = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
     for path, weights in lora.items():
@@ -218,6 +213,9 @@ def merge_weights(base: Any, lora: Mapping[str, LoraWeights], source: Path) -> N
                 do="choose the model that the LoRA was trained on",
             )
         linear.weight += weights.scale * (a @ b).t()
+        if weights.magnitude is not None:
+            norms = linear.weight.norm(dim=1)
+            linear.weight *= (tensor_of(weights.magnitude) / norms)[:, None]
 
 
 def tensor_of(array: mx.array) -> torch.Tensor:
@@ -243,12 +241,13 @@ def base_identity(base: Any) -> BaseIdentity:
     )
 
 
-def _lora_settings(adapter: Adapter) -> LoraSettings:
+def _lora_settings(adapter: StreamAdapter) -> LoraSettings:
     """Of an adapter's LoRA; rank 0 where it has none."""
-    if not adapter.lora:
+    lora = adapter.trained_lora
+    if not lora:
         return LoraSettings()
-    sizes = {(weights.a.shape[1], weights.scale) for weights in adapter.lora.values()}
-    places = [layer_of(path) for path in adapter.lora]
+    sizes = {(weights.rank, weights.scale) for weights in lora.values()}
+    places = [layer_of(path) for path in lora]
     modules = sorted({m for _, m in places})
     layers = sorted({n for n, _ in places})
     require(

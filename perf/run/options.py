@@ -16,7 +16,7 @@ from ssmlx.commands.options import (
     generate_config,
 )
 from ssmlx.errors import InputError, require
-from ssmlx.loading.adapter import Adapter
+from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import bundled_adapters, resolve_adapter, resolve_model
 from ssmlx.settings import GenerateConfig, SamplingConfig
@@ -304,7 +304,7 @@ def _weights_of(args: argparse.Namespace) -> Weights:
     )
 
 
-def adapter_with_streams(name: str) -> tuple[Path, Adapter]:
+def adapter_with_streams(name: str) -> tuple[Path, StreamAdapter]:
     folder = resolve_adapter(name)
     adapter = None if folder is None else target.read_own_lora(folder)
     if folder is None or adapter is None or not adapter.config.num_streams:

@@ -27,7 +27,7 @@ from ssmlx.errors import require
 from ssmlx.generation.learned import learned_of
 from ssmlx.generation.memory import Memory, memory_of
 from ssmlx.generation.plan import make_plan
-from ssmlx.loading.adapter import Adapter, cast_streams, load_adapter
+from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_streams
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
 from ssmlx.model.backbone import Backbone, on_same_arrays
@@ -68,7 +68,7 @@ class Weights:
     dtype: str = "float32"  # one of `FLOATS` or `PACKED`
     rounds: bool = False  # whether products are `round_products`'s, in 16 bits
     draft_head: str = "stored"  # as `ssmlx.load` takes it
-    adapter: Adapter | None = None  # streams and LoRA; None for the base alone
+    adapter: StreamAdapter | None = None  # streams and LoRA; None for the base alone
     folder: Path | None = None  # of the adapter
     # what each of `CHECKPOINTS` drafts with, where it is given
     checkpoints: Mapping[str, Path] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Target:
         backbone = Backbone(self._computing(on_same_arrays(model)))
         if adapter is not None:
             check_base(adapter, backbone)
-        lora = {} if adapter is None else adapter.every_row_lora
+        lora = {} if adapter is None else adapter.lora
         source = weights.folder or Path("the adapter")
         for every in (lora, adapter.stream_lora if adapter else {}):
             check_lora(model, every, source)
@@ -261,18 +261,18 @@ def _is_packable(_: str, module: nn.Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
 
 
-def added_parameters(adapter: Adapter) -> int:
+def added_parameters(adapter: StreamAdapter) -> int:
     """Trained numbers that drafting adds to a model: the streams', and those of the LoRA that acts
     on their rows alone. LoRA on every row is the target's."""
     lora = adapter.stream_lora.values()
     return adapter.streams.num_parameters + sum(one.a.size + one.b.size for one in lora)
 
 
-def read_own_lora(folder: Path) -> Adapter:
-    adapter = load_adapter(folder)
+def read_own_lora(folder: Path) -> StreamAdapter:
+    adapter = load_streams(folder)
     what = f"{folder} has no LoRA of its own: it is a fused model"
     do = "convert without --fuse"
-    require(bool(adapter.lora), what, expected="an adapter folder", do=do)
+    require(bool(adapter.trained_lora), what, expected="an adapter folder", do=do)
     return adapter
 
 

@@ -8,7 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import require
-from ..loading.names import NO_ADAPTER, Fetch, adapters_home, bundled_adapters, resolve_model
+from ..loading.names import (
+    NO_ADAPTER,
+    Fetch,
+    adapters_home,
+    bundled_adapters,
+    resolve_adapter,
+    resolve_model,
+)
 from .options import DownloadBar, add_options, command, make_parser
 
 PROG = "ssmlx.adapt"
@@ -16,6 +23,8 @@ _BUSY_SECONDS = 10
 EPILOG = """examples:
   python -m ssmlx.adapt --model mlx-community/Qwen3-4B-4bit
   python -m ssmlx.chat --model mlx-community/Qwen3-4B-4bit     # drafts from then on
+  python -m ssmlx.adapt --model org/name --adapter LORA        # the model as that LoRA tunes it
+  python -m ssmlx.chat --model org/name --adapter name-lora
 
 The model answers prompts that ship with ssmlx, and questions that it asks itself; streams learn to
 guess these answers, which stay what they are, token for token. With --data it answers your prompts
@@ -51,7 +60,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_options(
         parser,
         ("--hours", "H", "how long this may take (default: %(default)s)", 1.0),
-        ("--name", "N", "what the adapter is called (default: the model's name)", str),
+        (
+            "--adapter",
+            "LORA",
+            "LoRA or DoRA of mlx-lm's or PEFT's, a folder or a Hub name, that the model is to "
+            "have; it becomes part of what is made",
+            str,
+        ),
+        ("--name", "N", "what is made is called (default: the model's name, and the LoRA's)", str),
         ("--memory-gb", "X", "memory that this may take (default: 70 %% of the machine's)", float),
         ("--seed", "N", "another one, other questions (default: %(default)s)", 0),
         ("--give-way", None, "wait while others keep the machine busy, or on battery", bool),
@@ -61,7 +77,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def name_of(args: argparse.Namespace) -> str:
     told = args.model if Path(args.model).exists() else args.model.partition("@")[0]
-    name = args.name or re.sub(r"[^\w.-]+", "-", Path(told).name.lower())
+    is_tuned = args.adapter not in (None, NO_ADAPTER)
+    parts = [told, *([args.adapter.partition("@")[0]] if is_tuned else [])]
+    default = "-".join(Path(part).name for part in parts)
+    name = args.name or re.sub(r"[^\w.-]+", "-", default.lower())
     ok = re.fullmatch(r"[\w-][\w.-]*", name) and name not in (NO_ADAPTER, *bundled_adapters())
     require(
         bool(ok),
@@ -80,11 +99,13 @@ def _main(args: argparse.Namespace) -> None:
         ok = value is None or 0 < value < 1e6
         require(ok, f"{flag} {value}", expected="more than 0, and below a million", do="correct it")
     out = adapters_home() / name_of(args)
+    fetch = Fetch(progress=DownloadBar())
     with alone_in(out):
         options = AdaptOptions(
             model=args.model,
-            path=resolve_model(args.model, Fetch(progress=DownloadBar())),
+            path=resolve_model(args.model, fetch),
             out=out,
+            adapter=None if args.adapter is None else resolve_adapter(args.adapter, fetch),
             data=tuple(args.data),
             hours=args.hours,
             memory_gb=args.memory_gb,

@@ -213,7 +213,9 @@ def current_adapter(chat: Chat) -> str:
     if config is None:
         says_again = drafter == "prompt-lookup" and session.config.is_controlled
         drafts = "what the text says again is drafted" if says_again else f"{drafter} drafts"
-        return f"no adapter: {drafts if drafter else 'plain decoding'}"
+        lora = f"adapter {chat.adapter}: LoRA, which changes the answers; no streams"
+        name = lora if session.model.is_fine_tuned else "no adapter"
+        return f"{name}: {drafts if drafter else 'plain decoding'}"
     own = chat.adapter is None
     name = "the model's own streams" if own else f"adapter {chat.adapter}"
     how = "the adapter is part of the model"

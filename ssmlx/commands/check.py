@@ -92,10 +92,25 @@ def why_not(model: StreamFusedModel) -> dict[str, str | None]:
         if reasons[name] is not None:
             continue
         if name == "streams" and not model.num_streams:
-            reasons[name] = "the model has no streams: give --adapter, or train some (ssmlx.adapt)"
+            lora = " --adapter LORA" if model.is_fine_tuned else ""
+            reasons[name] = (
+                f"the model has no streams: give --adapter, or train some (ssmlx.adapt{lora})"
+            )
         elif weights is not None:
             reasons[name] = f'it needs {weights.what}: --drafter "{name} {weights.key}"'
     return reasons
+
+
+def adapter_is(adapter: str | None, model: StreamFusedModel) -> str | None:
+    """What the adapter is, in one line; None without one."""
+    from ..loading.adapter import load_adapter
+    from ..loading.names import Fetch, resolve_adapter
+
+    fetch = Fetch(cache_dir=model.backbone.cache_dir, offline=True)  # it was fetched to load it
+    folder = resolve_adapter(adapter, fetch) if adapter else None
+    if adapter is None and model.num_streams:
+        folder = model.backbone.folder
+    return None if folder is None else load_adapter(folder).describe()
 
 
 def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> dict[str, Any]:
@@ -123,6 +138,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
     return {
         "model": args.model,
         "adapter": args.adapter,
+        "adapter_is": adapter_is(args.adapter, model),
         "class": type(backbone.model).__module__,
         "family": str(getattr(backbone.model, "model_type", "unknown")),
         "layers": len(backbone.layers),
@@ -196,6 +212,7 @@ def report(found: dict[str, Any]) -> list[str]:
     return [
         f"{found['model']}, {adapter}: class {found['class']}, family {found['family']}; "
         f"{found['layers']} layers of width {found['width']}, {found['dtype']}",
+        *([f"the adapter is {found['adapter_is']}"] if found["adapter_is"] else []),
         f"machine: {found['machine']}",
         "",
         *_drafter_lines(found),

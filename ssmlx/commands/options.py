@@ -239,7 +239,7 @@ def add_model_options(
         (
             "--adapter",
             "ADAPTER",
-            "the streams that draft, and LoRA: one that ships with ssmlx "
+            "streams that draft, and LoRA, also mlx-lm's or PEFT's: one that ships "
             f"({bundled}), a trained folder, org/name or org/name@revision of the Hub, or none "
             f"(default: the model's own, or {default})",
             adapters,
@@ -531,7 +531,7 @@ def load_all(
         group=group,
     )
     if model.num_streams == 0:
-        streams = "a model with streams, that is an --adapter"
+        streams = "a model with streams, that is an --adapter with some"
         reject(args, ("num_streams", *_PRUNE_OPTIONS), streams)
         if drafter.name is None or drafter.name == "streams":
             others = [one for one in _drafters_shaped_by("tree") if one != "streams"]

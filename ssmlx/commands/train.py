@@ -1,7 +1,6 @@
 """The training command: from a data folder to an adapter, on this machine, without PyTorch."""
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -38,7 +37,7 @@ call would advance on held-out text; training pays where that is well above 1.""
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     description = "Train a model to draft for itself, with MLX."
-    task_lora = "the LoRA of a task, as mlx-lm or this command wrote it"
+    task_lora = "the LoRA of a task, as mlx-lm, PEFT or this command wrote it"
     parser = training_parser(PROG, description, EPILOG, "an adapter", task_lora)
     group = parser.add_argument_group("machine")
     group.add_argument(
@@ -67,7 +66,7 @@ def _run(args: argparse.Namespace) -> None:
 
     from mlx_lm.generate import wired_limit
 
-    from ..loading.adapter import load_adapter
+    from ..loading.adapter import load_streams
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest
     from ..model.ranks import launched
@@ -75,15 +74,14 @@ def _run(args: argparse.Namespace) -> None:
     from ..training.mlx_model import TrainedModel, new_adapter, start_from, with_new_parts
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 
-    start = with_new_parts(load_adapter(args.init), train) if train.train_only else None
+    start = with_new_parts(load_streams(args.init), train) if train.train_only else None
     job, path = prepare(options, train, start)
     backbone = load_frozen(path, args.dtype)
-    adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab)
-    if args.task_lora is not None:
-        adapter = replace(adapter, task_lora=read_task_lora(args.task_lora, backbone))
+    lora = {} if args.task_lora is None else read_task_lora(args.task_lora, backbone)
+    adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:
-        start_from(model, load_adapter(args.init), args.init)
+        start_from(model, load_streams(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched())
     kept = [folder_digest(args.init)] if start else []

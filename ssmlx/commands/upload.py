@@ -24,7 +24,7 @@ from ..loading.names import (
 from .options import add_options, command, make_parser
 
 if TYPE_CHECKING:
-    from ..loading.adapter import Adapter
+    from ..loading.adapter import StreamAdapter
 
 PROG = "ssmlx.upload"
 CARD = "README.md"
@@ -75,13 +75,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ..loading.adapter import load_adapter
+    from ..loading.adapter import load_streams
 
     name = HUB_NAME.fullmatch(args.repo)
     is_name = name is not None and name[2] is None
     require(is_name, f"--repo {args.repo}", expected="org/name", do="correct it")
     folder = resolve_adapter(args.adapter) or Path(args.adapter)
-    adapter = load_adapter(folder)
+    adapter = load_streams(folder)
     contents = adapter_contents(folder)
     figures = json.loads(contents.get(FIGURES_FILE, b"{}"))
     needs_yes = may_be_private(figures) and not args.yes_private
@@ -140,7 +140,7 @@ def may_be_private(figures: Mapping[str, Any]) -> bool:
 
 
 def card(
-    repo: str, adapter: Adapter, figures: Mapping[str, Mapping[str, Any]], licence: str | None
+    repo: str, adapter: StreamAdapter, figures: Mapping[str, Mapping[str, Any]], licence: str | None
 ) -> str:
     """The README.md of an adapter on the Hub, a line for each of its figures."""
     config = adapter.config
@@ -163,7 +163,7 @@ def card(
         base=base,
         rows="\n".join(rows),
         head="\n".join(f"{name}: {json.dumps(value)}" for name, value in head.items()),
-        answers="LoRA changes its answers." if adapter.every_row_lora else "Its answers stay.",
+        answers="LoRA changes its answers." if adapter.lora else "Its answers stay.",
     )
 
 

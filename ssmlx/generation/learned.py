@@ -196,9 +196,9 @@ def geometry_digest(model: StreamFusedModel) -> str:
 
 
 def adapter_digest(model: StreamFusedModel) -> str:
-    """A digest of an adapter's streams and their settings; one for all models without streams."""
+    """A digest of an adapter's streams and their settings; without streams, of its LoRA."""
     if model.config is None or model.streams is None:
-        return "none"
+        return model.lora_digest or "none"
     settings = replace(model.config, tokens_per_call=None).to_dict()
     if model.draft_head is not None and model.backbone.draft_bits is not None:
         settings["draft_bits"] = model.backbone.draft_bits  # other guesses

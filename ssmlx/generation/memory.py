@@ -11,7 +11,7 @@ from ..drafters.registry import Loaded
 from ..loading.adapter import stream_tensors
 from ..model.backbone import head_bytes
 from ..model.cache import TreeCache
-from ..model.lora import RowLora
+from ..model.lora import LoraLayer
 from ..model.shapes import arrays_in
 from ..model.streams import StreamFusedModel
 
@@ -87,9 +87,7 @@ def memory_of(
     `loaded` are the draft model and the heads that there are, whether or not they draft.
     """
     modules = model.backbone.model.modules()
-    lora = [
-        part for one in modules if isinstance(one, RowLora) for part in (one.lora_a, one.lora_b)
-    ]
+    lora = [array for one in modules if isinstance(one, LoraLayer) for array in one.added]
     apart = {id(array) for array in lora}
     used = {id(array): array for array in arrays_in(model.backbone.model.parameters())}
     # Weights that merged ones stand in for.

@@ -238,7 +238,7 @@ def drafter_name(
         name != "streams" or model.num_streams > 0,
         f"{'--drafter streams' if config.drafter else 'streaming'} was asked for, but the model "
         "has no streams",
-        expected="an adapter",
+        expected="an adapter with streams",
         do="give --adapter FOLDER, another --drafter, or --decoding plain",
     )
     return name

@@ -1,4 +1,7 @@
-"""The adapter folder's format: what the converter and the trainer write and `ssmlx.load` reads.
+"""What is put on a base model, LoRA, streams, or both; and the folders that hold it.
+
+LoRA alone lies in mlx-lm's files or in PEFT's, see `lora_files`. Streams, and the LoRA that comes
+with them, in those that the converter and the trainers write:
 
     streams_config.json          settings, LoRA's scale, and what identifies the base model
     streams.safetensors          each where the settings name it: stream_embeddings [G, D],
@@ -6,9 +9,9 @@
                                  .lora_B.weight [D, r]; root_init, alike but for A [r, 2 D];
                                  condition, .embed.weight and .gate.weight [r, D] and .out.weight
                                  [D, r]; draft_vocab [Vd]
-    adapters.safetensors         LoRA of scope "all", with adapter_config.json beside it: exactly
+    adapters.safetensors         LoRA on every row, with adapter_config.json beside it: exactly
                                  what mlx-lm's own `--adapter-path` reads
-    stream_adapters.safetensors  LoRA of scope "streams"; mlx-lm, which would apply it to every
+    stream_adapters.safetensors  LoRA on stream rows alone; mlx-lm, which would apply it to every
                                  row, does not find it
 
 Streams that draft for a fine-tuned model, and leave its answers as they are, have both: the LoRA
@@ -19,9 +22,8 @@ files beside them.
 """
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,39 +34,87 @@ from ..errors import InputError, quoted, require
 from ..json_files import read_json
 from ..model.backbone import BaseIdentity
 from ..model.condition import Condition
-from ..model.lora import LoraWeights, layer_of
+from ..model.lora import LoraWeights
 from ..model.streams import LowRank, StreamWeights
-from ..settings import AdapterScope, Allowed, StreamConfig
+from ..settings import AdapterScope, StreamConfig
 from .files import account_for, read_tensors, save_tensors
-from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE
+from .lora_files import (
+    SCALE,
+    Loras,
+    in_layer,
+    kind_of,
+    read_lora,
+    read_lora_file,
+    scale_of,
+    uniform,
+    write_lora,
+    write_lora_file,
+)
+from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora
 
 FORMAT = "ssmlx-adapter/1"
-LORA_FILE = LORA_FILES["all"]
-SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
 _AGAIN = "convert the checkpoint again"
-_TASK_LORA = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA training writes it"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter:
+    """LoRA, streams, or both.
+
+    Attributes:
+        lora: on every row, by module path: what makes of the base the model whose answers are
+            given. Empty where these are the base's, or it is fused into the base.
+        base_model: what the model is called that it is for, as far as it says.
+    """
+
+    lora: Loras = field(default_factory=dict)
+    base_model: str = ""
+
+    def describe(self) -> str:
+        """What it is, in one line."""
+        return f"{kind_of(self.lora)}, which changes the answers; no streams"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StreamAdapter(Adapter):
+    """Streams, with what LoRA comes with them.
+
+    Attributes:
+        config: settings.
+        streams: weights.
+        base: identifies the model that it belongs to.
+        stream_lora: on stream rows alone, by module path.
+    """
+
     config: StreamConfig
     streams: StreamWeights
-    base: BaseIdentity  # the model that it belongs to
-    # LoRA of the config's scope by module path; empty where it is fused into the base
-    lora: Mapping[str, LoraWeights] = field(default_factory=dict)
-    # LoRA on every row beside a `lora` of scope "streams": that of a fine-tuned model, for which
-    # the streams draft
-    task_lora: Mapping[str, LoraWeights] = field(default_factory=dict)
+    base: BaseIdentity
+    stream_lora: Loras = field(default_factory=dict)
 
     @property
-    def every_row_lora(self) -> Mapping[str, LoraWeights]:
-        """What makes of the base model the one whose answers are given; may be empty."""
-        return self.lora if self.config.adapter_scope == "all" else self.task_lora
+    def trained_lora(self) -> Loras:
+        """The LoRA that is trained with the streams: that of the rows of its scope."""
+        return self.lora if self.config.adapter_scope == "all" else self.stream_lora
 
     @property
-    def stream_lora(self) -> Mapping[str, LoraWeights]:
-        """What acts on stream rows alone; may be empty."""
+    def task_lora(self) -> Loras:
+        """The LoRA on every row of the model for which the streams draft, trained before them."""
         return {} if self.config.adapter_scope == "all" else self.lora
+
+    def with_trained(self, lora: Loras, **changes: Any) -> "StreamAdapter":
+        """The same with another `trained_lora`, and other `changes`."""
+        if self.config.adapter_scope == "all":
+            return replace(self, lora=lora, **changes)
+        return replace(self, stream_lora=lora, **changes)
+
+    def describe(self) -> str:
+        """What it is, in one line."""
+        config = self.config
+        if not config.num_streams:
+            return super().describe()
+        size = f"{config.num_streams} streams in the top {config.num_msa_layers} layers"
+        if self.lora:
+            return f"{size}, and {kind_of(self.lora)}, which changes the answers"
+        return f"{size}; the answers are the model's own"
 
 
 def check_draft_vocab(
@@ -166,62 +216,59 @@ def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
     return streams_of(cast_tensors(stream_tensors(streams), dtype))
 
 
-def lora_tensors(lora: Mapping[str, LoraWeights]) -> dict[str, mx.array]:
-    tensors: dict[str, mx.array] = {}
-    for module, weights in lora.items():
-        tensors |= {f"{module}.lora_a": weights.a, f"{module}.lora_b": weights.b}
-    return tensors
-
-
-def write_streams(folder: Path, adapter: Adapter, *, fused: bool) -> None:
+def write_streams(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
     save_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
         "format": FORMAT,
         **adapter.config.to_dict(),
         "base": adapter.base.__dict__,
         "fused": fused,
-        "lora_scale": _scale_of(adapter.lora),
+        "lora_scale": scale_of(adapter.trained_lora),
     }
     if adapter.task_lora:
-        values["task_lora_scale"] = _scale_of(adapter.task_lora)
+        values["task_lora_scale"] = scale_of(adapter.task_lora)
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def write_adapter(folder: Path, adapter: Adapter) -> None:
+def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
+    adapter = replace(adapter, lora=uniform(adapter.lora), stream_lora=uniform(adapter.stream_lora))
     write_streams(folder, adapter, fused=False)
-    files = {"streams": adapter.stream_lora, "all": adapter.every_row_lora}
-    for scope, lora in files.items():
-        if lora:
-            save_tensors(folder / LORA_FILES[scope], lora_tensors(lora))
-    if lora := adapter.every_row_lora:
-        # With this, mlx-lm itself loads the LoRA.
-        places = [layer_of(path) for path in lora]
-        weights = next(iter(lora.values()))
-        settings = {
-            "fine_tune_type": "lora",
-            "num_layers": adapter.config.num_layers - min(layer for layer, _ in places),
-            "lora_parameters": {
-                "rank": weights.a.shape[-1],
-                "scale": weights.scale,
-                "dropout": 0.0,
-                "keys": sorted({module for _, module in places}),
-            },
-        }
-        (folder / LORA_SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
-
-
-def _scale_of(lora: Mapping[str, LoraWeights]) -> float | None:
-    scales = {weights.scale for weights in lora.values()}
-    return scales.pop() if scales else None
+    if adapter.stream_lora:
+        write_lora_file(folder / LORA_FILES["streams"], adapter.stream_lora)
+    if adapter.lora:
+        write_lora(folder, adapter.lora, adapter.config.num_layers)
 
 
 def load_adapter(folder: Path) -> Adapter:
-    """Read an adapter folder, or the streams of a fused model folder."""
+    """Read an adapter folder: LoRA of mlx-lm's or PEFT's, or streams.
+
+    Raises:
+        InputError: it holds neither, or what it holds is broken or cannot be used as it is.
+    """
+    if not is_lora(folder):
+        return load_streams(folder)
+    lora, base_model = read_lora(folder)
+    return Adapter(lora=lora, base_model=base_model)
+
+
+def load_streams(folder: Path) -> StreamAdapter:
+    """Read an adapter folder that has streams, or the streams of a fused model folder."""
+    require(
+        not is_lora(folder),
+        f"{folder} has LoRA and no streams",
+        expected="an adapter with streams",
+        do=f"let it learn some: python -m ssmlx.adapt --model MODEL --adapter {folder}",
+    )
     values = _read_settings(folder)
     path = folder / CONFIG_FILE
     config = StreamConfig.from_dict(values)
     identity = BaseIdentity.read(path, values)
-    streams = read_streams(folder / STREAMS_FILE, config, identity.vocab_size)
+    adapter = StreamAdapter(
+        config=config,
+        streams=read_streams(folder / STREAMS_FILE, config, identity.vocab_size),
+        base=identity,
+        base_model=config.base_model,
+    )
 
     def read(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
         scale: Any = values.get(scale_name)
@@ -231,14 +278,19 @@ def load_adapter(folder: Path) -> Adapter:
         return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
 
     if values["fused"]:
-        return Adapter(config, streams, identity)
-    lora = read(config.adapter_scope, "lora_scale")
+        return adapter
+    trained = read(config.adapter_scope, "lora_scale")
+    is_plain = all(one.magnitude is None and in_layer(path) for path, one in trained.items())
+    what = f"{folder} has DoRA, or LoRA outside of the layers, that was trained with its streams"
+    do = "use the files that belong together"
+    require(is_plain, what, expected="LoRA of the layers", do=do)
+    adapter = adapter.with_trained(trained)
     if values.get("task_lora_scale") is None:
-        return Adapter(config, streams, identity, lora)
+        return adapter
     what = f"{path} has a task_lora_scale beside LoRA of scope 'all'"
     expected = "it beside scope 'streams' alone"
     require(config.adapter_scope == "streams", what, expected=expected, do=_AGAIN)
-    return Adapter(config, streams, identity, lora, read("all", "task_lora_scale"))
+    return replace(adapter, lora=read("all", "task_lora_scale"))
 
 
 def read_identity(folder: Path) -> BaseIdentity:
@@ -249,8 +301,8 @@ def read_identity(folder: Path) -> BaseIdentity:
 def _read_settings(folder: Path) -> dict[str, Any]:
     what = f"no adapter folder {folder}"
     do = "check --adapter, or convert a checkpoint"
-    require(folder.is_dir(), what, expected="a folder that `python -m convert` wrote", do=do)
-    values = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
+    require(folder.is_dir(), what, expected="a folder with LoRA or streams", do=do)
+    values = read_json(folder / CONFIG_FILE, f"an adapter's settings, or a LoRA's {LORA_SETTINGS}")
     require(
         values.get("format") == FORMAT,
         f"{folder} has the format {values.get('format')!r}",
@@ -261,36 +313,3 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     what = f"{folder / CONFIG_FILE} has fused {quoted(fused)}"
     require(isinstance(fused, bool), what, expected="true or false", do=_AGAIN)
     return values
-
-
-def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights]:
-    """LoRA of the layers' modules by path, from `lora_a` and `lora_b` as mlx-lm names them."""
-    tensors = read_tensors(path, what)
-    names = {name.rpartition(".")[0] for name in tensors}
-    modules = sorted(name for name in names if re.search(r"\blayers\.\d+\.", name))
-    pairs = [f"{module}.{part}" for module in modules for part in ("lora_a", "lora_b")]
-    expected = {one: (*tensors[one].shape, 1, 1)[:2] if one in tensors else () for one in pairs}
-    account_for(tensors, expected, path)
-    return {
-        module: LoraWeights(tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"], scale)
-        for module in modules
-    }
-
-
-def read_lora(folder: Path, option: str) -> dict[str, LoraWeights]:
-    """LoRA as mlx-lm writes and reads it; `option` named the folder, for the message."""
-    require(folder.is_dir(), f"no folder {folder}", expected=_TASK_LORA, do=f"check {option}")
-    settings = read_json(folder / LORA_SETTINGS, _TASK_LORA)
-    parameters = settings.get("lora_parameters")
-    scale: Any = parameters.get("scale") if isinstance(parameters, dict) else None
-    require(
-        settings.get("fine_tune_type", "lora") == "lora" and SCALE.holds(scale, whole=False),
-        f"{folder / LORA_SETTINGS} does not describe LoRA",
-        expected='"fine_tune_type": "lora" and a scale in "lora_parameters"',
-        do="convert a PEFT checkpoint with `python -m convert` first",
-    )
-    lora = read_lora_file(folder / LORA_FILE, _TASK_LORA, float(scale))
-    what = f"{folder / LORA_FILE} is empty"
-    do = "use a LoRA's own file"
-    require(bool(lora), what, expected="pairs of lora_a and lora_b", do=do)
-    return lora

@@ -1,23 +1,24 @@
 """An adapter's streams and LoRA on a loaded base, off it, and exchanged."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import InputError, require
 from ..model.backbone import Backbone, BaseIdentity, digest_of
-from ..model.lora import LoraWeights, RowScope, attach_lora, linear_shape
-from ..model.ranks import LINEARS, UNPACKED_LINEARS
+from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
+from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
-from .adapter import Adapter, cast_streams, load_adapter, lora_tensors, read_identity, read_lora
+from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_identity
 from .files import account_for
-from .names import CONFIG_FILE, Fetch, bundled_adapters, own_adapters, resolve_adapter
+from .lora_files import Loras, lora_tensors, with_experts_together
+from .names import Fetch, bundled_adapters, own_adapters, resolve_adapter
 
 
-def check_base(adapter: Adapter, backbone: Backbone) -> None:
+def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     """Raises InputError where the adapter was made for another model than `backbone`."""
     config = adapter.config
     base = adapter.base
@@ -34,25 +35,78 @@ def check_base(adapter: Adapter, backbone: Backbone) -> None:
     require(own == true, what, expected=expected, do="convert the checkpoint again")
 
 
-def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) -> None:
-    """Raises InputError where a pair does not fit its linear layer of `model`."""
-    modules = dict(model.named_modules())
-    expected: dict[str, tuple[int, ...]] = {}
-    for path, weights in lora.items():
-        if isinstance(modules.get(path), LINEARS):
-            out_size, in_size = linear_shape(modules[path])
-            rank = weights.a.shape[-1]
-            expected |= {f"{path}.lora_a": (in_size, rank), f"{path}.lora_b": (rank, out_size)}
+def fitted_lora(adapter: Adapter, backbone: Backbone) -> Loras:
+    """The LoRA of an adapter on every row, by the paths that its modules have in the base model.
+
+    A model may be wrapped in another place than where the LoRA was trained, so that one path has
+    `language_model` in front, and the other not.
+
+    Raises:
+        InputError: it is another model's, or the ranks that share the model cannot split it.
+    """
+    modules: dict[str, Any] = dict(backbone.model.named_modules())
+    places = {_unwrapped(path): path for path in modules}
+    lora = {
+        path if path in modules else places.get(_unwrapped(path), path): weights
+        for path, weights in adapter.lora.items()
+    }
+    experts = {path: one.num_experts for path, one in modules.items() if isinstance(one, EXPERTS)}
+    lora = with_experts_together(lora, experts)
+    try:
+        check_lora(backbone.model, lora, Path("the adapter"))
+    except InputError as error:
+        trained_on = f", which was trained on {adapter.base_model}" if adapter.base_model else ""
+        raise InputError(
+            f"{error.found}{trained_on}",
+            expected=f"LoRA of {backbone.name}'s layers, and of their sizes",
+            do="choose the model that it was trained on with --model, or another --adapter",
+        ) from error
+    is_plain = all(
+        isinstance(modules[path], LINEARS) and weights.magnitude is None
+        for path, weights in lora.items()
+    )
+    require(
+        backbone.group is None or is_plain,
+        "an adapter with DoRA, or with LoRA of embeddings or experts, for a model over ranks",
+        expected="LoRA of linear layers",
+        do="run it on one machine, or fuse the adapter into the model",
+    )
+    return lora
+
+
+def _unwrapped(path: str) -> str:
+    """A module's path without what a model, or a model around it, is called."""
+    parts = path.split(".")
+    names = ("model", "language_model")
+    first = next((n for n, part in enumerate(parts) if part not in names), len(parts))
+    return ".".join(parts[first:])
+
+
+def check_lora(
+    model: nn.Module, lora: Loras, source: Path, kinds: tuple[type, ...] = LORA_KINDS
+) -> None:
+    """Raises InputError where a pair does not fit its layer of `model`, of one of these kinds."""
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    modules = {path: layer for path, layer in modules.items() if isinstance(layer, kinds)}
+    expected = {
+        f"{path}.{leaf}": shape
+        for path, weights in lora.items()
+        for leaf, shape in lora_shapes(modules.get(path), weights).items()
+    }
     account_for(lora_tensors(lora), expected, source)
 
 
-def lora_digest(lora: Mapping[str, LoraWeights]) -> str | None:
+def lora_digest(lora: Loras) -> str | None:
     """What tells one LoRA from another, merged or not; None of none."""
-    pairs = ((f"{path} {one.scale}", ab) for path, one in lora.items() for ab in (one.a, one.b))
+    pairs = (
+        (f"{path} {one.scale}" + ("" if one.acts_on_head else " embeds"), array)
+        for path, one in lora.items()
+        for array in one.arrays
+    )
     return digest_of(pairs) if lora else None
 
 
-def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
+def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
     """A base model with an adapter on it: modules of its own, on the base's arrays.
 
     `backbone`, alone or with another adapter, stays as it is. With `merge_lora`, LoRA that acts on
@@ -62,28 +116,38 @@ def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> S
     Raises:
         InputError: the adapter is another model's.
     """
-    check_base(adapter, backbone)
+    streams = adapter if isinstance(adapter, StreamAdapter) else None
+    if streams is not None:
+        check_base(streams, backbone)
     base = backbone.base()
+    lora = fitted_lora(adapter, base)
+    if streams is not None:
+        check_lora(base.model, streams.stream_lora, Path("the adapter"), LINEARS)
     _ = base.digest  # before layers are changed
     backbone = base.twin()
     model = backbone.model
     dtype = backbone.dtype
-    for lora in (adapter.every_row_lora, adapter.stream_lora):
-        check_lora(model, lora, Path("the adapter"))
     every_row = RowScope(0)
-    scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
-    streams = cast_streams(adapter.streams, dtype)
-    fused = StreamFusedModel(backbone, adapter.config, streams, scope)
-    fused.lora_digest = lora_digest(adapter.every_row_lora)
-    on_all = attach_lora(model, adapter.every_row_lora, every_row, merge=merge_lora, dtype=dtype)
-    on_streams = attach_lora(model, adapter.stream_lora, scope, merge=False, dtype=dtype)
-    replaced: dict[str, nn.Module | None] = {**on_streams, **on_all}
+    replaced = attach_lora(model, lora, every_row, merge=merge_lora, dtype=dtype)
+    dropped = []
     if merge_lora and backbone.reload is not None:
-        merged = (path for path, module in on_all.items() if isinstance(module, UNPACKED_LINEARS))
-        replaced |= dict.fromkeys(merged)
-    backbone.replaced = replaced
+        dropped = [path for path, layer in replaced.items() if is_mergeable(layer, lora[path])]
+    scope = every_row
+    if streams is not None and streams.config.adapter_scope == "streams":
+        scope = RowScope()
+        own = attach_lora(model, streams.stream_lora, scope, merge=False, dtype=dtype)
+        replaced = {**own, **replaced}
+    backbone.replaced = {**replaced, **dict.fromkeys(dropped)}
+    backbone.take_modules()
     # Now: the first answer would merge and cast, which takes time and memory.
-    mx.eval(model.parameters(), streams.trained)
+    mx.eval(model.parameters())
+    if streams is None:
+        fused = StreamFusedModel(backbone, scope=scope)
+    else:
+        weights = cast_streams(streams.streams, dtype)
+        mx.eval(weights.trained)
+        fused = StreamFusedModel(backbone, streams.config, weights, scope)
+    fused.lora_digest = lora_digest(lora)
     return fused
 
 
@@ -112,7 +176,7 @@ def swap_adapter(
         adapter = None if folder is None else load_adapter(folder)
     if adapter is None:
         return StreamFusedModel(model.backbone.base())
-    return fuse_streams(model.backbone, adapter, merge_lora=merge_lora)
+    return attach_adapter(model.backbone, adapter, merge_lora=merge_lora)
 
 
 def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
@@ -138,15 +202,19 @@ def default_adapter(model: StreamFusedModel, bundled: str) -> str | None:
     return next((name for name in (*own, bundled) if name in fitting), None)
 
 
-def read_task_lora(folder: Path, backbone: Backbone) -> dict[str, LoraWeights]:
-    """The LoRA that a model is to have on every row while streams learn to draft for it."""
-    lora = read_lora(folder, "--task-lora")
-    if (folder / CONFIG_FILE).exists():
-        read_identity(folder).require_same(
-            BaseIdentity.of(backbone),
-            f"the LoRA in {folder} belongs",
-            expected="a LoRA of this model",
-            do="choose its model with --model, or another --task-lora",
-        )
-    check_lora(backbone.model, lora, folder)
-    return lora
+def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
+    """The LoRA that a model is to have on every row while streams learn to draft for it.
+
+    Raises:
+        InputError: the folder has none, or another model's.
+    """
+    adapter = load_adapter(folder)
+    require(
+        bool(adapter.lora),
+        f"{folder} has no LoRA on every row",
+        expected="LoRA that changes what the model says",
+        do="check --task-lora",
+    )
+    if isinstance(adapter, StreamAdapter):
+        check_base(adapter, backbone)
+    return fitted_lora(adapter, backbone)

@@ -20,7 +20,7 @@ from ..model.ranks import Group, shard
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
-from .attach import fuse_streams
+from .attach import attach_adapter
 from .names import CONFIG_FILE, Fetch, resolve_adapter, resolve_model
 
 # Architectures that mlx-lm lacks, each a model file in mlx-lm's own style.
@@ -238,11 +238,12 @@ def load(
         model: a folder, an alias or a Hub name; see `ssmlx.loading.names.resolve_model`.
         adapter: an adapter folder, the name of one that ships with the package
             (`ssmlx.bundled_adapters`) or lies on the Hub, or "none"; see
-            `ssmlx.loading.names.resolve_adapter`. By default a fused folder uses its own streams,
+            `ssmlx.loading.names.resolve_adapter`. LoRA or DoRA that mlx-lm or PEFT trained is one,
+            too: nothing drafts for it by itself. By default a fused folder uses its own streams,
             and any other model decodes plainly.
         dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU,
             float32 on the CPU backend. Quantised weights are unpacked for the float types.
-        merge_lora: add LoRA of scope "all" into unquantised weights, which makes it free at
+        merge_lora: add LoRA that acts on every row into unquantised weights, which makes it free at
             run time; `swap_adapter` reads the original weights of these layers again. False
             keeps the LoRA apart.
         draft_head: the weights of the LM head's copy that drafts from a draft vocabulary: "stored",
@@ -273,4 +274,4 @@ def load(
     tokenizer = load_tokenizer(path, config)
     if loaded is None:
         return StreamFusedModel(backbone), tokenizer
-    return fuse_streams(backbone, loaded, merge_lora=merge_lora), tokenizer
+    return attach_adapter(backbone, loaded, merge_lora=merge_lora), tokenizer

@@ -26,9 +26,13 @@ NO_ADAPTER = "none"
 CONFIG_FILE = "streams_config.json"
 STREAMS_FILE = "streams.safetensors"
 LORA_FILES = {"all": "adapters.safetensors", "streams": "stream_adapters.safetensors"}
-LORA_SETTINGS = "adapter_config.json"
+LORA_SETTINGS = "adapter_config.json"  # of mlx-lm and of PEFT
+PEFT_FILE = "adapter_model.safetensors"
+PEFT_PICKLE = "adapter_model.bin"
 FIGURES_FILE = "figures.json"
-ADAPTER_FILES = (CONFIG_FILE, STREAMS_FILE, *LORA_FILES.values(), LORA_SETTINGS, FIGURES_FILE)
+ADAPTER_FILES = (
+    CONFIG_FILE, STREAMS_FILE, *LORA_FILES.values(), LORA_SETTINGS, PEFT_FILE, FIGURES_FILE
+)  # fmt: skip
 """What an adapter on the Hub consists of, and all that is fetched of it."""
 TRAINED_FOLDER = "adapter"  # of a training run, where the adapter is
 PLAN_FILE = "plan.json"  # of a run of `ssmlx.adapt`
@@ -144,13 +148,16 @@ def adapters_home() -> Path:
 def own_adapters(model: Path | None = None) -> dict[str, Path]:
     """Folders of the adapters that were made on this machine, by name, the newest first.
 
-    Of a model's folder, those that were made from it.
+    Of a model's folder, those that were made from it alone: not those for a LoRA on it, with which
+    it answers otherwise.
     """
     found = {}
     for folder in adapters_home().glob(f"*/{TRAINED_FOLDER}"):
         with suppress(InputError, LookupError, TypeError, OSError):
             plan = read_json(folder.parent / PLAN_FILE, "the plan of a run")
-            if model is None or plan["settings"]["model"] == str(model.resolve()):
+            settings = plan["settings"]
+            is_from = model is not None and settings["model"] == str(model.resolve())
+            if model is None or (is_from and "adapter" not in settings):
                 found[folder.parent.name] = (folder / CONFIG_FILE).stat().st_mtime, folder
     newest_first = sorted(found, key=lambda name: found[name][0], reverse=True)
     return {name: found[name][1] for name in newest_first}
@@ -200,8 +207,8 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
         or_bundled = f", or a bundled adapter ({names})" if names else ""
         raise InputError(
             f"no adapter folder {adapter}, and no bundled adapter of that name",
-            expected=f"a folder that `python -m convert` wrote{or_bundled}",
-            do="check --adapter, or convert a checkpoint",
+            expected=f"a folder with LoRA or streams{or_bundled}",
+            do="check --adapter",
         )
     return bundled
 
@@ -214,8 +221,16 @@ def adapter_weights(values: dict[str, Any]) -> list[str]:
     return [STREAMS_FILE, *(LORA_FILES[scope] for scope in scopes)]
 
 
+def is_lora(folder: Path) -> bool:
+    """Whether an adapter is LoRA alone, as mlx-lm and PEFT write it."""
+    return not (folder / CONFIG_FILE).exists() and (folder / LORA_SETTINGS).exists()
+
+
 def _lacks(folder: Path) -> str | None:
     """The first file that an adapter's folder lacks, or None."""
+    if is_lora(folder):
+        weights = (LORA_FILES["all"], PEFT_FILE)
+        return None if any((folder / file).is_file() for file in weights) else " or ".join(weights)
     needed = adapter_weights(read_json(folder / CONFIG_FILE, "the settings of an adapter"))
     return next((file for file in needed if not (folder / file).is_file()), None)
 
@@ -234,9 +249,13 @@ def _fetch_adapter(
     listed = {one.rfilename: one for one in info.siblings or ()}
     listed = {file: one for file, one in listed.items() if file in ADAPTER_FILES}
     is_asked = commit == revision or not _COMMIT.fullmatch(revision or "")
-    is_there = CONFIG_FILE in listed and is_asked and _COMMIT.fullmatch(commit) is not None
-    found = f"the Hugging Face Hub has no {CONFIG_FILE} in commit {commit!r} of {name}"
-    require(is_there, found, expected="an adapter of ssmlx", do="check the name")
+    has_settings = CONFIG_FILE in listed or LORA_SETTINGS in listed
+    is_there = has_settings and is_asked and _COMMIT.fullmatch(commit) is not None
+    found = (
+        f"the Hugging Face Hub has no {CONFIG_FILE} in commit {commit!r} of {name}, and no "
+        f"{LORA_SETTINGS} of LoRA"
+    )
+    require(is_there, found, expected="an adapter", do="check the name")
 
     def check(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
         told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"

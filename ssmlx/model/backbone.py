@@ -35,6 +35,7 @@ from ..errors import InputError, first_line, require
 from .cache import StateCache, TreeCache
 from .capabilities import Capabilities, Reason
 from .latent import run_rows_as_texts
+from .lora import EmbeddingLora, RowLora
 from .masks import CausalMasks, WindowMasks
 from .metal import TreeMask, calls_attention, hook_layers
 from .ranks import Group, from_first
@@ -49,7 +50,7 @@ _PROBE_WINDOW = 4
 _WINDOW_NAMES = ("sliding_window", "window_size")
 _NORM_NAMES = ("norm", "final_layernorm", "embedding_norm")
 PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
-_HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS)
+_HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS, RowLora, EmbeddingLora)
 PROBE_LENGTH = 32
 _PROBE_TOLERANCE = 0.02
 _DIGEST_VALUES = 64
@@ -289,8 +290,17 @@ class Backbone:
         """The same model with modules of its own, to be exchanged, on the very same arrays."""
         twin = copy.copy(self)
         twin.model = on_same_arrays(self.model)
-        twin._take_parts()
+        twin.take_modules()
         return twin
+
+    def take_modules(self) -> None:
+        """Know the model's modules, some of which were exchanged."""
+        if self._no_stages is None:
+            self._take_parts()
+            return
+        model: Any = self.model
+        self._outer = getattr(model, "language_model", model)
+        self.layers = list(getattr(self._outer, "layers", []))
 
     def base(self) -> Backbone:
         """The base model alone, of one that an adapter is attached to: a twin, or itself.
@@ -304,6 +314,7 @@ class Backbone:
         read = self.reload(dropped) if dropped and self.reload is not None else {}
         base = self.twin()
         base.model.update_modules(tree_unflatten([*self.kept.items(), *read.items()]))
+        base.take_modules()
         base.replaced = {}
         return base
 
@@ -439,10 +450,13 @@ class Backbone:
         """
         head: Any = _layer_of(self.lm_head)
         self._require_rows(head, "a draft vocabulary")
-        rows: Any = copy.copy(head)
-        for name in ("weight", "scales", "biases", "bias"):
-            if head.get(name) is not None:
-                rows[name] = head[name][tokens]
+        if isinstance(head, EmbeddingLora | RowLora):
+            rows: Any = head.rows(tokens)
+        else:
+            rows = copy.copy(head)
+            for name in ("weight", "scales", "biases", "bias"):
+                if head.get(name) is not None:
+                    rows[name] = head[name][tokens]
         if self.draft_bits is not None:
             rows = pack_rows(rows, self.draft_bits)
         mx.eval(rows.parameters())
@@ -452,6 +466,8 @@ class Backbone:
         """[..., D] unpacked weights of `tokens` [...] of the LM head."""
         layer = _layer_of(self.lm_head)
         self._require_rows(layer, "a condition")
+        if isinstance(layer, EmbeddingLora | RowLora):
+            return mx.unflatten(layer.rows(tokens.flatten()).weight, 0, tokens.shape)
         kind = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
         return kind.__call__(layer, tokens)
 

@@ -1,4 +1,8 @@
-"""LoRA that knows which rows it acts on."""
+"""LoRA and DoRA on linear layers, embeddings and experts; on linear layers it knows its rows.
+
+DoRA gives each feature of what LoRA makes of a weight a norm that was learned. Nothing of that
+changes while a model answers, so the factor of each feature, its gain, is computed once.
+"""
 
 import copy
 import threading
@@ -6,13 +10,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import require
 from .ranks import LINEARS, SPLIT_INPUTS, SPLIT_OUTPUTS, UNPACKED_LINEARS, own_product
+
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+LORA_KINDS = (*LINEARS, *EMBEDDINGS, *EXPERTS)
+"""Layers that LoRA may act on; on stream rows alone, linear ones."""
 
 # Modules of one part of a layer that are called on the same rows.
 _SAME_INPUT = {
@@ -45,11 +56,33 @@ class RowScope(threading.local):
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """One module's LoRA, in mlx-lm's layout: y = W x + scale * (x a) b."""
+    """One module's LoRA, in mlx-lm's layout: y = W x + scale * (x a) b.
 
-    a: mx.array  # [in, r]
-    b: mx.array  # [r, out]
-    scale: float  # alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA
+    Attributes:
+        a: [in, r]; [V, r] of an embedding, [E, r, in] of E experts.
+        b: [r, out]; [r, D] of an embedding, [E, out, r] of experts.
+        scale: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA.
+        magnitude: the norms that make it DoRA; [out] of a linear layer. Of an embedding [V], of its
+            rows; or [D], of its columns, unless it acts on the head. None for LoRA.
+        acts_on_head: of an embedding that is the LM head too, whether LoRA acts there, as mlx-lm
+            has it, or where tokens are embedded alone, as PEFT has it.
+    """
+
+    a: mx.array
+    b: mx.array
+    scale: float
+    magnitude: mx.array | None = None
+    acts_on_head: bool = True
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return int(self.a.shape[1])
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What was trained."""
+        return [self.a, self.b, *([] if self.magnitude is None else [self.magnitude])]
 
 
 def layer_of(path: str) -> tuple[int, str]:
@@ -95,19 +128,44 @@ def linear_paths(
     ]
 
 
-class RowLora(nn.Module):
-    """A linear layer with LoRA on the rows from `scope.first` on.
+class LoraLayer(nn.Module):
+    """What every layer with LoRA has: the factors, cast to the `dtype` of activations."""
+
+    def __init__(self, weights: LoraWeights, dtype: mx.Dtype | None) -> None:
+        super().__init__()
+        self.lora_a = weights.a if dtype is None else weights.a.astype(dtype)
+        self.lora_b = weights.b if dtype is None else weights.b.astype(dtype)
+        self.scale = weights.scale
+
+    @property
+    def added(self) -> list[mx.array]:
+        """Its own arrays, beside those of the layer that it is put on."""
+        return [value for value in self.values() if isinstance(value, mx.array)]
+
+
+class RowLora(LoraLayer):
+    """A linear layer with LoRA on the rows from `scope.first` on; DoRA acts on every row.
 
     Rows before that are computed exactly as without LoRA. In one sequence alone: where there are
     more, LoRA acts on every row or on none.
     """
 
-    def __init__(self, linear: nn.Module, weights: LoraWeights, scope: RowScope) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        linear: nn.Module,
+        weights: LoraWeights,
+        scope: RowScope,
+        dtype: mx.Dtype | None = None,
+    ) -> None:
+        gain = dora_gain(linear, weights)
+        if gain is not None:
+            weights = replace(weights, b=weights.b * gain)
+        super().__init__(weights, dtype)
         self.linear = linear
-        self.lora_a = weights.a
-        self.lora_b = weights.b
-        self.scale = weights.scale
+        if gain is not None:
+            self.gain = gain.astype(self.lora_b.dtype)
+            if "bias" in linear:  # which DoRA leaves as it is
+                self.offset = ((1 - gain) * linear.bias).astype(self.lora_b.dtype)
         self._scope = scope
         self.shared: SharedInput | None = None
         self.index = 0  # among the modules of `shared`
@@ -131,7 +189,22 @@ class RowLora(nn.Module):
 
     def product(self, x: mx.array) -> mx.array:
         """[..., out] what `summand` adds LoRA to."""
-        return self.linear(x)
+        y = self.linear(x)
+        if "gain" in self:
+            y = y * self.gain
+        return y + self.offset if "offset" in self else y
+
+    def rows(self, tokens: mx.array) -> nn.Module:
+        """A layer with the rows of `tokens` [Vd] alone, LoRA merged into them."""
+        weight = weight_of(self.linear, tokens)
+        if "gain" in self:
+            weight = self.gain[tokens][:, None] * weight
+        weight = weight + self.scale * (self.lora_a @ self.lora_b[:, tokens]).T
+        layer = nn.Linear(1, 1, bias=False)
+        layer.weight = weight.astype(self.lora_b.dtype)
+        if "bias" in self.linear:
+            layer.bias = self.linear.bias[tokens]
+        return layer
 
     def _low_rank(self, x: mx.array, first: int) -> tuple[mx.array, mx.array]:
         """The rows [R, in] of `x`, and those from `first` on times A, [R - first, r]."""
@@ -151,6 +224,66 @@ class SummedLora(RowLora):
 
     def product(self, x: mx.array) -> mx.array:
         return own_product(self.linear, x)
+
+
+class EmbeddingLora(LoraLayer):
+    """An embedding with LoRA or DoRA, where it embeds and, unless told, as the LM head."""
+
+    def __init__(
+        self, embedding: nn.Module, weights: LoraWeights, dtype: mx.Dtype | None = None
+    ) -> None:
+        super().__init__(weights, dtype)
+        gain = dora_gain(embedding, weights)
+        self.embedding = embedding
+        if gain is not None:
+            self.gain = gain.astype(self.lora_b.dtype)
+        self.acts_on_head = weights.acts_on_head
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """[..., D] of `tokens` [...]."""
+        rows = self.embedding(tokens)
+        rows = rows + (self.scale * (self.lora_a[tokens] @ self.lora_b)).astype(rows.dtype)
+        if "gain" not in self:
+            return rows
+        return rows * (self.gain[tokens][..., None] if self.acts_on_head else self.gain)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """[..., D] to logits [..., V]."""
+        logits = self.embedding.as_linear(x)
+        if not self.acts_on_head:
+            return logits
+        more = (x @ self.lora_b.T) @ self.lora_a.T
+        logits = logits + (self.scale * more).astype(logits.dtype)
+        return logits * self.gain if "gain" in self else logits
+
+    def rows(self, tokens: mx.array) -> nn.Module:
+        """The head's rows of `tokens` [Vd] alone, LoRA merged into them."""
+        weight = weight_of(self.embedding, tokens)
+        if self.acts_on_head:
+            weight = weight + self.scale * (self.lora_a[tokens] @ self.lora_b)
+            if "gain" in self:
+                weight = self.gain[tokens][:, None] * weight
+        layer = nn.Embedding(1, 1)
+        layer.weight = weight.astype(self.lora_b.dtype)
+        return layer
+
+
+class ExpertsLora(LoraLayer):
+    """The same linear layer of every expert, with LoRA of each its own."""
+
+    def __init__(
+        self, linear: nn.Module, weights: LoraWeights, dtype: mx.Dtype | None = None
+    ) -> None:
+        super().__init__(weights, dtype)
+        self.linear = linear
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """As mlx-lm's `SwitchLinear`, of rows `x` and the experts that each goes to."""
+        chosen: dict[str, Any] = {"rhs_indices": indices, "sorted_indices": sorted_indices}
+        y = self.linear(x, indices, sorted_indices=sorted_indices)
+        z = mx.gather_mm(x, self.lora_a.swapaxes(-1, -2), **chosen)
+        z = mx.gather_mm(z, self.lora_b.swapaxes(-1, -2), **chosen)
+        return y + (self.scale * z).astype(y.dtype)
 
 
 class SharedInput(threading.local):
@@ -206,6 +339,62 @@ def linear_shape(linear: nn.Module) -> tuple[int, int]:
     return out_size, in_size
 
 
+def lora_shapes(layer: nn.Module | None, weights: LoraWeights) -> dict[str, tuple[int, ...]]:
+    """The shapes of LoRA of its rank on a layer, by mlx-lm's names; none where it has no place."""
+    rank = weights.rank
+    # mlx-lm's layers with a `to_lora` have LoRA of their own kind.
+    if not isinstance(layer, LORA_KINDS) or hasattr(layer, "to_lora"):
+        return {}
+    if isinstance(layer, EXPERTS):
+        experts, out_size, in_size = layer.num_experts, layer.output_dims, layer.input_dims
+        return {"lora_a": (experts, rank, in_size), "lora_b": (experts, out_size, rank)}
+    out_size, in_size = linear_shape(layer)
+    norms = {} if weights.magnitude is None else {"m": (out_size,)}
+    if isinstance(layer, LINEARS):
+        return {"lora_a": (in_size, rank), "lora_b": (rank, out_size), **norms}
+    if norms and not weights.acts_on_head:
+        norms = {"m": (in_size,)}
+    return {"lora_a": (out_size, rank), "lora_b": (rank, in_size), **norms}
+
+
+def weight_of(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
+    """The weight of a layer in float32, unpacked; of these rows alone, if told."""
+    parts: list[Any] = [layer.get(name) for name in ("weight", "scales", "biases")]
+    if rows is not None:
+        parts = [None if part is None else part[rows] for part in parts]
+    weight, scales, biases = parts
+    if scales is not None:
+        form: dict[str, Any] = {"group_size": layer.group_size, "bits": layer.bits}
+        weight = mx.dequantize(weight, scales, biases, mode=layer.mode, **form)
+    return weight.astype(mx.float32)
+
+
+def _sum_of(layer: nn.Module, weights: LoraWeights) -> mx.array:
+    """A layer's weight with LoRA added, in float32."""
+    a, b = (array.astype(mx.float32) for array in (weights.a, weights.b))
+    if isinstance(layer, EXPERTS):
+        delta = b @ a
+    elif isinstance(layer, EMBEDDINGS):
+        delta = a @ b
+    else:
+        delta = b.T @ a.T
+    return weight_of(layer) + weights.scale * delta
+
+
+def dora_gain(layer: nn.Module, weights: LoraWeights) -> mx.array | None:
+    """What DoRA multiplies each feature by, in float32 and in the magnitude's shape; None of LoRA.
+
+    It is computed now: the unpacked weights of many layers would not fit into memory at once.
+    """
+    if weights.magnitude is None:
+        return None
+    of_columns = isinstance(layer, EMBEDDINGS) and not weights.acts_on_head
+    norms = mx.linalg.norm(_sum_of(layer, weights), axis=0 if of_columns else 1)
+    gain = weights.magnitude.astype(mx.float32) / norms
+    mx.eval(gain)
+    return gain
+
+
 def own_part(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
     """What of the LoRA of a linear layer belongs to this rank's part of the layer."""
     if isinstance(linear, SPLIT_OUTPUTS):
@@ -217,12 +406,34 @@ def own_part(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
     return weights
 
 
-def merged(linear: nn.Module, weights: LoraWeights) -> nn.Module:
-    """A linear layer, not quantised, with the LoRA added into its weight."""
-    layer = copy.copy(linear)
-    weight, a, b = (array.astype(mx.float32) for array in (linear.weight, weights.a, weights.b))
-    layer.weight = (weight + (weights.scale * b.T) @ a.T).astype(linear.weight.dtype)
-    return layer
+def merged(layer: nn.Module, weights: LoraWeights) -> nn.Module:
+    """A layer, not quantised, with the LoRA or DoRA in its weight."""
+    twin = copy.copy(layer)
+    weight = _sum_of(layer, weights)
+    gain = dora_gain(layer, weights)
+    if gain is not None:
+        weight = weight * (gain[:, None] if weights.acts_on_head else gain)
+    twin.weight = weight.astype(layer.weight.dtype)
+    return twin
+
+
+def is_mergeable(layer: nn.Module, weights: LoraWeights) -> bool:
+    """Whether LoRA on every row may be added into a layer's weight."""
+    if isinstance(layer, nn.Embedding):  # which may be the head too
+        return weights.acts_on_head
+    return isinstance(layer, (*UNPACKED_LINEARS, SwitchLinear))
+
+
+def with_lora(
+    layer: nn.Module, weights: LoraWeights, scope: RowScope, dtype: mx.Dtype | None
+) -> LoraLayer:
+    """A layer with LoRA beside its weight, of the class for its kind."""
+    if isinstance(layer, EMBEDDINGS):
+        return EmbeddingLora(layer, weights, dtype)
+    if isinstance(layer, EXPERTS):
+        return ExpertsLora(layer, weights, dtype)
+    kind = SummedLora if isinstance(layer, SPLIT_INPUTS) else RowLora
+    return kind(layer, weights, scope, dtype)
 
 
 def attach_lora(
@@ -243,19 +454,15 @@ def attach_lora(
     weights are in memory twice.
     """
     modules = dict(model.named_modules())
-    updates: list[tuple[str, nn.Module]] = []
-    apart: dict[str, RowLora] = {}
+    updates: dict[str, nn.Module] = {}
     for path, weights in lora.items():
-        linear = modules[path]
-        weights = own_part(weights, linear)
-        if merge and isinstance(linear, UNPACKED_LINEARS):
-            updates.append((path, merged(linear, weights)))
+        layer = modules[path]
+        own = own_part(weights, layer)
+        if merge and is_mergeable(layer, own):
+            updates[path] = merged(layer, own)
         else:
-            cast = LoraWeights(weights.a.astype(dtype), weights.b.astype(dtype), weights.scale)
-            kind = SummedLora if isinstance(linear, SPLIT_INPUTS) else RowLora
-            apart[path] = kind(linear, cast, scope)
+            updates[path] = with_lora(layer, own, scope, dtype)
     if fixed:
-        share_inputs(apart)
-    updates += apart.items()
-    model.update_modules(tree_unflatten(updates))
+        share_inputs({path: one for path, one in updates.items() if isinstance(one, RowLora)})
+    model.update_modules(tree_unflatten(list(updates.items())))
     return {path: modules[path] for path in lora}

@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -28,7 +29,8 @@ from ..api import stream_generate
 from ..bars import bar
 from ..errors import InputError, require
 from ..json_files import read_json
-from ..loading.adapter import load_adapter
+from ..loading.adapter import Adapter, StreamAdapter, load_adapter, load_streams
+from ..loading.attach import attach_adapter, fitted_lora
 from ..loading.files import (
     PartFile,
     digest_of_json,
@@ -38,6 +40,7 @@ from ..loading.files import (
     write_whole,
 )
 from ..loading.load import is_quantised, load, load_tokenizer
+from ..loading.lora_files import Loras, kind_of
 from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
@@ -110,6 +113,7 @@ class AdaptOptions:
     model: str  # as it was named
     path: Path  # its folder
     out: Path  # the run's folder
+    adapter: Path | None = None  # the folder of the LoRA that the model is to have
     data: tuple[Path, ...] = ()  # files of prompts
     hours: float = 1.0  # in all, those of earlier rounds among them
     memory_gb: float | None = None
@@ -128,6 +132,11 @@ class AdaptOptions:
     def adapter_folder(self) -> Path:
         return self.out / TRAINED_FOLDER
 
+    @property
+    def lora_digests(self) -> list[str]:
+        """What tells the LoRA from another; none without one."""
+        return [] if self.adapter is None else [folder_digest(self.adapter)]
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -142,6 +151,8 @@ class Source:
 
     base: dict[str, Any]  # its settings
     backbone: Backbone
+    lora: Loras  # that the model is to have on every row; may be empty
+    answering: nn.Module  # mlx-lm's model with this LoRA
     tokenizer: TokenizerWrapper
     dtype: str  # as `load` takes it
     run: RunOptions
@@ -222,7 +233,8 @@ def adapt(
     write_figures(plan, options, measured, bits, log, prog)
     if picture.exists():
         say(f"curves: {picture}")
-    say(f"use it: python -m ssmlx.chat --model {options.model}")
+    named = "" if options.adapter is None else f" --adapter {options.out.name}"
+    say(f"use it: python -m ssmlx.chat --model {options.model}{named}")
 
 
 def _make_adapter(
@@ -240,8 +252,10 @@ def _make_adapter(
         "format": _PLAN_FORMAT,
         "weights": folder_digest(options.path),
     }
+    if options.adapter is not None:
+        settings["adapter"] = options.lora_digests
     source = load_source(options, prompts, say)
-    speaker = Speaker(source.backbone.model, source.tokenizer, 1, options.seed, wait)
+    speaker = Speaker(source.answering, source.tokenizer, 1, options.seed, wait)
     plan_path = options.out / PLAN_FILE
     plan = Plan.read(plan_path, settings)
     if plan is None:
@@ -263,12 +277,16 @@ def _make_adapter(
 
 
 def load_source(options: AdaptOptions, prompts: Sequence[dict[str, Any]], say: Say) -> Source:
-    """Load the model frozen; tokenise `prompts`, of the user's files, and those that ship."""
+    """Load the model frozen, and the LoRA that it is to have; tokenise `prompts`, of the user's
+    files, and those that ship."""
     base = read_base(options.path)
     tokenizer = load_tokenizer(options.path, base)
     dtype = frozen_dtype(options.path, base, options.memory)
     backbone = load_frozen(options.path, dtype)
     backbone.capabilities.require("stages", "streams")
+    backbone.name = options.model
+    lora: Loras = {} if options.adapter is None else read_lora(options.adapter, backbone)
+    tuned = attach_adapter(backbone, Adapter(lora=lora), merge_lora=False) if lora else None
     run = RunOptions(
         data=options.out / _DATA,
         out=options.out,
@@ -280,6 +298,8 @@ def load_source(options: AdaptOptions, prompts: Sequence[dict[str, Any]], say: S
     source = Source(
         base=base,
         backbone=backbone,
+        lora=lora,
+        answering=tuned.backbone.model if tuned else backbone.model,
         tokenizer=tokenizer,
         dtype=dtype,
         run=run,
@@ -293,6 +313,18 @@ def load_source(options: AdaptOptions, prompts: Sequence[dict[str, Any]], say: S
         files=tokenised(FILES, prompts, source, amounts, say),
         shipped=tokenised(SHIPPED, shipped, source, amounts, say),
     )
+
+
+def read_lora(folder: Path, backbone: Backbone) -> Loras:
+    """The LoRA of an adapter that has nothing else."""
+    adapter = load_adapter(folder)
+    require(
+        not isinstance(adapter, StreamAdapter),
+        f"{folder} has streams already",
+        expected="LoRA or DoRA alone, as mlx-lm and PEFT write it",
+        do="check --adapter; to train these streams further, see ssmlx.train --train-only",
+    )
+    return fitted_lora(adapter, backbone)
 
 
 @on_one_day()
@@ -324,7 +356,12 @@ def make_plan(
     text = [token for one in source.shipped for token in one.tokens]
     text = text[: (source.backbone.context_length or len(text)) // 2]
     costs = time_candidates(
-        source.backbone, base, source.run, text, seconds=options.amounts.timing_seconds
+        source.backbone,
+        base,
+        source.run,
+        text,
+        seconds=options.amounts.timing_seconds,
+        lora=source.lora,
     )
     num_layers = choose_layers(costs, base["num_hidden_layers"])
     longest = max(source.prompt_lengths)
@@ -333,7 +370,14 @@ def make_plan(
     train = train.sized(base["vocab_size"])
     config = stream_config(train, base, source.run, [source.tokenizer.eos_token_id])
     rates = measure_rates(
-        source.backbone, config, train, speaker, longest, answer_tokens, options.memory
+        source.backbone,
+        config,
+        train,
+        speaker,
+        longest,
+        answer_tokens,
+        options.memory,
+        source.lora,
     )
     return Plan(
         settings=settings,
@@ -382,9 +426,11 @@ def _streams_line(plan: Plan, source: Source) -> str:
     vocab = train.draft_vocab_size or base["vocab_size"]
     sizes = ", ".join(map(str, plan.step_costs))
     costs = ", ".join(f"{cost:.2f}" for cost in plan.step_costs.values())
+    lora = f", with {kind_of(source.lora)}" if source.lora else ""
     return (
         f"{source.run.model}: {base['num_hidden_layers']} layers of width {base['hidden_size']}, "
-        f"{held}\nstreams: {train.num_streams} in the top {train.num_msa_layers} layers, which "
+        f"{held}{lora}\n"
+        f"streams: {train.num_streams} in the top {train.num_msa_layers} layers, which "
         f"draft from {vocab:,} tokens; here calls with trees of {sizes} nodes take as long as "
         f"{costs} plain calls"
     )
@@ -502,7 +548,7 @@ def train_round(
             with new_folder(start_folder) as work:
                 shutil.copytree(best, work, dirs_exist_ok=True)
         train = replace(train, train_only="streams")
-        start = with_new_parts(load_adapter(start_folder), train)
+        start = with_new_parts(load_streams(start_folder), train)
     run = replace(
         source.run,
         out=folder,
@@ -512,22 +558,24 @@ def train_round(
     )
     job, _ = prepare(run, train, start)
     twin = source.backbone.twin()
-    adapter = start or new_adapter(twin, job.config, train, job.draft_vocab)
+    adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)
     objective = MlxObjective(model, train, job.draft_vocab)
     dtype = str(twin.dtype)
+    lora = options.lora_digests
+    lower_identity = job.lower_identity(dtype, *lora)
     with wired_limit(twin.model):
         run_to_end(
             job,
             MlxTrainer(objective, job.num_steps),
             prog=prog,
             dtype=dtype.removeprefix("mlx.core."),
-            identity=job.identity(dtype, init=start_folder if start else None),
+            identity=job.identity(dtype, *lora, init=start_folder if start else None),
             write=lambda validate: model.write(best, validate),
             keep_best=True,
             wait=wait,
             validated=lambda validate: say(forecast_line(plan.step_costs, validate)),
-            lower=lambda: job.stored_lower(objective, STORE_FILE, job.lower_identity(dtype)),
+            lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
         )
     (folder / STORE_FILE).unlink(missing_ok=True)
 
@@ -600,7 +648,7 @@ def check_adapter(
         num_tokens += len(plain.tokens)
         num_same += plain.tokens == drafted.tokens
         lookup_calls += lookup.target_calls
-    curve = load_adapter(folder).config.tokens_per_call or {}
+    curve = load_streams(folder).config.tokens_per_call or {}
     by_lookup = Replay(num_tokens, lookup_calls).after(len(checked)).tokens_per_call
     held = sum(len(row["completion_tokens"]) for row in rows)
     untrained = Replay(held, round(held / untrained_rate)).after(len(rows)).tokens_per_call
@@ -664,7 +712,8 @@ def write_figures(
             "train": plan.train.to_dict(),
         },
         "data": {
-            "private": bool(options.data),
+            # A LoRA, which is part of the adapter, may have learned what is nobody else's.
+            "private": bool(options.data) or options.adapter is not None,
             "answers": len(rows),
             "tokens": sum(len(row["completion_tokens"]) for row in rows),
             "sources": Counter(row["source"] for row in rows),

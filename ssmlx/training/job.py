@@ -17,7 +17,7 @@ import numpy as np
 from ..bars import bar
 from ..errors import InputError, require, unwritable
 from ..json_files import read_json
-from ..loading.adapter import Adapter
+from ..loading.adapter import StreamAdapter
 from ..loading.files import folder_digest, make_folder
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
@@ -169,7 +169,7 @@ def read_base(folder: Path) -> dict[str, Any]:
 
 
 def prepare(
-    options: RunOptions, train: TrainConfig, start: Adapter | None = None
+    options: RunOptions, train: TrainConfig, start: StreamAdapter | None = None
 ) -> tuple[Job, Path]:
     """Read the data; returns the job, and the base model's folder.
 

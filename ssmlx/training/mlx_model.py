@@ -23,15 +23,15 @@ import numpy as np
 
 from ..drafters.streams import DraftVocab
 from ..loading.adapter import (
-    Adapter,
     BaseIdentity,
-    lora_tensors,
+    StreamAdapter,
     stream_tensors,
     streams_of,
     write_adapter,
 )
 from ..loading.attach import check_base
 from ..loading.files import new_folder
+from ..loading.lora_files import Loras, lora_tensors
 from ..model.backbone import Backbone, LMHead
 from ..model.condition import Condition
 from ..model.lora import (
@@ -149,18 +149,22 @@ class TrainedModel:
     or those of `part` alone.
     """
 
-    def __init__(self, backbone: Backbone, adapter: Adapter, part: Part | None = None) -> None:
+    def __init__(
+        self, backbone: Backbone, adapter: StreamAdapter, part: Part | None = None
+    ) -> None:
         check_base(adapter, backbone)
         self.backbone = backbone
         self.config = adapter.config
         self._adapter = adapter
         attach_lora(backbone.model, adapter.task_lora, RowScope(0), merge=True, dtype=mx.float32)
+        lora = adapter.trained_lora
         self._scope = RowScope(0 if self.config.adapter_scope == "all" else None)
         backbone.replaced = attach_lora(
-            backbone.model, adapter.lora, self._scope, merge=False, dtype=mx.float32, fixed=False
+            backbone.model, lora, self._scope, merge=False, dtype=mx.float32, fixed=False
         )
+        backbone.take_modules()
         modules: Mapping[str, Any] = dict(backbone.model.named_modules())
-        self._loras: dict[str, RowLora] = {path: modules[path] for path in adapter.lora}
+        self._loras: dict[str, RowLora] = {path: modules[path] for path in lora}
         self._fused = StreamFusedModel(backbone, self.config, adapter.streams)
         self.draft_head = self._fused.draft_head
         self._start = trained_weights(adapter)
@@ -168,7 +172,7 @@ class TrainedModel:
         self.bind(self.weights)
 
     @property
-    def adapter(self) -> Adapter:
+    def adapter(self) -> StreamAdapter:
         return with_weights(self._adapter, self.weights)
 
     def write(self, folder: Path, validate: Validation) -> Path:
@@ -243,26 +247,27 @@ class TrainedModel:
         return self.backbone.run(hidden, index, index + 1, mask, [view])
 
 
-def trained_weights(adapter: Adapter, part: Part | None = None) -> Weights:
+def trained_weights(adapter: StreamAdapter, part: Part | None = None) -> Weights:
     """What of an adapter, or of a part of it, is trained: never the draft vocabulary."""
-    lora = adapter.stream_lora if part else adapter.lora
+    lora = adapter.stream_lora if part else adapter.trained_lora
     weights = {**stream_tensors(adapter.streams), **lora_tensors(lora)}
     weights.pop("draft_vocab", None)
     first = "condition." if part == "condition" else ""
     return {n: array.astype(mx.float32) for n, array in weights.items() if n.startswith(first)}
 
 
-def with_weights(adapter: Adapter, weights: Weights) -> Adapter:
+def with_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
     """The adapter with these in the place of its own; others stay, each in its own precision."""
-    every = {**stream_tensors(adapter.streams), **lora_tensors(adapter.lora), **weights}
+    trained = adapter.trained_lora
+    every = {**stream_tensors(adapter.streams), **lora_tensors(trained), **weights}
     lora = {
         path: replace(old, a=every[f"{path}.lora_a"], b=every[f"{path}.lora_b"])
-        for path, old in adapter.lora.items()
+        for path, old in trained.items()
     }
-    return replace(adapter, streams=streams_of(every), lora=lora)
+    return adapter.with_trained(lora, streams=streams_of(every))
 
 
-def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
+def start_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
     """Give a model the weights of an adapter, LoRA and streams, as far as that has them.
 
     The adapter may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary is
@@ -271,8 +276,8 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
     check_base(adapter, model.backbone)
     loses_task = bool(adapter.task_lora) and not model.adapter.task_lora
     check_init(source, adapter.config, model.config, loses_task=loses_task)
-    scales = {lora.scale for lora in model.adapter.lora.values()}
-    for lora in adapter.lora.values():
+    scales = {lora.scale for lora in model.adapter.trained_lora.values()}
+    for lora in adapter.trained_lora.values():
         check_scale(source, lora.scale, max(scales, default=lora.scale))
     found = trained_weights(adapter)
     check_shapes(source, found, model.weights)
@@ -281,7 +286,7 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
     model.bind(weights)
 
 
-def write_trained(folder: Path, adapter: Adapter, validate: Validation) -> Path:
+def write_trained(folder: Path, adapter: StreamAdapter, validate: Validation) -> Path:
     """Write an adapter with what it brings on held-out text, by the nodes of a tree."""
     config = replace(adapter.config, tokens_per_call=validate.curve(RECORDED_TREE_SIZES) or None)
     with new_folder(folder) as work:
@@ -289,7 +294,7 @@ def write_trained(folder: Path, adapter: Adapter, validate: Validation) -> Path:
     return folder
 
 
-def with_new_parts(adapter: Adapter, train: TrainConfig) -> Adapter:
+def with_new_parts(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
     """The adapter with all that is to be trained: what it lacks changes nothing yet."""
     streams = adapter.streams
     size = adapter.config.hidden_size
@@ -330,11 +335,16 @@ def _uniform(rng: np.random.Generator, rows: int, columns: int, inputs: int) -> 
 
 
 def new_adapter(
-    backbone: Backbone, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
-) -> Adapter:
+    backbone: Backbone,
+    config: StreamConfig,
+    train: TrainConfig,
+    draft_vocab: np.ndarray | None,
+    task_lora: Loras | None = None,
+) -> StreamAdapter:
     """An adapter that changes nothing yet: the second factor of every pair is zero.
 
-    The rest is drawn from the run's seed, alike on every machine.
+    The rest is drawn from the run's seed, alike on every machine. Beside streams of scope "streams"
+    there may be the `task_lora` of the model that they are to draft for.
     """
     rng = np.random.default_rng(train.seed)
     size = config.hidden_size
@@ -359,4 +369,11 @@ def new_adapter(
         out_size, in_size = linear_shape(modules[path])
         a = _uniform(rng, in_size, train.lora_rank, in_size)
         lora[path] = LoraWeights(a, mx.zeros((train.lora_rank, out_size)), scale)
-    return Adapter(config, streams, BaseIdentity.of(backbone), lora)
+    adapter = StreamAdapter(
+        config=config,
+        streams=streams,
+        base=BaseIdentity.of(backbone),
+        lora=task_lora or {},
+        base_model=config.base_model,
+    )
+    return adapter.with_trained(lora)

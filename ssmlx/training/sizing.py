@@ -15,7 +15,8 @@ import numpy as np
 
 from ..errors import require
 from ..generation.head_start import seed_costs
-from ..loading.attach import fuse_streams
+from ..loading.attach import attach_adapter
+from ..loading.lora_files import Loras
 from ..model.backbone import Backbone
 from ..settings import StreamConfig
 from .answers import Speaker, Text
@@ -79,6 +80,7 @@ def time_candidates(
     tokens: Sequence[int],
     *,
     seconds: float,
+    lora: Loras | None = None,
 ) -> dict[int, StepCosts]:
     """Time calls with untrained streams: what a call costs does not depend on what they learned.
 
@@ -91,6 +93,7 @@ def time_candidates(
         options: of the run.
         tokens: a text, the beginning of which is decoded behind.
         seconds: for each candidate.
+        lora: on every row of the model, if there is some.
 
     Returns:
         What calls cost, by the number of layers with streams.
@@ -99,8 +102,8 @@ def time_candidates(
     for num_layers in candidate_layers(base["num_hidden_layers"]):
         train = stream_training(num_layers).sized(base["vocab_size"])
         config = stream_config(train, base, options, [])
-        adapter = new_adapter(backbone.twin(), config, train, _any_vocab(train))
-        model = fuse_streams(backbone, adapter, merge_lora=True)
+        adapter = new_adapter(backbone.twin(), config, train, _any_vocab(train), lora)
+        model = attach_adapter(backbone, adapter, merge_lora=True)
         text = tokens[:_TIMED_CONTEXT]
         found[num_layers] = seed_costs(model, text, TIMED_SIZES, seconds=seconds)
     return found
@@ -167,6 +170,7 @@ def measure_rates(
     prompt_tokens: int,
     answer_tokens: int,
     most: int,
+    lora: Loras | None = None,
 ) -> Rates:
     """Time some answers, and some training steps, of the longest examples.
 
@@ -174,10 +178,11 @@ def measure_rates(
         backbone: the base model, which stays as it is.
         config: of the adapter.
         train: its training.
-        speaker: answers with the same model.
+        speaker: answers with the same model, `lora` on it.
         prompt_tokens: of the longest prompt.
         answer_tokens: that an answer may have.
         most: bytes of memory that may be used.
+        lora: on every row of the model, if there is some.
 
     Raises:
         InputError: not even one example at a time fits.
@@ -190,7 +195,7 @@ def measure_rates(
     at_once, answer_rate, for_answers = _answer_rate(speaker, prompt, answer_tokens, most)
     twin = backbone.twin()
     vocab = _any_vocab(train)
-    model = TrainedModel(twin, new_adapter(twin, config, train, vocab))
+    model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
     objective = MlxObjective(model, train, vocab)
     trainer = MlxTrainer(objective, 100)
     peaks = {}

@@ -1,0 +1,436 @@
+"""LoRA and DoRA in the files of those who train it: mlx-lm's, which are ours too, and PEFT's.
+
+    mlx-lm  adapter_config.json        fine_tune_type; rank, scale and keys in lora_parameters
+            adapters.safetensors       MODULE.lora_a [in, r], MODULE.lora_b [r, out], and of DoRA
+                                       MODULE.m [out]; of experts lora_a [E, r, in] and
+                                       lora_b [E, out, r]
+    PEFT    adapter_config.json        r, lora_alpha and more, see `_TAKEN`
+            adapter_model.safetensors  base_model.model.MODULE.lora_A.weight [r, in], lora_B.weight
+                                       [out, r], and of DoRA lora_magnitude_vector.weight [out]; of
+                                       embeddings lora_embedding_A [r, V], lora_embedding_B [D, r]
+
+Of an embedding that is the LM head too, mlx-lm's LoRA acts on both, PEFT's where tokens are
+embedded alone. Our own files call the latter lora_embedding_a and lora_embedding_b.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import InputError, quoted, require
+from ..json_files import read_json
+from ..model.lora import LoraWeights, layer_of
+from ..settings import Allowed
+from .files import account_for, read_tensors, save_tensors
+from .names import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
+
+SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
+LORA_FILE = LORA_FILES["all"]
+_LEAVES = ("lora_a", "lora_b", "m")
+_EMBEDS = "lora_embedding_"
+_IN_A_LAYER = re.compile(r"\blayers\.\d+\.")
+_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)")
+_EXPERT_LAYERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
+_WHAT = "LoRA or DoRA, as mlx-lm and PEFT write it"
+_MERGE = "merge it into its model with PEFT (merge_and_unload), and give that folder to --model"
+_FUSE = "python -m mlx_lm fuse --model MODEL --adapter-path {} --save-path OUT, then --model OUT"
+
+Loras = Mapping[str, LoraWeights]
+"""LoRA by the paths of its modules."""
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_rank(value: Any) -> bool:
+    return _is_whole(value) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return SCALE.holds(value, whole=False)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_names(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(name, str) for name in value)
+    return isinstance(value, str)
+
+
+def _are_layers(value: Any) -> bool:
+    return value is None or all(map(_is_whole, value if isinstance(value, list) else [value]))
+
+
+def _by_pattern(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: not value or (isinstance(value, dict) and all(map(is_fit, value.values())))
+
+
+_A_NUMBER = f"a number, {SCALE.text()}"
+_TAKEN: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "peft_type": ("LORA", lambda kind: kind == "LORA", "'LORA'"),
+    "bias": ("none", lambda kind: kind == "none", "'none'"),
+    "r": (8, _is_rank, "a positive whole number"),
+    "lora_alpha": (8, _is_number, _A_NUMBER),
+    "use_rslora": (False, _is_flag, "true or false"),
+    "use_dora": (False, _is_flag, "true or false"),
+    "rank_pattern": ({}, _by_pattern(_is_rank), "positive whole numbers by module"),
+    "alpha_pattern": ({}, _by_pattern(_is_number), "numbers by module"),
+    "target_modules": (None, _are_names, "a list of names, all-linear, or a regular expression"),
+    "layers_to_transform": (None, _are_layers, "numbers of layers"),
+    # PEFT's other ways to start change the base's weights too, so that the LoRA is another model's.
+    "init_lora_weights": (
+        True,
+        lambda way: isinstance(way, bool) or way in ("gaussian", "eva", "orthogonal"),
+        "a start that leaves the base's weights alone",
+    ),
+}
+"""PEFT's settings that are followed: the default, what is fine, and what a message says of it."""
+
+_ASIDE = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "loftq_config", "lora_dropout", "lora_ga_config",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type",
+}  # fmt: skip
+"""PEFT's settings that change nothing of what a trained LoRA computes. Any other must be unset."""
+
+
+def in_layer(path: str) -> bool:
+    """Whether a module is part of one of the model's layers."""
+    return _IN_A_LAYER.search(path) is not None
+
+
+def lora_tensors(lora: Loras) -> dict[str, mx.array]:
+    """The arrays of LoRA by mlx-lm's names."""
+    found: dict[str, mx.array] = {}
+    for path, weights in lora.items():
+        parts = zip(_LEAVES, (weights.a, weights.b, weights.magnitude), strict=True)
+        found |= {f"{path}.{leaf}": array for leaf, array in parts if array is not None}
+    return found
+
+
+def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
+    """Write LoRA on every row as mlx-lm's own `--adapter-path` takes it.
+
+    Args:
+        folder: where to.
+        lora: of one scale and rank, see `uniform`.
+        num_layers: of the model.
+    """
+    write_lora_file(folder / LORA_FILE, lora)
+    weights = next(iter(lora.values()))
+    places = [layer_of(path) for path in lora if in_layer(path)]
+    others = [path for path in lora if not in_layer(path)]
+    settings = {
+        "fine_tune_type": "lora" if weights.magnitude is None else "dora",
+        "num_layers": num_layers - min((layer for layer, _ in places), default=num_layers - 1),
+        "lora_parameters": {
+            "rank": weights.rank,
+            "scale": weights.scale,
+            "dropout": 0.0,
+            "keys": sorted({*others, *(module for _, module in places)}),
+        },
+    }
+    (folder / LORA_SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def write_lora_file(path: Path, lora: Loras) -> None:
+    """Write the tensors of LoRA under our names."""
+    apart = tuple(f"{module}.lora_" for module, one in lora.items() if not one.acts_on_head)
+    tensors = {
+        name.replace(".lora_", f".{_EMBEDS}") if name.startswith(apart) else name: array
+        for name, array in lora_tensors(lora).items()
+    }
+    save_tensors(path, tensors)
+
+
+def uniform(lora: Loras) -> dict[str, LoraWeights]:
+    """The same LoRA with one scale and rank, as mlx-lm's format has them.
+
+    Scales that differ are multiplied into the second factors, and smaller ranks filled with zeros.
+    """
+    scales = {weights.scale for weights in lora.values()}
+    rank = max((weights.rank for weights in lora.values()), default=0)
+    found = {}
+    for path, weights in lora.items():
+        more = rank - weights.rank
+        is_of_experts = weights.a.ndim == 3
+        pad_a = [(0, 0), (0, more), (0, 0)][: weights.a.ndim]
+        pad_b = [(0, 0), (0, 0), (0, more)] if is_of_experts else [(0, more), (0, 0)]
+        if more:
+            weights = replace(weights, a=mx.pad(weights.a, pad_a), b=mx.pad(weights.b, pad_b))
+        if len(scales) > 1:
+            weights = replace(weights, b=weights.scale * weights.b, scale=1.0)
+        found[path] = weights
+    return found
+
+
+def with_experts_together(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, LoraWeights]:
+    """The LoRA of single experts, as PEFT has it, in one piece for each of mlx-lm's layers.
+
+    Args:
+        lora: by path; `mlp.experts.3.up_proj` is that of an expert of `mlp.switch_mlp.up_proj`.
+        num_experts: E, by the path of each such layer that the model has.
+
+    Returns:
+        LoRA by path. Experts without any get factors of zeros.
+    """
+    found = {}
+    alone: dict[str, dict[int, str]] = {}
+    for path, weights in lora.items():
+        match = _EXPERT.fullmatch(path)
+        layer = f"{match[1]}.switch_mlp.{_EXPERT_LAYERS.get(match[3], match[3])}" if match else ""
+        if match and weights.magnitude is None and int(match[2]) < num_experts.get(layer, 0):
+            alone.setdefault(layer, {})[int(match[2])] = path
+        else:
+            found[path] = weights
+    for layer, paths in alone.items():
+        same = uniform({path: lora[path] for path in paths.values()})
+        any_one = next(iter(same.values()))
+        none = replace(any_one, a=mx.zeros_like(any_one.a), b=mx.zeros_like(any_one.b))
+        every = [same[paths[n]] if n in paths else none for n in range(num_experts[layer])]
+        a, b = (mx.stack([getattr(one, part).T for one in every]) for part in "ab")
+        found[layer] = LoraWeights(a, b, any_one.scale)
+    return found
+
+
+def scale_of(lora: Loras) -> float | None:
+    """The scale of uniform LoRA; None of none."""
+    return next((weights.scale for weights in lora.values()), None)
+
+
+def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights]:
+    """LoRA by module path, from the tensors of a file in mlx-lm's names or ours."""
+    tensors = read_tensors(path, what)
+    split = {name: name.rpartition(".")[::2] for name in tensors}
+    apart = {path for path, leaf in split.values() if leaf.startswith(_EMBEDS)}
+    split = {n: (path, leaf.replace(_EMBEDS, "lora_")) for n, (path, leaf) in split.items()}
+    found = {f"{path}.{leaf}": tensors[name] for name, (path, leaf) in split.items()}
+    modules = sorted({path for path, leaf in split.values() if leaf in _LEAVES})
+    has_norms = any(f"{module}.m" in found for module in modules)
+    _check_pairs(found, modules, path, has_norms=has_norms)
+    return {
+        module: LoraWeights(
+            found[f"{module}.lora_a"],
+            found[f"{module}.lora_b"],
+            scale,
+            found.get(f"{module}.m"),
+            module not in apart,
+        )
+        for module in modules
+    }
+
+
+def _check_pairs(
+    tensors: Mapping[str, mx.array], modules: Iterable[str], path: Path, *, has_norms: bool
+) -> None:
+    """Refuse tensors that are no whole pairs of factors, whatever their sizes."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for module in modules:
+        for leaf in _LEAVES if has_norms else _LEAVES[:2]:
+            name = f"{module}.{leaf}"
+            shape = tensors[name].shape if name in tensors else ()
+            fits = len(shape) == 1 if leaf == "m" else len(shape) in (2, 3)
+            expected[name] = shape if fits else (1, 1)[: 1 if leaf == "m" else 2]
+    account_for(tensors, expected, path)
+
+
+def read_lora(folder: Path) -> tuple[dict[str, LoraWeights], str]:
+    """LoRA or DoRA as mlx-lm or PEFT wrote it, and what they call the model that it is for.
+
+    Raises:
+        InputError: the folder holds something else, or what cannot be put on a model as it is.
+    """
+    settings = read_json(folder / LORA_SETTINGS, _WHAT)
+    is_pefts = "peft_type" in settings or (folder / PEFT_FILE).exists()
+    lora = _read_peft(folder, settings) if is_pefts else _read_mlx_lm(folder, settings)
+    found = f"{folder} has no LoRA in its file of weights"
+    require(bool(lora), found, expected="pairs of factors", do="use a LoRA's own file")
+    name = settings.get("base_model_name_or_path" if is_pefts else "model")
+    return lora, name if isinstance(name, str) else ""
+
+
+def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
+    path = folder / LORA_SETTINGS
+    kind = settings.get("fine_tune_type", "lora")
+    require(
+        kind != "full",
+        f"{path} says that the whole model was trained (fine_tune_type 'full')",
+        expected=_WHAT,
+        do=f"fuse it: {_FUSE.format(folder)}",
+    )
+    parameters = settings.get("lora_parameters")
+    given = parameters if isinstance(parameters, dict) else {}
+    scale: Any = given.get("scale")
+    is_fine = kind in ("lora", "dora") and _is_number(scale)
+    found = f"{path} has fine_tune_type {quoted(kind)} and lora_parameters {quoted(parameters)}"
+    expected = "lora or dora, and a scale among the parameters"
+    require(is_fine, found, expected=expected, do="use the files that mlx_lm.lora wrote together")
+    lora = read_lora_file(folder / LORA_FILE, _WHAT, float(scale))
+    has_norms = any(weights.magnitude is not None for weights in lora.values())
+    norms = {True: "norms", False: "no norms"}
+    found = f"{folder / LORA_FILE} has {norms[has_norms]} beside its factors"
+    expected = f"{norms[not has_norms]}, as {path} says {kind}"
+    do = "use the files that belong together"
+    require(has_norms == (kind == "dora"), found, expected=expected, do=do)
+    for module, weights in lora.items():
+        _check_module(path, module, weights, given.get("rank"), given.get("keys"))
+    return lora
+
+
+def _check_module(path: Path, module: str, weights: LoraWeights, rank: Any, keys: Any) -> None:
+    """Refuse LoRA of a module that the settings of mlx-lm do not speak of."""
+    do = "use the files that belong together"
+    found = f"LoRA of rank {weights.rank} for {module}"
+    expected = f"rank {quoted(rank)}, as {path} says"
+    require(rank is None or rank == weights.rank, found, expected=expected, do=do)
+    names = {module, layer_of(module)[1]} if in_layer(module) else {module}
+    is_named = keys is None or (isinstance(keys, list) and bool(names & {*map(str, keys)}))
+    found = f"LoRA for {module}, which the keys of {path} do not name"
+    require(is_named, found, expected="modules of these keys", do=do)
+
+
+def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
+    path = folder / LORA_SETTINGS
+    _check_peft(path, settings)
+    given = {name: settings.get(name, default) for name, (default, _, _) in _TAKEN.items()}
+    is_pickled = not (folder / PEFT_FILE).exists() and (folder / PEFT_PICKLE).exists()
+    do = "save it again with PEFT's save_pretrained, which writes safetensors"
+    found = f"{folder / PEFT_PICKLE} is a pickle, which may run code"
+    require(not is_pickled, found, expected=PEFT_FILE, do=do)
+    tensors = _by_our_names(read_tensors(folder / PEFT_FILE, _WHAT))
+    modules = sorted({name.rpartition(".")[0] for name in tensors if not _is_foreign(name)})
+    _check_pairs(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
+    lora = {}
+    for module in modules:
+        plain = module.removesuffix(_OF_EMBEDDING)
+        _check_target(path, plain, given)
+        a, b, norms = (tensors.get(f"{module}.{leaf}") for leaf in _LEAVES)
+        assert a is not None and b is not None
+        rank = _of_pattern(path, given, "rank_pattern", plain, given["r"])
+        alpha = _of_pattern(path, given, "alpha_pattern", plain, given["lora_alpha"])
+        found = f"LoRA of rank {a.shape[0]} for {plain}"
+        do = "use the files that belong together"
+        require(a.shape[0] == rank, found, expected=f"rank {rank}, as {path} says", do=do)
+        scale = alpha / (math.sqrt(rank) if given["use_rslora"] else rank)
+        # PEFT has both factors transposed.
+        a, b = (mx.contiguous(array.T) for array in (a, b))
+        lora[plain] = LoraWeights(a, b, float(scale), norms, plain == module)
+    return lora
+
+
+def _check_peft(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse settings under which PEFT computes more than LoRA or DoRA."""
+    for name, value in settings.items():
+        is_taken = name in _TAKEN or name in _ASIDE
+        found = f"{path} has {name} {quoted(value)}"
+        require(is_taken or not value, found, expected="it unset", do=_MERGE)
+    for name, (default, is_fit, expected) in _TAKEN.items():
+        value = settings.get(name, default)
+        require(is_fit(value), f"{path} has {name} {quoted(value)}", expected=expected, do=_MERGE)
+
+
+_OF_EMBEDDING = ".embedding"
+_PEFT_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<path>.+?)\."
+    r"(?P<leaf>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.default)?(?:\.weight)?"
+)
+_PEFT_LEAVES = {
+    "lora_A": "lora_a",
+    "lora_B": "lora_b",
+    "lora_embedding_A": "lora_a",
+    "lora_embedding_B": "lora_b",
+    "lora_magnitude_vector": "m",
+}
+
+
+def _is_foreign(name: str) -> bool:
+    return name.rpartition(".")[2] not in _LEAVES
+
+
+def _by_our_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Tensors of PEFT by mlx-lm's names, their paths marked where they are of embeddings.
+
+    PEFT writes the base's own weights of embeddings and heads beside their LoRA, which are left
+    aside; that they are of the model's size, the LoRA's own size says. Others keep their names.
+    """
+    found = {name: _PEFT_NAME.fullmatch(name) for name in tensors}
+    matches = [match for match in found.values() if match is not None]
+    embeddings = {one["path"] for one in matches if one["leaf"].startswith(_EMBEDS)}
+    with_lora = {one["path"] for one in matches}
+    named = {}
+    for name, array in tensors.items():
+        match = found[name]
+        if match is None:
+            base, _, rest = name.removeprefix("base_model.model.").partition(".base_layer.")
+            if not (rest in ("weight", "bias") and base in with_lora):
+                named[name] = array
+            continue
+        mark = _OF_EMBEDDING if match["path"] in embeddings else ""
+        named[f"{match['path']}{mark}.{_PEFT_LEAVES[match['leaf']]}"] = array
+    return named
+
+
+def _check_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
+    """Refuse LoRA of a module that PEFT's settings do not speak of, and PEFT would leave aside.
+
+    A regular expression is not tried: it chose the modules that the file has.
+    """
+    targets = given["target_modules"]
+    if isinstance(targets, str):
+        return
+    is_named = any(module == name or module.endswith(f".{name}") for name in targets)
+    layers = given["layers_to_transform"]
+    number = re.search(r"\.[^.]*\.(\d+)\.", module)
+    if number and layers not in (None, []):
+        is_named &= int(number[1]) in (layers if isinstance(layers, list) else [layers])
+    found = f"LoRA for {module}, which the target_modules of {path} do not name"
+    do = "use the files that belong together"
+    require(is_named, found, expected="the modules that they name", do=do)
+
+
+def _of_pattern(path: Path, given: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
+    """The value of the first pattern that a module's path ends with, as PEFT finds it."""
+    for pattern, value in (given[name] or {}).items():
+        # With one in another, or many, an expression that a stranger wrote could take for ever.
+        is_plain = not re.search(r"\)[*+?{]", pattern) and len(re.findall(r"[*+{]", pattern)) <= 3
+        try:
+            require(
+                is_plain and len(pattern) <= 200,
+                f"{path} has the {name} {quoted(pattern)}",
+                expected="an expression with three repetitions at most",
+                do="name the modules in full",
+            )
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise InputError(
+                f"{path} has the {name} {quoted(pattern)} ({error})",
+                expected="a regular expression",
+                do="correct it",
+            ) from error
+    return default
+
+
+def num_parameters(lora: Loras) -> int:
+    """Trained numbers."""
+    return sum(array.size for weights in lora.values() for array in weights.arrays)
+
+
+def kind_of(lora: Loras) -> str:
+    """What LoRA is, in a few words: its kind, ranks and size."""
+    ranks = sorted({weights.rank for weights in lora.values()})
+    shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    is_dora = any(weights.magnitude is not None for weights in lora.values())
+    kind = "DoRA" if is_dora else "LoRA"
+    return f"{kind} of {shown} on {len(lora)} modules ({num_parameters(lora):,} parameters)"

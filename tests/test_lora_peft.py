@@ -1,0 +1,241 @@
+"""LoRA and DoRA of PEFT's: the model computes what PEFT's does, and the rest is refused."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import ssmlx
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+import test_models
+from mlx_lm.utils import dequantize_model, save_config, save_model
+from peft.utils import save_and_load
+from real import answer, exit_code, one_line, refusal, write_tokenizer
+from test_lora import logits
+from tiny import _is_packable, assert_close, make_adapter
+
+from ssmlx.commands import generate
+from ssmlx.json_files import read_json
+from ssmlx.loading.adapter import load_adapter, write_adapter
+from ssmlx.loading.load import load_base
+
+TOKENS = [5, 2, 3, 11, 7, 1, 40, 9]
+TOLERANCE = 3e-5
+"""Of logits, relative to the largest: MLX and PyTorch sum in another order."""
+FAMILIES = ["llama", "qwen3", "phi", "stablelm", "opt"]
+FILE = "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """Nothing is asked whether the vocabulary is the Hub's."""
+    monkeypatch.setattr(save_and_load, "check_file_exists_on_hf_hub", lambda *given: None)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """Gives a family's folders: the model, and the one whose weights PyTorch is given, which of a
+    packed model are its unpacked ones."""
+    root = tmp_path_factory.mktemp("families")
+
+    def give(name, bits=None, **changes):
+        whole = root / "-".join([name, *changes])
+        if not whole.exists():
+            test_models.write_base(whole, name, **changes)
+        if bits is None:
+            return whole, whole
+        packed, unpacked = (root / f"{name}-{kind}" for kind in ("packed", "unpacked"))
+        if not packed.exists():
+            settings = read_json(whole / "config.json", "settings")
+            form = {"group_size": 32, "bits": bits}
+            model = load_base(whole, "float32")[0].model
+            nn.quantize(model, **form, class_predicate=_is_packable)
+            for folder, more in ((packed, {"quantization": form}), (unpacked, {})):
+                folder.mkdir()
+                save_model(folder, model if more else dequantize_model(model))
+                save_config({**settings, **more}, folder / "config.json")
+                write_tokenizer(folder)
+        return packed, unpacked
+
+    return give
+
+
+def tuned(folder, out, *, seed=0, **settings):
+    """A model of PEFT's with random LoRA, which is saved in `out`; its logits."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    torch.manual_seed(seed)
+    settings = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "magnitude" in name:
+                    parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+                elif "lora_" in name:
+                    parameter.copy_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(str(out))
+    return logits_of(model)
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model.eval()(torch.tensor([TOKENS])).logits[0].numpy()
+
+
+def own(folder, adapter, **more):
+    return np.array(logits(ssmlx.load(folder, adapter=adapter, dtype="stored", **more)[0]))
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_pefts(family, tmp_path, name, dora, bits):
+    """On every linear layer, with biases and without."""
+    folder, unpacked = family(name, bits)
+    expected = tuned(unpacked, tmp_path / "lora", target_modules="all-linear", use_dora=dora)
+    for merge in (True, False):
+        assert_close(own(folder, tmp_path / "lora", merge_lora=merge), expected, TOLERANCE)
+    assert np.abs(own(folder, None) - expected).max() > 0.1
+
+
+CASES = {
+    "a list, rank-stabilised": {"target_modules": ["q_proj", "down_proj"], "use_rslora": True},
+    # Transposed, the factors would fit, and compute something else.
+    "square factors": {"target_modules": ["q_proj", "o_proj"], "r": 32},
+    "some layers": {"target_modules": ["v_proj"], "layers_to_transform": [0, 2]},
+    "one layer": {"target_modules": ["v_proj"], "layers_to_transform": 1},
+    "an expression": {"target_modules": r".*\.(0|3)\.(self_attn\.[qk]_proj|mlp\.up_proj)"},
+    "patterns": {
+        "target_modules": ["q_proj", "k_proj", "up_proj"],
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2, r"layers\.(0|2)\..*_proj": 8},
+        "alpha_pattern": {"k_proj": 20, r"model\.layers\.\d.mlp.up_proj": 1},
+    },
+    "patterns, rank-stabilised": {
+        "target_modules": "all-linear",
+        "use_rslora": True,
+        "rank_pattern": {"q_proj": 9},
+    },
+    "embedding and head": {"target_modules": ["embed_tokens", "lm_head", "k_proj"]},
+    "embedding and head, dora": {
+        "target_modules": ["embed_tokens", "lm_head", "k_proj"], "use_dora": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_are_followed(family, tmp_path, case):
+    folder, _ = family("llama")
+    expected = tuned(folder, tmp_path / "lora", **CASES[case])
+    for merge in (True, False):
+        assert_close(own(folder, tmp_path / "lora", merge_lora=merge), expected, TOLERANCE)
+    assert np.abs(own(folder, None) - expected).max() > 0.01
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_embedding_that_is_the_head_has_it_where_it_embeds_alone(family, tmp_path, dora):
+    folder, _ = family("llama", tie_word_embeddings=True)
+    settings = {"target_modules": ["embed_tokens", "v_proj"], "use_dora": dora}
+    expected = tuned(folder, tmp_path / "lora", **settings)
+    for merge in (True, False):
+        assert_close(own(folder, tmp_path / "lora", merge_lora=merge), expected, TOLERANCE)
+    again = load_adapter(tmp_path / "lora").lora["model.embed_tokens"]
+    assert not again.acts_on_head
+
+
+def test_it_goes_beside_streams_and_is_written_with_them(family, tmp_path):
+    folder, _ = family("llama", tie_word_embeddings=True)
+    settings = {"target_modules": ["embed_tokens", "v_proj"], "use_dora": True}
+    expected = tuned(folder, tmp_path / "lora", rank_pattern={"v_proj": 2}, **settings)
+    backbone, _ = load_base(folder, "float32")
+    streams = make_adapter(backbone, "streams", draft_vocab=[1, 5, 9, 30])
+    (tmp_path / "both").mkdir()
+    both = replace(streams, lora=load_adapter(tmp_path / "lora").lora)
+    write_adapter(tmp_path / "both", both)
+    assert_close(own(folder, tmp_path / "both"), expected, TOLERANCE)
+    model, tokenizer = ssmlx.load(folder, adapter=tmp_path / "both")
+    plain, _ = ssmlx.load(folder, adapter=tmp_path / "lora")
+    wanted, _ = answer(plain, tokenizer, TOKENS, max_tokens=9)
+    found, last = answer(model, tokenizer, TOKENS, max_tokens=9, decoding="streaming")
+    assert found == wanted and last.drafted_tokens > 0
+
+
+BAD = {
+    "modules_to_save": (["lm_head"], "has modules_to_save ['lm_head']"),
+    "bias": ("all", "has bias 'all'"),
+    "lora_bias": (True, "has lora_bias True"),
+    "peft_type": ("LOHA", "has peft_type 'LOHA'"),
+    "fan_in_fan_out": (True, "has fan_in_fan_out True"),
+    "layer_replication": ([[0, 2], [1, 3]], "has layer_replication"),
+    "target_parameters": (["mlp.experts.gate_up_proj"], "has target_parameters"),
+    "trainable_token_indices": ([1, 2], "has trainable_token_indices [1, 2]"),
+    "init_lora_weights": ("pissa_niter_4", "has init_lora_weights 'pissa_niter_4'"),
+    "ensure_weight_tying": (True, "has ensure_weight_tying True"),
+    "of_another_day": ({"a": 1}, "has of_another_day {'a': 1}"),
+    "r": (5, "rank 4 for model.layers.0.self_attn.k_proj; expected rank 5"),
+    "use_rslora": ("yes", "has use_rslora 'yes'"),
+    "lora_alpha": (None, "has lora_alpha None"),
+    "rank_pattern": ({"k_proj": 0}, "has rank_pattern"),
+    "alpha_pattern": ({"(a+)+": 2}, "has the alpha_pattern '(a+)+'"),
+    "target_modules": (["q_proj"], "LoRA for model.layers.0.self_attn.k_proj, which the target"),
+    "layers_to_transform": ([1], "LoRA for model.layers.0.self_attn.k_proj, which the target"),
+    "use_dora": (True, "missing: model.layers.0.self_attn.k_proj.m"),
+}
+
+
+@pytest.fixture
+def trained(family, tmp_path):
+    """The folders of a model, and of LoRA for it."""
+    folder, _ = family("llama")
+    tuned(folder, tmp_path / "lora", target_modules=["k_proj"])
+    return folder, tmp_path / "lora"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_peft_computes_otherwise_is_refused(trained, name, capsys):
+    folder, adapter = trained
+    value, said = BAD[name]
+    path = adapter / SETTINGS
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    given = ("--model", folder, "--adapter", adapter, "--prompt", "w1")
+    assert exit_code(generate.main, *given) == 2
+    assert said in one_line(capsys.readouterr().err, generate.PROG)
+
+
+def test_pickles_and_foreign_tensors_are_refused(trained):
+    _, adapter = trained
+    tensors = dict(mx.load(str(adapter / FILE)))
+    extra = "base_model.model.model.norm.weight"
+    mx.save_safetensors(str(adapter / FILE), {**tensors, extra: mx.ones(32)})
+    assert f"spare: {extra}" in refusal(load_adapter, adapter)
+    (adapter / FILE).rename(adapter / "adapter_model.bin")
+    said = refusal(load_adapter, adapter)
+    assert "adapter_model.bin is a pickle" in said and "save_pretrained" in said
+
+
+def test_a_wrapped_model_finds_the_paths_of_the_text_model(family, tmp_path):
+    """As where LoRA was trained on the text model alone, or on one that also sees."""
+    folder, adapter = family("llama")[0], tmp_path / "lora"
+    expected = tuned(folder, adapter, target_modules=["k_proj"])
+    tensors = dict(mx.load(str(adapter / FILE)))
+    moved = {
+        name.replace("model.model.layers", "model.model.language_model.layers"): array
+        for name, array in tensors.items()
+    }
+    assert moved.keys() != tensors.keys()
+    mx.save_safetensors(str(adapter / FILE), moved)
+    assert_close(own(folder, adapter), expected, TOLERANCE)
+    # What sees is not what reads.
+    seeing = {name.replace("language_model.", "vision_tower."): a for name, a in moved.items()}
+    mx.save_safetensors(str(adapter / FILE), seeing)
+    assert "has tensors spare: model.vision_tower." in refusal(ssmlx.load, folder, adapter=adapter)
