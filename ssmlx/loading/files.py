@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from ..errors import InputError, first_line, require, unwritable
+from ..errors import InputError, first_few, first_line, require, unwritable
 from ..json_files import parse_json
 
 logger = logging.getLogger("ssmlx")
@@ -278,10 +278,7 @@ def account_for(
         if name != "draft_vocab" and not mx.issubdtype(found[name].dtype, mx.floating)
     ]
 
-    def shown(names: list[str]) -> str:
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-    problems = [f"{kind}: {shown(names)}" for kind, names in kinds.items() if names]
+    problems = [f"{kind}: {first_few(names)}" for kind, names in kinds.items() if names]
     if problems:
         raise InputError(
             f"{source} has tensors {'; '.join(problems)}",
