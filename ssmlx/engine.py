@@ -136,6 +136,7 @@ class Engine:
         prompt_cache: PromptCache | None = None,
         mask: Mask | None = None,
         shares_prompt: bool = False,
+        joins_prompt: bool = False,
         **settings: Any,
     ) -> Answer[GenerationResponse]:
         """Answer a question, segment by segment; what it begins with may be known already.
@@ -155,6 +156,8 @@ class Engine:
             shares_prompt: whether the prompt is in the prompt cache as soon as it is processed, for
                 other answers to it, and not only when this answer ends; a copy of its keys and
                 values. Not with `deterministic`, where each processes its own.
+            joins_prompt: whether the text goes on from the prompt's, as in a completion: it then
+                keeps the leading space that some tokenizers give no beginning.
 
         Raises:
             InputError: the question, the adapter or the settings cannot be followed.
@@ -167,7 +170,9 @@ class Engine:
         def opened() -> Answer[GenerationResponse]:
             prompt = self._tokens(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            segments = self._segments(model, prompt, config, loaded, kept, mask, shares_prompt)
+            segments = self._segments(
+                model, prompt, config, loaded, kept, mask, shares_prompt, joins_prompt
+            )
             answer = Answer(segments, progress)
             self._join(answer)
             return answer
@@ -183,6 +188,7 @@ class Engine:
         kept: PromptCache,
         mask: Mask | None,
         shares_prompt: bool,
+        joins_prompt: bool,
     ) -> Iterator[GenerationResponse | Prefilled]:
         cache = model.make_cache()
         known = 0
@@ -204,6 +210,7 @@ class Engine:
             done=done,
             decode=self._decode(model, config, mask, keep),
             loaded=loaded,
+            joins_prompt=joins_prompt,
         )
 
     def score(

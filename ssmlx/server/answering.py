@@ -46,7 +46,7 @@ from .asks import (
 )
 from .calls import MAX_CALLS, call_grammar
 from .grammars import processor
-from .logprobs import logprobs_of, prompt_logprobs, text_of_token
+from .logprobs import logprobs_of, prompt_logprobs
 from .together import OwnPlaces, Places, PromptProgress, read_together
 
 _AGAIN = {"Retry-After": "1"}
@@ -137,26 +137,12 @@ class Choice:
         self.is_first = own == 0  # of its prompt
         self._tokenizer = tokenizer
         self._parser = Parser(tokenizer, ask, prompt.tokens)
-        self._first: int | None = None  # token, until it has text
 
     def read(self, said: GenerationResponse) -> list[Part]:
         """What a segment says."""
         # A text completion tells its end token, too, as OpenAI's and vLLM's do.
         told = logprobs_of(self._tokenizer, said, with_end=not self.ask.is_chat)
-        goes_on = self.ask.echoes or self.ask.continues
-        text = self._behind_prompt(said) if goes_on else said.text
-        return self._own(self._parser.read(Text(text, len(said.tokens), told)))
-
-    def _behind_prompt(self, said: GenerationResponse) -> str:
-        """The text, with the space that some detokenizers drop where an answer begins."""
-        if said.generation_tokens == len(said.tokens):
-            self._first = said.tokens[0]
-        if self._first is None or not said.text:
-            return said.text
-        text = text_of_token(self._tokenizer, self._first)
-        self._first = None
-        is_dropped = text.startswith(" ") and not said.text.startswith(" ")
-        return " " + said.text if is_dropped else said.text
+        return self._own(self._parser.read(Text(said.text, len(said.tokens), told)))
 
     def end(self, last: GenerationResponse) -> list[Part]:
         """What is left behind the last segment."""
@@ -383,6 +369,7 @@ class Answering:
             mask=mask,
             progress=progress,
             shares_prompt=choice.is_first and ask.choices > 1,
+            joins_prompt=ask.continues or not ask.is_chat,
         )
 
     def _told(self, prompt: Prompt, scored: ScoredPrompt) -> list[dict[str, Any]]:
