@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 
 import mlx.core as mx
 
-from .answers import Answer, Prefilled, run, wired
+from .answers import Answer, Prefilled, is_forked, run, wired
 from .api import GenerationResponse, check_prompt, check_tokens, segments_of, with_seed
 from .bars import Progress
 from .decoding.batch import Mask
@@ -323,7 +323,9 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what is open, write the prompt cache to its folder if it has one, and free the
-        memory. Chats of this engine answer no more."""
+        memory. Chats of this engine answer no more. In a forked process it does nothing."""
+        if is_forked():
+            return
         with self._loading:
             if not self._models:
                 return

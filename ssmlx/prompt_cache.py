@@ -12,7 +12,7 @@ from typing import Self
 
 import mlx.core as mx
 
-from .answers import run
+from .answers import is_forked, run
 from .errors import InputError
 from .loading.prompt_files import PromptFolder, PromptKey, Tokens, mark_used, read_prompt
 from .model.cache import StateCache, TreeCache
@@ -94,7 +94,12 @@ class PromptCache:
         run(lambda: self._put(model, tuple(tokens), cache))
 
     def flush(self) -> None:
-        """Write to the folder what is not there yet. What cannot be written is logged."""
+        """Write to the folder what is not there yet. What cannot be written is logged.
+
+        In a forked process it does nothing: whoever forked it does.
+        """
+        if is_forked():
+            return
         with self._lock:
             entries = list(self._entries)
         for entry in entries:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
+from ..answers import claim_process
 from ..errors import InputError, first_few, first_line, require, unwritable
 from ..json_files import parse_json
 
@@ -237,6 +238,7 @@ def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]
     """Every tensor of a safetensors file whose name begins with `prefix`."""
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
+    claim_process()
     try:
         loaded = mx.load(str(path), format="safetensors")
         assert isinstance(loaded, dict)

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..answers import claim_process
 from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
 from ..json_files import read_json
@@ -191,6 +192,7 @@ def load_weights(
     only this rank's part of them is kept. The message starts with `failure` where the folder
     cannot be loaded.
     """
+    claim_process()
     dtype = resolve_dtype(dtype)
     with reading(path, failure, expected=_WHOLE, do=_AGAIN):
         settings = flat_rope_settings(path)
