@@ -144,8 +144,10 @@ def reading(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[N
         yield
     except InputError:
         raise
-    except Exception as error:  # libraries raise many kinds
-        found = f"{failure} ({first_line(error)})"
+    except (Exception, SystemExit) as error:  # libraries raise many kinds
+        # mlx-lm's OLMo ends Python where a package of its own is missing.
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        found = f"{failure} ({first_line(cause or error)})"
         raise InputError(found, expected=expected, do=do) from error
 
 
@@ -168,8 +170,7 @@ def load_base(
     failure = f"{path} cannot be loaded as a model"
     model, config = load_weights(path, dtype, failure, group=group)
     reload = partial(load_modules, path, dtype, group)
-    with reading(path, failure, expected=_WHOLE, do=_AGAIN):
-        backbone = Backbone(model, reload, draft_bits, group)
+    backbone = Backbone(model, reload, draft_bits, group)
     backbone.folder = path
     return backbone, config
 
@@ -199,10 +200,11 @@ def load_weights(
         model, config = utils.load_model(
             path, lazy=True, model_config=settings, trust_remote_code=False, **own_classes(path)
         )
-        model = cast_model(model, dtype)
-        if group is not None:
-            shard(model, group)
-        modules = dict(model.named_modules())
+    model = cast_model(model, dtype)
+    if group is not None:
+        shard(model, group)
+    modules = dict(model.named_modules())
+    with reading(path, failure, expected=_WHOLE, do=_AGAIN):
         mx.eval([modules[name].parameters() for name in names])
     return model, config
 
