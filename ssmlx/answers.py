@@ -4,10 +4,15 @@ MLX's streams belong to threads: what one builds, another cannot compute. So a d
 on one thread of the process, a call at a time, and whoever reads an answer only asks for its next
 segment. Nobody asks ahead, requests are served in the order in which they come, and so answers
 that are read at the same time take turns, call by call.
+
+A fork copies neither that thread nor MLX's own. So a process that was forked from one in which
+MLX has computed asks nothing of them, at its exit either: see `claim_process`.
 """
 
 import asyncio
 import atexit
+import ctypes
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,6 +25,7 @@ from typing import Any, Generic, Self, TypeVar
 import mlx.core as mx
 
 from .bars import Progress
+from .errors import InputError, require
 
 Result = TypeVar("Result")
 Segment = TypeVar("Segment")
@@ -31,6 +37,31 @@ class Prefilled:
 
     done: int  # tokens
     total: int
+
+
+_computing_process: int | None = None
+
+
+def is_forked() -> bool:
+    """Whether this process was forked from one in which MLX had computed."""
+    return _computing_process not in (None, os.getpid())
+
+
+def claim_process() -> None:
+    """MLX is to compute in this process, from now on: no process forked from it can do so.
+
+    Raises:
+        InputError: it is itself forked from one in which MLX has computed, and would wait for ever
+            for threads that the fork did not copy.
+    """
+    global _computing_process
+    require(
+        not is_forked(),
+        "this process was forked from one in which MLX had computed",
+        expected="a process of its own, as a fork copies none of MLX's threads",
+        do='start it by `multiprocessing.get_context("spawn")`, or fork before a model is loaded',
+    )
+    _computing_process = os.getpid()
 
 
 @dataclass(frozen=True)
@@ -65,6 +96,11 @@ class _MlxThread:
 
     def submit(self, task: Callable[[], Result]) -> Future[Result]:
         future: Future[Result] = Future()
+        try:
+            claim_process()
+        except InputError as error:
+            future.set_exception(error)
+            return future
         if self._is_stopped:
             future.set_exception(RuntimeError("Python is ending: nothing is answered any more"))
             return future
@@ -93,6 +129,8 @@ class _MlxThread:
     def _stop(self) -> None:
         """Close what is open, and begin nothing more. The thread stays, and waits: as a thread
         ends, what MLX keeps for it asks for Python, which may be gone by then."""
+        if is_forked():
+            return
         closing = self.submit(self._close_open)
         self._is_stopped = True
         closing.result()
@@ -103,6 +141,16 @@ class _MlxThread:
 
 
 _mlx_thread = _MlxThread()
+
+
+def _never_close_open() -> None:
+    """In a forked process: the ends of the answers that its parent has open would wait for MLX, and
+    Python runs a generator's end when nobody holds it any more. So somebody holds them."""
+    for turns in _mlx_thread.open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(turns))
+
+
+os.register_at_fork(after_in_child=_never_close_open)
 
 
 def run(task: Callable[[], Result]) -> Result:
@@ -173,6 +221,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
     def close(self) -> None:
         """Cancel the answer, and wait until what it leaves behind can be used."""
+        if is_forked():
+            return
         if _mlx_thread.is_current:
             self._turns.close()
         else:
@@ -180,6 +230,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
     async def aclose(self) -> None:
         """As `close`."""
+        if is_forked():
+            return
         # Who is cancelled waits no longer, but the answer ends.
         await asyncio.shield(asyncio.wrap_future(self.cancel()))
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import closing
-from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -11,12 +10,13 @@ from operator import index
 from typing import Any, Literal, cast
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer, Prefilled, run, wired
 from .bars import Progress
 from .decoding.loop import CallCounts, DraftCounts
 from .decoding.sampling import TokenLogprobs
+from .detokenizer import Detokenizer
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import ContextLengthError, InputError, quoted, require
@@ -95,49 +95,45 @@ class GenerationResponse:
 class Text:
     """The text of an answer as its tokens come, up to where a stop string begins.
 
-    What could be the beginning of one is held back until it turns out not to be.
+    What could be the beginning of one is held back until it turns out not to be. `behind` are the
+    tokens that the answer goes on from; see `Detokenizer`.
     """
 
-    def __init__(self, detokenizer: StreamingDetokenizer, stop: Sequence[str] = ()) -> None:
-        self._detokenizer = detokenizer
+    def __init__(
+        self, tokenizer: TokenizerWrapper, stop: Sequence[str] = (), behind: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, behind)
         self._stop = stop
-        self._given = 0  # characters that were given out
-        self._end: int | None = None  # where a stop string begins
+        self._text = ""  # what was not given out yet
+        self._end: int | None = None  # where a stop string begins in it
         self.ended_by: str | None = None  # that stop string
 
     def add(self, token: int) -> bool:
         """Whether a token, the next one, completes a stop string."""
-        self._detokenizer.add_token(token)
+        self._text += self._detokenizer.add(token)
         if self._stop:
-            # A copy, for the detokenizer itself may hold back a character, or a space.
-            whole = copy(self._detokenizer)
-            whole.finalize()
-            text = whole.text.rstrip("\N{REPLACEMENT CHARACTER}")
-            found = {stop: text.find(stop, self._given) for stop in self._stop}
+            text = (self._text + self._detokenizer.rest()).rstrip("\N{REPLACEMENT CHARACTER}")
+            found = {stop: text.find(stop) for stop in self._stop}
             found = {stop: place for stop, place in found.items() if place >= 0}
             self.ended_by = min(found, key=found.__getitem__, default=None)
             self._end = None if self.ended_by is None else found[self.ended_by]
-        # Token by token, as in plain decoding: some of mlx-lm's detokenizers forget, as they tell
-        # the text, that a character behind a line's end is unfinished.
-        _ = self._detokenizer.text
         return self._end is not None
 
     def segment(self, *, is_last: bool) -> str:
         """What the tokens since the last segment completed."""
         if is_last:
-            self._detokenizer.finalize()
-        text = self._detokenizer.text[: self._end]
-        if not is_last:
-            text = text[: len(text) - self._held_back(text)]
-        first = self._given
-        self._given = len(text)
-        return text[first:]
+            self._text += self._detokenizer.rest()
+        size = len(self._text) - (0 if is_last else self._held_back())
+        size = size if self._end is None else self._end
+        given = self._text[:size]
+        self._text = self._text[size:]
+        return given
 
-    def _held_back(self, text: str) -> int:
-        """Characters at the end of `text` that may begin a stop string."""
+    def _held_back(self) -> int:
+        """Characters at the end of the text that may begin a stop string."""
         longest = max(map(len, self._stop), default=0) - 1
-        sizes = range(min(longest, len(text) - self._given), 0, -1)
-        return next((size for size in sizes if self._is_begun_by(text[-size:])), 0)
+        sizes = range(min(longest, len(self._text)), 0, -1)
+        return next((size for size in sizes if self._is_begun_by(self._text[-size:])), 0)
 
     def _is_begun_by(self, end: str) -> bool:
         return any(stop.startswith(end) for stop in self._stop)
@@ -302,12 +298,14 @@ def segments_of(
     decode: Decode = decode_plan,
     loaded: Sequence[Loaded] = (),
     earlier: EarlierAnswers | None = None,
+    joins_prompt: bool = False,
 ) -> Iterator[GenerationResponse | Prefilled]:
     """The turns of an answer, for the thread that runs MLX; the arguments are `stream_generate`'s.
 
     Wherever an answer ends that was begun, `done` is told what was given out of it. The tokens are
     those that `decode` finds, `loaded` is what was loaded to draft with, and `earlier` has the
-    session's answers, which this one may repeat, and joins.
+    session's answers, which this one may repeat, and joins. With `joins_prompt` the text is what
+    the prompt's goes on with, its leading space included.
     """
     tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _ids(prompt)
     context = _ids(context)
@@ -318,7 +316,7 @@ def segments_of(
     check_tokens(model, [*context, *tokens, *_ids(config.prompt_lookup.reference)])
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
-    text = Text(tokenizer.detokenizer, config.stop)
+    text = Text(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
     ends = end_token_ids(model, tokenizer)
     budget = Budget(text, ends, config.max_tokens, room)
     thought_ends = (getattr(tokenizer, "think_end_tokens", None) or ())[-1:]

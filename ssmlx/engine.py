@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 
 import mlx.core as mx
 
-from .answers import Answer, Prefilled, run, wired
+from .answers import Answer, Prefilled, is_forked, run, wired
 from .api import GenerationResponse, check_prompt, check_tokens, segments_of, with_seed
 from .bars import Progress
 from .decoding.batch import Mask
@@ -152,6 +152,7 @@ class Engine:
         prompt_cache: PromptCache | None = None,
         mask: Mask | None = None,
         shares_prompt: bool = False,
+        joins_prompt: bool = False,
         **settings: Any,
     ) -> Answer[GenerationResponse]:
         """Answer a question, segment by segment; what it begins with may be known already.
@@ -171,6 +172,8 @@ class Engine:
             shares_prompt: whether the prompt is in the prompt cache as soon as it is processed, for
                 other answers to it, and not only when this answer ends; a copy of its keys and
                 values. Not with `deterministic`, where each processes its own.
+            joins_prompt: whether the text goes on from the prompt's, as in a completion: it then
+                keeps the leading space that some tokenizers give no beginning.
 
         Raises:
             InputError: the question, the adapter or the settings cannot be followed.
@@ -185,7 +188,9 @@ class Engine:
             prompt = self._tokens(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
             kept.count_in(self.memory_pool)
-            segments = self._segments(model, prompt, config, loaded, kept, mask, shares_prompt)
+            segments = self._segments(
+                model, prompt, config, loaded, kept, mask, shares_prompt, joins_prompt
+            )
             answer = Answer(segments, progress)
             self._join(answer)
             return answer
@@ -201,6 +206,7 @@ class Engine:
         kept: PromptCache,
         mask: Mask | None,
         shares_prompt: bool,
+        joins_prompt: bool,
     ) -> Iterator[GenerationResponse | Prefilled]:
         cache = model.make_cache()
         known = 0
@@ -223,6 +229,7 @@ class Engine:
             decode=self.memory_pool.bounded(self._decode(model, config, mask, keep)),
             loaded=loaded,
             earlier=kept.answers(model),
+            joins_prompt=joins_prompt,
         )
 
     def score(
@@ -350,7 +357,9 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what is open, write the prompt cache to its folder if it has one, and free the
-        memory. Chats of this engine answer no more."""
+        memory. Chats of this engine answer no more. In a forked process it does nothing."""
+        if is_forked():
+            return
         with self._loading:
             if not self._models:
                 return

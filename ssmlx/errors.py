@@ -4,7 +4,12 @@ Whatever reads what a user gives raises `InputError`, so docstrings inside the p
 repeat it; those of `ssmlx.__all__` say when.
 """
 
+import copyreg
 from collections.abc import Sequence
+from typing import Any
+
+_MOST_NAMED = 3
+_MOST_LETTERS = 80
 
 
 class InputError(ValueError):
@@ -22,6 +27,11 @@ class InputError(ValueError):
         self.found = found
         self.expected = expected
         self.do = do
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By pickle's own rule it would be made anew of its line alone. A pool of processes that
+        # cannot read what a worker raised waits for ever.
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
     def at(self, where: str) -> "InputError":
         """The same, of one place among many."""
@@ -67,14 +77,26 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
 
 
-def first_line(error: Exception) -> str:
-    """What an exception says, in one line; its kind where it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0].strip()
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line; its kind where it says nothing.
+
+    A first line that ends in a colon announces what stands below it: the first few of these are
+    named, and how many more there are.
+    """
+    first, *below = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
+    named = [line.rstrip(",.;")[:_MOST_LETTERS] for line in below if line]
+    return f"{first} {first_few(named)}" if first.endswith(":") and named else first
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first of many names, and how many more there are."""
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def quoted(value: object) -> str:
     """A value that was found, short enough for a line."""
-    return repr(value)[:80]
+    return repr(value)[:_MOST_LETTERS]
 
 
 def require(ok: bool, found: str, *, expected: str, do: str) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 
 import mlx.core as mx
 
-from .answers import run
+from .answers import is_forked, run
 from .drafters.text_index import EarlierAnswers
 from .errors import InputError
 from .generation.pool import MemoryPool
@@ -128,7 +128,12 @@ class PromptCache:
         return self._answers.setdefault(PromptKey.of(model), EarlierAnswers())
 
     def flush(self) -> None:
-        """Write to the folder what is not there yet. What cannot be written is logged."""
+        """Write to the folder what is not there yet. What cannot be written is logged.
+
+        In a forked process it does nothing: whoever forked it does.
+        """
+        if is_forked():
+            return
         with self._lock:
             entries = list(self._entries)
         for entry in entries:

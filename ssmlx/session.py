@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answers import Answer, Prefilled, run
+from .answers import Answer, Prefilled, is_forked, run
 from .api import GenerationResponse, end_token_ids, segments_of, stream_generate, with_seed
 from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, with_drafter
@@ -233,7 +233,8 @@ class ChatSession:
                 self.let_go()
                 del self.model, self._loaded
 
-        run(closed)
+        if not is_forked():
+            run(closed)
 
     def _check_open(self) -> None:
         require(

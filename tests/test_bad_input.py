@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -21,12 +22,13 @@ from ssmlx.commands import train
 from ssmlx.commands.options import run
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
-from ssmlx.errors import InputError
+from ssmlx.errors import ContextLengthError, InputError
 from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.files import alone_in, save_tensors
 from ssmlx.loading.lora_files import LORA_FILE
 from ssmlx.prompts import read_prompts
+from ssmlx.server.asks import RequestError
 from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, read_examples
@@ -71,6 +73,23 @@ def test_settings_of_a_model_that_are_none(name, base, tmp_path):
             assert str(folder) in str(error) or "model type" in str(error)
         else:
             assert name in ("tie_word_embeddings", "rope_parameters", "rope_scaling"), value
+
+
+@pytest.mark.parametrize("count, others", [(1, ""), (3, ""), (5, " and 2 more")])
+@pytest.mark.parametrize("kind", ["Missing {} parameters", "Received {} parameters not in model"])
+def test_tensors_that_a_model_lacks_or_has_to_spare_are_named(kind, count, others, base, tmp_path):
+    folder = spoilt(base, tmp_path / "model")
+    path = folder / "model.safetensors"
+    tensors = mx.load(str(path))
+    names = sorted(name for name in tensors if ".mlp." in name)[:count]
+    if kind.startswith("Missing"):
+        tensors = {name: one for name, one in tensors.items() if name not in names}
+    else:
+        names = [name.replace("mlp", "other") for name in names]
+        tensors |= {name: mx.ones(2) for name in names}
+    mx.save_safetensors(str(path), tensors)
+    said = refusal(ssmlx.load, str(folder))
+    assert f"({kind.format(count)}: {', '.join(names[:3])}{others})" in said
 
 
 TOKENIZERS = (
@@ -355,6 +374,20 @@ def test_what_a_file_says_stays_on_its_line():
     error = InputError("a\nb\x1b[2J\r\ud800 é", expected="c", do="d")
     assert str(error) == r"a\nb\x1b[2J\r\ud800 é; expected c; d"
     assert "num_streams is []" in refusal(StreamConfig, **{**SIZES, "num_streams": []})
+
+
+@pytest.mark.parametrize("kind", [InputError, ContextLengthError, RequestError])
+def test_a_refusal_goes_from_process_to_process(kind):
+    made = {
+        InputError: InputError("a\nb", expected="c", do="d"),
+        ContextLengthError: ContextLengthError(9, 8),
+        RequestError: RequestError("top_p", "top_p is 2", "1 or less"),
+    }
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        found = pickle.loads(pickle.dumps(made[kind], protocol))
+        assert type(found) is kind
+        assert str(found) == str(made[kind])
+        assert vars(found) == vars(made[kind])
 
 
 def test_what_half_precision_cannot_hold_is_not_written(tmp_path):

@@ -512,6 +512,85 @@ def test_python_ends_with_an_answer_open(request):
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
+FORKS = """
+import os, signal, sys
+from contextlib import closing
+sys.path.insert(0, {tests!r})
+from tiny import make_model, make_tokenizer
+import ssmlx
+
+model, tokenizer = make_model(), make_tokenizer()
+opened = ssmlx.stream_generate(model, tokenizer, [1, 2, 3], max_tokens=9)
+session = ssmlx.ChatSession(model, tokenizer)
+prompts = ssmlx.PromptCache(folder={folder!r})
+ssmlx.generate(model, tokenizer, [1, 2], max_tokens=3)
+first = next(opened)
+
+
+def forked(task):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.alarm(20)
+    task()
+    sys.exit(0)
+
+
+def asks(*task):
+    def child():
+        try:
+            task[0](*task[1:])
+        except ssmlx.InputError as error:
+            sys.exit(7 if "forked" in str(error) and "spawn" in str(error) else 8)
+
+    return child
+
+
+def leaves():
+    with opened, closing(session), prompts:
+        pass
+
+
+codes = [
+    forked(lambda: None),
+    forked(lambda: sys.exit(forked(lambda: None))),
+    forked(leaves),
+    forked(asks(ssmlx.generate, model, tokenizer, [1])),
+    forked(asks(next, opened)),
+    forked(asks(session.reset)),
+    forked(asks(ssmlx.load, {base!r})),
+]
+print(*codes, len(first.tokens) + sum(len(one.tokens) for one in opened))
+"""
+
+
+def test_a_forked_process_ends_and_is_refused_an_answer(request, base, tmp_path):
+    tests = str(request.path.parent)
+    code = FORKS.format(tests=tests, folder=str(tmp_path), base=str(base))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 0 0 7 7 7 7 9\n", "")
+
+
+BEFORE = """
+import os, sys
+sys.path.insert(0, {tests!r})
+from tiny import make_model, make_tokenizer
+import ssmlx, ssmlx.engine
+
+pid = os.fork()
+print(ssmlx.generate(make_model(), make_tokenizer(), [1, 2], max_tokens=3), flush=True)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if pid else 0)
+"""
+
+
+def test_processes_that_part_before_a_model_is_loaded_answer_both(request):
+    code = BEFORE.format(tests=str(request.path.parent))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = done.stdout.splitlines()
+    assert first == second
+
+
 def test_a_task_on_the_mlx_thread_may_answer():
     model = make_model()
     tokenizer = make_tokenizer()

@@ -33,7 +33,7 @@ ROOMS = [
     "model",
     "prompts adapters",
     "settings templates",
-    "errors json_files blas answers bars report __init__",
+    "errors json_files blas answers bars report detokenizer __init__",
 ]
 EXCEPTIONS = {
     ("ssmlx/export.py", "convert/export"),  # the command's stub; the PyTorch side does it

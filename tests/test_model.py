@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
-from mlx_lm.models import gpt2, llama, mamba
+from mlx_lm.models import gpt2, internlm3, llama, mamba
 from mlx_lm.models.rope_utils import initialize_rope
 from real import refusal
 
@@ -42,12 +42,19 @@ def make_shifted():
     return model
 
 
-DYNAMIC = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+def make_turned_by_length():
+    """Its rotary embedding asks how long the text is, which rows do not agree about."""
+    model = tiny.make_base()
+    for layer in model.layers:
+        layer.self_attn.rope = internlm3.DynamicNTKScalingRoPE(8, 64, scale=2.0)
+    return model
+
+
 IRREGULAR = {
     "differ by": make_shifted,
     "embed_tokens": lambda: gpt2.Model(gpt2.ModelArgs("gpt2", 32, 16, 2, 2, 32, 1e-5, 13)),
     "'mamba'": lambda: mamba.Model(mamba.ModelArgs("mamba", 13, 16, 32, 4, 2, 4, False, True, 2)),
-    "DynamicNTKScalingRoPE": lambda: tiny.make_base(**DYNAMIC),
+    "one by one": make_turned_by_length,
 }
 
 
@@ -73,6 +80,7 @@ ROPES = {
         "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0],
     },
     "proportional": {"type": "proportional", "partial_rotary_factor": 0.5},
+    "dynamic": {"type": "dynamic", "factor": 4.0},
 }  # fmt: skip
 
 

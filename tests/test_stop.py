@@ -60,7 +60,7 @@ TOKENIZERS = {
 
 def told(kind, steps, stop, max_tokens=10**6, asks=False):
     """The segments of an answer of these steps."""
-    budget = Budget(Text(TOKENIZERS[kind].detokenizer, stop), {END}, max_tokens)
+    budget = Budget(Text(TOKENIZERS[kind], stop), {END}, max_tokens)
 
     def asked():
         for step in steps:

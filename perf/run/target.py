@@ -162,12 +162,8 @@ class Target:
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of an answer, without its end token."""
-        words = self.tokenizer.detokenizer
-        for token in tokens:
-            if token not in self.tokenizer.eos_token_ids:
-                words.add_token(token)
-        words.finalize()
-        return words.text
+        ends = self.tokenizer.eos_token_ids
+        return str(self.tokenizer.decode([token for token in tokens if token not in ends]))
 
     @contextmanager
     def endless(self) -> Iterator[None]:

@@ -100,7 +100,7 @@ def stream_generate(
     require(max_tokens >= 1, f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
     room = manifest.num_slots - manifest.num_nodes
     ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
-    text = Text(model.tokenizer.detokenizer)
+    text = Text(model.tokenizer)
     return responses_of(
         streaming_decode(model.backend, manifest, tokens, cache),
         Budget(text, ends, max_tokens, is_full=lambda: cache.offset > room),

@@ -23,6 +23,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from .. import has_fast_blas
+from ..answers import is_forked
 from ..json_files import read_json
 from ..loading.adapter import stream_tensors
 from ..loading.files import write_whole
@@ -70,8 +71,11 @@ class Learned:
             self.write()
 
     def write(self) -> None:
-        """Write what is new, whole or not at all; what cannot be written is lost."""
-        if not self._is_new:
+        """Write what is new, whole or not at all; what cannot be written is lost.
+
+        A forked process, which learns nothing, leaves it to the one that it was forked from.
+        """
+        if not self._is_new or is_forked():
             return
         self._written_at = time.monotonic()
         self._is_new = False

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from ..errors import InputError, first_line, require, unwritable
+from ..answers import claim_process
+from ..errors import InputError, first_few, first_line, require, unwritable
 from ..json_files import parse_json
 
 logger = logging.getLogger("ssmlx")
@@ -237,6 +238,7 @@ def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]
     """Every tensor of a safetensors file whose name begins with `prefix`."""
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
+    claim_process()
     try:
         loaded = mx.load(str(path), format="safetensors")
         assert isinstance(loaded, dict)
@@ -278,10 +280,7 @@ def account_for(
         if name != "draft_vocab" and not mx.issubdtype(found[name].dtype, mx.floating)
     ]
 
-    def shown(names: list[str]) -> str:
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-    problems = [f"{kind}: {shown(names)}" for kind, names in kinds.items() if names]
+    problems = [f"{kind}: {first_few(names)}" for kind, names in kinds.items() if names]
     if problems:
         raise InputError(
             f"{source} has tensors {'; '.join(problems)}",

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..answers import claim_process
 from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
 from ..json_files import read_json
@@ -143,8 +144,10 @@ def reading(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[N
         yield
     except InputError:
         raise
-    except Exception as error:  # libraries raise many kinds
-        found = f"{failure} ({first_line(error)})"
+    except (Exception, SystemExit) as error:  # libraries raise many kinds
+        # mlx-lm's OLMo ends Python where a package of its own is missing.
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        found = f"{failure} ({first_line(cause or error)})"
         raise InputError(found, expected=expected, do=do) from error
 
 
@@ -167,8 +170,7 @@ def load_base(
     failure = f"{path} cannot be loaded as a model"
     model, config = load_weights(path, dtype, failure, group=group)
     reload = partial(load_modules, path, dtype, group)
-    with reading(path, failure, expected=_WHOLE, do=_AGAIN):
-        backbone = Backbone(model, reload, draft_bits, group)
+    backbone = Backbone(model, reload, draft_bits, group)
     backbone.folder = path
     return backbone, config
 
@@ -191,16 +193,18 @@ def load_weights(
     only this rank's part of them is kept. The message starts with `failure` where the folder
     cannot be loaded.
     """
+    claim_process()
     dtype = resolve_dtype(dtype)
     with reading(path, failure, expected=_WHOLE, do=_AGAIN):
         settings = flat_rope_settings(path)
         model, config = utils.load_model(
             path, lazy=True, model_config=settings, trust_remote_code=False, **own_classes(path)
         )
-        model = cast_model(model, dtype)
-        if group is not None:
-            shard(model, group)
-        modules = dict(model.named_modules())
+    model = cast_model(model, dtype)
+    if group is not None:
+        shard(model, group)
+    modules = dict(model.named_modules())
+    with reading(path, failure, expected=_WHOLE, do=_AGAIN):
         mx.eval([modules[name].parameters() for name in names])
     return model, config
 

@@ -2,8 +2,9 @@
 
 mlx-lm's own layers run unchanged, and so does what a model does before and behind them, to scale
 embeddings or cap logits: it is called without its layers. What the package must know of a model is
-small, and is checked when the model is wrapped: how far its layers see, that its rotary embedding
-takes positions, and, by running both on some tokens, that the stages put together are the model.
+small, and is checked when the model is wrapped: how far its layers see and, by running both on
+some tokens, that the stages put together are the model. Where they are not, or a class is built
+otherwise than this file takes it to be, the model decodes plainly, by its own call.
 
 A model without rotary embedding adds learned positions to its embeddings (OPT, in `models`). A
 node then has its own position. A stream starts from its node's hidden state, which carries the
@@ -15,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +30,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import InputError, first_line, require
@@ -42,9 +43,6 @@ from .ranks import Group, from_first
 from .rope import PositionedRope, Positions
 from .shapes import arrays_in, to_float, to_list
 
-# Which of them there are depends on mlx-lm's release.
-_ROPE_NAMES = ("SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
-_ROPES = (nn.RoPE, *(getattr(rope_utils, n) for n in _ROPE_NAMES if hasattr(rope_utils, n)))
 _PROBE_TOKENS = (1, 2, 3, 5, 1, 4, 2, 6, 3, 1, 5, 2)
 _PROBE_WINDOW = 4
 _WINDOW_NAMES = ("sliding_window", "window_size")
@@ -54,6 +52,7 @@ _HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS, RowLora, EmbeddingLora)
 PROBE_LENGTH = 32
 _PROBE_TOLERANCE = 0.02
 _DIGEST_VALUES = 64
+_log = logging.getLogger("ssmlx")
 
 LMHead = Callable[[mx.array], mx.array]
 """Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
@@ -264,6 +263,7 @@ class Backbone:
     layers: list[Any]
     windows: list[int | None]
     folder: Path | None = None
+    _outer: Any
     _no_stages: Reason = None
 
     def __init__(
@@ -278,13 +278,21 @@ class Backbone:
         self.draft_bits = draft_bits
         self.group = group
         self.replaced: Mapping[str, nn.Module | None] = {}
+        own_ropes: list[tuple[Any, nn.Module]] = []
         try:
             self._take_parts()
-            self._position_ropes()
+            self._position_ropes(own_ropes)
             mx.eval(arrays_of(model))
             self._check_stages()
-        except InputError as error:
-            self._take_whole(error)
+        except Exception as error:  # of many kinds, where a class is built in a way of its own
+            _log.debug("the stages of a model cannot be run", exc_info=True)
+            for attention, rope in own_ropes:
+                attention.rope = rope
+            if not isinstance(error, InputError):
+                error = self._unsupported(
+                    f"its layers cannot be run one by one ({first_line(error)})"
+                )
+            self._take_whole(error.found)
 
     def twin(self) -> Backbone:
         """The same model with modules of its own, to be exchanged, on the very same arrays."""
@@ -334,7 +342,7 @@ class Backbone:
 
         Of the base model: it is asked for before an adapter changes layers.
         """
-        settings = json.dumps(vars(self.args), sort_keys=True, default=str)
+        settings = json.dumps(getattr(self.args, "__dict__", {}), sort_keys=True, default=str)
         return digest_of([(settings, mx.array(0)), *tree_flatten(self.model.parameters())])
 
     @property
@@ -350,7 +358,7 @@ class Backbone:
     @property
     def vocab_size(self) -> int:
         """V."""
-        return int(self.args.vocab_size)
+        return self._vocab_size
 
     @property
     def final_norm_weight(self) -> mx.array:
@@ -532,17 +540,22 @@ class Backbone:
             try_batches=lambda: self._no_batches,
         )
 
-    def _take_whole(self, error: InputError) -> None:
-        """Keep to the model's own call, where there is no more to be had."""
-        args = self._outer.args
+    def _take_whole(self, why: str) -> None:
+        """Keep to the model's own call, where there is no more to be had: `why` tells."""
+        self.args = _settings_of(self._outer)
+        self._outer = self.model
         try:
             logits = self._outer(mx.array([_PROBE_TOKENS]), cache=self.make_own_cache())
-            self._embedded = mx.zeros((1, 1, getattr(args, "hidden_size", 1)), logits.dtype)
+            self._embedded = mx.zeros((1, 1, getattr(self.args, "hidden_size", 1)), logits.dtype)
             mx.eval(logits, self._embedded, arrays_of(self.model))
-        except (TypeError, ValueError, AttributeError, IndexError):
-            raise error from None
-        self.args = args
-        self._no_stages = error.found
+        except Exception as error:  # a class of mlx-lm's raises many kinds
+            raise InputError(
+                f"the model type {self._type!r} does not run ({first_line(error)})",
+                expected="settings and weights that its class in mlx-lm runs on",
+                do="compare its config.json with the original's, or use another model",
+            ) from error
+        self._vocab_size = int(logits.shape[-1])
+        self._no_stages = why
         self.layers = list(getattr(self._outer, "layers", []))
         self.windows = [None] * len(self.layers)
 
@@ -551,10 +564,13 @@ class Backbone:
             kind = type(head).__name__
             raise self._unsupported(f"its LM head is a {kind}, of which {taker} takes rows")
 
+    @property
+    def _type(self) -> str:
+        return str(getattr(self.model, "model_type", type(self.model).__name__))
+
     def _unsupported(self, why: str) -> InputError:
-        name = getattr(self.model, "model_type", type(self.model).__name__)
         return InputError(
-            f"the model type {name!r} cannot draft for itself: {why}",
+            f"the model type {self._type!r} cannot draft for itself: {why}",
             expected="a decoder whose layers run one by one",
             do="use such a model",
         )
@@ -574,7 +590,8 @@ class Backbone:
         name = next((one for one in _NORM_NAMES if hasattr(decoder, one)), None)
         if name is None:
             raise self._unsupported("it has no final norm")
-        self.args = self._outer.args
+        self.args = _settings_of(self._outer)
+        self._vocab_size = int(self.args.vocab_size)
         self.final_norm = getattr(decoder, name)
         self._head = getattr(self._outer, "lm_head", None)
         self.layers = list(model.layers)
@@ -604,32 +621,28 @@ class Backbone:
         if self.embeds_positions:
             return
         tokens = mx.array([[1, 2]])
-        try:
-            front = with_parts(self._decoder, layers=[], **{norm: nn.Identity()})
-            embedded = front(tokens, cache=[_NoCache()] * len(self.layers))
-            plain = self._decoder.embed_tokens(tokens)
-            self._front = None if mx.array_equal(embedded, plain) else front
-            self._bends_logits = True
-            own = self.lm_head(plain)
-            self._bends_logits = False
-            self._bends_logits = not mx.array_equal(own, self.lm_head(plain))
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
-            raise self._not_in_stages(first_line(error)) from error
+        front = with_parts(self._decoder, layers=[], **{norm: nn.Identity()})
+        embedded = front(tokens, cache=[_NoCache()] * len(self.layers))
+        plain = self._decoder.embed_tokens(tokens)
+        self._front = None if mx.array_equal(embedded, plain) else front
+        self._bends_logits = True
+        own = self.lm_head(plain)
+        self._bends_logits = False
+        self._bends_logits = not mx.array_equal(own, self.lm_head(plain))
 
-    def _position_ropes(self) -> None:
+    def _position_ropes(self, replaced: list[tuple[Any, nn.Module]]) -> None:
+        """Let rotary embeddings take positions, if they can: `_check_stages` finds out.
+
+        Each module that had one is noted in `replaced`, with what it had.
+        """
         if self.embeds_positions:
             return
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             attention: Any = getattr(layer, "self_attn", None)
             rope: Any = getattr(attention, "rope", None)
-            if rope is None or isinstance(rope, PositionedRope):
-                continue
-            if not isinstance(rope, _ROPES) and not _turns_nothing(rope):
-                raise self._unsupported(
-                    f"layer {index} has the rotary embedding {type(rope).__name__}, which does "
-                    "not take positions"
-                )
-            attention.rope = PositionedRope(rope)
+            if isinstance(rope, nn.Module) and not isinstance(rope, PositionedRope):
+                replaced.append((attention, rope))
+                attention.rope = PositionedRope(rope)
 
     def _check_stages(self) -> None:
         """Run some tokens both ways, in float32, past windows that are made short for it."""
@@ -639,20 +652,14 @@ class Backbone:
         caches: Any = make_prompt_cache(probe._outer)
         first = tokens.size // 2
         calls = mx.split(tokens, range(first, tokens.size) if longest else [first])
-        try:
-            staged = probe._tree_logits(tokens, behind=first)
-            own = mx.concatenate([probe._outer(call[None], cache=caches)[0] for call in calls])
-            gap = probe._gap(staged, own)
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
-            raise self._not_in_stages(first_line(error)) from error
+        staged = probe._tree_logits(tokens, behind=first)
+        own = mx.concatenate([probe._outer(call[None], cache=caches)[0] for call in calls])
+        gap = probe._gap(staged, own)
         if gap is not None:
             raise self._unsupported(
                 f"embedding, layers, norm and head one by one give logits that differ by {gap:.3g} "
                 "from its own"
             )
-
-    def _not_in_stages(self, why: str) -> InputError:
-        return self._unsupported(f"its layers cannot be run one by one ({why})")
 
     def _with_short_windows(self) -> Backbone:
         """The same weights in float32, with windows of a few tokens where they can be set."""
@@ -753,7 +760,6 @@ class _NoCache:
     offset = 0
 
 
-def _turns_nothing(rope: Any) -> bool:
-    """Whether what stands in the place of a rotary embedding leaves all as it is."""
-    ones = mx.ones((1, 1, 2, 8))
-    return isinstance(rope, nn.Module) and bool(mx.array_equal(rope(ones, offset=3), ones))
+def _settings_of(model: Any) -> Any:
+    """What a model was built from, by either name that mlx-lm's classes keep it under."""
+    return getattr(model, "args", getattr(model, "config", None))

@@ -36,7 +36,6 @@ def shard(model: nn.Module, group: Group) -> None:
         InputError: mlx-lm cannot split such models, or this one into so many parts.
     """
     wrapped: Any = model
-    args = getattr(wrapped, "language_model", wrapped).args
     size = group.size()
     require(
         hasattr(model, "shard"),
@@ -44,6 +43,7 @@ def shard(model: nn.Module, group: Group) -> None:
         expected="a model that it can, such as Llama, Mistral or Qwen",
         do="run this one on one machine",
     )
+    args = getattr(wrapped, "language_model", wrapped).args
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(args, name, None) or size
         found = f"{size} ranks for a model whose {name} is {heads}"

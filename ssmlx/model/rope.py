@@ -4,6 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 
 class Positions:
@@ -45,6 +46,9 @@ class PositionedRope(nn.Module):
 
     def __init__(self, rope: nn.Module) -> None:
         super().__init__()
+        if isinstance(rope, DynamicNTKScalingRoPE):
+            # It turns by other angles past the context's end alone, where nothing is answered.
+            rope = nn.RoPE(rope.dims, rope.traditional, rope.base)
         self.rope = rope
 
     def __call__(self, x: mx.array, offset: int | mx.array | Positions = 0) -> mx.array:

@@ -211,6 +211,7 @@ class Answering:
             mask=self.reader.mask(ask),
             progress=progress,
             shares_prompt=choice.is_first and ask.choices > 1,
+            joins_prompt=ask.continues or not ask.is_chat,
         )
 
     def _scoring(self, choice: Choice, progress: Progress) -> Answer[ScoredPrompt]:

@@ -16,7 +16,7 @@ from ..api import GenerationResponse
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from .asks import Ask, End, Part, Reasoning, Text, ToolCall
-from .logprobs import logprobs_of, text_of_token
+from .logprobs import logprobs_of
 from .prompts import Prompt
 from .schemas import parsed_tools
 
@@ -43,26 +43,12 @@ class Choice:
         self.is_first = own == 0  # of its prompt
         self._tokenizer = tokenizer
         self._parser = Parser(tokenizer, ask, prompt.tokens)
-        self._first: int | None = None  # token, until it has text
 
     def read(self, said: GenerationResponse) -> list[Part]:
         """What a segment says."""
         # A text completion tells its end token, too, as OpenAI's and vLLM's do.
         told = logprobs_of(self._tokenizer, said, with_end=not self.ask.is_chat)
-        goes_on = self.ask.echoes or self.ask.continues
-        text = self._behind_prompt(said) if goes_on else said.text
-        return self._own(self._parser.read(Text(text, len(said.tokens), told)))
-
-    def _behind_prompt(self, said: GenerationResponse) -> str:
-        """The text, with the space that some detokenizers drop where an answer begins."""
-        if said.generation_tokens == len(said.tokens):
-            self._first = said.tokens[0]
-        if self._first is None or not said.text:
-            return said.text
-        text = text_of_token(self._tokenizer, self._first)
-        self._first = None
-        is_dropped = text.startswith(" ") and not said.text.startswith(" ")
-        return " " + said.text if is_dropped else said.text
+        return self._own(self._parser.read(Text(said.text, len(said.tokens), told)))
 
     def end(self, last: GenerationResponse) -> list[Part]:
         """What is left behind the last segment."""

@@ -34,11 +34,6 @@ def prompt_logprobs(
     return [own, *_entries(tokenizer, others)]
 
 
-def text_of_token(tokenizer: TokenizerWrapper, token: int) -> str:
-    """The text of a token behind another one."""
-    return str(_shape(tokenizer)(token, 0.0)["token"])
-
-
 def _entries(
     tokenizer: TokenizerWrapper, logprobs: Sequence[TokenLogprobs]
 ) -> list[dict[str, Any]]:
