@@ -186,14 +186,14 @@ def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
 
 
 def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatch):
-    seconds = iter([3.0, 1.0, 1.0] * AMOUNTS.checked + [1.0, 1.0, 1.0] * AMOUNTS.checked)
+    seconds = iter([3.0, 1.0, 2.0] * AMOUNTS.checked + [1.5, 1.0, 1.0] * AMOUNTS.checked)
 
     def timed(*_):
         return adapt.TimedAnswer([3, 4], 2, next(seconds))
 
     monkeypatch.setattr(adapt, "timed_answer", timed)
     folder, said = adapted(packed)
-    assert "; 3.00 times plain decoding's speed on 2 prompts" in said
+    assert "; 3.00 times plain decoding's speed (1.50 by prompt lookup alone) on 2 prompts" in said
     use_it = f"use it: python -m ssmlx.chat --model {packed}"
     assert said.splitlines()[-1] == use_it
     (run,) = runs()
@@ -201,7 +201,7 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
     before = folder_digest(folder)
     again = adapted(packed)[1].splitlines()
     assert again[0].startswith("mine is finished, after ") and again[1:] == [use_it]
-    # What is no faster than plain decoding is told to bring nothing, and is not used by itself.
+    # What is no faster than the text's own drafts brings nothing, and is not used by itself.
     figures = folder / "figures.json"
     figures.unlink()  # as where it was stopped before it was measured
     _, said = adapted(packed)
@@ -209,7 +209,9 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
         "it brings nothing on this machine: nothing drafts with it here unless it is named; "
         "1 more hours may change that (--hours 2), or leave it at that"
     )
-    assert "; 1.00 times plain decoding's speed" in said and said.splitlines()[-1] == nothing
+    assert (
+        "; 1.50 times plain decoding's speed (1.50 by" in said and said.splitlines()[-1] == nothing
+    )
     assert "goes on with mine, of which there are all answers and all training" in said
     assert runs_for(packed, "x").chosen is None and adapted(packed)[1].splitlines()[-1] == nothing
     assert folder_digest(folder) == before

@@ -51,7 +51,8 @@ def make_run(model, name="mine", *, figures=None, rounds=1, **settings):
     }
     (folder / "plan.json").write_text(json.dumps(plan))
     if figures is not None:
-        told = {"machine": ", ".join(this_machine()), "tokens_per_call": CURVE, **figures}
+        machine = {"machine": ", ".join(this_machine())}
+        told = {**machine, "tokens_per_call": CURVE, "text_speed_up": 1.0, **figures}
         content = json.dumps({"rounds": rounds, "figures": told})
         (folder / "adapter" / "figures.json").write_text(content)
     return folder / "adapter"
@@ -212,6 +213,9 @@ def test_the_newest_that_pays_here_is_taken(base, monkeypatch):
     assert default_adapter(plain)[0] == "elsewhere"
     shutil.rmtree(adapters_home() / "elsewhere")
     assert default_adapter(plain)[0] == "old"
+    # Nor is it taken where the text alone drafts as fast.
+    make_run(base, "copied", figures={"speed_up": 1.2, "text_speed_up": 1.2})
+    assert default_adapter(plain)[0] == "old"
     # What was measured on another machine decides nothing here.
     make_run(base, "moved", figures={"speed_up": 0.5, "machine": "another"})
     assert default_adapter(plain)[0] == "moved"
@@ -236,8 +240,10 @@ def test_what_is_broken_is_none(base):
         plan.write_text(broken)
         assert default_adapter(plain) is None and runs() == []
     plan.write_text(whole)
-    (folder / "figures.json").write_text("{")
-    assert default_adapter(plain) is None
+    machine = ", ".join(this_machine())
+    for broken in ("{", json.dumps({"rounds": 1, "figures": {"machine": machine}})):
+        (folder / "figures.json").write_text(broken)
+        assert default_adapter(plain) is None
     (folder / "figures.json").unlink()
     assert default_adapter(plain) is not None
 
@@ -274,7 +280,7 @@ def test_load_engine_and_commands_find_it_as_the_chat_does(base, monkeypatch, ca
     )
     assert told["--adapter", "auto"] == auto
     assert told["--adapter", "none"] == [
-        "[no adapter: plain decoding: nothing drafts]",
+        "[no adapter: what stood in the text before is drafted where it comes again]",
         "[faster: --adapter mine, made here from these weights, "
         "1.50 times plain decoding's speed when it was made]",
     ]
@@ -308,11 +314,16 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     first, second = lines_of(plain, "none")
     assert first == f"no adapter: {make_plan(plain).decision()}"
     assert second == f"faster: {adapt}, which says within minutes what that would bring here"
-    # Once calls were timed, with a figure.
-    sizing.learned_of(plain)[0].costs.seed({("untrained streams in 1 layers", 4): 1.1})
+    # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
+    costs = sizing.learned_of(plain)[0].costs
+    costs.seed({("rows", 4): 1.1})
     usual = 1 + sizing.candidate_layers(4)[1] * (sizing._USUAL_TOKENS[4] - 1)
+    second_pass = costs.frozen(0).calls(("rows", 5)) / 4 + 0.05
+    assert sizing.forecast(plain) == pytest.approx(usual / (1.1 + second_pass))
+    # Once calls with untrained streams were timed, by these.
+    costs.seed({("untrained streams in 1 layers", 4): 1.1})
     assert lines_of(plain, "none")[1].endswith(
-        f"{adapt}, which should bring {usual / 1.1:.2f} times plain decoding's speed here"
+        f"{adapt}, which should bring some {usual / 1.1:.1f} times plain decoding's speed here"
     )
     # What was begun, and has written an adapter.
     folder = make_run(base)

@@ -86,8 +86,8 @@ def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
     if speed is None:
         return f"{adapt}, which says within minutes what that would bring here"
     if speed < PAYS:
-        return f"nothing; streams should bring {speed:.2f} times plain decoding's speed here"
-    return f"{adapt}, which should bring {speed:.2f} times plain decoding's speed here"
+        return f"nothing; streams should bring some {speed:.1f} times plain decoding's speed here"
+    return f"{adapt}, which should bring some {speed:.1f} times plain decoding's speed here"
 
 
 def _hours(hours: float) -> str:

@@ -155,8 +155,8 @@ def adapter_contents(folder: Path) -> dict[str, bytes]:
 
 def is_local(base: str) -> bool:
     """Whether a base model's name leads nowhere on another machine."""
-    on_hub = HUB_NAME.fullmatch(base) is not None and not Path(base).exists()
-    return not (on_hub or base in ALIASES)
+    is_path = base.startswith((".", "/", "~")) or Path(base).exists()
+    return is_path or not (HUB_NAME.fullmatch(base) or base in ALIASES)
 
 
 def checked_base(name: str, figures: Mapping[str, Any]) -> str:
@@ -167,8 +167,7 @@ def checked_base(name: str, figures: Mapping[str, Any]) -> str:
     """
     from ..loading.weights import weights_digest
 
-    is_name = HUB_NAME.fullmatch(name) is not None or name in ALIASES
-    require(is_name, f"--base {name}", expected="org/name, or an alias", do="correct it")
+    require(not is_local(name), f"--base {name}", expected="org/name, or an alias", do="correct it")
     wanted = figures.get("base", {}).get("weights")
     try:
         found = weights_digest(resolve_model(name, Fetch(offline=True)))

@@ -14,7 +14,7 @@ from .names import CONFIG_FILE, FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, adapter
 from .weights import weights_digest
 
 PAYS = 1.05
-"""The speed of whole answers over plain decoding's from which on an adapter is used by itself."""
+"""The speed over that without an adapter from which on it is used by itself."""
 _log = logging.getLogger("ssmlx")
 
 
@@ -80,26 +80,36 @@ class Run:
     def speed_up(self) -> float | None:
         """Whole answers over plain decoding's, as measured at the end on this very machine."""
         figures = self.figures.get("figures") or {}
-        if figures.get("machine") != ", ".join(this_machine()):
-            return None
-        return figures.get("speed_up")
+        is_here = figures.get("machine") == ", ".join(this_machine())
+        return float(figures["speed_up"]) if is_here else None
 
     @property
     def pays(self) -> bool:
         """Whether it is to be used by itself: also where nobody knows, on another machine."""
-        return self.speed_up is None or self.speed_up >= PAYS
+        return self.speed_up is None or has_paid(self.figures["figures"])
 
     @property
     def verdict(self) -> str:
         """What was measured on this machine, in words."""
         if self.speed_up is None:
             return "not measured on this machine"
-        return f"{self.speed_up:.2f} times plain decoding's speed when it was made"
+        text = float(self.figures["figures"]["text_speed_up"])
+        without = f" ({text:.2f} without it)" if text > 1 else ""
+        return f"{self.speed_up:.2f} times plain decoding's speed{without} when it was made"
 
     def is_called(self, name: str, folder: Path) -> bool:
         """Whether the model that it was made from was called so, or lay there."""
         is_same = self.model.partition("@")[0] == name.partition("@")[0]
         return self.model_folder == folder.resolve() or (is_same and not Path(name).exists())
+
+
+def has_paid(measured: Mapping[str, Any]) -> bool:
+    """Whether answers were faster with an adapter than both plain ones and what the text drafts.
+
+    Args:
+        measured: figures of a run, as `ssmlx.adapt` writes them.
+    """
+    return float(measured["speed_up"]) >= PAYS * max(1.0, float(measured["text_speed_up"]))
 
 
 def runs() -> list[Run]:
@@ -109,7 +119,7 @@ def runs() -> list[Run]:
         with suppress(InputError, LookupError, TypeError, ValueError, OSError):
             run = Run(path.parent, read_json(path, "the plan of a run"), _figures(path.parent))
             # What is asked of every one.
-            _ = run.settings["weights"], run.model, run.model_folder, run.hours, run.speed_up
+            _ = run.settings["weights"], run.model, run.model_folder, run.hours, run.pays
             found.append((run.changed, run))
     return [run for _, run in sorted(found, key=lambda one: one[0], reverse=True)]
 

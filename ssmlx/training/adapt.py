@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,7 +38,7 @@ from ..loading.files import (
     new_folder,
     write_whole,
 )
-from ..loading.found import PAYS, Run, runs
+from ..loading.found import PAYS, Run, has_paid, runs
 from ..loading.load import is_quantised, load, load_tokenizer
 from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER
 from ..loading.weights import weights_digest
@@ -347,7 +348,7 @@ def _go_on(
 
 def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
     """What follows from the speed-up that was measured: every command goes by it."""
-    if measured["speed_up"] >= PAYS:
+    if has_paid(measured):
         return f"use it: python -m ssmlx.chat --model {options.model}"
     hours = options.hours
     return (
@@ -531,22 +532,25 @@ def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say, cloc
         usual = int(fmean(source.prompt_lengths))
         answer_tokens = options.amounts.answer_tokens
         other = _other_seconds(plan.rates, options.amounts, usual)
-        new = plan_round(
-            hours,
-            plan.rates,
-            usual,
-            answer_tokens,
-            before,
-            other_seconds=other,
-            spent=clock.spent,
-        )
+
+        def round_in(in_hours: float) -> Round:
+            lengths = (usual, answer_tokens)
+            spent = clock.spent
+            return plan_round(
+                in_hours, plan.rates, *lengths, before, other_seconds=other, spent=spent
+            )
+
+        new = round_in(hours)
         least = max(before.answers if before else 0, options.amounts.held_out)
         least += plan.rates.batch_size
+        enough = hours
+        while round_in(enough).answers <= least:
+            enough *= 1.2
         require(
             new.answers > least,
             f"--hours {hours:g} is enough for {new.answers} answers",
             expected=f"more than {least}",
-            do="give more",
+            do=f"give --hours {ceil(100 * enough) / 100:g}, or more",
         )
         plan = replace(plan, rounds=(*plan.rounds, new))
     say(_round_line(plan, options.amounts))
@@ -781,8 +785,9 @@ def check_adapter(
         say: is given each line for the user.
 
     Returns:
-        The speed of its answers over plain decoding's, and the machine; its tokens per call behind
-        the prompt's, and those of untrained streams and of prompt lookup.
+        The speed of its answers over plain decoding's, that of prompt lookup alone, and the
+        machine; its tokens per call behind the prompt's, and those of untrained streams and of
+        prompt lookup.
     """
     folder = options.adapter_folder
     found = "no training step made better guesses than untrained streams"
@@ -811,14 +816,16 @@ def check_adapter(
     held = sum(len(row["completion_tokens"]) for row in rows)
     untrained = Replay(held, round(held / untrained_rate)).after(len(rows)).tokens_per_call
     speed_up = seconds["plain"] / seconds["drafted"]
+    text_speed_up = seconds["plain"] / seconds["lookup"]
     say(
         f"{options.out.name}: {curve.get(6, 0.0):.2f} tokens per call with 6 nodes on held-out "
         f"answers (untrained {untrained:.2f}, prompt lookup {by_lookup:.2f}); "
-        f"{speed_up:.2f} times plain decoding's speed on "
-        f"{len(checked)} prompts, {num_same} of {len(checked)} answers the same, token for token"
+        f"{speed_up:.2f} times plain decoding's speed ({text_speed_up:.2f} by prompt lookup alone) "
+        f"on {len(checked)} prompts, {num_same} of {len(checked)} answers the same, token for token"
     )
     return {
         "speed_up": round(speed_up, 3),
+        "text_speed_up": round(text_speed_up, 3),
         "machine": ", ".join(this_machine()),
         "tokens_per_call": curve,
         "untrained_tokens_per_call": round(untrained, 3),

@@ -22,6 +22,7 @@ from ..loading.found import Run
 from ..loading.names import CONFIG_FILE
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
+from ..policy.costs import ROWS
 from ..settings import StreamConfig
 from .answers import Speaker, Text
 from .config import RunOptions, TrainConfig
@@ -41,6 +42,9 @@ _USUAL_TOKENS: Mapping[int, float] = {2: 1.59, 4: 1.98, 8: 2.28, 16: 2.5}
 """Tokens per call by nodes of the adapter `chat`, on held-out answers. They only decide between
 geometries: what is forecast is what the adapter itself shows."""
 _TIMED_CONTEXT = 128
+_DRAFT_HEAD_COST = 0.05
+"""Plain calls that the head of a draft vocabulary takes where nothing was timed, about as on
+SmolLM2-135M."""
 RESERVE = 0.12
 """Share of the time for what turns out to take longer."""
 _LEAST_SHARE = 0.5
@@ -132,14 +136,21 @@ def forecast(model: StreamFusedModel) -> float | None:
         model: without streams.
 
     Returns:
-        That of the best number of layers; None where no calls with untrained streams were timed.
+        That of the best number of layers: by calls with untrained streams, or else by what rows
+        alone cost; None where neither was timed.
     """
-    known = learned_of(model)[0].costs.frozen(0).known
+    frozen = learned_of(model)[0].costs.frozen(0)
+    known = frozen.known
+    rows = {n for name, n in known if name == ROWS and n in TIMED_SIZES}
     speeds = []
-    for num_layers, kept in candidate_layers(len(model.backbone.layers)).items():
-        costs = {
-            n: calls for (name, n), (calls, _) in known.items() if name == _untrained(num_layers)
-        }
+    depth = len(model.backbone.layers)
+    for num_layers, kept in candidate_layers(depth).items():
+        name = _untrained(num_layers)
+        costs = {n: calls for (one, n), (calls, _) in known.items() if one == name}
+        if not costs and rows:
+            # Streams go through the top layers in a pass of their own, behind the rows.
+            second = num_layers / depth * frozen.calls((ROWS, 1 + NUM_STREAMS)) + _DRAFT_HEAD_COST
+            costs = {n: frozen.calls((ROWS, n)) + second for n in rows}
         if costs:
             speeds.append(_usual_speed(costs, kept))
     return max(speeds, default=None)
