@@ -141,7 +141,7 @@ def test_what_it_should_bring_is_forecast_as_training_goes_on(packed):
     known = learned_of(ssmlx.load(packed, adapter=folder)[0])[0].costs.frozen(0)
     assert {*costs} <= {n for name, n in known.known if name == "streams"}
     forecasts = [line for line in said.splitlines() if line.startswith("so far: ")]
-    assert len(forecasts) >= adapt.VALIDATIONS
+    assert len(forecasts) >= sizing.MOST_VALIDATIONS
     log = record.read_record(folder.parent / "round-1" / "log.jsonl")
     curve = ssmlx.load(packed, adapter=folder)[0].config.tokens_per_call
     kept = max(range(len(log)), key=lambda n: log[n].get("tokens_per_call", 0.0))
@@ -262,9 +262,14 @@ def test_answers_that_take_long_leave_fewer_passes():
     second = replace(one, hours=2, spent_before=5000)
     assert sizing.fitted_round(second, one, 6000) == second
     # What else takes time leaves less for answers.
-    plans = [sizing.plan_round(1, RATES, 30, LENGTH, other_seconds=other) for other in (0, 1200)]
+    plans = [sizing.plan_round(1, RATES, 30, LENGTH, check_seconds=other) for other in (0, 1200)]
     assert plans[0].answers == 26 and plans[1].answers == 17
     assert all(plan.seconds <= 3600 for plan in plans)
+    # Nor do validations take more than their share of the hours, where that leaves two.
+    for seconds, count in ((0.5, 10), (15.0, 8), (1000.0, 2)):
+        rates = replace(RATES, validate_seconds=seconds)
+        plan = sizing.plan_round(1, rates, 30, LENGTH, held_out=4)
+        assert plan.validations == count and plan.other_seconds == (1 + count) * 4 * seconds
 
 
 def test_a_full_disk_is_named(packed, monkeypatch):

@@ -83,8 +83,6 @@ from .sizing import (
 SAMPLED_EVERY = 4
 SAMPLED_TEMP = 0.8
 MOST_PROMPT_TOKENS = 1024
-VALIDATIONS = 10
-"""How often a round's training is validated, and its speed-up forecast."""
 FILES = "your files"
 SHIPPED = "shipped prompts"
 OWN = "own questions"
@@ -531,13 +529,17 @@ def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say, cloc
     else:
         usual = int(fmean(source.prompt_lengths))
         answer_tokens = options.amounts.answer_tokens
-        other = _other_seconds(plan.rates, options.amounts, usual)
 
         def round_in(in_hours: float) -> Round:
-            lengths = (usual, answer_tokens)
-            spent = clock.spent
             return plan_round(
-                in_hours, plan.rates, *lengths, before, other_seconds=other, spent=spent
+                in_hours,
+                plan.rates,
+                usual,
+                answer_tokens,
+                before,
+                held_out=options.amounts.held_out,
+                check_seconds=_check_seconds(plan.rates, options.amounts, usual),
+                spent=clock.spent,
             )
 
         new = round_in(hours)
@@ -557,13 +559,11 @@ def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say, cloc
     return plan
 
 
-def _other_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
-    """What a round's validations, and the figures at the end, take."""
+def _check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
+    """What the figures at the end take."""
     answer = rates.prompt_seconds_per_token * prompt_tokens
     answer += rates.call_seconds * amounts.checked_tokens
-    # One before the first step, and the best ones are replayed with more trees.
-    validations = (VALIDATIONS + 2) * amounts.held_out * rates.validate_seconds
-    return validations + len(_CHECKED) * amounts.checked * answer
+    return len(_CHECKED) * amounts.checked * answer
 
 
 def _streams_line(plan: Plan, source: Source) -> str:
@@ -638,9 +638,12 @@ def make_examples(
     shipped = new(source.shipped)
     left = wanted - len(files)
     num_own = max(left // 3, left - len(shipped)) if source.tokenizer.has_chat_template else 0
+    if num_own:
+        say(f"making up {num_own:,} questions ...")
     with part_file(QUESTIONS_FILE) as part:
         questions = speaker.questions(num_own, amounts.question_tokens, part)
     prompts = [{"prompt": text} for text in questions]
+    say(f"answering {wanted:,} prompts ...")
     own = new(tokenised(OWN, prompts, source, amounts, say))
     asked = [*files, *own, *shipped][:wanted]
     random.Random(seed).shuffle(asked)
@@ -701,10 +704,10 @@ def train_round(
         source.run,
         out=folder,
         data=folder / _DATA,
-        valid_every=max(1, num_steps // VALIDATIONS),
+        valid_every=max(1, num_steps // plan.rounds[number].validations),
         save_every=max(1, num_steps // 40),
     )
-    say("reading the answers, to train on them ...")
+    say(f"training {num_steps:,} steps ...")
     with busy("reading"):
         job, _ = prepare(run, train, start)
     twin = source.backbone.twin()

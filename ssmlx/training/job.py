@@ -37,7 +37,7 @@ from .data import (
     in_order,
     read_examples,
 )
-from .objective import Lower, LowerStore, Objective, Validation
+from .objective import RECORDED_TREE_SIZES, Lower, LowerStore, Objective, Validation
 from .record import LOG_FILE, PICTURE_FILE, Record, draw
 
 logger = logging.getLogger("ssmlx")
@@ -288,8 +288,9 @@ def run_to_end(
     objective = trainer.objective
     size = options.tree_size
     batches = in_order(job.valid, _VALIDATION_BATCH)
+    largest = RECORDED_TREE_SIZES[-1] if keep_best else 0
     texts = [collate(job.valid, one.indices, job.packing) for one in batches if job.packing]
-    validate, of_packed = (Validation(objective, one, size) for one in (batches, texts))
+    validate, of_packed = (Validation(objective, one, size, largest) for one in (batches, texts))
     last = min(options.max_steps or job.num_steps, job.num_steps)
     rule = job.train.batch_size, job.train.seed, *trainer.part, job.packing
     plan = BatchPlan(job.examples, *rule)

@@ -47,6 +47,11 @@ _DRAFT_HEAD_COST = 0.05
 SmolLM2-135M."""
 RESERVE = 0.12
 """Share of the time for what turns out to take longer."""
+MOST_VALIDATIONS = 10
+_LEAST_VALIDATIONS = 2
+_VALIDATION_SHARE = 0.15
+"""How often a round's training is validated, and its speed-up forecast; the share of the hours that
+this may take, where that leaves two."""
 _LEAST_SHARE = 0.5
 """Share of the hours that answers and training have at least, and of the passes over the answers:
 less would not pay for what a run takes beside them."""
@@ -271,8 +276,9 @@ def measure_rates(
         peaks[count] = step.peak
     most_probed = _PROBED[-1]
     batch_size, for_steps = _largest(_BATCHES, peaks, most, "training")
+    one = collate([Example(tokens, prompt_tokens)], np.arange(1))
+    validate = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
     with _watched() as validated:
-        validate = Validation(objective, [batch], TIMED_SIZES[-1])
         validate()
         validate.curve(TIMED_SIZES)
     return Rates(
@@ -284,7 +290,7 @@ def measure_rates(
         memory=max(timed.memory, for_steps),
         prompt_seconds_per_token=timed.prompt_seconds / len(prompt),
         call_seconds=timed.call_seconds,
-        validate_seconds=validated.seconds / most_probed,
+        validate_seconds=validated.seconds,
     )
 
 
@@ -368,6 +374,7 @@ class Round:
     epochs: float
     answer_seconds: float
     train_seconds: float
+    validations: int = MOST_VALIDATIONS
     other_seconds: float = 0.0  # of validations, and of the figures at the end
     spent_before: float = 0.0  # seconds of the run, when the round was planned
 
@@ -384,7 +391,8 @@ def plan_round(
     answer_tokens: int,
     before: Round | None = None,
     *,
-    other_seconds: float = 0.0,
+    held_out: int = 0,
+    check_seconds: float = 0.0,
     spent: float = 0.0,
 ) -> Round:
     """How many answers, and passes over all, fit into the hours.
@@ -397,7 +405,8 @@ def plan_round(
         prompt_tokens: of a usual prompt.
         answer_tokens: that an answer may have.
         before: the round before, if there was one.
-        other_seconds: what validations and figures of the round take.
+        held_out: answers that each validation replays.
+        check_seconds: what the figures at the end take.
         spent: seconds that the run has taken so far.
     """
     old = before.answers if before else 0
@@ -409,6 +418,11 @@ def plan_round(
     epochs = min(_MOST_EPOCHS, max(1, round(make_seconds / pass_seconds)))
     train_seconds = frozen_seconds + epochs * pass_seconds
     given = 3600 * (hours - (before.hours if before else 0.0))
+    each = held_out * rates.validate_seconds
+    fitting = int(_VALIDATION_SHARE * given / each) if each else MOST_VALIDATIONS
+    validations = min(MOST_VALIDATIONS, max(_LEAST_VALIDATIONS, fitting))
+    # One more is before the first step.
+    other_seconds = (1 + validations) * each + check_seconds
     # Of a first round, what was spent has measured all this.
     left = given - other_seconds - (0.0 if before else spent)
     seconds = (1 - RESERVE) * max(left, _LEAST_SHARE * given)
@@ -419,6 +433,7 @@ def plan_round(
         epochs=epochs,
         answer_seconds=new * make_seconds,
         train_seconds=(old + new) * train_seconds,
+        validations=validations,
         other_seconds=other_seconds,
         spent_before=spent,
     )
