@@ -212,7 +212,7 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
     assert (
         "; 1.50 times plain decoding's speed (1.50 by" in said and said.splitlines()[-1] == nothing
     )
-    assert "goes on with mine, of which there are all answers and all training" in said
+    assert "goes on with mine, where all answers and all training are kept" in said
     assert runs_for(packed, "x").chosen is None and adapted(packed)[1].splitlines()[-1] == nothing
     assert folder_digest(folder) == before
 
@@ -234,7 +234,7 @@ def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch)
     assert adapt.folder_of_same(options) == adapters_home() / "mine"
     assert adapt.folder_of_same(replace(options, seed=1)) == adapters_home() / "copy"
     folder, said = adapted(copy)
-    assert "goes on with mine, of which there are 26 answers, and step 3 of 12" in said
+    assert "goes on with mine, where 26 answers, and step 3 of 12 of the training are" in said
     (run,) = runs()
     assert (run.model, run.model_folder, run.is_finished) == (str(copy), copy, True)
     log = record.read_record(folder.parent / "round-1" / "log.jsonl")

@@ -488,6 +488,8 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
 
 HELPED = [
     PROG,
+    "ssmlx.adapt",
+    "ssmlx.adapters",
     "ssmlx.chat",
     "ssmlx.check",
     "ssmlx.server.__main__",

@@ -241,7 +241,12 @@ def test_what_is_broken_is_none(base):
         assert default_adapter(plain) is None and runs() == []
     plan.write_text(whole)
     machine = ", ".join(this_machine())
-    for broken in ("{", json.dumps({"rounds": 1, "figures": {"machine": machine}})):
+    for broken in (
+        "{",
+        "[]",
+        json.dumps({"rounds": 1, "figures": {"machine": machine}}),
+        json.dumps({"figures": [1]}),
+    ):
         (folder / "figures.json").write_text(broken)
         assert default_adapter(plain) is None
     (folder / "figures.json").unlink()

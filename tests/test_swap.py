@@ -519,7 +519,7 @@ def test_what_was_asked_for_is_what_runs(base, run, shelf, tmp_path, asked):
 def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
     lines = ["w1 w2", "/adapter e2e", "w3", f"/adapter {shelf / 'sql'} ", "w4"]
     lines += ["/adapter " + "x" * 300, "/adapter nonsense", "/adapter foreign", "w5"]
-    lines += ["/adapter none", "w6", "/help"]
+    lines += ["/adapter none", "w6", "/adapter auto", "/help"]
     code, out, err = run(lines)
     assert code == 0 and len(loads) == 1
     session = chat_session(base, "chat")
@@ -541,7 +541,8 @@ def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
     assert "chat, e2e, foreign, sql" in told[3]
     assert told[4].startswith("the adapter belongs to another base model: ")
     assert told[5] == "no adapter: what the text says again is drafted; the conversation goes on"
-    assert "/adapter NAME " in err and len(told) == 6 and "name too long; expected" in told[2]
+    assert told[6].startswith("adapter chat: 2 streams draft; ")  # what it began with
+    assert "/adapter NAME " in err and len(told) == 7 and "name too long; expected" in told[2]
 
 
 def test_generate_takes_what_a_chat_takes(base, capsys):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .. import has_fast_blas
 from ..blas import HINT
 from ..errors import InputError
-from ..loading.names import Fetch, bundled_adapters, resolve_adapter
+from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, bundled_adapters, resolve_adapter
 from . import options
 from .caches import PromptFile
 from .check import head_start
@@ -188,7 +188,7 @@ def adapter(rest: str, chat: Chat) -> str:
     """What /adapter shows, after the swap that it may ask for."""
     import mlx.core as mx
 
-    from ..loading.attach import adapters_for
+    from ..loading.attach import adapters_for, default_adapter
 
     if not rest:
         fitting = adapters_for(chat.session.model)
@@ -197,7 +197,11 @@ def adapter(rest: str, chat: Chat) -> str:
         names += f" (for other models: {', '.join(others)})" if others else ""
         hint = "/adapter NAME, FOLDER or none takes another"
         return f"{current_adapter(chat)}\nthat are here: {names}; {hint}"
-    found = resolve_adapter(rest, Fetch(progress=options.DownloadBar()))
+    found: Path | None
+    if rest == AUTO_ADAPTER:
+        rest, found = default_adapter(chat.session.model) or (NO_ADAPTER, None)
+    else:
+        found = resolve_adapter(rest, Fetch(progress=options.DownloadBar()))
     chat.session.swap_adapter(found)
     mx.reset_peak_memory()
     chat.adapter = rest

@@ -116,7 +116,7 @@ def runs() -> list[Run]:
     """Every run of `ssmlx.adapt` that is kept here, the newest first; broken ones are left out."""
     found = []
     for path in adapters_home().glob(f"*/{PLAN_FILE}"):
-        with suppress(InputError, LookupError, TypeError, ValueError, OSError):
+        with suppress(InputError, LookupError, TypeError, ValueError, AttributeError, OSError):
             run = Run(path.parent, read_json(path, "the plan of a run"), _figures(path.parent))
             # What is asked of every one.
             _ = run.settings["weights"], run.model, run.model_folder, run.hours, run.pays

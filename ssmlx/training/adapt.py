@@ -247,7 +247,7 @@ def adapt(
             say(verdict_line(options, run.figures["figures"]))
             return
         if plan.rounds:
-            say(f"goes on with {options.out.name}, of which there are {_kept(options, plan)}")
+            say(f"goes on with {options.out.name}, where {_kept(options, plan)} are kept")
     clock = Clock(plan.spent if plan else 0.0)
     try:
         _go_on(options, prompts, settings, plan, prog, say, wait, clock)
@@ -524,9 +524,7 @@ def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say, cloc
         expected=f"{planned:g} or more, which {options.out} is planned for",
         do="give these, another --name, or delete the folder",
     )
-    if hours == planned:
-        say("goes on with what was planned")
-    else:
+    if hours > planned:
         usual = int(fmean(source.prompt_lengths))
         answer_tokens = options.amounts.answer_tokens
 
@@ -555,7 +553,7 @@ def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say, cloc
             do=f"give --hours {ceil(100 * enough) / 100:g}, or more",
         )
         plan = replace(plan, rounds=(*plan.rounds, new))
-    say(_round_line(plan, options.amounts))
+    say(_round_line(plan, options.amounts, clock.spent))
     return plan
 
 
@@ -582,20 +580,22 @@ def _streams_line(plan: Plan, source: Source) -> str:
     )
 
 
-def _round_line(plan: Plan, amounts: Amounts) -> str:
+def _round_line(plan: Plan, amounts: Amounts, spent: float) -> str:
+    """What the last round makes; `spent` are the run's seconds so far."""
     last = plan.rounds[-1]
     rates = plan.rates
     before = plan.rounds[-2].answers if plan.rounds[1:] else 0
     more = "more " if before else ""
     of_all = f" of all {last.answers:,}" if before else ""
     steps = plan.training(last).num_steps(last.answers - amounts.held_out)
-    spent = 0.0 if before else last.spent_before
+    planned_at = 0.0 if before else last.spent_before
+    spent -= last.spent_before - planned_at
     return (
         f"plan: {last.answers - before:,} {more}answers at "
         f"{rates.answer_tokens_per_second:.0f} tokens/s ({minutes(last.answer_seconds)}), "
         f"{steps:,} steps of {rates.batch_size}{of_all} ({minutes(last.train_seconds)}), "
-        f"checks ({minutes(last.other_seconds)}): some {minutes(spent + last.seconds)} in all, "
-        f"{minutes(spent)} of them spent; at most "
+        f"checks ({minutes(last.other_seconds)}): some {minutes(planned_at + last.seconds)} in "
+        f"all, {minutes(spent)} of them spent; at most "
         f"{(rates.memory + CACHE_BYTES) / 2**30:.1f} GiB of memory"
     )
 
