@@ -104,7 +104,7 @@ def test_a_packed_model_drafts_for_itself_afterwards(packed):
     assert list(own_adapters()) == [run.name for run in runs()] == ["mine"]
     shutil.rmtree(other)
     figures = json.loads((folder / "figures.json").read_text())
-    figures["figures"]["speed_up"] = 1.5  # whatever random weights brought here
+    figures["figures"] |= {"speed_up": 1.5, "text_speed_up": 1.0}  # whatever they were here
     (folder / "figures.json").write_text(json.dumps(figures))
     plain, tokenizer = ssmlx.load(packed, dtype="float32")
     assert default_adapter(plain) == ("mine", folder) and list(adapters_for(plain)) == ["mine"]
@@ -186,10 +186,11 @@ def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
 
 
 def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatch):
-    seconds = iter([3.0, 1.0, 2.0] * AMOUNTS.checked + [1.5, 1.0, 1.0] * AMOUNTS.checked)
+    seconds = {"plain": 3.0, "prompt-lookup": 2.0, None: 1.0}
 
-    def timed(*_):
-        return adapt.TimedAnswer([3, 4], 2, next(seconds))
+    def timed(_model, _tokenizer, _prompt, config, _count):
+        how = "plain" if config.decoding == "plain" else config.drafter
+        return adapt.TimedAnswer([3, 4], 2, seconds[how])
 
     monkeypatch.setattr(adapt, "timed_answer", timed)
     folder, said = adapted(packed)
@@ -204,6 +205,7 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
     # What is no faster than the text's own drafts brings nothing, and is not used by itself.
     figures = folder / "figures.json"
     figures.unlink()  # as where it was stopped before it was measured
+    seconds |= {"plain": 1.5, "prompt-lookup": 1.0}
     _, said = adapted(packed)
     nothing = (
         "it brings nothing on this machine: nothing drafts with it here unless it is named; "
@@ -266,7 +268,7 @@ def test_answers_that_take_long_leave_fewer_passes():
     assert plans[0].answers == 26 and plans[1].answers == 17
     assert all(plan.seconds <= 3600 for plan in plans)
     # Nor do validations take more than their share of the hours, where that leaves two.
-    for seconds, count in ((0.5, 10), (15.0, 8), (1000.0, 2)):
+    for seconds, count in ((0.5, 10), (15.0, 9), (1000.0, 2)):
         rates = replace(RATES, validate_seconds=seconds)
         plan = sizing.plan_round(1, rates, 30, LENGTH, held_out=4)
         assert plan.validations == count and plan.other_seconds == (1 + count) * 4 * seconds
