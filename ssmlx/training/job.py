@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bars import bar
+from ..bars import bar, busy
 from ..errors import InputError, require, unwritable
 from ..json_files import read_json
 from ..loading.adapter import Adapter
@@ -290,7 +290,10 @@ def run_to_end(
     batches = in_order(job.valid, _VALIDATION_BATCH)
     largest = RECORDED_TREE_SIZES[-1] if keep_best else 0
     texts = [collate(job.valid, one.indices, job.packing) for one in batches if job.packing]
-    validate, of_packed = (Validation(objective, one, size, largest) for one in (batches, texts))
+    with busy("reading held-out answers"):
+        validate, of_packed = (
+            Validation(objective, one, size, largest) for one in (batches, texts)
+        )
     last = min(options.max_steps or job.num_steps, job.num_steps)
     rule = job.train.batch_size, job.train.seed, *trainer.part, job.packing
     plan = BatchPlan(job.examples, *rule)
