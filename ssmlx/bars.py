@@ -1,7 +1,9 @@
 """What is told of work that takes long: to a callback, or by bars where a command shows them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Event, Thread
 from typing import Any
 
 Progress = Callable[[int, int], None]
@@ -11,12 +13,49 @@ shown: ContextVar[bool] = ContextVar("shown", default=False)
 """Whether bars are shown, where standard error is a terminal."""
 
 PATIENCE_SECONDS = 2.0
+_TICK_SECONDS = 1.0
 
 
 def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
     """`items`, behind a bar where bars are shown; `settings` are tqdm's."""
+    return _behind_bar(items, label, settings) if shown.get() else items
+
+
+def _behind_bar(items: Iterable[Any], label: str, settings: dict[str, Any]) -> Iterator[Any]:
+    with _ticking(iterable=items, desc=label, **settings) as drawn:
+        yield from drawn
+
+
+@contextmanager
+def busy(label: str) -> Iterator[None]:
+    """Show for how long something that cannot be counted is under way, where bars are shown."""
     if not shown.get():
-        return items
+        yield
+        return
+    with _ticking(desc=label, bar_format="{desc}: {elapsed}"):
+        yield
+
+
+@contextmanager
+def _ticking(**settings: Any) -> Iterator[Any]:
+    """A bar that goes on to be drawn while nothing is counted, as before a first item."""
     from huggingface_hub.utils import tqdm
 
-    return tqdm(items, desc=label, disable=None, leave=False, delay=PATIENCE_SECONDS, **settings)
+    over = Event()
+
+    def tick() -> None:
+        wait = PATIENCE_SECONDS
+        while not over.wait(wait):
+            drawn.refresh()
+            wait = _TICK_SECONDS
+
+    with tqdm(disable=None, leave=False, delay=PATIENCE_SECONDS, **settings) as drawn:
+        ticker = Thread(target=tick, daemon=True)
+        if not drawn.disable:
+            ticker.start()
+        try:
+            yield drawn
+        finally:
+            over.set()
+            if ticker.is_alive():
+                ticker.join()

@@ -1,4 +1,4 @@
-"""A fast matrix library for MLX's CPU backend on Linux.
+"""A fast matrix library for MLX's CPU backend on Linux, and what computes on this machine.
 
 MLX's Linux wheel carries the reference BLAS, some thirty times slower than OpenBLAS. Where the
 system has OpenBLAS, loading it first and for all gives its symbols precedence: what
@@ -7,14 +7,19 @@ system has OpenBLAS, loading it first and for all gives its symbols precedence: 
 
 import ctypes
 import ctypes.util
+import os
 import sys
+from functools import lru_cache
 
 HINT = (
     "MLX runs on its reference BLAS here, some thirty times slower than OpenBLAS; "
     "`apt install libopenblas0-pthread` (or your system's package) and start again"
 )
 
+_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
+
+@lru_cache(maxsize=1)
 def prefer_openblas() -> bool:
     """Load the system's OpenBLAS ahead of MLX; whether MLX will be fast, as far as known."""
     if sys.platform != "linux" or "mlx.core" in sys.modules:
@@ -27,3 +32,20 @@ def prefer_openblas() -> bool:
     except OSError:
         return False
     return True
+
+
+@lru_cache(maxsize=1)
+def this_machine() -> tuple[str, str]:
+    """The chip, on the CPU with how many cores of it; and what computes."""
+    import mlx.core as mx
+
+    name = str(mx.device_info().get("device_name", "unknown chip"))
+    if mx.default_device() == mx.gpu:
+        return name, "gpu"
+    # Those that MLX's CPU backend may use: all that there are, or as the environment says.
+    allowed = getattr(os, "sched_getaffinity", None)
+    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
+    limits = [os.environ.get(name, "") for name in _THREADS]
+    cores = min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
+    counted = f"{cores} core{'s' if cores > 1 else ''}"
+    return f"{name}, {counted}", f"cpu, {'fast' if prefer_openblas() else 'reference'} BLAS"

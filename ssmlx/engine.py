@@ -26,7 +26,7 @@ from .generation.scoring import ScoredPrompt, score_in_pieces
 from .loading.adapter import load_adapter
 from .loading.attach import attach_adapter, default_adapter
 from .loading.load import load
-from .loading.names import NO_ADAPTER, Fetch, resolve_adapter
+from .loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, resolve_adapter
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
@@ -34,7 +34,7 @@ from .prompts import Message, Tools, own_template, prompt_tokens, turns_tokens
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig
 
-DEFAULT_ADAPTER = "chat"
+_OWN = "own"  # streams, of a fused folder
 Question = str | Sequence[int] | Sequence[Message]
 """A user's text, the turns of a chat, or the tokens of a prompt."""
 
@@ -54,8 +54,8 @@ class Engine:
     Args:
         model: as `ssmlx.load` takes it.
         adapters: bundled adapters, folders or Hub names of others, to load now; any other one is
-            loaded when it is first asked for. The first of them is the default; without any, the
-            bundled adapter "chat", where it belongs to the model.
+            loaded when it is first asked for. The first of them is the default; without any it is
+            "auto": what a chat finds for the model, see `ssmlx.load`. "none" is the base alone.
         merge_lora: as `ssmlx.load` does. That takes memory for every such adapter, as large as
             the layers that it changes; False, the default, takes a little time a step instead.
         prompt_cache: prompts that were processed, to be shared; of 1 GiB in memory unless given.
@@ -88,13 +88,16 @@ class Engine:
         self._loading = threading.Lock()
         self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
+        if own.config is not None:  # a fused folder brings its own streams
+            self._models[_OWN] = own
+        self._automatic: tuple[str, Path | None] | None = None
+        self._default = str(adapters[0]) if adapters else AUTO_ADAPTER
         for adapter in adapters:
             self.model(adapter)
         limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
         self.memory_pool = MemoryPool(limit)
         self.prompt_cache.count_in(self.memory_pool)
         self._batches = self._new_batches()
-        self._default = self._choose_default(adapters, own)
         self._wiring = wired()  # at last: what is refused leaves nothing behind
         run(self._wiring.__enter__)
 
@@ -103,24 +106,20 @@ class Engine:
         self.memory_pool.share(batches)
         return batches
 
-    def _choose_default(self, adapters: Sequence[str | Path], own: StreamFusedModel) -> str:
-        if adapters:
-            return str(adapters[0])
-        if own.config is not None:  # a fused folder brings its own streams
-            self._models["own"] = own
-            return "own"
-        return default_adapter(own, DEFAULT_ADAPTER) or NO_ADAPTER
-
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
+
+        "auto" is what a chat takes by itself: see `ssmlx.load`.
 
         Raises:
             InputError: there is no such adapter, or it belongs to another model.
         """
-        name = self._default if adapter is None else str(adapter)
+        asked = self._default if adapter is None else adapter
+        name = str(asked)
         folder = None
-        if self._models and name not in self._models:  # to fetch one keeps nobody else waiting
-            folder = resolve_adapter(name if adapter is None else adapter, self._fetch)
+        is_new = name not in self._models and name != AUTO_ADAPTER
+        if self._models and is_new:  # to fetch one keeps nobody else waiting
+            folder = resolve_adapter(asked, self._fetch)
         with self._loading:
             require(
                 bool(self._models),
@@ -128,11 +127,33 @@ class Engine:
                 expected="an open one",
                 do="make a new `ssmlx.Engine`",
             )
+            if name == AUTO_ADAPTER:
+                name, folder = self._find()
             if name not in self._models:
                 assert folder is not None
                 loaded = load_adapter(folder)
                 self._models[name] = attach_adapter(self._base, loaded, merge_lora=self._merge_lora)
             return self._models[name]
+
+    def _find(self) -> tuple[str, Path | None]:
+        """The name of what a chat takes by itself, and its folder; looked for once."""
+        if self._automatic is None:
+            if _OWN in self._models:
+                self._automatic = _OWN, None
+            else:
+                base = self._models[NO_ADAPTER]
+                self._automatic = default_adapter(base) or (NO_ADAPTER, None)
+        return self._automatic
+
+    @property
+    def default_adapter(self) -> str | None:
+        """The adapter that answers have where nothing is asked for, "none" for the base alone, None
+        for the model's own streams."""
+        if self._default != AUTO_ADAPTER:
+            return self._default
+        with self._loading:
+            name, _ = self._find()
+        return None if name == _OWN else name
 
     @property
     def adapters(self) -> list[str]:
@@ -161,7 +182,8 @@ class Engine:
             question: a user's text, under the adapter's or the model's template; the turns of a
                 chat; or token ids.
             config, settings: as `ssmlx.stream_generate` takes them.
-            adapter: a name or a folder; the engine's default unless given, "none" for the base.
+            adapter: a name or a folder; the engine's default unless given, "auto" for what a chat
+                takes by itself, "none" for the base.
             progress: told (tokens processed, tokens in all) while the prompt is processed.
             tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
             drafter: what drafts, as `ssmlx.stream_generate` takes it.

@@ -5,7 +5,8 @@ repeat it; those of `ssmlx.__all__` say when.
 """
 
 import copyreg
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 _MOST_NAMED = 3
@@ -108,6 +109,18 @@ def require(ok: bool, found: str, *, expected: str, do: str) -> None:
 def unwritable(path: object, error: Exception, do: str = "choose another place") -> InputError:
     found = f"cannot write {path} ({getattr(error, 'strerror', None) or first_line(error)})"
     return InputError(found, expected="a place that can be written", do=do)
+
+
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Have an `OSError` inside the block tell of this file, where it names none: that of a write
+    to a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def not_installed(what: str, error: Exception, extra: str) -> InputError:

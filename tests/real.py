@@ -226,6 +226,12 @@ def one_line(err: str, prog: str) -> str:
     return err.strip()
 
 
+def said_later(err: str) -> list[str]:
+    """What a chat says behind the two lines of what drafts and what would be faster."""
+    lines = err.splitlines()
+    return lines[1 + next(n for n, line in enumerate(lines) if line.startswith("faster: ")) :]
+
+
 def tokens_of(responses):
     return [token for one in responses for token in one.tokens]
 

@@ -1,9 +1,11 @@
 """`ssmlx.adapt`: a model learns to draft for itself, however often the run is stopped."""
 
+import errno
 import json
 import os
 import shutil
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +20,14 @@ import ssmlx
 from ssmlx.commands import adapt as adapt_command
 from ssmlx.commands import machine, upload
 from ssmlx.commands.adapt import PROG, main
+from ssmlx.commands.options import os_fault
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.attach import adapters_for, default_adapter
 from ssmlx.loading.files import PartFile, alone_in, folder_digest
+from ssmlx.loading.found import runs, runs_for
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import adapters_home, own_adapters, resolve_adapter
+from ssmlx.loading.weights import weights_digest
 from ssmlx.training import adapt, answers, record, sizing
 from ssmlx.training.adapt import AdaptOptions, Amounts
 from ssmlx.training.answers import Speaker, Text
@@ -66,9 +71,11 @@ def known_rates(monkeypatch):
     monkeypatch.setattr(adapt, "measure_rates", lambda *_: RATES)
 
 
-def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None):
-    """Run to the end, or go on, with small amounts; the adapter's folder, and what was said."""
+def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
+    """Run to the end, or go on, with small amounts; the adapter's folder, and what was said, which
+    goes to `lines` as well."""
     out = adapters_home() / "mine"
+    lines = [] if lines is None else lines
     options = AdaptOptions(
         model=str(model),
         path=model,
@@ -79,7 +86,6 @@ def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None):
         seed=seed,
         amounts=AMOUNTS,
     )
-    lines = []
     with alone_in(out):
         adapt.adapt(options, prog=PROG, say=lines.append)
     return resolve_adapter("mine"), "\n".join(lines)
@@ -91,17 +97,20 @@ def test_a_packed_model_drafts_for_itself_afterwards(packed):
     assert "plan: 26 answers" in said and "of 2 answers the same" in said
     assert "GiB of memory" in said
     # By itself, and by its name; of no other model's folder.
-    assert own_adapters(packed) == own_adapters() == {"mine": folder}
-    assert own_adapters(packed.parent) == {}
+    (run,) = runs_for(packed, "x").fitting
+    assert (run.name, run.adapter, run.is_finished, run.hours) == ("mine", folder, True, 1.0)
     other = shutil.copytree(folder.parent, folder.parents[1] / "other")
-    assert list(own_adapters(packed)) == ["mine", "other"]
+    assert list(own_adapters()) == [run.name for run in runs()] == ["mine", "other"]
     os.utime(other / "adapter" / "streams_config.json")
-    assert list(own_adapters(packed)) == ["other", "mine"]
+    assert list(own_adapters()) == [run.name for run in runs()] == ["other", "mine"]
     (other / "plan.json").write_text("[]")  # somebody else's
-    assert list(own_adapters(packed)) == ["mine"]
+    assert list(own_adapters()) == [run.name for run in runs()] == ["mine"]
     shutil.rmtree(other)
+    figures = json.loads((folder / "figures.json").read_text())
+    figures["figures"] |= {"speed_up": 1.5, "text_speed_up": 1.0}  # whatever they were here
+    (folder / "figures.json").write_text(json.dumps(figures))
     plain, tokenizer = ssmlx.load(packed, dtype="float32")
-    assert default_adapter(plain, "chat") == "mine" and list(adapters_for(plain)) == ["mine"]
+    assert default_adapter(plain) == ("mine", folder) and list(adapters_for(plain)) == ["mine"]
     with ssmlx.Engine(str(packed), dtype="float32") as engine:
         assert engine.model().config.num_streams > 0
         found = [t for one in engine.stream("w1 w2 w3", max_tokens=LENGTH) for t in one.tokens]
@@ -115,7 +124,6 @@ def test_streams_are_learned_for_the_model_as_a_lora_tunes_it(packed, tmp_path):
     lora = write_lora(tmp_path / "lora", packed, keys=keys, num_layers=4)
     folder, said = adapted(packed, adapter=lora)
     assert "with LoRA of rank 4 on 9 modules" in said and "of 2 answers the same" in said
-    assert f"--model {packed} --adapter mine" in said
     tuned, tokenizer = ssmlx.load(packed, adapter=lora, dtype="float32")
     model, _ = ssmlx.load(packed, adapter="mine", dtype="float32")
     assert model.num_streams > 0 and model.is_fine_tuned
@@ -134,7 +142,7 @@ def test_streams_are_learned_for_the_model_as_a_lora_tunes_it(packed, tmp_path):
             asked = answer(one, tokenizer, row["prompt_tokens"], max_tokens=len(told))
             learned[one] += asked[0] == told
     assert learned[tuned] > 2 and learned[plain] == 0
-    assert own_adapters(packed) == {} and default_adapter(plain, "chat") is None
+    assert runs_for(packed, str(packed)).fitting == () and default_adapter(plain) is None
     assert own_adapters() == {"mine": folder} and "mine" in adapters_for(plain)
     # Nothing goes on that was made with another LoRA, or without one.
     other = write_lora(tmp_path / "other", packed, keys=keys, seed=1)
@@ -154,10 +162,14 @@ def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys)
     assert figures["figures"]["tokens_per_call"] == {str(n): one for n, one in curve.items()}
     assert figures["figures"]["untrained_tokens_per_call"] <= curve[6]
     assert figures["data"]["private"] is False
-    assert figures["base"] == {"model": str(packed), "revision": None, "bits": 4}
+    digest = weights_digest(packed)
+    assert figures["base"] == {
+        "model": str(packed), "revision": None, "bits": 4, "weights": digest
+    }  # fmt: skip
     capsys.readouterr()
     assert upload.main(["--adapter", "mine", "--repo", "me/mine", "--dry-run"]) == 0
-    assert f"6: {curve[6]}," in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"6: {curve[6]}," in out and "to send it takes --base" in out
 
 
 def test_what_it_should_bring_is_forecast_as_training_goes_on(packed):
@@ -169,7 +181,7 @@ def test_what_it_should_bring_is_forecast_as_training_goes_on(packed):
     known = learned_of(ssmlx.load(packed, adapter=folder)[0])[0].costs.frozen(0)
     assert {*costs} <= {n for name, n in known.known if name == "streams"}
     forecasts = [line for line in said.splitlines() if line.startswith("so far: ")]
-    assert len(forecasts) >= adapt.VALIDATIONS
+    assert len(forecasts) >= sizing.MOST_VALIDATIONS
     log = record.read_record(folder.parent / "round-1" / "log.jsonl")
     curve = ssmlx.load(packed, adapter=folder)[0].config.tokens_per_call
     kept = max(range(len(log)), key=lambda n: log[n].get("tokens_per_call", 0.0))
@@ -177,7 +189,7 @@ def test_what_it_should_bring_is_forecast_as_training_goes_on(packed):
     validated = [entry["step"] for entry in log if "tokens_per_call" in entry and entry["step"]]
     line = forecasts[validated.index(log[kept]["step"])]
     assert f"{curve[nodes]:.2f} tokens per call with {nodes} nodes" in line
-    assert f"{speedup:.2f} times" in line and ("worth its time" in line) == (speedup < adapt.PAYS)
+    assert f"{speedup:.2f} times" in line and ("it is used from" in line) == (speedup < adapt.PAYS)
 
 
 def test_streams_get_the_layers_that_should_be_fastest():
@@ -211,6 +223,107 @@ def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
     seconds = planned["answer_seconds"] + planned["train_seconds"]
     assert seconds <= (1 - sizing.RESERVE) * 3600 * 0.002
     assert f"plan: {planned['answers']:,} answers" in said
+
+
+def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatch):
+    seconds = {"plain": 3.0, "prompt-lookup": 2.0, None: 1.0}
+
+    def timed(_model, _tokenizer, _prompt, config, _count):
+        how = "plain" if config.decoding == "plain" else config.drafter
+        return adapt.TimedAnswer([3, 4], 2, seconds[how])
+
+    monkeypatch.setattr(adapt, "timed_answer", timed)
+    folder, said = adapted(packed)
+    assert "; 3.00 times plain decoding's speed (1.50 by prompt lookup alone) on 2 prompts" in said
+    use_it = f"use it: python -m ssmlx.chat --model {packed}"
+    assert said.splitlines()[-1] == use_it
+    (run,) = runs()
+    assert run.speed_up == 3.0 and runs_for(packed, "x").chosen.name == "mine"
+    before = folder_digest(folder)
+    again = adapted(packed)[1].splitlines()
+    assert again[0].startswith("mine is finished, after ") and again[1:] == [use_it]
+    # What is no faster than the text's own drafts brings nothing, and is not used by itself.
+    figures = folder / "figures.json"
+    figures.unlink()  # as where it was stopped before it was measured
+    seconds |= {"plain": 1.5, "prompt-lookup": 1.0}
+    _, said = adapted(packed)
+    nothing = (
+        "it brings nothing on this machine: nothing drafts with it here unless it is named; "
+        "1 more hours may change that (--hours 2), or leave it at that"
+    )
+    assert (
+        "; 1.50 times plain decoding's speed (1.50 by" in said and said.splitlines()[-1] == nothing
+    )
+    assert "goes on with mine, where all answers and all training are kept" in said
+    assert runs_for(packed, "x").chosen is None and adapted(packed)[1].splitlines()[-1] == nothing
+    assert folder_digest(folder) == before
+
+
+def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch):
+    lines = []
+    with pytest.raises(Stopped), monkeypatch.context() as patch:
+        real = sizing.MlxTrainer.advance
+        patch.setattr(sizing.MlxTrainer, "advance", stops_at(4, real))
+        adapted(packed, lines=lines)
+    assert lines[-1] == (
+        "stopped: 26 answers, and step 3 of 12 of the training are kept; "
+        "the same command goes on from there"
+    )
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**settings, "of_a_later_release": 1}))
+    options = AdaptOptions(model=str(copy), path=copy, out=adapters_home() / "copy")
+    assert adapt.folder_of_same(options) == adapters_home() / "mine"
+    assert adapt.folder_of_same(replace(options, seed=1)) == adapters_home() / "copy"
+    folder, said = adapted(copy)
+    assert "goes on with mine, where 26 answers, and step 3 of 12 of the training are" in said
+    (run,) = runs()
+    assert (run.model, run.model_folder, run.is_finished) == (str(copy), copy, True)
+    log = record.read_record(folder.parent / "round-1" / "log.jsonl")
+    assert [entry["step"] for entry in log] == list(range(13))
+
+
+def stops_at(turn, real):
+    calls = []
+
+    def stops(*values, **more):
+        calls.append(1)
+        if len(calls) == turn:
+            raise Stopped
+        return real(*values, **more)
+
+    return stops
+
+
+def test_answers_that_take_long_leave_fewer_passes():
+    one = sizing.Round(hours=1, answers=10, epochs=3, answer_seconds=1000, train_seconds=2000)
+    assert sizing.fitted_round(one, None, 1000) == one
+    late = sizing.fitted_round(one, None, 2600)
+    assert (late.epochs, late.train_seconds) == (1.5, 1000)  # as many as fit into 1,000 s
+    assert sizing.fitted_round(one, None, 9999).epochs == 1.5  # half at least
+    second = replace(one, hours=2, spent_before=5000)
+    assert sizing.fitted_round(second, one, 6000) == second
+    # What else takes time leaves less for answers.
+    plans = [sizing.plan_round(1, RATES, 30, LENGTH, check_seconds=other) for other in (0, 1200)]
+    assert plans[0].answers == 26 and plans[1].answers == 17
+    assert all(plan.seconds <= 3600 for plan in plans)
+    # Nor do validations take more than their share of the hours, where that leaves two.
+    for seconds, count in ((0.5, 10), (15.0, 9), (1000.0, 2)):
+        rates = replace(RATES, validate_seconds=seconds)
+        plan = sizing.plan_round(1, rates, 30, LENGTH, held_out=4)
+        assert plan.validations == count and plan.other_seconds == (1 + count) * 4 * seconds
+
+
+def test_a_full_disk_is_named(packed, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
+        patch.setattr("os.fsync", full)
+        adapted(packed)
+    part = adapters_home() / "mine" / "round-1" / "questions.part"
+    assert str(os_fault(caught.value)).startswith(f"{part}: No space left on device; expected")
+    adapted(packed)  # once there is room
 
 
 def write_family(folder, name):
@@ -276,7 +389,7 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
     rows = (first.parent / "round-1" / "data" / "train.jsonl").read_text()
     held = (first.parent / "round-1" / "data" / "valid.jsonl").read_text()
     before = record.read_record(first.parent / "round-1" / "log.jsonl")
-    assert "goes on with what was planned" not in said
+    assert "goes on with" not in said
     _, said = adapted(packed, hours=2.5)
     assert "plan: 26 more answers" in said
     data = first.parent / "round-2" / "data"
@@ -294,7 +407,7 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
     untrained = pytest.approx((sum(held) - len(held)) / calls, abs=2e-3)
     assert figures["figures"]["untrained_tokens_per_call"] == untrained
     _, said = adapted(packed, hours=2.5)
-    assert "goes on with what was planned" in said
+    assert "mine is finished, after " in said and "loading" not in said
     # What makes worse guesses than before does not take its place.
     kept = folder_digest(first)
     with monkeypatch.context() as patch:

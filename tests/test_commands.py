@@ -289,8 +289,9 @@ def test_text_goes_to_stdout_and_the_quiet_line_to_stderr(run, adapter):
     assert (code, out) == (0, record["text"] + "\n")
     assert err.startswith("[9 tokens · ") and err.count("\n") == 1
     assert "tokens per target call" in err and "cut at --max-tokens" in err
-    how, quiet, drafted, memory, costs, accepted = run(*args, "--verbose")[2].splitlines()
-    assert re.fullmatch(r"\[streams (may )?draft.* plain decoding .*\]", how)
+    how, faster, quiet, drafted, memory, costs, accepted = run(*args, "--verbose")[2].splitlines()
+    assert re.fullmatch(r"\[adapter .*: streams (may )?draft.* plain decoding .*\]", how)
+    assert faster.startswith("[faster: ")
     assert quiet.startswith("[9 tokens") and memory.startswith("[memory: ")
     assert "drafted" in drafted
     assert costs.startswith("[costs: ") and accepted.startswith("[acceptance: ")
@@ -417,12 +418,13 @@ def replies(loaded, *texts):
 def test_replies_on_stdout_the_rest_on_stderr(talk, loaded):
     code, out, err = talk("w1 w2\n\n/stats\nw3\n/quit\nw4\n")
     assert (code, out) == (0, replies(loaded, "w1 w2", "w3"))
-    quiet, stats, context, last = err.splitlines()
+    quiet, stats, context, last = real.said_later(err)
     for line in (quiet, last):
         assert line.startswith(f"[{LENGTH} tokens · ") and "tokens per target call" in line
     assert stats.startswith(f"1 answers · {LENGTH} tokens in ")
     assert context.startswith("context: ") and "prompt tokens came from the cache" in context
-    assert talk("") == (0, "", "")  # the end of input leaves
+    code, out, err = talk("")  # the end of input leaves
+    assert (code, out, real.said_later(err)) == (0, "", [])
 
 
 def test_slash_commands(talk):
@@ -459,7 +461,7 @@ def test_ctrl_c_stops_a_comparison_and_not_the_chat(talk, monkeypatch):
 def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded):
     code, out, err = talk(f"{real.words(300)}\nw1\n/system w9\n{real.words(300)}\n")
     assert (code, out) == (0, replies(loaded, "w1"))
-    alone, *_, chatting = err.splitlines()
+    alone, *_, chatting = real.said_later(err)
     full = "expected less than the model's context of 256; shorten it"
     assert alone.endswith(full) and chatting.endswith(f"{full}; /reset starts anew")
 
@@ -472,7 +474,7 @@ def test_a_template_without_a_system_role_is_told(talk, loaded, monkeypatch):
     code, out, err = talk("w1\n/system\nw1\n", "--system", "w9")
     assert (code, out.count("\n")) == (0, 1)
     told = "the model's chat template refuses these turns (System role not supported); expected"
-    assert err.startswith(told) and "Traceback" not in err
+    assert real.said_later(err)[0].startswith(told) and "Traceback" not in err
 
 
 HELP = """
@@ -487,6 +489,8 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
 
 HELPED = [
     PROG,
+    "ssmlx.adapt",
+    "ssmlx.adapters",
     "ssmlx.chat",
     "ssmlx.check",
     "ssmlx.server.__main__",
@@ -539,7 +543,7 @@ def test_a_chat_is_piped_and_a_stray_byte_does_not_end_it(base):
         check=False,
     )
     assert (done.returncode, len(done.stdout.split()), done.stdout.count(b"\n")) == (0, 8, 1)
-    stray, quiet, stats, context = done.stderr.decode().splitlines()
+    stray, quiet, stats, context = real.said_later(done.stderr.decode())
     assert "the text is not Unicode" in stray
     assert quiet.startswith("[8 tokens · ") and quiet.endswith(" · cut at --max-tokens]")
     assert stats.startswith("1 answers · 8 tokens in 8 target calls (1.00 a call)")
@@ -624,7 +628,7 @@ def test_ctrl_c_stops_the_reply_and_not_the_chat(tmp_path):
             out, err = process.communicate(b"/stats\n/quit\n", timeout=60)
         finally:
             process.kill()
-    quiet, stats, _ = err.decode().splitlines()
+    quiet, stats, _ = real.said_later(err.decode())
     assert process.returncode == 0
     assert quiet.endswith(" · stopped]")
     assert stats.startswith("1 answers · ")

@@ -19,7 +19,7 @@ CODE = (".py", ".js", ".html", ".metal", ".swift", ".c", ".h")
 # From the top down; an import goes to a later word or line, or stays on its own.
 BUILDINGS = ["examples", "perf", "convert", "ssmlx"]
 ROOMS = [
-    "chat generate adapt train upload export caches check server",
+    "chat generate adapt adapters train upload export caches check server",
     "commands",
     "engine",
     "training",
@@ -31,7 +31,7 @@ ROOMS = [
     "decoding",
     "loading",
     "model",
-    "prompts adapters",
+    "prompts",
     "settings templates",
     "errors json_files blas answers bars report detokenizer __init__",
 ]

@@ -15,6 +15,7 @@ import ssmlx
 from ssmlx.commands import chat, upload
 from ssmlx.loading import names
 from ssmlx.loading.names import Fetch, resolve_adapter
+from ssmlx.loading.weights import weights_digest
 
 FIRST = "a" * 40
 SECOND = "b" * 40
@@ -289,7 +290,7 @@ def test_what_may_be_private_is_not_sent_unasked(hub, send):
 
 def test_without_figures_the_card_has_none(hub, send):
     hub.commits[FIRST] = {}
-    code, out, _ = send("--yes-private", figures=None)
+    code, out, _ = send("--yes-private", "--base", "org/base", figures=None)
     assert code == 0 and "tokens per call" not in out
 
 
@@ -316,3 +317,37 @@ def test_what_cannot_be_sent_is_told_in_one_line(hub, send):
     assert send()[0] == 130 and SECOND not in hub.commits
     for name in ("org", "org/name@v1", "../name"):
         assert "expected org/name" in send("--repo", name)[2]
+
+
+def test_an_adapter_of_a_folder_s_model_names_its_base_or_is_not_sent(hub, send, tmp_path):
+    hub.commits[FIRST] = {}
+    for local in (f"{tmp_path}/base", "my-model", "~/base", ""):
+        figures = {**FIGURES, "base": {**FIGURES["base"], "model": local}}
+        code, out, err = send(figures=figures)
+        assert (code, out) == (2, "") and "expected --base ORG/NAME" in one_line(err, upload.PROG)
+        code, out, _ = send("--dry-run", figures=figures)
+        assert code == 0 and out.endswith("nothing was sent; to send it takes --base\n")
+    assert SECOND not in hub.commits
+    assert "expected org/name, or an alias" in send("--base", "./here", figures=figures)[2]
+    code, _, err = send("--base", "org/other", figures=figures)
+    assert code == 0 and "org/other is not on this machine: its weights were not compared" in err
+    sent = {
+        name: content.decode()
+        for name, content in hub.commits[SECOND].items()
+        if name.endswith((".json", ".md"))
+    }
+    assert 'base_model: "org/other"' in sent["README.md"]
+    assert "--model org/other --adapter org/name" in sent["README.md"]
+    assert json.loads(sent["figures.json"])["base"]["model"] == "org/other"
+    assert json.loads(sent[SETTINGS])["base_model"] == "org/other"
+
+
+def test_a_base_that_is_here_must_have_the_adapter_s_weights(hub, send, base, monkeypatch):
+    hub.commits[FIRST] = {}
+    monkeypatch.setattr(upload, "resolve_model", lambda *_: base)
+    local = {**FIGURES["base"], "model": str(base)}
+    for digest, code in ((weights_digest(base), 0), ("0f" * 16, 2), (None, 0)):
+        figures = {**FIGURES, "base": {**local, "weights": digest}}
+        found, _, err = send("--base", "org/other", figures=figures)
+        assert found == code
+        assert ("made from other weights than org/other has" in err) == (code == 2)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from real import answer, make_adapter, refusal, write_base, write_tiny_adapter
+from real import answer, make_adapter, refusal, said_later, write_base, write_tiny_adapter
 from tiny import first_tokens, make_base, make_lora, make_packed_base, make_tokenizer
 from tiny import make_adapter as tiny_adapter
 
@@ -281,6 +281,8 @@ def test_a_bare_name_is_a_folder_here_or_else_a_bundled_adapter(
     assert resolve_adapter("mine") == Path("mine")
     assert capsys.readouterr() == ("", "")
     (tmp_path / "chat").mkdir()
+    assert resolve_adapter("chat") == shelf / "chat"  # an empty folder is no adapter
+    (tmp_path / "chat" / "streams_config.json").touch()
     assert resolve_adapter("chat") == Path("chat")
     (said,) = caplog.messages
     assert "adapter chat: the folder of that name in the working directory, not the bund" in said
@@ -472,14 +474,18 @@ def test_chat_drafts_with_the_chat_adapter_where_it_belongs(base, run, loads, sh
     code, out, err = run(["/adapter", "w1 w2"])
     assert (code, out) == (0, said(chat_session(base, shelf / "chat"), "w1 w2") + "\n")
     assert len(loads) == 2  # one of the chat's, one of the line above
-    current, available, quiet = err.splitlines()
+    current, available, quiet = said_later(err)
+    assert "adapter chat, which ships with ssmlx: " in err
+    assert "\nfaster: nothing that is here; streams for prompts like yours may: " in err
     assert current == "adapter chat: 2 streams draft; the base model's answers are untouched"
     assert available == (
         "that are here: chat, e2e, sql (for other models: foreign); "
         "/adapter NAME, FOLDER or none takes another"
     )
     assert quiet.startswith(f"[{LENGTH} tokens")
-    code, _, err = run([], "--adapter", "chat")
+    code, _, err = run([], "--adapter", "chat")  # which no empty folder is
+    assert code == 0 and "adapter chat, which ships with ssmlx: " in err
+    code, _, err = run([], "--adapter", "./chat")
     assert code == 2 and "chat/streams_config.json does not exist" in err
 
 
@@ -490,8 +496,6 @@ CURRENT = {
         "adapter chat: plain decoding, as --decoding says; the base model's answers are untouched"
     ],
     "--model other": [
-        "ssmlx ships no chat adapter for this model, which would draft more; "
-        "`python -m ssmlx.adapt --help` says how to train one",
         "no adapter: what the text says again is drafted",
         "that are here: foreign (for other models: chat, e2e, sql)",
     ],
@@ -509,14 +513,14 @@ def test_what_was_asked_for_is_what_runs(base, run, shelf, tmp_path, asked):
         fuse(base, models["fused"])
     code, _, err = run(["/adapter"], option, models.get(value, value))
     assert code == 0
-    for found, expected in zip(err.splitlines(), CURRENT[asked], strict=False):
+    for found, expected in zip(said_later(err), CURRENT[asked], strict=False):
         assert found.startswith(expected)
 
 
 def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
     lines = ["w1 w2", "/adapter e2e", "w3", f"/adapter {shelf / 'sql'} ", "w4"]
     lines += ["/adapter " + "x" * 300, "/adapter nonsense", "/adapter foreign", "w5"]
-    lines += ["/adapter none", "w6", "/help"]
+    lines += ["/adapter none", "w6", "/adapter auto", "/help"]
     code, out, err = run(lines)
     assert code == 0 and len(loads) == 1
     session = chat_session(base, "chat")
@@ -528,7 +532,7 @@ def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
     session.swap_adapter(None)
     texts.append(said(session, "w6"))
     assert out == "".join(text + "\n" for text in texts)
-    told = [line for line in err.splitlines() if not line.startswith(("[", "/"))]
+    told = [line for line in said_later(err) if not line.startswith(("[", "/"))]
     assert told[0] == (
         "adapter e2e: 2 streams draft; the adapter is part of the model; the conversation goes on"
     )
@@ -538,16 +542,18 @@ def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
     assert "chat, e2e, foreign, sql" in told[3]
     assert told[4].startswith("the adapter belongs to another base model: ")
     assert told[5] == "no adapter: what the text says again is drafted; the conversation goes on"
-    assert "/adapter NAME " in err and len(told) == 6 and "name too long; expected" in told[2]
+    assert told[6].startswith("adapter chat: 2 streams draft; ")  # what it began with
+    assert "/adapter NAME " in err and len(told) == 7 and "name too long; expected" in told[2]
 
 
-def test_generate_has_no_default_adapter(base, capsys):
-    ask = ["--model", str(base), "--prompt", "w1", "--jsonl", "--max-tokens", "8"]
-    for adapter, calls in ((None, 8), ("none", 8), ("chat", None)):
+def test_generate_takes_what_a_chat_takes(base, capsys):
+    ask = ["--model", str(base), "--prompt", "w1", "--verbose", "--max-tokens", "8"]
+    for adapter, drafts in (
+        (None, "adapter chat, which"), ("none", "no adapter: "), ("chat", "adapter chat, which")
+    ):  # fmt: skip
         more = ["--adapter", adapter] if adapter else []
         assert generate.main([*ask, *more]) == 0
-        record = json.loads(capsys.readouterr().out)
-        assert calls is None or record["target_calls"] == calls
+        assert capsys.readouterr().err.startswith(f"[{drafts}")
 
 
 TREE = TreeConfig(kind="full", width=2)

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from .. import has_fast_blas
 from ..blas import HINT
 from ..errors import InputError
-from ..loading.names import Fetch, bundled_adapters, resolve_adapter
+from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, bundled_adapters, resolve_adapter
 from . import options
 from .caches import PromptFile
 from .check import head_start
+from .drafting import drafting_lines
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ..session import ChatSession
 
 PROG = "ssmlx.chat"
-DEFAULT_ADAPTER = "chat"
 EPILOG = """examples:
   python -m ssmlx.chat
   python -m ssmlx.chat --adapter sql --tree best --tree-size 16
@@ -55,7 +55,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     options.add_prompt_cache_option(parser, "the conversation")
-    options.add_model_options(parser, DEFAULT_ADAPTER)
+    options.add_model_options(parser)
     options.add_decoding_options(parser, max_tokens=1024)
     return parser.parse_args(argv)
 
@@ -189,7 +189,7 @@ def adapter(rest: str, chat: Chat) -> str:
     """What /adapter shows, after the swap that it may ask for."""
     import mlx.core as mx
 
-    from ..loading.attach import adapters_for
+    from ..loading.attach import adapters_for, default_adapter
 
     if not rest:
         fitting = adapters_for(chat.session.model)
@@ -198,7 +198,11 @@ def adapter(rest: str, chat: Chat) -> str:
         names += f" (for other models: {', '.join(others)})" if others else ""
         hint = "/adapter NAME, FOLDER or none takes another"
         return f"{current_adapter(chat)}\nthat are here: {names}; {hint}"
-    found = resolve_adapter(rest, Fetch(progress=options.DownloadBar()))
+    found: Path | None
+    if rest == AUTO_ADAPTER:
+        rest, found = default_adapter(chat.session.model) or (NO_ADAPTER, None)
+    else:
+        found = resolve_adapter(rest, Fetch(progress=options.DownloadBar()))
     chat.session.swap_adapter(found)
     mx.reset_peak_memory()
     chat.adapter = rest
@@ -288,10 +292,12 @@ def _main(args: argparse.Namespace) -> None:
         screen.note(HINT)
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
-    model, tokenizer, loaded = options.load_all(args, DEFAULT_ADAPTER)
+    model, tokenizer, loaded = options.load_all(args)
 
     import mlx.core as mx
 
+    from ..answers import run
+    from ..generation.plan import make_plan
     from ..loading.names import cache_dir
     from ..session import ChatSession
 
@@ -309,16 +315,12 @@ def _main(args: argparse.Namespace) -> None:
         screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
     head_start(model, tokenizer, config, loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
+    plan = run(lambda: make_plan(model, config, drafter=loaded))
+    screen.note("\n".join(drafting_lines(model, plan, args.adapter)))
     chat = Chat(session, screen, args.adapter)
-    has_own = model.num_streams or config.drafter or loaded
-    if args.adapter is None and args.decoding is None and not has_own:
-        screen.note(
-            "ssmlx ships no chat adapter for this model, which would draft more; "
-            "`python -m ssmlx.adapt --help` says how to train one"
-        )
     if screen.interactive:
         dtype = str(model.backbone.dtype).removeprefix("mlx.core.")
-        screen.note(f"{args.model}, {dtype}; {current_adapter(chat)}. /help lists the commands.")
+        screen.note(f"{args.model}, {dtype}. /help lists the commands.")
         keep_history(cache_dir() / "chat_history")
     while (line := screen.ask()) is not None:
         if not turn(line, chat):

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ..bars import PATIENCE_SECONDS
 from ..errors import require
+from ..loading.names import NO_ADAPTER
 from ..settings import DRAFTERS, GenerateConfig
 from . import options
+from .drafting import drafting_lines
 
 if TYPE_CHECKING:
     from ..model.streams import StreamFusedModel
 
 PROG = "ssmlx.check"
-DEFAULT_ADAPTER = "chat"
 SIZES = (2, 3, 4, 6, 8, 16)
 """Nodes of the trees that are timed."""
 SHOWN_TOKENS = 1000
@@ -34,6 +35,7 @@ The columns of its table:
   tokens        that a call brings, as the adapter's settings say of its own test prompts
   speed-up      over plain decoding, with as many of the drafted tokens accepted as in earlier
                 answers here (nine tenths before the first): below 1, plain decoding is faster
+Without streams, it times what the model's own would cost, for the forecast of ssmlx.adapt.
 
 What a call costs follows from the machine and from the sizes of the model, not from its weights.
 The costs are kept with what earlier answers have taught of them, and answers start from there.
@@ -45,7 +47,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = options.make_parser(
         PROG, "Say what can draft for a model, and what that brings on this machine.", EPILOG
     )
-    options.add_model_options(parser, DEFAULT_ADAPTER)
+    options.add_model_options(parser)
     options.add_options(
         parser.add_argument_group("check"),
         ("--seconds", "S", "how long to time calls (default: %(default)g)", 5.0),
@@ -119,6 +121,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
     from ..generation.head_start import sample_text
     from ..generation.learned import cost_rows, learned_of, this_machine
     from ..generation.memory import cache_size, memory_of
+    from ..generation.plan import make_plan
     from ..model.capabilities import Capability
     from ..prompts import own_template
 
@@ -134,11 +137,17 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
         source = "none: prompts are taken as they are"
     else:
         source = f"the adapter's own, {template!r}"
-    costs = time_costs(model, text, args.seconds) if model.num_streams else []
+    costs = []
+    if model.num_streams:
+        costs = time_costs(model, text, args.seconds)
+    else:
+        time_untrained(model, tokenizer, args.model, text, args.seconds)
+    lines = drafting_lines(model, make_plan(model), args.adapter)
     return {
         "model": args.model,
         "adapter": args.adapter,
         "adapter_is": adapter_is(args.adapter, model),
+        "drafting": list(lines),
         "class": type(backbone.model).__module__,
         "family": str(getattr(backbone.model, "model_type", "unknown")),
         "layers": len(backbone.layers),
@@ -202,11 +211,30 @@ def time_costs(
     ]
 
 
+def time_untrained(
+    model: StreamFusedModel, tokenizer: Any, name: str, text: Sequence[int], seconds: float
+) -> None:
+    """Time calls with streams that the model could have, for the forecast of `ssmlx.adapt`."""
+    from ..training.config import RunOptions
+    from ..training.job import read_base
+    from ..training.sizing import candidate_layers, time_candidates
+
+    backbone = model.backbone.base()
+    can_have = backbone.capabilities.has("trees") and backbone.capabilities.has("stages")
+    if backbone.folder is None or backbone.group is not None or not can_have or len(text) < 2:
+        return
+    base = read_base(backbone.folder)
+    each = seconds / len(candidate_layers(base["num_hidden_layers"]))
+    options = RunOptions(data=backbone.folder, out=backbone.folder, model=name, template=None)
+    time_candidates(backbone, base, options, text, seconds=each)
+
+
 def report(found: dict[str, Any]) -> list[str]:
     """The lines that say what `check` found."""
     from ..generation.memory import MIB
 
-    adapter = f"adapter {found['adapter']}" if found["adapter"] else "no adapter"
+    has_adapter = found["adapter"] not in (None, NO_ADAPTER)
+    adapter = f"adapter {found['adapter']}" if has_adapter else "no adapter"
     ends = ", ".join(f"{token} {text!r}" for token, text in found["end_tokens"].items())
     memory = found["memory"]
     return [
@@ -214,6 +242,7 @@ def report(found: dict[str, Any]) -> list[str]:
         f"{found['layers']} layers of width {found['width']}, {found['dtype']}",
         *([f"the adapter is {found['adapter_is']}"] if found["adapter_is"] else []),
         f"machine: {found['machine']}",
+        *found["drafting"],
         "",
         *_drafter_lines(found),
         "",
@@ -283,7 +312,7 @@ def _main(args: argparse.Namespace) -> None:
         expected="a number above 0",
         do="choose one, such as 5",
     )
-    model, tokenizer = options.load_target(args, DEFAULT_ADAPTER)
+    model, tokenizer = options.load_target(args)
 
     from ..answers import run
 

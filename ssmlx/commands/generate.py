@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import bars
 from . import options
 from .caches import PromptFile
+from .drafting import drafting_lines
 
 if TYPE_CHECKING:
     from ..api import GenerationResponse
@@ -60,13 +61,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (
             "--verbose",
             None,
-            "say how it is decoded, what calls cost, where the memory goes",
+            "say what drafts, and what calls cost, where the memory goes",
             bool,
         ),
     )
     options.add_model_options(parser)
     options.add_decoding_options(parser, max_tokens=256)
     return parser.parse_args(argv)
+
+
+def _note(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"[{line}]", file=sys.stderr)
 
 
 def _main(args: argparse.Namespace) -> None:
@@ -95,7 +101,7 @@ def _main(args: argparse.Namespace) -> None:
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
     plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
-        print(f"[{plan.decision()}]", file=sys.stderr)
+        _note(drafting_lines(model, plan, args.adapter))
     earlier = EarlierAnswers()
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
@@ -123,10 +129,9 @@ def _main(args: argparse.Namespace) -> None:
             options.print_json(record(user_text(prompt), answer))
             continue
         print(flush=True)
-        print(f"[{summary(answer[-1])}]", file=sys.stderr)
+        _note([summary(answer[-1])])
         if args.verbose:
-            for line in _details(answer[-1], model, plan):
-                print(f"[{line}]", file=sys.stderr)
+            _note(_details(answer[-1], model, plan))
     kept.write(model)
 
 

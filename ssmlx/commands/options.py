@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from ..bars import PATIENCE_SECONDS, shown
 from ..errors import InputError, check_choice, quoted, require
 from ..json_files import parse_json
-from ..loading.names import bundled_adapters
+from ..loading.names import AUTO_ADAPTER, DEFAULT_ADAPTER, NO_ADAPTER, bundled_adapters
 from ..settings import (
     ATTENTIONS,
     DECODINGS,
@@ -220,13 +220,9 @@ def _value(found: str, shown: str, text: str) -> Any:
 # no default, so that they can be refused ---
 
 
-def add_model_options(
-    parser: argparse.ArgumentParser, default_adapter: str | None = None, adapters: Any = str
-) -> None:
-    """Which model and adapter to load; `default_adapter` is for the help. Of type `list`, there may
-    be several adapters."""
+def add_model_options(parser: argparse.ArgumentParser, adapters: Any = str) -> None:
+    """Which model and adapter to load. Of type `list`, there may be several adapters."""
     bundled = ", ".join(bundled_adapters()) or "none in this installation"
-    default = f"{default_adapter}, where it belongs to the model" if default_adapter else "none"
     add_options(
         parser.add_argument_group("model"),
         (
@@ -241,7 +237,7 @@ def add_model_options(
             "ADAPTER",
             "streams that draft, and LoRA, also mlx-lm's or PEFT's: one that ships "
             f"({bundled}), a trained folder, org/name or org/name@revision of the Hub, or none "
-            f"(default: the model's own, or {default})",
+            f"(default: auto, its own, one made here for it, or {DEFAULT_ADAPTER})",
             adapters,
         ),
         (
@@ -511,21 +507,20 @@ def _refuse(option: str, needs: str) -> NoReturn:
     raise InputError(f"{option} would do nothing here", expected=needs, do=f"drop {option}")
 
 
-def load_all(
-    args: argparse.Namespace, default_adapter: str | None = None
-) -> tuple[Any, Any, list[Any]]:
-    """Model, tokenizer, and what is loaded to draft with, as `ssmlx.stream_generate` takes them;
-    `default_adapter` as for `load_target`, where nothing else is to draft."""
+def load_all(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
+    """Model, tokenizer, and what is loaded to draft with, as `ssmlx.stream_generate` takes them.
+
+    Where something else than streams is to draft, no adapter is looked for.
+    """
     from ..model.ranks import launched
 
     drafter: DrafterOption = args.drafter
     group = launched()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         _refuse("--prompt-cache", "a model that is not split over processes")
-    wants_streams = drafter.name in (None, "streams")
     model, tokenizer = load_target(
         args,
-        default_adapter if wants_streams else None,
+        finds_adapter=drafter.name in (None, "streams"),
         draft_head=drafter.draft_head,
         attention=drafter.attention,
         group=group,
@@ -554,22 +549,24 @@ def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[A
 
 def load_target(
     args: argparse.Namespace,
-    default_adapter: str | None = None,
     *,
+    finds_adapter: bool = True,
     draft_head: str = DRAFT_HEADS[0],
     attention: Attention = ATTENTIONS[0],
     group: Any = None,
 ) -> tuple[Any, Any]:
     """The model and tokenizer that the options of `add_model_options` name.
 
-    Where no adapter is named and the model brings no streams, one that was made from it is used, or
-    the bundled `default_adapter`, where that belongs to it; `args.adapter` then names it.
+    Where no adapter is named, the model has its own streams, or else what
+    `loading.attach.default_adapter` finds, if `finds_adapter`. `args.adapter` then names it; it is
+    "none" where the model is the base alone, and None for the model's own streams.
     """
-    from ..loading.attach import adapters_for, swap_adapter
-    from ..loading.attach import default_adapter as default
+    from ..loading.attach import default_adapter, swap_adapter
     from ..loading.load import load
     from ..model import metal
 
+    if args.adapter == AUTO_ADAPTER:
+        args.adapter = None
     metal.use(attention)
     model, tokenizer = load(
         args.model,
@@ -579,10 +576,12 @@ def load_target(
         progress=DownloadBar(),
         group=group,
     )
-    if args.adapter is None and default_adapter and model.num_streams == 0:
-        args.adapter = default(model, default_adapter)
-        if args.adapter is not None:
-            model = swap_adapter(model, adapters_for(model)[args.adapter])
+    if args.adapter is None and model.config is None:
+        args.adapter, folder = NO_ADAPTER, None
+        if finds_adapter:
+            args.adapter, folder = default_adapter(model) or (NO_ADAPTER, None)
+        if folder is not None:
+            model = swap_adapter(model, folder)
     return model, tokenizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,13 +14,16 @@ from ..errors import InputError, first_line, require
 from ..json_files import read_json
 from ..loading.names import (
     ADAPTER_FILES,
+    ALIASES,
     CONFIG_FILE,
     FIGURES_FILE,
     HUB_NAME,
     LORA_FILES,
     LORA_SETTINGS,
+    Fetch,
     adapter_weights,
     resolve_adapter,
+    resolve_model,
 )
 from .options import add_options, command, make_parser
 
@@ -39,6 +43,7 @@ Nothing else that lies in FOLDER: no data, prompts, logs or notes of yours.
 
 Streams tell of the text that they learned from. Those that learned from --data of yours, or from
 nobody knows what (without figures.json), are sent with --yes-private alone, --private or not.
+The card says which base the streams belong to: of a model in a folder of yours, --base tells it.
 A token that may write comes first: `hf auth login`. Then: --adapter me/streams, on any machine."""
 _CARD = """---
 {head}
@@ -67,6 +72,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_options(
         parser,
         ("--license", "ID", "such as apache-2.0; what comes of a model has its terms", str),
+        (
+            "--base",
+            "ORG/NAME",
+            "what a folder that the adapter was made from is a copy of, on the Hub",
+            str,
+        ),
         ("--private", None, "for you, or your organisation, alone", bool),
         ("--yes-private", None, "send what was learned from data of yours, too", bool),
         ("--dry-run", None, "show what would be sent, and send nothing", bool),
@@ -84,6 +95,9 @@ def _main(args: argparse.Namespace) -> None:
     adapter = load_streams(folder)
     contents = adapter_contents(folder)
     figures = json.loads(contents.get(FIGURES_FILE, b"{}"))
+    told = str(figures.get("base", {}).get("model") or adapter.config.base_model)
+    base = checked_base(args.base, figures) if args.base else told or "MODEL"
+    needs_base = not args.base and is_local(told)
     needs_yes = may_be_private(figures) and not args.yes_private
     require(
         args.dry_run or not needs_yes,
@@ -91,13 +105,26 @@ def _main(args: argparse.Namespace) -> None:
         expected="--yes-private, to send it all the same",
         do="see with --dry-run what would be sent",
     )
-    text = _without_home(card(args.repo, adapter, figures, args.license))
+    require(
+        args.dry_run or not needs_base,
+        f"{folder} was made from {told or 'nobody knows what'}, which nobody else has",
+        expected="--base ORG/NAME, where others find these weights",
+        do="see with --dry-run what would be sent",
+    )
+    if args.base:
+        name_base(base, contents, figures)
+    text = _without_home(card(args.repo, base, adapter, figures, args.license))
     contents[CARD] = text.encode()
     print(f"{text}\nto {args.repo}, {'private' if args.private else 'for everybody to see'}:")
     for file, content in contents.items():
         print(f"{len(content):14,}  {file}")
     if args.dry_run:
-        print("nothing was sent" + "; to send it takes --yes-private" * needs_yes)
+        needed = [
+            flag
+            for flag, is_needed in (("--yes-private", needs_yes), ("--base", needs_base))
+            if is_needed
+        ]
+        print("nothing was sent" + (f"; to send it takes {' and '.join(needed)}" if needed else ""))
     else:
         print(f"sent; from now on: --adapter {args.repo}@{_send(args, contents)}")
 
@@ -126,6 +153,42 @@ def adapter_contents(folder: Path) -> dict[str, bytes]:
     return contents
 
 
+def is_local(base: str) -> bool:
+    """Whether a base model's name leads nowhere on another machine."""
+    is_path = base.startswith((".", "/", "~")) or Path(base).exists()
+    return is_path or not (HUB_NAME.fullmatch(base) or base in ALIASES)
+
+
+def checked_base(name: str, figures: Mapping[str, Any]) -> str:
+    """A base on the Hub, whose weights are compared with the adapter's where both are known here.
+
+    Raises:
+        InputError: it is no name there, or has other weights.
+    """
+    from ..loading.weights import weights_digest
+
+    require(not is_local(name), f"--base {name}", expected="org/name, or an alias", do="correct it")
+    wanted = figures.get("base", {}).get("weights")
+    try:
+        found = weights_digest(resolve_model(name, Fetch(offline=True)))
+    except InputError:
+        print(f"{name} is not on this machine: its weights were not compared", file=sys.stderr)
+        return name
+    what = f"the adapter was made from other weights than {name} has"
+    require(wanted in (None, found), what, expected="the very same", do="correct --base")
+    return name
+
+
+def name_base(base: str, contents: dict[str, bytes], figures: dict[str, Any]) -> None:
+    """Call the base by this name in what is sent, in the place of a folder's."""
+    settings = json.loads(contents[CONFIG_FILE])
+    settings["base_model"] = base
+    contents[CONFIG_FILE] = json.dumps(settings, indent=1, ensure_ascii=False).encode()
+    if isinstance(figures.get("base"), dict):
+        figures["base"]["model"] = base
+        contents[FIGURES_FILE] = json.dumps(figures, indent=1, ensure_ascii=False).encode()
+
+
 def _without_home(text: str) -> str:
     """A text that does not say whose paths are in it."""
     return text if Path.home() == Path("/") else text.replace(f"{Path.home()}/", "~/")
@@ -140,11 +203,14 @@ def may_be_private(figures: Mapping[str, Any]) -> bool:
 
 
 def card(
-    repo: str, adapter: StreamAdapter, figures: Mapping[str, Mapping[str, Any]], licence: str | None
+    repo: str,
+    base: str,
+    adapter: StreamAdapter,
+    figures: Mapping[str, Mapping[str, Any]],
+    licence: str | None,
 ) -> str:
-    """The README.md of an adapter on the Hub, a line for each of its figures."""
+    """The README.md of an adapter of `base` on the Hub, a line for each of its figures."""
     config = adapter.config
-    base = str(figures.get("base", {}).get("model") or config.base_model or "MODEL")
     streams = f"{config.num_streams}, in the top {config.num_msa_layers} layers"
     rows = [f"| streams | {streams} |", f"| licence | {licence or 'as its base model'} |"]
     for title, part in figures.items():

@@ -9,10 +9,8 @@ import atexit
 import hashlib
 import json
 import logging
-import os
 import time
 from dataclasses import replace
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .. import has_fast_blas
 from ..answers import is_forked
+from ..blas import this_machine
 from ..json_files import read_json
 from ..loading.adapter import stream_tensors
 from ..loading.files import write_whole
@@ -37,7 +35,6 @@ MLX_VERSION = version("mlx")
 _FOLDER = "costs"
 _SECONDS_BETWEEN_WRITES = 30.0
 _MOST_ADAPTERS = 64
-_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 _log = logging.getLogger("ssmlx")
 
 
@@ -168,21 +165,6 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     return learned, learned.prior(adapter)
 
 
-@lru_cache(maxsize=1)
-def this_machine() -> tuple[str, str]:
-    """The chip, on the CPU with how many cores of it; and what computes."""
-    name = str(mx.device_info().get("device_name", "unknown chip"))
-    if mx.default_device() == mx.gpu:
-        return name, "gpu"
-    # Those that MLX's CPU backend may use: all that there are, or as the environment says.
-    allowed = getattr(os, "sched_getaffinity", None)
-    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
-    limits = [os.environ.get(name, "") for name in _THREADS]
-    cores = min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
-    counted = f"{cores} core{'s' if cores > 1 else ''}"
-    return f"{name}, {counted}", f"cpu, {'fast' if has_fast_blas else 'reference'} BLAS"
-
-
 def digest_of(values: Any) -> str:
     """A short digest of JSON values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -195,7 +177,9 @@ def geometry_digest(model: StreamFusedModel) -> str:
     weights = [*tree_flatten(model.backbone.model.parameters()), *streams]
     layers = [model.num_layers, model.insertion_layer, model.num_streams]
     shapes = sorted([name, list(array.shape), str(array.dtype)] for name, array in weights)
-    heads = [model.draft_head is not None, model.backbone.draft_bits, str(model.backbone.dtype)]
+    # Without a draft head, no head is packed.
+    bits = None if model.draft_head is None else model.backbone.draft_bits
+    heads = [model.draft_head is not None, bits, str(model.backbone.dtype)]
     return digest_of([this_machine(), shapes, layers, heads])
 
 

@@ -14,8 +14,16 @@ from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_identity
 from .files import account_for
+from .found import log_outdated, runs_for
 from .lora_files import Loras, lora_tensors, with_experts_together
-from .names import Fetch, bundled_adapters, own_adapters, resolve_adapter
+from .names import (
+    AUTO_ADAPTER,
+    DEFAULT_ADAPTER,
+    Fetch,
+    bundled_adapters,
+    own_adapters,
+    resolve_adapter,
+)
 
 
 def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
@@ -163,13 +171,16 @@ def swap_adapter(
     Args:
         model: as `load` or `swap_adapter` returned it.
         adapter: a folder or a name as `load` takes it (fetched as that was told to), an adapter in
-            memory, or None (or "none") for the base model, decoding plainly. Of a fused folder, the
-            base is the model in that folder; give the folder itself for its own streams.
+            memory, "auto" for what `default_adapter` finds, or None (or "none") for the base model.
+            Of a fused folder, the base is the model in that folder; give the folder itself for its
+            own streams.
         merge_lora: as for `load`.
 
     Raises:
         InputError: the adapter is missing, broken, or belongs to another model.
     """
+    if adapter == AUTO_ADAPTER:
+        _, adapter = default_adapter(model) or ("", None)
     if isinstance(adapter, str | Path):
         own = model.backbone
         folder = resolve_adapter(adapter, Fetch(cache_dir=own.cache_dir, offline=own.offline))
@@ -193,13 +204,23 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
     return found
 
 
-def default_adapter(model: StreamFusedModel, bundled: str) -> str | None:
-    """What drafts for a model that brings no streams: an adapter that was made from it, the newest
-    one, or the bundled one of this name; None where neither belongs to it."""
+def default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
+    """What drafts for a model that brings no streams, where nothing is asked for.
+
+    That is the newest adapter that was made here from its very weights, unless it brought nothing
+    on this machine; else the bundled one for chats, where it belongs to the model.
+
+    Returns:
+        Its name and its folder; None where there is none.
+    """
+    backbone = model.backbone
+    found = runs_for(backbone.folder, backbone.name)
+    log_outdated(found, backbone.name)
+    names = [found.chosen.name] if found.chosen else []
     fitting = adapters_for(model)
-    folder = model.backbone.folder
-    own = own_adapters(folder) if folder is not None else {}
-    return next((name for name in (*own, bundled) if name in fitting), None)
+    return next(
+        ((name, fitting[name]) for name in (*names, DEFAULT_ADAPTER) if name in fitting), None
+    )
 
 
 def read_task_lora(folder: Path, backbone: Backbone) -> Loras:

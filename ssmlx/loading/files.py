@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 
 from ..answers import claim_process
-from ..errors import InputError, first_few, first_line, require, unwritable
+from ..errors import InputError, first_few, first_line, naming, require, unwritable
 from ..json_files import parse_json
 
 logger = logging.getLogger("ssmlx")
@@ -99,7 +99,8 @@ def write_whole(target: Path, content: bytes) -> None:
     target = target.resolve()
     work = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        work.write_bytes(content)
+        with naming(target):
+            work.write_bytes(content)
         if target.exists():
             shutil.copymode(target, work)
         work.replace(target)
@@ -119,8 +120,9 @@ def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            with naming(target):
+                file.flush()
+                os.fsync(file.fileno())
             work.replace(target)
         finally:
             work.unlink(missing_ok=True)
@@ -158,13 +160,13 @@ class PartFile:
             if fresh:
                 self._file.truncate(0)
             whole = self._read(settings)
-        except InputError:
+            self._file.truncate(whole)  # a line that a kill cut short
+            self._file.seek(whole)
+            if not whole:
+                self._write(settings)
+        except BaseException:
             self._file.close()
             raise
-        self._file.truncate(whole)  # a line that a kill cut short
-        self._file.seek(whole)
-        if not whole:
-            self._write(settings)
 
     def append(self, value: list[Any]) -> None:
         """Keep a list; once this returns, a kill does not lose it."""
@@ -175,9 +177,10 @@ class PartFile:
         self._file.close()
 
     def _write(self, value: Any) -> None:
-        self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def _read(self, settings: dict[str, Any]) -> int:
         """Fill `done`; the number of bytes that hold whole lines."""

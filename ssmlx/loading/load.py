@@ -21,8 +21,8 @@ from ..model.ranks import Group, shard
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
-from .attach import attach_adapter
-from .names import CONFIG_FILE, Fetch, resolve_adapter, resolve_model
+from .attach import attach_adapter, swap_adapter
+from .names import AUTO_ADAPTER, CONFIG_FILE, Fetch, resolve_adapter, resolve_model
 
 # Architectures that mlx-lm lacks, each a model file in mlx-lm's own style.
 _FILES = {"opt": opt}
@@ -243,8 +243,10 @@ def load(
         adapter: an adapter folder, the name of one that ships with the package
             (`ssmlx.bundled_adapters`) or lies on the Hub, or "none"; see
             `ssmlx.loading.names.resolve_adapter`. LoRA or DoRA that mlx-lm or PEFT trained is one,
-            too: nothing drafts for it by itself. By default a fused folder uses its own streams,
-            and any other model decodes plainly.
+            too: it drafts what its text says again. "auto" is what a chat takes: an adapter that
+            `ssmlx.adapt` made here from these very weights, or else a bundled one for chats that
+            belongs to the model. By default it is the base alone; a fused folder has its own
+            streams both ways.
         dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU,
             float32 on the CPU backend. Quantised weights are unpacked for the float types.
         merge_lora: add LoRA that acts on every row into unquantised weights, which makes it free at
@@ -266,9 +268,10 @@ def load(
             would have to be fetched, and cannot be.
     """
     fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
-    folder = None if adapter is None else resolve_adapter(adapter, fetch)
+    is_named = adapter not in (None, AUTO_ADAPTER)
+    folder = resolve_adapter(adapter, fetch) if adapter is not None and is_named else None
     path = resolve_model(model, fetch)
-    if adapter is None and (path / CONFIG_FILE).exists():
+    if not is_named and (path / CONFIG_FILE).exists():
         folder = path
     loaded = load_adapter(folder) if folder is not None else None
     backbone, config = load_base(path, dtype, draft_head, group)
@@ -277,5 +280,8 @@ def load(
     backbone.offline = offline
     tokenizer = load_tokenizer(path, config)
     if loaded is None:
-        return StreamFusedModel(backbone), tokenizer
+        base = StreamFusedModel(backbone)
+        is_found = adapter == AUTO_ADAPTER
+        found = swap_adapter(base, AUTO_ADAPTER, merge_lora=merge_lora) if is_found else base
+        return found, tokenizer
     return attach_adapter(backbone, loaded, merge_lora=merge_lora), tokenizer

@@ -23,6 +23,8 @@ from ..json_files import read_json
 from .wheel import Wheel, fetch_gguf
 
 NO_ADAPTER = "none"
+AUTO_ADAPTER = "auto"  # the model's own streams, or what `attach.default_adapter` finds
+DEFAULT_ADAPTER = "chat"  # what is found where none was made here: a bundled one, if it fits
 CONFIG_FILE = "streams_config.json"
 STREAMS_FILE = "streams.safetensors"
 LORA_FILES = {"all": "adapters.safetensors", "streams": "stream_adapters.safetensors"}
@@ -145,22 +147,21 @@ def adapters_home() -> Path:
     return cache_dir() / "adapters"
 
 
-def own_adapters(model: Path | None = None) -> dict[str, Path]:
-    """Folders of the adapters that were made on this machine, by name, the newest first.
-
-    Of a model's folder, those that were made from it alone: not those for a LoRA on it, with which
-    it answers otherwise.
-    """
+def own_adapters() -> dict[str, Path]:
+    """Folders of the adapters that were made on this machine, by name, the newest first."""
     found = {}
     for folder in adapters_home().glob(f"*/{TRAINED_FOLDER}"):
         with suppress(InputError, LookupError, TypeError, OSError):
-            plan = read_json(folder.parent / PLAN_FILE, "the plan of a run")
-            settings = plan["settings"]
-            is_from = model is not None and settings["model"] == str(model.resolve())
-            if model is None or (is_from and "adapter" not in settings):
-                found[folder.parent.name] = (folder / CONFIG_FILE).stat().st_mtime, folder
+            _ = read_json(folder.parent / PLAN_FILE, "the plan of a run")["settings"]
+            found[folder.parent.name] = (folder / CONFIG_FILE).stat().st_mtime, folder
     newest_first = sorted(found, key=lambda name: found[name][0], reverse=True)
     return {name: found[name][1] for name in newest_first}
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether an adapter lies in a folder, or in the training run that the folder is of."""
+    files = (CONFIG_FILE, LORA_SETTINGS, f"{TRAINED_FOLDER}/{CONFIG_FILE}")
+    return any((folder / file).is_file() for file in files)
 
 
 def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | None:
@@ -169,8 +170,9 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
     Args:
         adapter: "none"; a bundled adapter's name; a folder, of an adapter or of a training run; or
             a name on the Hub, as `resolve_model` takes it. A bare name (without a path separator)
-            is looked for in the working directory first, then among the bundled adapters; where
-            both have it, the choice is logged. A `Path` is always a folder.
+            is looked for in the working directory first, then among the adapters that were made
+            here or ship; where both have it, the choice is logged. A folder there without an
+            adapter, such as a model's, is none of that name. A `Path` is always a folder.
         fetch: how to download.
     """
     if adapter == NO_ADAPTER:
@@ -190,7 +192,7 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
         return _from_hub(on_hub, fetch, ADAPTER_FILES, _lacks, _fetch_adapter)
     folder = Path(adapter)
     bundled = {**own_adapters(), **bundled_adapters()}.get(adapter)
-    if adapter and folder.is_dir():
+    if adapter and folder.is_dir() and (bundled is None or is_adapter(folder)):
         if bundled is not None:
             place = "the folder of that name in the working directory, not the bundled adapter"
             logger.info("adapter %s: %s", adapter, place)

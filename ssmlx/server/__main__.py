@@ -11,8 +11,10 @@ from typing import Any
 
 from ..commands import options
 from ..commands.check import head_start
+from ..commands.drafting import drafting_lines
 from ..errors import InputError, not_installed, require
 from ..json_files import read_text
+from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
 
 PROG = "ssmlx.server"
 EPILOG = """examples:
@@ -20,7 +22,8 @@ EPILOG = """examples:
   python -m ssmlx.server --api-keys keys.txt --host 192.168.1.5 --prompt-cache ~/.cache/prompts
 
 OpenAI's and Anthropic's APIs are below /v1, a chat page is at /. A request names the model, or
-MODEL:ADAPTER for one with an adapter; the settings here hold where it says nothing."""
+MODEL:ADAPTER for one with an adapter; the settings here hold where it says nothing. MODEL drafts as
+a chat does; with --adapter none, it is the base alone."""
 BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}]}'
 
 
@@ -62,7 +65,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--max-waiting", "N", "requests that may wait (default: %(default)s)", 64),
         ("--timeout", "S", "seconds that a request may take (default: %(default)s)", 600.0),
     )
-    options.add_model_options(parser, "chat", list)
+    options.add_model_options(parser, list)
     options.add_decoding_options(parser, max_tokens=16384)
     return parser.parse_args(argv)
 
@@ -99,6 +102,24 @@ def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
     return [PromptCache(None, one, 2**32 // len(names)) for one in folders]
 
 
+def models_of(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
+    """Adapters, by what the model with each is called; None for the one that a chat takes.
+
+    "auto" and "none" among them say what the model has under its own name.
+    """
+    own = [one for one in adapters if one in (AUTO_ADAPTER, NO_ADAPTER)]
+    found = f"--adapter {' and --adapter '.join(own)}"
+    require(len(own) < 2, found, expected="one of them", do="drop the other")
+    models: dict[str, str | None] = {name: NO_ADAPTER if own == [NO_ADAPTER] else None}
+    for one in (one for one in adapters if one not in own):
+        key = f"{name}:{Path(one).resolve().name if Path(one).exists() else one}"
+        found = f"two adapters are called {key}"
+        do = "rename one, or give its run's folder"
+        require(key not in models, found, expected="a name for each", do=do)
+        models[key] = one
+    return models
+
+
 def _main(args: argparse.Namespace) -> None:
     config = options.generate_config(args)
     keys = read_keys(args.api_keys)
@@ -109,7 +130,9 @@ def _main(args: argparse.Namespace) -> None:
         from .app import LOCAL, make_app
     except ImportError as error:
         raise not_installed("the server", error, "server") from error
+    from ..answers import run
     from ..engine import Engine
+    from ..generation.plan import make_plan
     from ..model import metal
     from .answering import Answering, Limits
 
@@ -126,14 +149,8 @@ def _main(args: argparse.Namespace) -> None:
         **loading,
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
-    models: dict[str, str | None] = {name: None}
-    for one in args.adapter or ():
-        key = f"{name}:{Path(one).resolve().name if Path(one).exists() else one}"
-        found = f"two adapters are called {key}"
-        do = "rename one, or give its run's folder"
-        require(key not in models, found, expected="a name for each", do=do)
-        models[key] = one
-    loaded = options.load_drafter(args, engine.model(), engine.tokenizer)
+    models = models_of(name, args.adapter or ())
+    loaded = options.load_drafter(args, engine.model(models[name]), engine.tokenizer)
     for one in models.values():
         head_start(engine.model(one), engine.tokenizer, config, loaded)  # refuses what does not fit
     answering = Answering(
@@ -141,7 +158,11 @@ def _main(args: argparse.Namespace) -> None:
     )
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(answering, config, hosts, keys)
+    model = engine.model(models[name])
+    plan = run(lambda: make_plan(model, config, drafter=loaded))
     _greet(sock, [*models], bool(keys))
+    lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
+    print(*lines, sep="\n", flush=True)
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: Any = None) -> None:

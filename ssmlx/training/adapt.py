@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,8 +27,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import __version__
 from ..api import stream_generate
-from ..bars import bar
-from ..errors import InputError, require
+from ..bars import bar, busy
+from ..blas import this_machine
+from ..errors import InputError, naming, require
 from ..json_files import read_json
 from ..loading.adapter import Adapter, StreamAdapter, load_adapter, load_streams
 from ..loading.attach import attach_adapter, fitted_lora
@@ -39,9 +41,11 @@ from ..loading.files import (
     new_folder,
     write_whole,
 )
+from ..loading.found import PAYS, Run, has_paid, runs
 from ..loading.load import is_quantised, load, load_tokenizer
 from ..loading.lora_files import Loras, kind_of
 from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER
+from ..loading.weights import weights_digest
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..prompts import asked_tokens, read_prompts, user_text
@@ -53,16 +57,25 @@ from .job import STORE_FILE, prepare, read_base, run_to_end, stream_config
 from .mlx_model import TrainedModel, new_adapter, with_new_parts
 from .mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 from .objective import Validation
+from .progress import (
+    ANSWERS_FILE,
+    ENDED_FILE,
+    QUESTIONS_FILE,
+    Clock,
+    StepPace,
+    kept_of_round,
+    minutes,
+)
 from .questions import normalised, opening, written_prompts
 from .record import LOG_FILE, PICTURE_FILE, draw, read_record
 from .replay import Replay
 from .sizing import (
-    RESERVE,
     Rates,
     Round,
     StepCosts,
     best_tree,
     choose_layers,
+    fitted_round,
     frozen_dtype,
     measure_rates,
     memory_here,
@@ -71,25 +84,23 @@ from .sizing import (
     time_candidates,
 )
 
-PAYS = 1.1
-"""The speed over plain decoding's from which on the training is worth its time."""
 SAMPLED_EVERY = 4
 SAMPLED_TEMP = 0.8
 MOST_PROMPT_TOKENS = 1024
-VALIDATIONS = 10
-"""How often a round's training is validated, and its speed-up forecast."""
 FILES = "your files"
 SHIPPED = "shipped prompts"
 OWN = "own questions"
 CACHE_BYTES = 1 << 29
 """Freed memory that MLX may keep."""
-_PLAN_FORMAT = 2
+_PLAN_FORMAT = 3
 _ROUND_SEEDS = 1000
 _DATA = "data"  # of a round's folder
-_ENDED = "ended"  # likewise
 _PLAIN = GenerateConfig(decoding="plain")
 _DRAFTED = GenerateConfig()
 _LOOKUP = GenerateConfig(drafter="prompt-lookup")
+_CHECKED = {"plain": _PLAIN, "drafted": _DRAFTED, "lookup": _LOOKUP}
+"""How each held-out prompt is answered at the end."""
+_WARM_TOKENS = 8
 
 Say = Callable[[str], None]
 
@@ -169,11 +180,12 @@ class Plan:
     """What a run makes; kept in its folder."""
 
     settings: dict[str, Any]  # must be the same when it goes on
-    began: float  # seconds since the epoch
+    base: dict[str, str]  # what the model is called, and its folder, as they were given last
     train: TrainConfig
     step_costs: StepCosts
     rates: Rates
     rounds: tuple[Round, ...] = ()
+    spent: float = 0.0  # seconds that the run has taken
 
     @classmethod
     def read(cls, path: Path, settings: dict[str, Any]) -> Plan | None:
@@ -181,19 +193,25 @@ class Plan:
         if not path.exists():
             return None
         values = read_json(path, "the plan of a run")
+        found = values.get("settings")
+        old = found if isinstance(found, dict) else {}
+        names = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]
+        name = path.parent.name
         require(
-            values.get("settings") == settings,
-            f"{path.parent} holds a run of other settings: {values.get('settings')}"[:200],
-            expected=f"{settings}"[:200],
-            do="repeat its command, give another --name, or delete the folder",
+            not names,
+            f"{path.parent} holds a run of other settings ({', '.join(names)})",
+            expected="those that it was begun with",
+            do=f"repeat its command, give another --name, or remove it: "
+            f"python -m ssmlx.adapters remove {name}",
         )
         return cls(
             settings=settings,
-            began=values["began"],
+            base=values["base"],
             train=TrainConfig.from_dict(values["train"]),
             step_costs={int(n): cost for n, cost in values["step_costs"].items()},
             rates=Rates(**values["rates"]),
             rounds=tuple(Round(**one) for one in values["rounds"]),
+            spent=values["spent"],
         )
 
     def write(self, path: Path) -> None:
@@ -202,6 +220,13 @@ class Plan:
 
     def training(self, one: Round) -> TrainConfig:
         return replace(self.train, epochs=float(one.epochs))
+
+    def before(self, number: int) -> Round | None:
+        """The round before that of a number, counted from 0."""
+        return self.rounds[number - 1] if number else None
+
+    def with_round(self, number: int, one: Round) -> Plan:
+        return replace(self, rounds=(*self.rounds[:number], one, *self.rounds[number + 1 :]))
 
 
 def adapt(
@@ -222,58 +247,200 @@ def adapt(
     Raises:
         InputError: the model, the data or the folder cannot be used as asked.
     """
-    plan, dtype, bits = _make_adapter(options, prog, say, wait)
-    mx.clear_cache()  # of the base model, which is loaded once more with the adapter
-    folders = [options.round_folder(number) for number in range(len(plan.rounds))]
-    log = joined_log(folders)
-    picture = options.out / PICTURE_FILE
-    draw(log, picture, options.out.name)
-    held_out = read_rows(options, len(plan.rounds) - 1, "valid")
-    measured = check_adapter(options, held_out, log[0]["tokens_per_call"], dtype, say)
-    write_figures(plan, options, measured, bits, log, prog)
-    if picture.exists():
-        say(f"curves: {picture}")
-    named = "" if options.adapter is None else f" --adapter {options.out.name}"
-    say(f"use it: python -m ssmlx.chat --model {options.model}{named}")
-
-
-def _make_adapter(
-    options: AdaptOptions, prog: str, say: Say, wait: Callable[[], None]
-) -> tuple[Plan, str, int | None]:
-    """Every round that has not ended; returns the plan, and the weights' dtype and bits."""
-    mx.set_cache_limit(CACHE_BYTES)
     prompts = [row for file in options.data for row in read_prompts(file, "--data")]
+    with busy("reading the weights"):
+        settings = run_settings(options, prompts)
+    plan = Plan.read(options.out / PLAN_FILE, settings)
+    if plan is not None:
+        run = _run(options)
+        if run is not None and run.is_finished and options.hours == plan.rounds[-1].hours:
+            say(
+                f"{run.name} is finished, after {minutes(plan.spent)}; more --hours make more of it"
+            )
+            say(verdict_line(options, run.figures["figures"]))
+            return
+        if plan.rounds:
+            say(f"goes on with {options.out.name}, where {_kept(options, plan)} are kept")
+    clock = Clock(plan.spent if plan else 0.0)
+    try:
+        _go_on(options, prompts, settings, plan, prog, say, wait, clock)
+    except KeyboardInterrupt:
+        _say_kept(options, settings, say, clock)
+        raise
+
+
+def run_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What has to be the same when a run goes on; where its model lies, and its name, need not be.
+
+    Args:
+        options: what is asked for.
+        prompts: of the user's files.
+    """
     settings = {
-        "model": str(options.path.resolve()),
         "seed": options.seed,
         "memory": options.memory_gb,
         "data": digest_of_json(prompts),
         "made by": __version__,
         "format": _PLAN_FORMAT,
-        "weights": folder_digest(options.path),
+        "weights": weights_digest(options.path),
     }
-    if options.adapter is not None:
-        settings["adapter"] = options.lora_digests
-    source = load_source(options, prompts, say)
+    return settings if options.adapter is None else {**settings, "adapter": options.lora_digests}
+
+
+def folder_of_same(options: AdaptOptions) -> Path:
+    """The folder of a run with these settings, where there is one; else that of the options.
+
+    So a model that was moved or copied goes on with what was begun for it, whatever it is called.
+    """
+    if (options.out / PLAN_FILE).exists() or not runs():
+        return options.out
+    settings = run_settings(
+        options, [row for file in options.data for row in read_prompts(file, "--data")]
+    )
+    return next((run.folder for run in runs() if run.settings == settings), options.out)
+
+
+def _run(options: AdaptOptions) -> Run | None:
+    """The run, as it lies on disk."""
+    return next((run for run in runs() if run.folder == options.out), None)
+
+
+def _kept(options: AdaptOptions, plan: Plan) -> str:
+    """What is kept of a run, in words: of the round that it is at, or of the last."""
+    folders = [options.round_folder(number) for number in range(len(plan.rounds))]
+    open_rounds = [n for n, folder in enumerate(folders) if not (folder / ENDED_FILE).exists()]
+    number = open_rounds[0] if open_rounds else len(folders) - 1
+    one = plan.rounds[number]
+    before = plan.before(number)
+    new = one.answers - (before.answers if before else 0)
+    steps = plan.training(one).num_steps(one.answers - options.amounts.held_out)
+    kept = kept_of_round(folders[number], new, steps, MlxTrainer.STATE_FILE)
+    return f"{kept} of round {number + 1}" if len(folders) > 1 else kept
+
+
+def _say_kept(options: AdaptOptions, settings: dict[str, Any], say: Say, clock: Clock) -> None:
+    """Say what a stopped run leaves, and note how long it took."""
+    path = options.out / PLAN_FILE
+    plan = Plan.read(path, settings)
+    if plan is None:
+        say("stopped before anything was planned: nothing is kept")
+        return
+    replace(plan, spent=clock.spent).write(path)
+    say(f"stopped: {_kept(options, plan)} are kept; the same command goes on from there")
+
+
+def _go_on(
+    options: AdaptOptions,
+    prompts: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
+    plan: Plan | None,
+    prog: str,
+    say: Say,
+    wait: Callable[[], None],
+    clock: Clock,
+) -> None:
+    """Plan what is not planned, make it, and say what it brings."""
+    plan, dtype, bits = _make_adapter(options, prompts, settings, plan, prog, say, wait, clock)
+    mx.clear_cache()  # of the base model, which is loaded once more with the adapter
+    folders = [options.round_folder(number) for number in range(len(plan.rounds))]
+    log = joined_log(folders)
+    picture = options.out / PICTURE_FILE
+    say("decoding held-out prompts with the adapter and without ...")
+    with busy("drawing"):
+        draw(log, picture, options.out.name)
+    held_out = read_rows(options, len(plan.rounds) - 1, "valid")
+    measured = check_adapter(options, held_out, log[0]["tokens_per_call"], dtype, say)
+    plan = replace(plan, spent=clock.spent)
+    plan.write(options.out / PLAN_FILE)
+    write_figures(plan, options, measured, bits, log, prog)
+    if picture.exists():
+        say(f"curves: {picture}")
+    say(verdict_line(options, measured))
+
+
+def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
+    """What follows from the speed-up that was measured: every command goes by it."""
+    if has_paid(measured):
+        named = "" if options.adapter is None else f" --adapter {options.out.name}"
+        return f"use it: python -m ssmlx.chat --model {options.model}{named}"
+    hours = options.hours
+    return (
+        f"it brings nothing on this machine: nothing drafts with it here unless it is named; "
+        f"{hours:g} more hours may change that (--hours {2 * hours:g}), or leave it at that"
+    )
+
+
+def _make_adapter(
+    options: AdaptOptions,
+    prompts: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
+    plan: Plan | None,
+    prog: str,
+    say: Say,
+    wait: Callable[[], None],
+    clock: Clock,
+) -> tuple[Plan, str, int | None]:
+    """Every round that has not ended; returns the plan, and the weights' dtype and bits."""
+    mx.set_cache_limit(CACHE_BYTES)
+    say(f"loading {options.model} ...")
+    with busy("loading"):
+        source = load_source(options, prompts, say)
+    wait = clock.without_waiting(wait)
     speaker = Speaker(source.answering, source.tokenizer, 1, options.seed, wait)
     plan_path = options.out / PLAN_FILE
-    plan = Plan.read(plan_path, settings)
     if plan is None:
         plan = make_plan(options, settings, source, speaker, say)
+    plan = replace(plan, base={"model": options.model, "folder": str(options.path.resolve())})
     say(_streams_line(plan, source))
-    plan = plan_hours(plan, options, source, say)
+    plan = plan_hours(plan, options, source, say, clock)
     plan.write(plan_path)
     speaker = replace(speaker, batch_size=plan.rates.answers_at_once)
     clear_killed_write(options.adapter_folder)
     for number in range(len(plan.rounds)):
         folder = options.round_folder(number)
-        if not (folder / _ENDED).exists():
-            make_folder(folder / _DATA)
-            make_examples(plan, number, options, source, speaker, say)
-            train_round(plan, number, options, source, prog, say, wait)
-            (folder / _ENDED).touch()
+        if not (folder / ENDED_FILE).exists():
+            plan = make_round(plan, number, options, source, speaker, prog, say, wait, clock)
+            with naming(folder):
+                (folder / ENDED_FILE).touch()
+            plan = replace(plan, spent=clock.spent)
+            plan.write(plan_path)
     bits = (source.base.get("quantization") or {}).get("bits")
     return plan, source.dtype, bits
+
+
+def make_round(
+    plan: Plan,
+    number: int,
+    options: AdaptOptions,
+    source: Source,
+    speaker: Speaker,
+    prog: str,
+    say: Say,
+    wait: Callable[[], None],
+    clock: Clock,
+) -> Plan:
+    """Make a round's answers and train on them; the plan, with fewer passes where time is short."""
+    folder = options.round_folder(number)
+    make_folder(folder / _DATA)
+    if not (folder / _DATA / "valid.jsonl").exists():  # which is written last
+        began = clock.spent
+        make_examples(plan, number, options, source, speaker, say)
+        planned = plan.rounds[number]
+        fitted = fitted_round(planned, plan.before(number), clock.spent)
+        plan = replace(plan.with_round(number, fitted), spent=clock.spent)
+        plan.write(options.out / PLAN_FILE)
+        less = (
+            ""
+            if fitted == planned
+            else (
+                f"; {fitted.epochs:g} passes over them in the place of {planned.epochs:g}, "
+                "so that the hours do"
+            )
+        )
+        left = minutes(fitted.train_seconds + fitted.other_seconds)
+        say(f"the answers took {minutes(clock.spent - began)}{less}; some {left} to go")
+    train_round(plan, number, options, source, prog, say, wait, clock)
+    return plan
 
 
 def load_source(options: AdaptOptions, prompts: Sequence[dict[str, Any]], say: Say) -> Source:
@@ -351,44 +518,47 @@ def make_plan(
     options: AdaptOptions, settings: dict[str, Any], source: Source, speaker: Speaker, say: Say
 ) -> Plan:
     """Choose streams and batches by what is timed here; no round is planned yet."""
-    say("measuring, some seconds ...")
+    say("timing calls with streams in the top layers, some seconds for each number of layers ...")
     base = source.base
     text = [token for one in source.shipped for token in one.tokens]
     text = text[: (source.backbone.context_length or len(text)) // 2]
-    costs = time_candidates(
-        source.backbone,
-        base,
-        source.run,
-        text,
-        seconds=options.amounts.timing_seconds,
-        lora=source.lora,
-    )
+    with busy("timing calls"):
+        costs = time_candidates(
+            source.backbone,
+            base,
+            source.run,
+            text,
+            seconds=options.amounts.timing_seconds,
+            lora=source.lora,
+        )
     num_layers = choose_layers(costs, base["num_hidden_layers"])
     longest = max(source.prompt_lengths)
     answer_tokens = options.amounts.answer_tokens
     train = stream_training(num_layers, seed=options.seed, max_length=longest + answer_tokens)
     train = train.sized(base["vocab_size"])
     config = stream_config(train, base, source.run, [source.tokenizer.eos_token_id])
-    rates = measure_rates(
-        source.backbone,
-        config,
-        train,
-        speaker,
-        longest,
-        answer_tokens,
-        options.memory,
-        source.lora,
-    )
+    say("timing some answers, and some steps of training ...")
+    with busy("timing answers and steps"):
+        rates = measure_rates(
+            source.backbone,
+            config,
+            train,
+            speaker,
+            longest,
+            answer_tokens,
+            options.memory,
+            source.lora,
+        )
     return Plan(
         settings=settings,
-        began=time.time(),
+        base={},
         train=replace(train, batch_size=rates.batch_size),
         step_costs=costs[num_layers],
         rates=rates,
     )
 
 
-def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say) -> Plan:
+def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say, clock: Clock) -> Plan:
     """The plan with a round more, where there are hours for one."""
     hours = options.hours
     before = plan.rounds[-1] if plan.rounds else None
@@ -399,23 +569,44 @@ def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say) -> P
         expected=f"{planned:g} or more, which {options.out} is planned for",
         do="give these, another --name, or delete the folder",
     )
-    if hours == planned:
-        say("goes on with what was planned")
-    else:
+    if hours > planned:
         usual = int(fmean(source.prompt_lengths))
         answer_tokens = options.amounts.answer_tokens
-        new = plan_round(hours, plan.rates, usual, answer_tokens, before)
+
+        def round_in(in_hours: float) -> Round:
+            return plan_round(
+                in_hours,
+                plan.rates,
+                usual,
+                answer_tokens,
+                before,
+                held_out=options.amounts.held_out,
+                check_seconds=_check_seconds(plan.rates, options.amounts, usual),
+                spent=clock.spent,
+            )
+
+        new = round_in(hours)
         least = max(before.answers if before else 0, options.amounts.held_out)
         least += plan.rates.batch_size
+        enough = hours
+        while round_in(enough).answers <= least:
+            enough *= 1.2
         require(
             new.answers > least,
             f"--hours {hours:g} is enough for {new.answers} answers",
             expected=f"more than {least}",
-            do="give more",
+            do=f"give --hours {ceil(100 * enough) / 100:g}, or more",
         )
         plan = replace(plan, rounds=(*plan.rounds, new))
-    say(_round_line(plan, options.amounts))
+    say(_round_line(plan, options.amounts, clock.spent))
     return plan
+
+
+def _check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
+    """What the figures at the end take."""
+    answer = rates.prompt_seconds_per_token * prompt_tokens
+    answer += rates.call_seconds * amounts.checked_tokens
+    return len(_CHECKED) * amounts.checked * answer
 
 
 def _streams_line(plan: Plan, source: Source) -> str:
@@ -436,19 +627,22 @@ def _streams_line(plan: Plan, source: Source) -> str:
     )
 
 
-def _round_line(plan: Plan, amounts: Amounts) -> str:
+def _round_line(plan: Plan, amounts: Amounts, spent: float) -> str:
+    """What the last round makes; `spent` are the run's seconds so far."""
     last = plan.rounds[-1]
     rates = plan.rates
     before = plan.rounds[-2].answers if plan.rounds[1:] else 0
     more = "more " if before else ""
     of_all = f" of all {last.answers:,}" if before else ""
     steps = plan.training(last).num_steps(last.answers - amounts.held_out)
-    minutes = (last.answer_seconds + last.train_seconds) / 60
+    planned_at = 0.0 if before else last.spent_before
+    spent -= last.spent_before - planned_at
     return (
         f"plan: {last.answers - before:,} {more}answers at "
-        f"{rates.answer_tokens_per_second:.0f} tokens/s ({last.answer_seconds / 60:.0f} min), "
-        f"{steps:,} steps of {rates.batch_size}{of_all} ({last.train_seconds / 60:.0f} min), "
-        f"checks: some {minutes / (1 - RESERVE):.0f} min in all; at most "
+        f"{rates.answer_tokens_per_second:.0f} tokens/s ({minutes(last.answer_seconds)}), "
+        f"{steps:,} steps of {rates.batch_size}{of_all} ({minutes(last.train_seconds)}), "
+        f"checks ({minutes(last.other_seconds)}): some {minutes(planned_at + last.seconds)} in "
+        f"all, {minutes(spent)} of them spent; at most "
         f"{(rates.memory + CACHE_BYTES) / 2**30:.1f} GiB of memory"
     )
 
@@ -491,9 +685,12 @@ def make_examples(
     shipped = new(source.shipped)
     left = wanted - len(files)
     num_own = max(left // 3, left - len(shipped)) if source.tokenizer.has_chat_template else 0
-    with part_file("questions.part") as part:
+    if num_own:
+        say(f"making up {num_own:,} questions ...")
+    with part_file(QUESTIONS_FILE) as part:
         questions = speaker.questions(num_own, amounts.question_tokens, part)
     prompts = [{"prompt": text} for text in questions]
+    say(f"answering {wanted:,} prompts ...")
     own = new(tokenised(OWN, prompts, source, amounts, say))
     asked = [*files, *own, *shipped][:wanted]
     random.Random(seed).shuffle(asked)
@@ -501,7 +698,7 @@ def make_examples(
         Text(n, one.tokens, SAMPLED_TEMP if n % SAMPLED_EVERY == SAMPLED_EVERY - 1 else 0.0)
         for n, one in enumerate(asked)
     ]
-    with part_file("answers.part") as part:
+    with part_file(ANSWERS_FILE) as part:
         answers = speaker.answer(texts, amounts.answer_tokens, part)
     rows: list[dict[str, Any]] = [
         {
@@ -535,6 +732,7 @@ def train_round(
     prog: str,
     say: Say,
     wait: Callable[[], None],
+    clock: Clock,
 ) -> None:
     """Train the streams, from those of the rounds before on, and keep the best."""
     folder = options.round_folder(number)
@@ -553,10 +751,12 @@ def train_round(
         source.run,
         out=folder,
         data=folder / _DATA,
-        valid_every=max(1, num_steps // VALIDATIONS),
+        valid_every=max(1, num_steps // plan.rounds[number].validations),
         save_every=max(1, num_steps // 40),
     )
-    job, _ = prepare(run, train, start)
+    say(f"training {num_steps:,} steps ...")
+    with busy("reading"):
+        job, _ = prepare(run, train, start)
     twin = source.backbone.twin()
     adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)
@@ -564,17 +764,29 @@ def train_round(
     dtype = str(twin.dtype)
     lora = options.lora_digests
     lower_identity = job.lower_identity(dtype, *lora)
+    trainer = MlxTrainer(objective, job.num_steps)
+    pace = StepPace(clock, job.num_steps)
+
+    def before_step() -> None:
+        wait()
+        pace.begins(trainer.step)
+
+    def validated(validate: Validation) -> None:
+        left = pace.seconds_left(trainer.step)
+        to_go = f"; some {minutes(left)} of training to go" if left else ""
+        say(forecast_line(plan.step_costs, validate) + to_go)
+
     with wired_limit(twin.model):
         run_to_end(
             job,
-            MlxTrainer(objective, job.num_steps),
+            trainer,
             prog=prog,
             dtype=dtype.removeprefix("mlx.core."),
             identity=job.identity(dtype, *lora, init=start_folder if start else None),
             write=lambda validate: model.write(best, validate),
             keep_best=True,
-            wait=wait,
-            validated=lambda validate: say(forecast_line(plan.step_costs, validate)),
+            wait=before_step,
+            validated=validated,
             lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
         )
     (folder / STORE_FILE).unlink(missing_ok=True)
@@ -595,7 +807,7 @@ def forecast_line(costs: StepCosts, validate: Validation) -> str:
     )
     if speedup >= PAYS:
         return forecast
-    return f"{forecast} (worth its time from {PAYS} on)"
+    return f"{forecast} (it is used from {PAYS} on)"
 
 
 def joined_log(folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -625,40 +837,51 @@ def check_adapter(
         say: is given each line for the user.
 
     Returns:
-        The adapter's tokens per call behind the prompt's, and those of untrained streams and of
+        The speed of its answers over plain decoding's, that of prompt lookup alone, and the
+        machine; its tokens per call behind the prompt's, and those of untrained streams and of
         prompt lookup.
     """
     folder = options.adapter_folder
     found = "no training step made better guesses than untrained streams"
     require(folder.exists(), found, expected="more tokens per call", do="give more --hours")
-    model, tokenizer = load(str(options.path), adapter=folder, dtype=dtype)
+    with busy("loading"):
+        model, tokenizer = load(str(options.path), adapter=folder, dtype=dtype)
     amounts = options.amounts
-    seconds = {"plain": 0.0, "drafted": 0.0, "lookup": 0.0}
+    seconds = dict.fromkeys(_CHECKED, 0.0)
     num_tokens = 0
     num_same = 0
     lookup_calls = 0
     checked = rows[: amounts.checked]
-    for row in bar(checked, "checking"):
-        prompt = row["prompt_tokens"]
-        plain = timed_answer(model, tokenizer, prompt, _PLAIN, amounts.checked_tokens)
-        drafted = timed_answer(model, tokenizer, prompt, _DRAFTED, amounts.checked_tokens)
-        lookup = timed_answer(model, tokenizer, prompt, _LOOKUP, amounts.checked_tokens)
-        for name, one in (("plain", plain), ("drafted", drafted), ("lookup", lookup)):
+    for how in _CHECKED.values():  # what a first answer takes besides favours none
+        timed_answer(model, tokenizer, checked[0]["prompt_tokens"], how, _WARM_TOKENS)
+    for number, row in enumerate(bar(checked, "checking")):
+        turns = [*_CHECKED.items()][:: 1 if number % 2 else -1]
+        found_now = {
+            name: timed_answer(model, tokenizer, row["prompt_tokens"], how, amounts.checked_tokens)
+            for name, how in turns
+        }
+        for name, one in found_now.items():
             seconds[name] += one.seconds
-        num_tokens += len(plain.tokens)
-        num_same += plain.tokens == drafted.tokens
-        lookup_calls += lookup.target_calls
+        plain = found_now["plain"].tokens
+        num_tokens += len(plain)
+        num_same += plain == found_now["drafted"].tokens
+        lookup_calls += found_now["lookup"].target_calls
     curve = load_streams(folder).config.tokens_per_call or {}
     by_lookup = Replay(num_tokens, lookup_calls).after(len(checked)).tokens_per_call
     held = sum(len(row["completion_tokens"]) for row in rows)
     untrained = Replay(held, round(held / untrained_rate)).after(len(rows)).tokens_per_call
+    speed_up = seconds["plain"] / seconds["drafted"]
+    text_speed_up = seconds["plain"] / seconds["lookup"]
     say(
         f"{options.out.name}: {curve.get(6, 0.0):.2f} tokens per call with 6 nodes on held-out "
         f"answers (untrained {untrained:.2f}, prompt lookup {by_lookup:.2f}); "
-        f"{seconds['plain'] / seconds['drafted']:.2f} times plain decoding's speed on "
-        f"{len(checked)} prompts, {num_same} of {len(checked)} answers the same, token for token"
+        f"{speed_up:.2f} times plain decoding's speed ({text_speed_up:.2f} by prompt lookup alone) "
+        f"on {len(checked)} prompts, {num_same} of {len(checked)} answers the same, token for token"
     )
     return {
+        "speed_up": round(speed_up, 3),
+        "text_speed_up": round(text_speed_up, 3),
+        "machine": ", ".join(this_machine()),
         "tokens_per_call": curve,
         "untrained_tokens_per_call": round(untrained, 3),
         "lookup_tokens_per_call": round(by_lookup, 3),
@@ -699,16 +922,18 @@ def write_figures(
     rows = read_rows(options, len(plan.rounds) - 1, "train")
     is_snapshot = options.path.parent.name == "snapshots"
     figures = {
+        "rounds": len(plan.rounds),
         "base": {
             "model": options.model,
             "revision": options.path.name if is_snapshot else None,
             "bits": bits,
+            "weights": plan.settings["weights"],
         },
         "recipe": {
             "command": " ".join([f"python -m {prog}", *sys.argv[1:]]),
             "version": __version__,
             "steps": log[-1]["step"],
-            "seconds": round(time.time() - plan.began),
+            "seconds": round(plan.spent),
             "train": plan.train.to_dict(),
         },
         "data": {

@@ -14,13 +14,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..bars import bar
+from ..bars import bar, busy
 from ..errors import InputError, require, unwritable
 from ..json_files import read_json
 from ..loading.adapter import StreamAdapter
 from ..loading.files import folder_digest, make_folder
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
+from ..loading.weights import weights_digest
 from ..prompts import chat_frame
 from ..settings import StreamConfig
 from .config import RunOptions, TrainConfig
@@ -36,7 +37,7 @@ from .data import (
     in_order,
     read_examples,
 )
-from .objective import Lower, LowerStore, Objective, Validation
+from .objective import RECORDED_TREE_SIZES, Lower, LowerStore, Objective, Validation
 from .record import LOG_FILE, PICTURE_FILE, Record, draw
 
 logger = logging.getLogger("ssmlx")
@@ -114,7 +115,7 @@ class Job:
     examples: Sequence[Example]
     valid: Sequence[Example]
     draft_vocab: np.ndarray | None
-    weights: str  # a digest of the model's files
+    weights: str  # a digest of the model's stored weights
     packing: Packing | None = None
 
     @property
@@ -122,14 +123,16 @@ class Job:
         return self.train.num_steps(len(self.examples))
 
     def identity(self, *more: Any, init: Path | None = None) -> str:
-        """A digest of all that decides the result; `init` has the weights to start from."""
+        """A digest of all that decides the result; `init` has the weights to start from. What the
+        model is called decides nothing."""
         start = [] if init is None else [folder_digest(init)]
-        return self._digest(self.train.to_dict(), self.config.to_dict(), *more, *start)
+        config = replace(self.config, base_model="").to_dict()
+        return self._digest(self.train.to_dict(), config, *more, *start)
 
     def lower_identity(self, *more: Any) -> str:
         """A digest of what the frozen layers say: the same for runs that differ above them."""
         config = self.config
-        return self._digest(config.base_model, config.num_layers, config.insertion_layer, *more)
+        return self._digest(config.num_layers, config.insertion_layer, *more)
 
     def stored_lower(
         self, objective: Objective, file: str, identity: str, label: str = "frozen layers"
@@ -212,7 +215,7 @@ def prepare(
     packing = None
     if train.pack:
         packing = Packing(train.pack, chat_frame(words), config.stream_window)
-    return Job(options, train, config, examples, valid, vocab, folder_digest(path), packing), path
+    return Job(options, train, config, examples, valid, vocab, weights_digest(path), packing), path
 
 
 def stream_config(
@@ -285,8 +288,12 @@ def run_to_end(
     objective = trainer.objective
     size = options.tree_size
     batches = in_order(job.valid, _VALIDATION_BATCH)
+    largest = RECORDED_TREE_SIZES[-1] if keep_best else 0
     texts = [collate(job.valid, one.indices, job.packing) for one in batches if job.packing]
-    validate, of_packed = (Validation(objective, one, size) for one in (batches, texts))
+    with busy("reading held-out answers"):
+        validate, of_packed = (
+            Validation(objective, one, size, largest) for one in (batches, texts)
+        )
     last = min(options.max_steps or job.num_steps, job.num_steps)
     rule = job.train.batch_size, job.train.seed, *trainer.part, job.packing
     plan = BatchPlan(job.examples, *rule)

@@ -48,11 +48,9 @@ from ..settings import StreamConfig
 from .config import Part, TrainConfig
 from .data import Batch
 from .job import check_init, check_scale, check_shapes
-from .objective import Validation
+from .objective import RECORDED_TREE_SIZES, Validation
 
 EMBEDDING_STD = 0.02
-RECORDED_TREE_SIZES = (2, 3, 4, 6, 8, 12, 16)
-"""Nodes of the trees whose tokens per call an adapter's settings record."""
 _CARRIERS_AT_ONCE = 64
 
 Weights = dict[str, mx.array]

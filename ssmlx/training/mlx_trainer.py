@@ -272,6 +272,15 @@ class Adam:
             optimizer.state |= {"step": arrays["step"], **own}
 
 
+def saved_step(path: Path) -> int:
+    """The step of a state that `MlxTrainer` has written; 0 where there is none that can be read."""
+    try:
+        loaded: Any = mx.load(str(path), format="safetensors")
+        return to_int(loaded["step"])
+    except (RuntimeError, ValueError, KeyError):
+        return 0
+
+
 class MlxTrainer(Trainer):
     STATE_FILE = "state.safetensors"
     objective: MlxObjective

@@ -23,6 +23,9 @@ from .config import TrainConfig
 from .data import Batch, Example, draft_indices, in_order
 from .replay import Guesses, Replay, replay
 
+RECORDED_TREE_SIZES = (2, 3, 4, 6, 8, 12, 16)
+"""Nodes of the trees whose tokens per call an adapter's settings record."""
+
 MAIN = "main"
 STREAM = "stream"
 GIVEN = "given"
@@ -158,21 +161,35 @@ class Objective(ABC):
 
 
 class Validation:
-    """Held-out examples: their losses, and the target calls that decoding them would take."""
+    """Held-out examples: their losses, and the target calls that decoding them would take.
 
-    def __init__(self, objective: Objective, batches: Sequence[Batch], size: int) -> None:
+    Args:
+        objective: of the training.
+        batches: of the examples.
+        size: nodes of the trees that are replayed.
+        largest: nodes of the largest tree whose replay is asked for by `curve` before the weights
+            change: what is guessed for it is kept, as guessing takes most of the time. 0 keeps
+            nothing.
+    """
+
+    def __init__(
+        self, objective: Objective, batches: Sequence[Batch], size: int, largest: int = 0
+    ) -> None:
         self._objective = objective
         self._size = size
+        self._largest = largest if objective.train.num_streams else 0
+        self._guesses: list[Guesses] = []
         self._batches = [(batch, objective.lower(batch)) for batch in batches]
 
     def __call__(self) -> dict[str, float]:
         """Mean losses, and tokens per call where something drafts."""
         sums: dict[str, float] = {}
         replays: list[Replay] = []
-        for batch, lower in self._batches:
+        self._guesses = []
+        for batch, lower in bar(self._batches, "validating"):
             for name, value in self._objective.parts(batch, lower).items():
                 sums[f"valid_{name}"] = sums.get(f"valid_{name}", 0.0) + value
-            found = self._objective.replay(batch, lower, self._size)
+            found = self._replayed(batch, lower)
             replays += [] if found is None else [found]
         entry = {name: round(value / len(self._batches), 4) for name, value in sums.items()}
         if replays:
@@ -180,13 +197,23 @@ class Validation:
             entry["tokens_per_call"] = round(whole.tokens_per_call, 4)
         return entry
 
+    def _replayed(self, batch: Batch, lower: Any) -> Replay | None:
+        if not self._largest:
+            return self._objective.replay(batch, lower, self._size)
+        count = self._objective.num_ranked(self._largest)
+        found = self._objective.guesses(batch, lower, count)
+        self._guesses += found
+        return replay(found, self._size)
+
     def curve(self, sizes: Sequence[int]) -> dict[int, float]:
         """Tokens per call after the prompts', by nodes, as adapters tell; none if none drafts."""
         objective = self._objective
         if not objective.train.num_streams:
             return {}
-        count = objective.num_ranked(max(sizes))
-        guesses = [g for b, lower in self._batches for g in objective.guesses(b, lower, count)]
+        guesses = self._guesses
+        if not guesses or max(sizes) > self._largest:
+            count = objective.num_ranked(max(sizes))
+            guesses = [g for b, lower in self._batches for g in objective.guesses(b, lower, count)]
         replays = {size: replay(guesses, size).after(len(guesses)) for size in sizes}
         return {size: round(max(1.0, one.tokens_per_call), 3) for size, one in replays.items()}
 

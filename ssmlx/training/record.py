@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ..errors import naming
 from ..loading.files import write_whole
 from ..report import finish, new_figure
 
@@ -28,7 +29,7 @@ class Record:
 
     def add(self, entry: dict[str, Any]) -> None:
         """Append an entry; it holds its `step`."""
-        with self._path.open("a", encoding="utf-8") as file:
+        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 

@@ -13,11 +13,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import require
+from ..errors import InputError, require
 from ..generation.head_start import seed_costs
+from ..generation.learned import learned_of
+from ..json_files import read_json
 from ..loading.attach import attach_adapter
+from ..loading.found import Run
 from ..loading.lora_files import Loras
+from ..loading.names import CONFIG_FILE
 from ..model.backbone import Backbone
+from ..model.streams import StreamFusedModel
+from ..policy.costs import ROWS
 from ..settings import StreamConfig
 from .answers import Speaker, Text
 from .config import RunOptions, TrainConfig
@@ -25,6 +31,7 @@ from .data import Example, collate
 from .job import stream_config
 from .mlx_model import TrainedModel, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
+from .objective import Validation
 
 NUM_STREAMS = 4
 LAYER_SHARES: Mapping[float, float] = {2 / 30: 0.75, 4 / 30: 0.82, 8 / 30: 1.0}
@@ -36,8 +43,19 @@ _USUAL_TOKENS: Mapping[int, float] = {2: 1.59, 4: 1.98, 8: 2.28, 16: 2.5}
 """Tokens per call by nodes of the adapter `chat`, on held-out answers. They only decide between
 geometries: what is forecast is what the adapter itself shows."""
 _TIMED_CONTEXT = 128
+_DRAFT_HEAD_COST = 0.05
+"""Plain calls that the head of a draft vocabulary takes where nothing was timed, about as on
+SmolLM2-135M."""
 RESERVE = 0.12
-"""Share of the time for validations, and for the figures at the end."""
+"""Share of the time for what turns out to take longer."""
+MOST_VALIDATIONS = 10
+_LEAST_VALIDATIONS = 2
+_VALIDATION_SHARE = 0.15
+"""How often a round's training is validated, and its speed-up forecast; the share of the hours that
+this may take, where that leaves two."""
+_LEAST_SHARE = 0.5
+"""Share of the hours that answers and training have at least, and of the passes over the answers:
+less would not pay for what a run takes beside them."""
 _QUESTION_SHARE = 0.15  # of the time of answers, that the model's own questions take
 _USUAL_SHARE = 0.75  # of the tokens that an answer may have, that it has
 _MOST_EPOCHS = 3
@@ -85,7 +103,8 @@ def time_candidates(
     """Time calls with untrained streams: what a call costs does not depend on what they learned.
 
     So the costs are those of adapters of the same sizes, too: they go to this machine's table, and
-    where answers have taught it more, that is taken.
+    where answers have taught it more, that is taken. The base's own table has them besides, for
+    `forecast`.
 
     Args:
         backbone: the base model, which stays as it is.
@@ -106,18 +125,69 @@ def time_candidates(
         model = attach_adapter(backbone, adapter, merge_lora=True)
         text = tokens[:_TIMED_CONTEXT]
         found[num_layers] = seed_costs(model, text, TIMED_SIZES, seconds=seconds)
+    learned, _ = learned_of(StreamFusedModel(backbone))
+    for num_layers, costs in found.items():
+        learned.costs.seed({(_untrained(num_layers), n): cost for n, cost in costs.items()})
+    learned.keep(at_once=True)
     return found
+
+
+def _untrained(num_layers: int) -> str:
+    """What calls with untrained streams are called in the table of a model without any."""
+    return f"untrained streams in {num_layers} layers"
+
+
+def forecast(model: StreamFusedModel) -> float | None:
+    """The speed over plain decoding's that an adapter of `ssmlx.adapt` should bring here.
+
+    Args:
+        model: without streams.
+
+    Returns:
+        That of the best number of layers: by calls with untrained streams, or else by what rows
+        alone cost; None where neither was timed.
+    """
+    frozen = learned_of(model)[0].costs.frozen(0)
+    known = frozen.known
+    rows = {n for name, n in known if name == ROWS and n in TIMED_SIZES}
+    speeds = []
+    depth = len(model.backbone.layers)
+    for num_layers, kept in candidate_layers(depth).items():
+        name = _untrained(num_layers)
+        costs = {n: calls for (one, n), (calls, _) in known.items() if one == name}
+        if not costs and rows:
+            # Streams go through the top layers in a pass of their own, behind the rows.
+            second = num_layers / depth * frozen.calls((ROWS, 1 + NUM_STREAMS)) + _DRAFT_HEAD_COST
+            costs = {n: frozen.calls((ROWS, n)) + second for n in rows}
+        if costs:
+            speeds.append(_usual_speed(costs, kept))
+    return max(speeds, default=None)
+
+
+def run_forecast(run: Run) -> float | None:
+    """The speed over plain decoding's that an unfinished run's streams should bring as they are.
+
+    Returns:
+        None where none were kept yet.
+    """
+    try:
+        values = read_json(run.adapter / CONFIG_FILE, "the settings of an adapter")
+        curve = {int(n): float(tokens) for n, tokens in values["tokens_per_call"].items()}
+        costs = {int(n): float(cost) for n, cost in run.plan["step_costs"].items()}
+        return best_tree({n: cost for n, cost in costs.items() if n in curve}, curve)[1]
+    except (InputError, KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
     """The number of layers with streams that should be fastest by what calls cost."""
     kept = candidate_layers(num_layers)
+    return max(costs, key=lambda layers: _usual_speed(costs[layers], kept[layers]))
 
-    def speedup(layers: int) -> float:
-        tokens = {n: 1 + kept[layers] * (one - 1) for n, one in _USUAL_TOKENS.items()}
-        return best_tree(costs[layers], tokens)[1]
 
-    return max(costs, key=speedup)
+def _usual_speed(costs: StepCosts, kept: float) -> float:
+    """Over plain decoding's, with that share of the usual accepted drafts."""
+    return best_tree(costs, {n: 1 + kept * (one - 1) for n, one in _USUAL_TOKENS.items()})[1]
 
 
 def best_tree(costs: StepCosts, tokens_per_call: Mapping[int, float]) -> tuple[int, float]:
@@ -143,6 +213,9 @@ class Rates:
     batch_size: int  # examples of a step, as many as the memory allows
     answers_at_once: int
     memory: int  # bytes that all this takes at most
+    prompt_seconds_per_token: float = 0.0  # of reading a prompt
+    call_seconds: float = 0.0  # of a plain call of one text
+    validate_seconds: float = 0.0  # of a held-out answer each time
 
 
 def memory_here() -> int:
@@ -192,7 +265,7 @@ def measure_rates(
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
-    at_once, answer_rate, for_answers = _answer_rate(speaker, prompt, answer_tokens, most)
+    timed = _time_answers(speaker, prompt, answer_tokens, most)
     twin = backbone.twin()
     vocab = _any_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
@@ -208,31 +281,60 @@ def measure_rates(
         peaks[count] = step.peak
     most_probed = _PROBED[-1]
     batch_size, for_steps = _largest(_BATCHES, peaks, most, "training")
+    one = collate([Example(tokens, prompt_tokens)], np.arange(1))
+    validate = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
+    with _watched() as validated:
+        validate()
+        validate.curve(TIMED_SIZES)
     return Rates(
-        answer_tokens_per_second=answer_rate,
+        answer_tokens_per_second=timed.tokens_per_second,
         train_seconds_per_token=step.seconds / most_probed / answer_tokens,
         frozen_seconds_per_token=frozen.seconds / most_probed / len(tokens),
         batch_size=batch_size,
-        answers_at_once=at_once,
-        memory=max(for_answers, for_steps),
+        answers_at_once=timed.at_once,
+        memory=max(timed.memory, for_steps),
+        prompt_seconds_per_token=timed.prompt_seconds / len(prompt),
+        call_seconds=timed.call_seconds,
+        validate_seconds=validated.seconds,
     )
 
 
-def _answer_rate(
+@dataclass(frozen=True, kw_only=True)
+class _AnswerTimes:
+    at_once: int  # answers
+    tokens_per_second: float  # of all these, behind their prompts
+    memory: int  # bytes that they take
+    prompt_seconds: float  # of reading one of the longest prompts
+    call_seconds: float  # of a plain call of one text
+
+
+def _time_answers(
     speaker: Speaker, prompt: list[int], answer_tokens: int, most: int
-) -> tuple[int, float, int]:
-    """Answers at a time, their tokens/s, and the bytes that they take."""
+) -> _AnswerTimes:
+    list(speaker.answers([Text(0, prompt[-8:])], 2))  # the first calls take longer
     peaks = {}
+    seconds = {}
+    length = max(1, answer_tokens // 10)
     for count in _PROBED:
         texts = [Text(number, prompt) for number in range(count)]
         with _watched() as prompts:
-            list(replace(speaker, batch_size=count).answers(texts, max(1, answer_tokens // 10)))
+            list(replace(speaker, batch_size=count).answers(texts, length))
         peaks[count] = prompts.peak
+        seconds[count] = prompts.seconds
     at_once, memory = _largest(_ANSWERS_AT_ONCE, peaks, most, "answering")
     texts = [Text(number, prompt[-8:], 1.0) for number in range(at_once)]
     with _watched() as spent:
         found = list(replace(speaker, batch_size=at_once).answers(texts, _PROBED_TOKENS))
-    return at_once, sum(len(answer) for _, answer in found) / spent.seconds, memory
+    few, many = _PROBED
+    # What texts share is their calls, which take about the same; so the rest is their prompts.
+    of_prompt = min(max(0.0, (seconds[many] - seconds[few]) / (many - few)), seconds[few])
+    return _AnswerTimes(
+        at_once=at_once,
+        tokens_per_second=sum(len(answer) for _, answer in found) / spent.seconds,
+        memory=memory,
+        prompt_seconds=of_prompt,
+        call_seconds=(seconds[few] - of_prompt) / length,
+    )
 
 
 @dataclass
@@ -274,13 +376,29 @@ class Round:
 
     hours: float  # those of rounds before it among them
     answers: int  # likewise
-    epochs: int
+    epochs: float
     answer_seconds: float
     train_seconds: float
+    validations: int = MOST_VALIDATIONS
+    other_seconds: float = 0.0  # of validations, and of the figures at the end
+    spent_before: float = 0.0  # seconds of the run, when the round was planned
+
+    @property
+    def seconds(self) -> float:
+        """Of all that the round makes."""
+        return self.answer_seconds + self.train_seconds + self.other_seconds
 
 
 def plan_round(
-    hours: float, rates: Rates, prompt_tokens: int, answer_tokens: int, before: Round | None = None
+    hours: float,
+    rates: Rates,
+    prompt_tokens: int,
+    answer_tokens: int,
+    before: Round | None = None,
+    *,
+    held_out: int = 0,
+    check_seconds: float = 0.0,
+    spent: float = 0.0,
 ) -> Round:
     """How many answers, and passes over all, fit into the hours.
 
@@ -292,15 +410,27 @@ def plan_round(
         prompt_tokens: of a usual prompt.
         answer_tokens: that an answer may have.
         before: the round before, if there was one.
+        held_out: answers that each validation replays.
+        check_seconds: what the figures at the end take.
+        spent: seconds that the run has taken so far.
     """
     old = before.answers if before else 0
     tokens = _USUAL_SHARE * answer_tokens
     make_seconds = (1 + _QUESTION_SHARE) * tokens / rates.answer_tokens_per_second
+    make_seconds += rates.prompt_seconds_per_token * prompt_tokens
     frozen_seconds = rates.frozen_seconds_per_token * (prompt_tokens + tokens)
     pass_seconds = rates.train_seconds_per_token * tokens
     epochs = min(_MOST_EPOCHS, max(1, round(make_seconds / pass_seconds)))
     train_seconds = frozen_seconds + epochs * pass_seconds
-    seconds = (1 - RESERVE) * 3600 * (hours - (before.hours if before else 0.0))
+    given = 3600 * (hours - (before.hours if before else 0.0))
+    each = held_out * rates.validate_seconds
+    fitting = int(_VALIDATION_SHARE * given / each) if each else MOST_VALIDATIONS
+    validations = min(MOST_VALIDATIONS, max(_LEAST_VALIDATIONS, fitting))
+    # One more is before the first step.
+    other_seconds = (1 + validations) * each + check_seconds
+    # Of a first round, what was spent has measured all this.
+    left = given - other_seconds - (0.0 if before else spent)
+    seconds = (1 - RESERVE) * max(left, _LEAST_SHARE * given)
     new = max(0, int((seconds - old * train_seconds) / (make_seconds + train_seconds)))
     return Round(
         hours=hours,
@@ -308,4 +438,28 @@ def plan_round(
         epochs=epochs,
         answer_seconds=new * make_seconds,
         train_seconds=(old + new) * train_seconds,
+        validations=validations,
+        other_seconds=other_seconds,
+        spent_before=spent,
+    )
+
+
+def fitted_round(planned: Round, before: Round | None, spent: float) -> Round:
+    """The round with fewer passes where its answers took so long that the hours would not do.
+
+    Args:
+        planned: the round, whose answers are made.
+        before: the round before, if there was one.
+        spent: seconds that the run has taken so far.
+    """
+    given = 3600 * (planned.hours - (before.hours if before else 0.0))
+    since = spent - (planned.spent_before if before else 0.0)
+    left = given - planned.other_seconds - since
+    share = max(_LEAST_SHARE, left / planned.train_seconds)
+    if share >= 1:
+        return planned
+    return replace(
+        planned,
+        epochs=round(planned.epochs * share, 2),
+        train_seconds=planned.train_seconds * share,
     )

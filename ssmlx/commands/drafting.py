@@ -1,0 +1,105 @@
+"""What drafts for a model and why, and what would draft faster: every command says it alike."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from ..loading.names import DEFAULT_ADAPTER, NO_ADAPTER, bundled_adapters
+
+if TYPE_CHECKING:
+    from ..generation.plan import Plan
+    from ..loading.found import Found, Run
+    from ..model.streams import StreamFusedModel
+
+
+def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> tuple[str, str]:
+    """What drafts and why; what would draft faster, and the command for it.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+        plan: of the answers to come.
+        adapter: what the model's adapter is called; None for its own streams, "none" without one.
+
+    Returns:
+        A line each.
+    """
+    from ..loading.found import runs_for
+
+    found = runs_for(model.backbone.folder, model.backbone.name)
+    return (
+        f"{_source(model, plan, adapter, found)}: {plan.decision()}",
+        f"faster: {_faster(model, adapter, found)}",
+    )
+
+
+def _source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Found) -> str:
+    """The adapter, and why it is this one or none."""
+    reason = model.backbone.capabilities.reason("trees")
+    if reason is not None:
+        return f"nothing can draft, {reason}"
+    if adapter is None:
+        return "the model's own streams"
+    if adapter != NO_ADAPTER:
+        fitting = {run.name: run for run in found.fitting}
+        outdated = [run.name for run in found.outdated]
+        why = "as asked for"
+        if adapter in fitting:
+            why = f"made here from these weights, {fitting[adapter].verdict}"
+        elif adapter in outdated:
+            why = "made from other weights than the model has now"
+        elif adapter in bundled_adapters():
+            why = "which ships with ssmlx"
+        streams = "" if model.num_streams else ", without streams"
+        return f"adapter {adapter}{streams}, {why}"
+    aside = [run for run in found.fitting if run.has_adapter and not run.pays]
+    if aside:
+        return f"no adapter, as {aside[0].name} brings nothing on this machine: {aside[0].verdict}"
+    return "no adapter"
+
+
+def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
+    """What would draft faster, with its command; or why nothing would."""
+    from ..loading.attach import adapters_for
+    from ..loading.found import PAYS
+    from ..training.sizing import forecast
+
+    backbone = model.backbone
+    lacking = backbone.capabilities.reason("trees") or backbone.capabilities.reason("stages")
+    if lacking is not None:
+        return f"nothing, as streams cannot be trained for this model: {lacking}"
+    if found.chosen is not None and found.chosen.name != adapter:
+        told = f"made here from these weights, {found.chosen.verdict}"
+        return f"--adapter {found.chosen.name}, {told}"
+    adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.name)}"
+    begun = next((run for run in found.fitting if not run.is_finished), None)
+    if begun is not None:
+        return f"{adapt} --name {begun.name}{_hours(begun.hours)} {_progress(begun)}"
+    own = next((run for run in found.fitting if adapter in (run.name, NO_ADAPTER)), None)
+    if own is not None:
+        return f"nothing that is here; more hours may: {adapt}{_hours(2 * own.hours)}"
+    if adapter == NO_ADAPTER and DEFAULT_ADAPTER in adapters_for(model):
+        return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
+    if model.num_streams:
+        return f"nothing that is here; streams for prompts like yours may: {adapt} --data FILE"
+    speed = forecast(model)
+    if speed is None:
+        return f"{adapt}, which says within minutes what that would bring here"
+    if speed < PAYS:
+        return f"nothing; streams should bring some {speed:.1f} times plain decoding's speed here"
+    return f"{adapt}, which should bring some {speed:.1f} times plain decoding's speed here"
+
+
+def _hours(hours: float) -> str:
+    """The option that asks for so many, where they are not the default."""
+    return f" --hours {hours:g}" if hours not in (0.0, 1.0) else ""
+
+
+def _progress(run: Run) -> str:
+    """What an unfinished run has come to."""
+    from ..training.sizing import run_forecast
+
+    speed = run_forecast(run)
+    if speed is None:
+        return "goes on with a run that was begun"
+    return f"goes on with a run that came to {speed:.2f} times plain decoding's speed so far"

@@ -1,0 +1,179 @@
+"""Adapters that `ssmlx.adapt` made on this machine, found by the weights they were made from."""
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..blas import this_machine
+from ..errors import InputError
+from ..json_files import read_json
+from .names import CONFIG_FILE, FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, adapters_home
+from .weights import weights_digest
+
+PAYS = 1.05
+"""The speed over that without an adapter from which on it is used by itself."""
+_log = logging.getLogger("ssmlx")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of `ssmlx.adapt`, and the adapter that it has made, if it has got that far."""
+
+    folder: Path
+    plan: Mapping[str, Any]
+    figures: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def adapter(self) -> Path:
+        """The adapter's folder, which may not be there yet."""
+        return self.folder / TRAINED_FOLDER
+
+    @property
+    def has_adapter(self) -> bool:
+        return (self.adapter / CONFIG_FILE).is_file()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the adapter was measured, and nothing was planned since."""
+        return self.has_adapter and self.figures.get("rounds") == len(self.plan["rounds"])
+
+    @property
+    def changed(self) -> float:
+        """When the adapter, or else the plan, was written; seconds since the epoch."""
+        file = self.adapter / CONFIG_FILE if self.has_adapter else self.folder / PLAN_FILE
+        return file.stat().st_mtime
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What must be the same for the run to go on."""
+        settings: Mapping[str, Any] = self.plan["settings"]
+        return settings
+
+    @property
+    def model(self) -> str:
+        """The model as it was named."""
+        return str(self.plan["base"]["model"])
+
+    @property
+    def model_folder(self) -> Path:
+        """Where the model lay."""
+        return Path(self.plan["base"]["folder"])
+
+    @property
+    def hours(self) -> float:
+        """That were planned for it in all."""
+        return float(self.plan["rounds"][-1]["hours"]) if self.plan["rounds"] else 0.0
+
+    @property
+    def is_for_base(self) -> bool:
+        """Whether the model as it is was what streams learned to guess, not a LoRA on it."""
+        return "adapter" not in self.settings
+
+    @property
+    def speed_up(self) -> float | None:
+        """Whole answers over plain decoding's, as measured at the end on this very machine."""
+        figures = self.figures.get("figures") or {}
+        is_here = figures.get("machine") == ", ".join(this_machine())
+        return float(figures["speed_up"]) if is_here else None
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is to be used by itself: also where nobody knows, on another machine."""
+        return self.speed_up is None or has_paid(self.figures["figures"])
+
+    @property
+    def verdict(self) -> str:
+        """What was measured on this machine, in words."""
+        if self.speed_up is None:
+            return "not measured on this machine"
+        text = float(self.figures["figures"]["text_speed_up"])
+        without = f" ({text:.2f} without it)" if text > 1 else ""
+        return f"{self.speed_up:.2f} times plain decoding's speed{without} when it was made"
+
+    def is_called(self, name: str, folder: Path) -> bool:
+        """Whether the model that it was made from was called so, or lay there."""
+        is_same = self.model.partition("@")[0] == name.partition("@")[0]
+        return self.model_folder == folder.resolve() or (is_same and not Path(name).exists())
+
+
+def has_paid(measured: Mapping[str, Any]) -> bool:
+    """Whether answers were faster with an adapter than both plain ones and what the text drafts.
+
+    Args:
+        measured: figures of a run, as `ssmlx.adapt` writes them.
+    """
+    return float(measured["speed_up"]) >= PAYS * max(1.0, float(measured["text_speed_up"]))
+
+
+def runs() -> list[Run]:
+    """Every run of `ssmlx.adapt` that is kept here, the newest first; broken ones are left out."""
+    found = []
+    for path in adapters_home().glob(f"*/{PLAN_FILE}"):
+        with suppress(InputError, LookupError, TypeError, ValueError, AttributeError, OSError):
+            run = Run(path.parent, read_json(path, "the plan of a run"), _figures(path.parent))
+            # What is asked of every one.
+            _ = run.settings["weights"], run.model, run.model_folder, run.hours, run.pays
+            found.append((run.changed, run))
+    return [run for _, run in sorted(found, key=lambda one: one[0], reverse=True)]
+
+
+def _figures(folder: Path) -> dict[str, Any]:
+    """What a finished run has measured; nothing before that."""
+    path = folder / TRAINED_FOLDER / FIGURES_FILE
+    return read_json(path, "the figures of an adapter") if path.exists() else {}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Runs that belong to a model, the newest first.
+
+    Attributes:
+        fitting: those that were made from its very weights.
+        outdated: those that were made from other weights in the same folder, or of the same name.
+    """
+
+    fitting: tuple[Run, ...] = ()
+    outdated: tuple[Run, ...] = ()
+
+    @property
+    def chosen(self) -> Run | None:
+        """What drafts by itself: the newest adapter, unless it brought nothing on this machine."""
+        return next((one for one in self.fitting if one.has_adapter and one.pays), None)
+
+
+def runs_for(folder: Path | None, name: str) -> Found:
+    """The runs that belong to the model in a folder.
+
+    Args:
+        folder: of the model; None for one that was made in memory, which none belongs to.
+        name: what the model is called.
+    """
+    every = [run for run in runs() if run.is_for_base] if folder is not None else []
+    if folder is None or not every:
+        return Found()
+    try:
+        digest = weights_digest(folder)
+    except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
+        _log.debug("no adapter is looked for: %s", error)
+        return Found()
+    fitting = [run for run in every if run.settings["weights"] == digest]
+    others = [run for run in every if run not in fitting and run.is_called(name, folder)]
+    return Found(tuple(fitting), tuple(others))
+
+
+def log_outdated(found: Found, name: str) -> None:
+    """Say in a line that an adapter is not used as it was made from other weights."""
+    outdated = [run for run in found.outdated if run.has_adapter]
+    if outdated and found.chosen is None:
+        _log.info(
+            "the adapter %s was made from other weights than %s has now, and is not used; "
+            "--adapter %s takes it all the same",
+            outdated[0].name, name, outdated[0].name,
+        )  # fmt: skip

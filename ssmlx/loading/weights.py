@@ -1,0 +1,143 @@
+"""What tells a model's stored weights from others, wherever they lie."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import InputError
+from ..json_files import parse_json, read_json
+from .files import write_whole
+from .names import cache_dir
+
+PIECE_BYTES = 1024
+MOST_PIECES = 8
+MOST_READS = 16_384
+"""Of a tensor, and of a model with very many tensors in all."""
+_MOST_HEADER = 2**28
+_REMEMBERED_FILE = "weights.json"
+_MOST_REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor lies."""
+
+    name: str
+    kind: str  # its type and shape, as the header says them
+    path: Path
+    begin: int
+    end: int
+
+
+def weights_digest(folder: Path) -> str:
+    """A digest of the weights that are stored in a model's folder, and of nothing beside them.
+
+    It is of the names, types and shapes of all tensors, and of up to `MOST_PIECES` pieces of
+    `PIECE_BYTES` of each one's bytes: the first, the last, and those evenly between. So a copy of
+    the folder has the same, whatever its configuration says and in whatever type it is loaded, and
+    a model of 40 GB takes a second or two, once: the digest is remembered by the files' paths,
+    sizes and times. A fine-tuned model has another, for training changes all of a matrix.
+
+    What it does not see: which file a tensor is in; and a change that misses every piece, such as
+    that of a few rows of a large embedding.
+
+    Args:
+        folder: with `model*.safetensors`, as mlx-lm reads them.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Raises:
+        InputError: there are no weights, or a file of them is broken.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise InputError(
+            f"{folder} has no weights",
+            expected="model*.safetensors",
+            do="check the path, or download the model again",
+        )
+    stamp = [_stamp(file) for file in files]
+    place = str(folder.resolve())
+    remembered = _remembered()
+    known = remembered.get(place)
+    if isinstance(known, dict) and known.get("files") == stamp:
+        return str(known.get("digest"))
+    digest = _digest_of(files)
+    remembered.pop(place, None)
+    kept = [*remembered.items()][-_MOST_REMEMBERED + 1 :]
+    content = {**dict(kept), place: {"files": stamp, "digest": digest}}
+    with suppress(OSError):  # then it is made again
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        write_whole(cache_dir() / _REMEMBERED_FILE, json.dumps(content).encode())
+    return digest
+
+
+def _stamp(file: Path) -> list[Any]:
+    """What a file that has changed has another of."""
+    stat = file.stat()
+    return [file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _remembered() -> dict[str, Any]:
+    """The digests that are known, by the folders' paths, the newest last."""
+    path = cache_dir() / _REMEMBERED_FILE
+    with suppress(InputError):
+        if path.exists():
+            return read_json(path, "digests of weights")
+    return {}
+
+
+def _digest_of(files: list[Path]) -> str:
+    tensors = [tensor for file in files for tensor in _tensors_in(file)]
+    tensors.sort(key=lambda one: one.name)
+    pieces = max(1, min(MOST_PIECES, MOST_READS // max(1, len(tensors))))
+    digest = hashlib.sha256()
+    opened = {file: file.open("rb", buffering=0) for file in files}
+    try:
+        for tensor in tensors:
+            digest.update(f"{tensor.name} {tensor.kind}\n".encode())
+            for piece in _pieces_of(tensor, opened[tensor.path], pieces):
+                digest.update(piece)
+    finally:
+        for file in opened.values():
+            file.close()
+    return digest.hexdigest()[:32]
+
+
+def _tensors_in(path: Path) -> Iterator[_Stored]:
+    """The tensors of a safetensors file, from its header."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > _MOST_HEADER:
+                raise ValueError
+            header = parse_json(file.read(size))
+        for name, one in header.items():
+            if name != "__metadata__":
+                begin, end = one["data_offsets"]
+                kind = f"{one['dtype']} {one['shape']}"
+                yield _Stored(name, kind, path, 8 + size + int(begin), 8 + size + int(end))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"{path} has no header that can be read",
+            expected="a whole safetensors file",
+            do="download the model again",
+        ) from error
+
+
+def _pieces_of(tensor: _Stored, file: BinaryIO, count: int) -> Iterator[bytes]:
+    """All bytes of a small tensor; of a larger one so many pieces, from the first to the last."""
+    size = tensor.end - tensor.begin
+    if size <= count * PIECE_BYTES:
+        yield os.pread(file.fileno(), size, tensor.begin)
+        return
+    room = size - PIECE_BYTES
+    for number in range(count):
+        first = room * number // max(1, count - 1)
+        yield os.pread(file.fileno(), PIECE_BYTES, tensor.begin + first)

@@ -1,0 +1,507 @@
+"""Adapters that were made here are found by the weights of their base, and by nothing else."""
+
+import errno
+import io
+import json
+import os
+import shutil
+import sys
+import time
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model, save_model
+from real import answer, exit_code, one_line, refusal, words, write_base, write_tiny_adapter
+
+import ssmlx
+from ssmlx import bars
+from ssmlx.blas import this_machine
+from ssmlx.commands import adapters, chat, check, drafting, generate
+from ssmlx.errors import naming
+from ssmlx.generation.plan import make_plan
+from ssmlx.loading import names, weights
+from ssmlx.loading.attach import default_adapter
+from ssmlx.loading.files import alone_in, write_whole
+from ssmlx.loading.found import PAYS, runs, runs_for
+from ssmlx.loading.names import adapters_home, resolve_adapter
+from ssmlx.loading.weights import weights_digest
+from ssmlx.training import sizing
+
+LENGTH = 8
+CURVE = {"2": 1.5, "4": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """Nothing ships, and what is made lies here."""
+    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(names, "ADAPTERS_FOLDERS", (tmp_path / "shelf",))
+    monkeypatch.chdir(tmp_path)
+
+
+def make_run(model, name="mine", *, figures=None, rounds=1, **settings):
+    """What `ssmlx.adapt` leaves of a model in a folder, finished if there are figures."""
+    folder = adapters_home() / name
+    write_tiny_adapter(folder / "adapter", model, scope="streams")
+    plan = {
+        "settings": {"weights": weights_digest(model), "seed": 0, **settings},
+        "base": {"model": str(model), "folder": str(model.resolve())},
+        "step_costs": {"2": 1.2, "4": 1.25},
+        "rounds": [{"hours": 1.0 + n} for n in range(rounds)],
+    }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    if figures is not None:
+        machine = {"machine": ", ".join(this_machine())}
+        told = {**machine, "tokens_per_call": CURVE, "text_speed_up": 1.0, **figures}
+        content = json.dumps({"rounds": rounds, "figures": told})
+        (folder / "adapter" / "figures.json").write_text(content)
+    return folder / "adapter"
+
+
+def change_config(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def lora_fused(base, target):
+    """A copy whose attention was fine-tuned by LoRA: its sizes and norms are the base's."""
+    shutil.copytree(base, target)
+    model, _ = load_model(base)
+    for layer in model.layers:
+        a, b = (
+            0.05 * mx.random.normal(shape, key=mx.random.key(1)) for shape in ((32, 2), (2, 32))
+        )
+        layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight + a @ b
+    save_model(target, model)
+    return target
+
+
+# --- the digest ---
+
+
+def test_a_copy_has_the_same_digest_whatever_stands_beside_its_weights(base, tmp_path):
+    digest = weights_digest(base)
+    assert len(digest) == 32
+    copy = shutil.copytree(base, tmp_path / "copy")
+    change_config(copy, a_new_field=1, max_position_embeddings=64)
+    (copy / "tokenizer_config.json").unlink()
+    assert weights_digest(copy) == digest
+    # In two files, and in another order.
+    tensors = mx.load(str(copy / "model.safetensors"))
+    (copy / "model.safetensors").unlink()
+    for n in (2, 1):
+        part = {name: one for name, one in tensors.items() if len(name) % 2 == n - 1}
+        mx.save_safetensors(str(copy / f"model-0000{n}-of-00002.safetensors"), part)
+    assert weights_digest(copy) == digest
+    moved = copy.rename(tmp_path / "moved")
+    assert weights_digest(moved) == digest
+
+
+def test_other_weights_have_another(base, tmp_path):
+    digests = {weights_digest(base), weights_digest(lora_fused(base, tmp_path / "tuned"))}
+    half = shutil.copytree(base, tmp_path / "half")
+    tensors = mx.load(str(half / "model.safetensors"))
+    halved = {name: one.astype(mx.float16) for name, one in tensors.items()}
+    mx.save_safetensors(str(half / "model.safetensors"), halved)
+    renamed = {name.replace("q_proj", "k_proj_"): one for name, one in tensors.items()}
+    digests.add(weights_digest(half))
+    mx.save_safetensors(str(half / "model.safetensors"), renamed)
+    digests.add(weights_digest(half))
+    assert len(digests) == 4
+
+
+def test_of_a_large_tensor_pieces_from_first_to_last_are_seen(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    size = 100 * weights.PIECE_BYTES
+
+    def digest_with(place):
+        values = mx.zeros(size, mx.uint8)
+        if place is not None:
+            values[place] = 1
+        mx.save_safetensors(str(path), {"a": values, "b": mx.zeros(3)})
+        return weights_digest(tmp_path)
+
+    between = (size - weights.PIECE_BYTES) * 3 // (weights.MOST_PIECES - 1)
+    found = [digest_with(place) for place in (None, 0, between, size - 1)]
+    assert len(set(found)) == 4
+    # What the docstring says that it does not see.
+    assert digest_with(weights.PIECE_BYTES + 1) == found[0]
+    # Of very many tensors less is read, and the same everywhere.
+    monkeypatch.setattr(weights, "MOST_READS", 1)
+    one = weights._digest_of([path])
+    assert one == weights._digest_of([path]) and one not in found
+
+
+def test_the_digest_is_remembered_and_a_change_is_noticed(base, tmp_path, monkeypatch):
+    copy = shutil.copytree(base, tmp_path / "copy")
+    before = weights_digest(copy)
+    read = []
+    real = weights._digest_of
+    monkeypatch.setattr(weights, "_digest_of", lambda files: read.append(1) or real(files))
+    assert weights_digest(copy) == before and read == []
+    path = copy / "model.safetensors"
+    times = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as some copying tools do
+    assert weights_digest(copy) != before and read == [1]
+    for broken in ("{", "[]", json.dumps({str(copy.resolve()): 3})):
+        names.cache_dir().joinpath("weights.json").write_text(broken)
+        assert weights_digest(copy) != before
+    # Without a place to remember it in, it is made each time.
+    monkeypatch.setenv("SSMLX_CACHE", str(path / "nowhere"))
+    assert weights_digest(copy) != before and len(read) == 5
+
+
+def test_what_are_no_weights_is_told_in_one_line(tmp_path):
+    assert "has no weights" in refusal(weights_digest, tmp_path)
+    for content in (b"", b"\x00" * 4, b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]",
+                    b"\x08" + b"\x00" * 7 + b'{"a": 1}'):  # fmt: skip
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert "no header that can be read" in refusal(weights_digest, tmp_path)
+
+
+# --- what is found ---
+
+
+def test_it_is_found_in_a_copy_and_in_every_type_and_not_for_other_weights(base, tmp_path):
+    folder = make_run(base)
+    copy = shutil.copytree(base, tmp_path / "copy")
+    change_config(copy, a_new_field=1)
+    tuned = lora_fused(base, tmp_path / "tuned")
+    for model, dtype, expected in (
+        (base, "float32", folder),
+        (base, "float16", folder),
+        (copy, "stored", folder),
+        (tuned, "float32", None),
+    ):
+        found = default_adapter(ssmlx.load(model, dtype=dtype)[0])
+        assert (found and found[1]) == expected
+    # By its name it is to be had all the same: it fits.
+    assert ssmlx.load(tuned, adapter="mine", dtype="float32")[0].num_streams > 0
+    shutil.rmtree(copy)
+    moved = shutil.move(shutil.copytree(base, tmp_path / "a"), tmp_path / "b")
+    assert [run.name for run in runs_for(moved, "b").fitting] == ["mine"]
+
+
+def test_other_weights_in_the_same_folder_are_told_in_a_line(base, tmp_path, caplog):
+    model = shutil.copytree(base, tmp_path / "model")
+    make_run(model)
+    shutil.rmtree(model)
+    lora_fused(base, model)
+    with caplog.at_level("INFO", logger="ssmlx"):
+        assert ssmlx.load(model, adapter="auto", dtype="float32")[0].num_streams == 0
+    (line,) = [one.getMessage() for one in caplog.records if "mine" in one.getMessage()]
+    assert "made from other weights than" in line and "--adapter mine" in line
+    caplog.clear()
+    with caplog.at_level("INFO", logger="ssmlx"):  # nor is it told where nothing is asked for
+        ssmlx.load(model, dtype="float32")
+    assert not caplog.records
+    assert ssmlx.load(model, adapter="mine", dtype="float32")[0].num_streams > 0
+
+
+def test_the_newest_that_pays_here_is_taken(base, monkeypatch):
+    plain = ssmlx.load(base, dtype="float32")[0]
+    assert default_adapter(plain) is None
+    for number, (name, figures) in enumerate(
+        {"old": None, "slow": {"speed_up": PAYS - 0.01}, "elsewhere": None}.items()
+    ):
+        path = make_run(base, name, figures=figures) / "streams_config.json"
+        os.utime(path, (number, number))
+    assert [run.name for run in runs()] == ["elsewhere", "slow", "old"]
+    assert default_adapter(plain)[0] == "elsewhere"
+    shutil.rmtree(adapters_home() / "elsewhere")
+    assert default_adapter(plain)[0] == "old"
+    # Nor is it taken where the text alone drafts as fast.
+    make_run(base, "copied", figures={"speed_up": 1.2, "text_speed_up": 1.2})
+    assert default_adapter(plain)[0] == "old"
+    # What was measured on another machine decides nothing here.
+    make_run(base, "moved", figures={"speed_up": 0.5, "machine": "another"})
+    assert default_adapter(plain)[0] == "moved"
+    shutil.rmtree(adapters_home())
+    # For the model with a LoRA on it, streams have learned other answers.
+    make_run(base, "tuned", adapter=["0f"])
+    assert default_adapter(plain) is None and resolve_adapter("tuned").is_dir()
+
+
+def test_what_is_broken_is_none(base):
+    plain = ssmlx.load(base, dtype="float32")[0]
+    folder = make_run(base)
+    plan = folder.parent / "plan.json"
+    whole = plan.read_text()
+    for broken in (
+        "{",
+        "[]",
+        "{}",
+        whole.replace('"base"', '"bases"'),
+        whole.replace("1.0", '"x"'),
+    ):
+        plan.write_text(broken)
+        assert default_adapter(plain) is None and runs() == []
+    plan.write_text(whole)
+    machine = ", ".join(this_machine())
+    for broken in (
+        "{",
+        "[]",
+        json.dumps({"rounds": 1, "figures": {"machine": machine}}),
+        json.dumps({"figures": [1]}),
+    ):
+        (folder / "figures.json").write_text(broken)
+        assert default_adapter(plain) is None
+    (folder / "figures.json").unlink()
+    assert default_adapter(plain) is not None
+
+
+def test_load_engine_and_commands_find_it_as_the_chat_does(base, monkeypatch, capsys):
+    make_run(base, figures={"speed_up": 1.5})
+    model, tokenizer = ssmlx.load(base, adapter="auto", dtype="float32")
+    assert model.num_streams > 0
+    assert ssmlx.load(base, dtype="float32")[0].num_streams == 0
+    assert ssmlx.swap_adapter(model, "auto").num_streams > 0
+    prompt = ssmlx.prompt_tokens(words(3), model, tokenizer)
+    expected, _ = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="plain")
+    with ssmlx.Engine(str(base), dtype="float32") as engine:
+        assert engine.default_adapter == "mine"
+        for adapter, drafts in ((None, True), ("auto", True), ("none", False)):
+            assert (engine.model(adapter).num_streams > 0) == drafts
+            answered = engine.stream(words(3), adapter=adapter, max_tokens=LENGTH)
+            assert [token for one in answered for token in one.tokens] == expected
+        assert engine.model("auto") is engine.model("mine")
+    with ssmlx.Engine(str(base), ["none"], dtype="float32") as engine:
+        assert engine.default_adapter == "none" and engine.model().num_streams == 0
+        assert engine.model("auto").num_streams > 0
+    told = {}
+    given = ("--model", base, "--dtype", "float32", "--max-tokens", LENGTH)
+    for adapter in ((), ("--adapter", "auto"), ("--adapter", "none")):
+        assert exit_code(generate.main, *given, *adapter, "--prompt", words(3), "--verbose") == 0
+        out, err = capsys.readouterr()
+        told[adapter] = err.splitlines()[:2]
+        assert tokenizer.encode(out.strip()) == [one for one in expected if one != 2]
+    auto = told[()]
+    assert auto[0].startswith("[adapter mine, made here from these weights, 1.50 times plain")
+    assert auto[1].startswith(
+        "[faster: nothing that is here; more hours may: python -m ssmlx.adapt"
+    )
+    assert told["--adapter", "auto"] == auto
+    assert told["--adapter", "none"] == [
+        "[no adapter: what stood in the text before is drafted where it comes again]",
+        "[faster: --adapter mine, made here from these weights, "
+        "1.50 times plain decoding's speed when it was made]",
+    ]
+
+
+def test_a_model_s_folder_of_that_name_is_no_adapter(base, tmp_path):
+    made = make_run(base, "q4")
+    shutil.copytree(base, tmp_path / "q4")  # in the working directory
+    assert resolve_adapter("q4") == made
+    assert ssmlx.load("q4", adapter="q4", dtype="float32")[0].num_streams > 0
+    assert resolve_adapter("./q4") == (tmp_path / "q4").relative_to(tmp_path)
+    # An adapter's folder is; and where nothing else has the name, it is told what is wrong.
+    other = write_tiny_adapter(tmp_path / "mine", base)
+    make_run(base, "mine")
+    assert resolve_adapter("mine").resolve() == other
+    (tmp_path / "empty").mkdir()
+    assert "streams_config.json does not exist" in refusal(ssmlx.load, base, adapter="empty")
+
+
+# --- the two lines ---
+
+
+def lines_of(model, adapter, **settings):
+    plan = make_plan(model, ssmlx.GenerateConfig(**settings))
+    return drafting.drafting_lines(model, plan, adapter)
+
+
+def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
+    plain = ssmlx.load(base, dtype="float32")[0]
+    adapt = f"python -m ssmlx.adapt --model {base}"
+    first, second = lines_of(plain, "none")
+    assert first == f"no adapter: {make_plan(plain).decision()}"
+    assert second == f"faster: {adapt}, which says within minutes what that would bring here"
+    # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
+    costs = sizing.learned_of(plain)[0].costs
+    costs.seed({("rows", 4): 1.1})
+    usual = 1 + sizing.candidate_layers(4)[1] * (sizing._USUAL_TOKENS[4] - 1)
+    second_pass = costs.frozen(0).calls(("rows", 5)) / 4 + 0.05
+    assert sizing.forecast(plain) == pytest.approx(usual / (1.1 + second_pass))
+    # Once calls with untrained streams were timed, by these.
+    costs.seed({("untrained streams in 1 layers", 4): 1.1})
+    assert lines_of(plain, "none")[1].endswith(
+        f"{adapt}, which should bring some {usual / 1.1:.1f} times plain decoding's speed here"
+    )
+    # What was begun, and has written an adapter.
+    folder = make_run(base)
+    settings = json.loads((folder / "streams_config.json").read_text())
+    told = {**settings, "tokens_per_call": {"2": 1.5, "4": 2.0}}
+    (folder / "streams_config.json").write_text(json.dumps(told))
+    assert lines_of(plain, "none")[1].startswith("faster: --adapter mine, made here from these")
+    drafting_model = ssmlx.load(base, adapter="auto", dtype="float32")[0]
+    first, second = lines_of(drafting_model, "mine")
+    assert first.startswith("adapter mine, made here from these weights, not measured on this ")
+    assert second == (
+        f"faster: {adapt} --name mine goes on with a run that came to 1.60 times plain decoding's "
+        "speed so far"
+    )
+    # It brought nothing here.
+    shutil.rmtree(adapters_home())
+    make_run(base, figures={"speed_up": 0.99}, rounds=2)
+    assert ssmlx.load(base, adapter="auto", dtype="float32")[0].num_streams == 0
+    first, second = lines_of(plain, "none")
+    why = "mine brings nothing on this machine: 0.99 times plain decoding's speed when it was made"
+    assert first.startswith(f"no adapter, as {why}: ")
+    assert second == f"faster: nothing that is here; more hours may: {adapt} --hours 4"
+    first, _ = lines_of(drafting_model, "mine")
+    assert first.startswith("adapter mine, made here from these weights, 0.99 times plain")
+
+
+def test_the_lines_of_what_ships_and_of_what_cannot_draft(base, tmp_path):
+    from test_adapt import write_family
+
+    plain = ssmlx.load(base, dtype="float32")[0]
+    write_tiny_adapter(tmp_path / "shelf" / "chat", base, scope="streams")
+    assert lines_of(plain, "none")[1].startswith("faster: --adapter chat, which ships with ssmlx")
+    model = ssmlx.load(base, adapter="auto", dtype="float32")[0]
+    first, second = lines_of(model, "chat")
+    assert first.startswith("adapter chat, which ships with ssmlx: streams ")
+    assert second.endswith(f"may: python -m ssmlx.adapt --model {base} --data FILE")
+    assert lines_of(model, "elsewhere")[0].startswith("adapter elsewhere, as asked for: ")
+    assert lines_of(model, None)[0].startswith("the model's own streams: ")
+    recurrent = ssmlx.load(write_family(tmp_path / "lfm2", "lfm2"))[0]
+    first, second = lines_of(recurrent, "none")
+    assert first.startswith("nothing can draft, ") and first.endswith(
+        ": plain decoding: nothing drafts"
+    )
+    assert second.startswith("faster: nothing, as streams cannot be trained for this model: ")
+
+
+def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
+    pytest.importorskip("uvicorn")
+    from ssmlx.server import __main__ as server
+
+    make_run(base, figures={"speed_up": 1.5})
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
+    monkeypatch.setattr(check, "head_start", lambda *_: None)
+    for command in (chat, server):
+        monkeypatch.setattr(command, "head_start", lambda *_: None)
+    monkeypatch.setattr(check, "time_costs", lambda *_: [])
+    given = ("--model", base, "--dtype", "float32")
+    told = {}
+    for option in ((), ("--adapter", "none")):
+        for command, more in ((chat, ()), (check, ()), (server, ("--port", 0))):
+            monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+            assert exit_code(command.main, *given, *more, *option) == 0
+            lines = "".join(capsys.readouterr()).splitlines()
+            at = next(n for n, line in enumerate(lines) if line.startswith("faster: "))
+            told[command.PROG, option] = lines[at - 1 : at + 1]
+    for option, begins in (
+        ((), "adapter mine, made here"),
+        (("--adapter", "none"), "no adapter: "),
+    ):
+        same = {tuple(told[command.PROG, option]) for command in (chat, check, server)}
+        assert len(same) == 1 and next(iter(same))[0].startswith(begins)
+    assert server.models_of("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
+    assert server.models_of("m", ["auto"]) == server.models_of("m", []) == {"m": None}
+    assert "--adapter none and --adapter auto" in refusal(server.models_of, "m", ["none", "auto"])
+
+
+def test_check_times_what_a_model_s_own_streams_would_cost(base, capsys):
+    given = ("--model", base, "--dtype", "float32", "--seconds", 0.05)
+    assert exit_code(check.main, *given, "--json") == 0
+    told = json.loads(capsys.readouterr().out)["drafting"]
+    assert told[1].startswith("faster: ") and "times plain decoding's speed here" in told[1]
+    plain = ssmlx.load(base, dtype="float32")[0]
+    assert sizing.forecast(plain) > 0
+    assert lines_of(plain, "none")[1] == told[1]  # from then on
+
+
+# --- python -m ssmlx.adapters ---
+
+
+def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
+    def run(*argv):
+        code = exit_code(adapters.main, *argv)
+        return code, *capsys.readouterr()
+
+    assert run() == (0, f"in {adapters_home()}: 0 adapters\n", "")
+    make_run(base, "done", figures={"speed_up": 1.5})
+    gone = write_base(tmp_path / "gone", seed=1)
+    make_run(gone, "begun")
+    shutil.rmtree(gone)
+    lora_fused(base, tmp_path / "changed")
+    run_of = make_run(base, "changed", adapter=["0f"]).parent
+    plan = json.loads((run_of / "plan.json").read_text())
+    plan["base"]["folder"] = str(tmp_path / "changed")
+    (run_of / "plan.json").write_text(json.dumps(plan))
+    code, out, _ = run("list")
+    lines = {line.split("  ")[0]: line for line in out.splitlines()}
+    assert code == 0 and len(lines) == 4
+    assert f"of {base} (here): 2.00 tokens a call with 4 nodes, 1.50 times plain" in lines["done"]
+    assert time.strftime("%Y-%m-%d") in lines["done"]
+    assert f"(not in {gone} any more): unfinished" in lines["begun"]
+    assert ", with a LoRA (other weights are there now)" in lines["changed"]
+    assert run("rename", "done", "better")[1] == "done is called better now\n"
+    assert resolve_adapter("better").is_dir() and not (adapters_home() / "done").exists()
+    assert run("remove", "better")[0] == 0 and run("remove", "begun")[0] == 0
+    assert [one.name for one in adapters_home().iterdir()] == ["changed"]
+    for argv, said in (
+        (("remove", "better"), "no adapter better; expected one that was made here (changed)"),
+        (("remove", ".."), "no adapter .."),
+        (("remove", "../adapters/changed"), "no adapter ../adapters/changed"),
+        (("rename", "changed", "a/b"), "NEW a/b"),
+        (("rename", "changed", "none"), "NEW none"),
+        (("rename", "changed", "changed"), "is there already"),
+    ):
+        code, out, err = run(*argv)
+        assert (code, out) == (2, "") and said in one_line(err, adapters.PROG)
+    with alone_in(adapters_home() / "changed"):
+        code, _, err = run("remove", "changed")
+        assert code == 2 and "another run writes into" in err
+    assert (adapters_home() / "changed" / "plan.json").exists()
+    (adapters_home() / "changed" / "plan.json").write_text("{")  # what is broken goes, too
+    assert run("remove", "changed")[0] == 0 and not any(adapters_home().iterdir())
+
+
+# --- what is told ---
+
+
+def test_a_full_disk_is_told_by_the_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(OSError) as caught:
+        write_whole(tmp_path / "a.json", b"{}")
+    assert caught.value.filename == str(tmp_path / "a.json")
+    with pytest.raises(OSError) as caught, naming("b"):
+        raise OSError(errno.ENOENT, "No such file", "c")
+    assert caught.value.filename == "c"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_is_drawn_before_anything_is_counted(monkeypatch):
+    monkeypatch.setattr(bars, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(bars, "_TICK_SECONDS", 0.02)
+    for shown in (True, False):
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stderr", screen)
+        token = bars.shown.set(shown)
+        try:
+            with bars.busy("loading"):
+                time.sleep(0.2)
+            found = [one for one in bars.bar(waited(), "answers", total=2)]
+        finally:
+            bars.shown.reset(token)
+        assert found == [0, 1]
+        drawn = screen.getvalue()
+        assert ("loading: " in drawn, "answers:   0%" in drawn) == (shown, shown)
+
+
+def waited():
+    for number in range(2):
+        time.sleep(0.2)
+        yield number
