@@ -348,7 +348,7 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     make_run(base, figures={"speed_up": 0.99}, rounds=2)
     assert ssmlx.load(base, adapter="auto", dtype="float32")[0].num_streams == 0
     first, second = lines_of(plain, "none")
-    why = "mine brings nothing on this machine: 0.99 times plain decoding's speed when it was made"
+    why = "mine brings nothing on this machine (0.99 times plain decoding's speed when it was made)"
     assert first.startswith(f"no adapter, as {why}: ")
     assert second == f"faster: nothing that is here; more hours may: {adapt} --hours 4"
     first, _ = lines_of(drafting_model, "mine")
@@ -360,6 +360,8 @@ def test_the_lines_of_what_ships_and_of_what_cannot_draft(base, tmp_path):
 
     plain = ssmlx.load(base, dtype="float32")[0]
     write_tiny_adapter(tmp_path / "shelf" / "chat", base, scope="streams")
+    make_run(base, figures={"speed_up": 0.9})  # which is left aside
+    assert ssmlx.load(base, adapter="auto", dtype="float32")[0].num_streams > 0
     assert lines_of(plain, "none")[1].startswith("faster: --adapter chat, which ships with ssmlx")
     model = ssmlx.load(base, adapter="auto", dtype="float32")[0]
     first, second = lines_of(model, "chat")

@@ -54,7 +54,8 @@ def _source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Fou
         return f"adapter {adapter}{streams}, {why}"
     aside = [run for run in found.fitting if run.has_adapter and not run.pays]
     if aside:
-        return f"no adapter, as {aside[0].name} brings nothing on this machine: {aside[0].verdict}"
+        why = f"brings nothing on this machine ({aside[0].verdict})"
+        return f"no adapter, as {aside[0].name} {why}"
     return "no adapter"
 
 
@@ -71,6 +72,8 @@ def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
     if found.chosen is not None and found.chosen.name != adapter:
         told = f"made here from these weights, {found.chosen.verdict}"
         return f"--adapter {found.chosen.name}, {told}"
+    if adapter == NO_ADAPTER and DEFAULT_ADAPTER in adapters_for(model):
+        return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
     adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.name)}"
     begun = next((run for run in found.fitting if not run.is_finished), None)
     if begun is not None:
@@ -78,8 +81,6 @@ def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
     own = next((run for run in found.fitting if adapter in (run.name, NO_ADAPTER)), None)
     if own is not None:
         return f"nothing that is here; more hours may: {adapt}{_hours(2 * own.hours)}"
-    if adapter == NO_ADAPTER and DEFAULT_ADAPTER in adapters_for(model):
-        return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
     if model.num_streams:
         return f"nothing that is here; streams for prompts like yours may: {adapt} --data FILE"
     speed = forecast(model)
