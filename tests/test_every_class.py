@@ -12,10 +12,9 @@ import mlx_lm.models
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
-from real import refusal
-from tiny import first_tokens, mlx_lm_tokens
+from real import answer, refusal
+from tiny import make_tokenizer, mlx_lm_tokens
 
-from ssmlx.api import token_steps
 from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
@@ -146,8 +145,10 @@ OWN = {
     "gpt_oss": {"layer_types": WINDOWED},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hunyuan": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}},
-    "hunyuan_v1_dense": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}},
-    "internlm3": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "hunyuan_v1_dense": {
+        "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}, "head_dim": 16,
+    },
+    "internlm3": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "head_dim": 16},
     "kimi_k25": wrapped("deepseek_v3"),
     "kimi_k3": wrapped("kimi_linear", linear_attn_config=KDA, hidden_act="situ"),
     "kimi_linear": {"linear_attn_config": KDA},
@@ -156,7 +157,7 @@ OWN = {
     "lfm2": LFM_2,
     "lfm2-vl": wrapped("lfm2", **LFM_2),
     "lfm2_moe": LFM_2,
-    "llama": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "llama": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "head_dim": 16},
     "lille-130m": {"n_embd": 128},
     "llama4": wrapped("llama4", num_experts_per_tok=1),
     "llama4_text": {"no_rope_layers": [1, 0] * 2},
@@ -201,9 +202,8 @@ NOT_HERE = {
     "olmo": "hf_olmo",  # a package of its own
     "prism_hadamard_qwen35": "Hadamard pack",  # its weights are packed by another program
 }
-IN_THE_DEFAULT_TIER = {
-    "hunyuan_v1_dense", "internlm3", "llama", "phixtral", "plamo2", "plamo3", "youtu_llm",
-}  # fmt: skip
+SCALED_BY_LENGTH = {"hunyuan_v1_dense", "internlm3", "llama"}  # their rotary embeddings
+IN_THE_DEFAULT_TIER = {*SCALED_BY_LENGTH, "phixtral", "plamo2", "plamo3", "youtu_llm"}
 
 
 def classes():
@@ -253,14 +253,14 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
     assert model.backbone.vocab_size == config["vocab_size"]
 
     def decoded(**settings):
-        steps = token_steps(model, PROMPT, model.make_cache(), **settings)
-        return first_tokens(steps, LENGTH)[0]
+        return answer(model, make_tokenizer(VOCAB), PROMPT, max_tokens=LENGTH, **settings)[0]
 
     assert decoded(decoding="plain") == expected
     drafting = {"decoding": "streaming", "drafter": "prompt-lookup"}
     if model.backbone.capabilities.has("trees"):
         assert decoded(**drafting) == expected
     else:
+        assert name not in SCALED_BY_LENGTH
         assert "cannot draft for itself" in refusal(decoded, **drafting)
     logits = own(mx.array([PROMPT]))[0]
     assert len({*mx.argmax(logits, axis=-1).tolist()}) > 1 and bool(mx.isfinite(logits).any())
@@ -278,8 +278,7 @@ def test_an_error_of_ours_is_no_fault_of_the_files(stage, kind, tmp_path, monkey
 
     monkeypatch.setattr(Backbone, stage, fails)
     model = StreamFusedModel(load_base(folder, "float32")[0])
-    steps = token_steps(model, PROMPT, model.make_cache())
-    assert first_tokens(steps, LENGTH)[0] == expected
+    assert answer(model, make_tokenizer(VOCAB), PROMPT, max_tokens=LENGTH)[0] == expected
     assert "a hole" in model.backbone.capabilities.stages
     ropes = [type(layer.self_attn.rope) for layer in model.backbone.layers]
     assert ropes == [type(layer.self_attn.rope) for layer in own.layers]
