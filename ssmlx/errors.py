@@ -82,11 +82,12 @@ def first_line(error: BaseException) -> str:
     """What an exception says, in one line; its kind where it says nothing.
 
     A first line that ends in a colon announces what stands below it: the first few of these are
-    named, and how many more there are.
+    named, and how many more there are. Those of a TypeError are signatures of functions.
     """
     first, *below = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
     named = [line.rstrip(",.;")[:_MOST_LETTERS] for line in below if line]
-    return f"{first} {first_few(named)}" if first.endswith(":") and named else first
+    names_more = first.endswith(":") and named and not isinstance(error, TypeError)
+    return f"{first} {first_few(named)}" if names_more else first
 
 
 def first_few(names: Sequence[str]) -> str:

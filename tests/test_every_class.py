@@ -12,10 +12,9 @@ import mlx_lm.models
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
-from real import refusal
-from tiny import first_tokens, mlx_lm_tokens
+from real import answer, refusal
+from tiny import make_tokenizer, mlx_lm_tokens
 
-from ssmlx.api import token_steps
 from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
@@ -254,8 +253,7 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
     assert model.backbone.vocab_size == config["vocab_size"]
 
     def decoded(**settings):
-        steps = token_steps(model, PROMPT, model.make_cache(), **settings)
-        return first_tokens(steps, LENGTH)[0]
+        return answer(model, make_tokenizer(VOCAB), PROMPT, max_tokens=LENGTH, **settings)[0]
 
     assert decoded(decoding="plain") == expected
     drafting = {"decoding": "streaming", "drafter": "prompt-lookup"}
@@ -280,8 +278,7 @@ def test_an_error_of_ours_is_no_fault_of_the_files(stage, kind, tmp_path, monkey
 
     monkeypatch.setattr(Backbone, stage, fails)
     model = StreamFusedModel(load_base(folder, "float32")[0])
-    steps = token_steps(model, PROMPT, model.make_cache())
-    assert first_tokens(steps, LENGTH)[0] == expected
+    assert answer(model, make_tokenizer(VOCAB), PROMPT, max_tokens=LENGTH)[0] == expected
     assert "a hole" in model.backbone.capabilities.stages
     ropes = [type(layer.self_attn.rope) for layer in model.backbone.layers]
     assert ropes == [type(layer.self_attn.rope) for layer in own.layers]

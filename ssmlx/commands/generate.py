@@ -61,7 +61,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (
             "--verbose",
             None,
-            "say what drafts, and what calls cost, where the memory goes",
+            "say what drafts, what calls cost, where memory goes",
             bool,
         ),
     )
