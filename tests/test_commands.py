@@ -596,7 +596,7 @@ def test_a_chat_takes_lines_that_end_as_on_windows(smiling):
     )
     assert (done.returncode, done.stdout.count(b"\n")) == (0, 1)
     assert len(done.stdout.split()) == 8 and done.stdout.count(b"\\U0001f642") > 5
-    *_, quiet, stats, _ = done.stderr.decode("latin-1").splitlines()
+    quiet, stats, _ = real.said_later(done.stderr.decode("latin-1"))
     assert quiet.startswith("[8 tokens · ") and stats.startswith("1 answers · 8 tokens")
 
 

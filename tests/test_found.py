@@ -21,7 +21,7 @@ from ssmlx.errors import naming
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import names, weights
 from ssmlx.loading.attach import default_adapter
-from ssmlx.loading.files import alone_in, write_whole
+from ssmlx.loading.files import alone_in, folder_digest, write_whole
 from ssmlx.loading.found import PAYS, runs, runs_for
 from ssmlx.loading.names import adapters_home, resolve_adapter
 from ssmlx.loading.weights import weights_digest
@@ -376,6 +376,29 @@ def test_the_lines_of_what_ships_and_of_what_cannot_draft(base, tmp_path):
         ": plain decoding: nothing drafts"
     )
     assert second.startswith("faster: nothing, as streams cannot be trained for this model: ")
+
+
+def test_the_lines_of_a_model_that_a_lora_tunes(base, tmp_path):
+    from test_lora import write_lora
+
+    make_run(base, figures={"speed_up": 1.5})  # for the base, which answers otherwise
+    lora = write_lora(tmp_path / "lora", base)
+    model = ssmlx.load(base, adapter=lora, dtype="float32")[0]
+    first, second = lines_of(model, str(lora))
+    assert first.startswith(f"adapter {lora}, without streams, as asked for: what stood in the ")
+    adapt = f"python -m ssmlx.adapt --model {base} --adapter {lora}"
+    assert second == f"faster: {adapt}, which says within minutes what that would bring here"
+    make_run(base, "tuned", figures={"speed_up": 1.5}, adapter=[folder_digest(lora)])
+    assert lines_of(model, str(lora))[1] == (
+        "faster: --adapter tuned, made here of this adapter, 1.50 times plain decoding's speed "
+        "when it was made"
+    )
+    task = write_tiny_adapter(tmp_path / "task", base)  # LoRA and streams
+    model = ssmlx.load(base, adapter=task, dtype="float32")[0]
+    assert lines_of(model, str(task))[1] == "faster: nothing that is here and answers alike"
+    assert lines_of(model, "tuned")[0].startswith(
+        "adapter tuned, made here from these weights, 1.5"
+    )
 
 
 def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):

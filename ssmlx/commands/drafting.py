@@ -41,7 +41,7 @@ def _source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Fou
     if adapter is None:
         return "the model's own streams"
     if adapter != NO_ADAPTER:
-        fitting = {run.name: run for run in found.fitting}
+        fitting = {run.name: run for run in (*found.fitting, *found.tuned)}
         outdated = [run.name for run in found.outdated]
         why = "as asked for"
         if adapter in fitting:
@@ -69,6 +69,8 @@ def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
     lacking = backbone.capabilities.reason("trees") or backbone.capabilities.reason("stages")
     if lacking is not None:
         return f"nothing, as streams cannot be trained for this model: {lacking}"
+    if model.is_fine_tuned:
+        return _faster_as_tuned(model, adapter, found)
     if found.chosen is not None and found.chosen.name != adapter:
         told = f"made here from these weights, {found.chosen.verdict}"
         return f"--adapter {found.chosen.name}, {told}"
@@ -89,6 +91,26 @@ def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
     if speed < PAYS:
         return f"nothing; streams should bring some {speed:.1f} times plain decoding's speed here"
     return f"{adapt}, which should bring some {speed:.1f} times plain decoding's speed here"
+
+
+def _faster_as_tuned(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
+    """The same for a model that an adapter's LoRA makes answer otherwise: what drafts for the base
+    would be another model's."""
+    from ..loading.files import folder_digest
+    from ..loading.names import Fetch, resolve_adapter
+
+    backbone = model.backbone
+    if model.num_streams or adapter is None:
+        return "nothing that is here and answers alike"
+    fetch = Fetch(cache_dir=backbone.cache_dir, offline=True)  # it was fetched to load it
+    digests = [folder_digest(resolve_adapter(adapter, fetch))]
+    made = next(
+        (run for run in found.tuned if run.has_adapter and run.settings["adapter"] == digests), None
+    )
+    if made is not None:
+        return f"--adapter {made.name}, made here of this adapter, {made.verdict}"
+    asked = f"--model {shlex.quote(backbone.name)} --adapter {shlex.quote(adapter)}"
+    return f"python -m ssmlx.adapt {asked}, which says within minutes what that would bring here"
 
 
 def _hours(hours: float) -> str:

@@ -236,7 +236,7 @@ def add_model_options(parser: argparse.ArgumentParser, adapters: Any = str) -> N
             "--adapter",
             "ADAPTER",
             "streams that draft, and LoRA, also mlx-lm's or PEFT's: one that ships "
-            f"({bundled}), a trained folder, org/name or org/name@revision of the Hub, or none "
+            f"({bundled}), a folder, org/name or org/name@revision of the Hub, or none "
             f"(default: auto, its own, one made here for it, or {DEFAULT_ADAPTER})",
             adapters,
         ),

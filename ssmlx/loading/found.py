@@ -137,10 +137,12 @@ class Found:
     Attributes:
         fitting: those that were made from its very weights.
         outdated: those that were made from other weights in the same folder, or of the same name.
+        tuned: those that were made from its very weights with a LoRA on them.
     """
 
     fitting: tuple[Run, ...] = ()
     outdated: tuple[Run, ...] = ()
+    tuned: tuple[Run, ...] = ()
 
     @property
     def chosen(self) -> Run | None:
@@ -155,7 +157,7 @@ def runs_for(folder: Path | None, name: str) -> Found:
         folder: of the model; None for one that was made in memory, which none belongs to.
         name: what the model is called.
     """
-    every = [run for run in runs() if run.is_for_base] if folder is not None else []
+    every = runs() if folder is not None else []
     if folder is None or not every:
         return Found()
     try:
@@ -163,9 +165,13 @@ def runs_for(folder: Path | None, name: str) -> Found:
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
         _log.debug("no adapter is looked for: %s", error)
         return Found()
-    fitting = [run for run in every if run.settings["weights"] == digest]
-    others = [run for run in every if run not in fitting and run.is_called(name, folder)]
-    return Found(tuple(fitting), tuple(others))
+    same = [run for run in every if run.settings["weights"] == digest]
+    others = [run for run in every if run not in same and run.is_called(name, folder)]
+    return Found(
+        tuple(run for run in same if run.is_for_base),
+        tuple(run for run in others if run.is_for_base),
+        tuple(run for run in same if not run.is_for_base),
+    )
 
 
 def log_outdated(found: Found, name: str) -> None:
