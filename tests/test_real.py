@@ -13,7 +13,7 @@ import mlx.core as mx  # isort: skip
 import mlx_lm
 import numpy as np
 from mlx_lm.tuner.utils import load_adapters
-from real import EXAMPLE, ROOT, answer, run_module
+from real import EXAMPLE, ROOT, answer, run_module, said_later
 from tiny import make_condition
 
 from convert.__main__ import main as convert
@@ -155,7 +155,8 @@ def test_chat_as_a_user_runs_it():
     asked = ("--decoding", "plain", "--max-tokens", "8")
     chat = run_module("ssmlx.chat", "--model", BASE, *asked, stdin="hi\n/stats\n/quit\n")
     assert chat.returncode == 0 and chat.stdout.strip()
-    where, quiet, *_ = chat.stderr.splitlines()
+    where, *_ = chat.stderr.splitlines()
+    quiet, *_ = said_later(chat.stderr)
     assert where.startswith(f"ssmlx: {BASE}: ") and where.endswith("(cache)")
     assert quiet.startswith("[8 tokens · ")
 
