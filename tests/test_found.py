@@ -10,6 +10,7 @@ import time
 
 import mlx.core as mx
 import pytest
+from huggingface_hub.utils import enable_progress_bars
 from mlx_lm.utils import load_model, save_model
 from real import answer, exit_code, one_line, refusal, words, write_base, write_tiny_adapter
 
@@ -510,6 +511,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_bar_is_drawn_before_anything_is_counted(monkeypatch):
+    enable_progress_bars()  # which converting a model has switched off
     monkeypatch.setattr(bars, "PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(bars, "_TICK_SECONDS", 0.02)
     for shown in (True, False):
