@@ -14,12 +14,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from real import VOCAB, write_base, write_tiny_adapter
+from test_lora import write_lora, write_pefts
 
 import ssmlx
 from ssmlx import templates
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import STREAMS_FILE, load_adapter
 from ssmlx.loading.lora_files import LORA_FILE
+from ssmlx.loading.names import LORA_SETTINGS
 from ssmlx.prompts import chat_tokens, encode_prompt, read_prompts
 from ssmlx.training.data import Encoder, read_examples
 
@@ -28,6 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 MOST_SECONDS = 10
+LORAS = ("lora", "pefts")
 _FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect")
 _watched = [False]
 _seen = []
@@ -86,7 +89,14 @@ def places(tmp_path_factory):
     base = write_base(root / "base")
     adapter = write_tiny_adapter(root / "adapter", base)
     model, tokenizer = ssmlx.load(str(base))
+    lora = write_lora(root / "lora", base, keys=["self_attn.q_proj", "lm_head"])
+    pefts = {
+        "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"lm_head": 3}, "use_rslora": True,
+        "layers_to_transform": None, "bias": "none", "modules_to_save": None, "use_dora": False,
+    }  # fmt: skip
+    write_pefts(root / "pefts", mx.load(str(lora / LORA_FILE)), **pefts)
     return {
+        **{kind: root / kind for kind in LORAS},
         "base": base,
         "adapter": adapter,
         "work": root / "work",
@@ -205,6 +215,18 @@ def test_adapter(places, edits, flips, weights, file, most):
         shutil.rmtree(places["work"], ignore_errors=True)
         folder = Path(shutil.copytree(places["adapter"], places["work"]))
         (folder / file).write_bytes(flipped((folder / file).read_bytes(), weights, most))
+    with trial():
+        load_adapter(folder)
+        answer(ssmlx.swap_adapter(places["model"], folder), places["tokenizer"])
+
+
+@tiers(edits=EDITS, flips=MAYBE_FLIPS, weights=st.none() | FLIPS, kind=st.sampled_from(LORAS))
+def test_lora(places, edits, flips, weights, kind):
+    folder = written(places[kind], places["work"], LORA_SETTINGS, edits, flips)
+    if weights is not None:
+        folder = Path(shutil.copytree(places[kind], folder, dirs_exist_ok=True))
+        file = next(folder.glob("*.safetensors"))
+        file.write_bytes(flipped(file.read_bytes(), weights, 400))
     with trial():
         load_adapter(folder)
         answer(ssmlx.swap_adapter(places["model"], folder), places["tokenizer"])

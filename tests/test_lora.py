@@ -91,6 +91,21 @@ def write_lora(folder, base, *, dora=False, keys=None, num_layers=2, rank=4, sca
     return folder
 
 
+PEFTS = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": "all-linear"}
+
+
+def write_pefts(folder, tensors, **settings):
+    """The tensors of `write_lora`, as PEFT writes them, by its names and transposed."""
+    folder.mkdir(parents=True)
+    named = {}
+    for name, array in tensors.items():
+        path, _, leaf = name.rpartition(".lora_")
+        named[f"base_model.model.{path}.lora_{leaf.upper()}.weight"] = array.T
+    mx.save_safetensors(str(folder / PEFT_FILE), named)
+    save_config({**PEFTS, **settings}, folder / SETTINGS)
+    return folder
+
+
 def logits(model):
     """[T, V] of `TOKENS`, by the stages that decoding runs."""
     return model.backbone.logits(model.append(TOKENS, model.make_cache())[0]).astype(mx.float32)
@@ -197,30 +212,19 @@ def test_lora_of_single_experts_is_that_of_their_layer(family, tmp_path):
     base = family("qwen3_moe")
     folder = write_lora(tmp_path / "lora", base, num_layers=-1)
     tensors = dict(mx.load(str(folder / FILE)))
-    single = {}
-    for name, array in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        part = leaf.removeprefix("lora_").upper()
-        if array.ndim == 2:
-            single[f"base_model.model.{path}.lora_{part}.weight"] = array.T
-            continue
-        if "layers.1." in path:  # an expert without any does what it did
-            tensors[name] = array * (mx.arange(len(array)) != 2)[:, None, None]
-        for number, one in enumerate(array):
-            own = path.replace("switch_mlp", f"experts.{number}")
-            if not ("layers.1." in path and number == 2):
-                single[f"base_model.model.{own}.lora_{part}.weight"] = one
+    single = {name: array for name, array in tensors.items() if array.ndim == 2}
+    for name in tensors.keys() - single.keys():
+        if "layers.1." in name:  # an expert without any does what it did
+            tensors[name] *= (mx.arange(len(tensors[name])) != 2)[:, None, None]
+        for number, one in enumerate(tensors[name]):
+            if not ("layers.1." in name and number == 2):
+                single[name.replace("switch_mlp", f"experts.{number}")] = one.T
     mx.save_safetensors(str(folder / FILE), tensors)
     expected = mlx_lm_logits(base, folder)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    mx.save_safetensors(str(alone / PEFT_FILE), single)
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": "all-linear"}
-    save_config(settings, alone / SETTINGS)
+    alone = write_pefts(tmp_path / "alone", single)
     assert_close(logits(ssmlx.load(base, adapter=alone)[0]), expected, TOLERANCE)
     beyond = {name.replace("experts.3", "experts.4"): array for name, array in single.items()}
-    mx.save_safetensors(str(alone / PEFT_FILE), beyond)
-    said = refusal(ssmlx.load, base, adapter=alone)
+    said = refusal(ssmlx.load, base, adapter=write_pefts(tmp_path / "beyond", beyond))
     assert "has tensors spare: model.layers.0.mlp.experts.4." in said
 
 

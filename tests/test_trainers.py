@@ -973,7 +973,7 @@ def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_p
     (tmp_path / "mlx").mkdir()
     values = {"fine_tune_type": "full", "lora_parameters": {"scale": 2.0}}
     (tmp_path / "mlx" / "adapter_config.json").write_text(json.dumps(values))
-    assert "does not describe LoRA" in refused(*own, tmp_path / "mlx")
+    assert "says that the whole model was trained" in refused(*own, tmp_path / "mlx")
 
 
 @pytest.mark.slow

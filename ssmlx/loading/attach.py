@@ -229,13 +229,11 @@ def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     Raises:
         InputError: the folder has none, or another model's.
     """
+    expected = "LoRA that changes what the model says"
+    require(folder.is_dir(), f"no folder {folder}", expected=expected, do="check --task-lora")
     adapter = load_adapter(folder)
-    require(
-        bool(adapter.lora),
-        f"{folder} has no LoRA on every row",
-        expected="LoRA that changes what the model says",
-        do="check --task-lora",
-    )
+    found = f"{folder} has no LoRA on every row"
+    require(bool(adapter.lora), found, expected=expected, do="check --task-lora")
     if isinstance(adapter, StreamAdapter):
         check_base(adapter, backbone)
     return fitted_lora(adapter, backbone)
