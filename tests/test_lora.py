@@ -176,6 +176,7 @@ def trained(base, root, kind):
     return root / "adapters"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "dora"])
 def test_a_fused_folder_is_a_model_like_any_other(family, tmp_path, kind, monkeypatch):
     base = family("llama")

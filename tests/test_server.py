@@ -407,6 +407,7 @@ REAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_the_real_model_answers_as_generate_does():
     num_accepted = 0
