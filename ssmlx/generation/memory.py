@@ -40,6 +40,7 @@ class Memory:
     # what drafters keep of the text: keys and values of the top layers, once more
     # (`cache.StreamCache`), and `DraftVocab`; or the index of a lookup
     second_pass: int = 0
+    text_index: int = 0  # of the text on the host, to look up in: beside what MLX holds
     peak: int = 0  # most in use at once since `mx.reset_peak_memory`, activations and all
 
     @property
@@ -54,8 +55,8 @@ class Memory:
 
     @property
     def held(self) -> int:
-        """What is kept from step to step."""
-        return sum(self.parts.values())
+        """What MLX keeps from step to step."""
+        return sum(self.parts.values()) - self.text_index
 
     @property
     def passing(self) -> int:
@@ -103,7 +104,8 @@ def memory_of(
         drafter=sum(one.nbytes for one in loaded),
         cache=cache.nbytes - scratch,
         tree=scratch + cache.mask_bytes,
-        second_pass=sum(one.cache_bytes for one in drafters),
+        second_pass=sum(one.cache_bytes for one in drafters if not one.needs.text),
+        text_index=sum(one.cache_bytes for one in drafters if one.needs.text),
         peak=mx.get_peak_memory(),
     )
 
