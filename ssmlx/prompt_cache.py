@@ -60,8 +60,9 @@ class PromptCache:
     less than float32. Any thread may call it.
 
     Args:
-        max_bytes: of what is held in memory, buffers with their free room counted whole. The
+        max_bytes: of the prompts in memory, buffers with their free room counted whole. The
             longest unused goes first. None for no bound but that of the engine that it serves.
+            The latest answers of each model are beside them, in 8 MB at most.
         folder: where prompts are kept that other processes may use too, in files that their
             owner alone can read; None for memory alone. Prompts are written when they leave the
             memory, and by `flush` and `close`; a killed process loses the others. Not those of
