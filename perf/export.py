@@ -5,8 +5,8 @@ units in turn, and with the devices that Core ML would run each operation of "de
 Mac, the project's tests execute such packages in numpy). The tokens are compared with MLX's plain
 decoding; in float32 they must be equal, or the exit code is 1. In float16, and with compressed
 weights, the share of equal answers is told, and by how little the first different token won. The
-target calls are compared with MLX's streaming on the same tree; they may differ where two nodes of
-a draft are equally likely but for rounding.
+target calls are compared with MLX's speculative decoding on the same tree; they may differ where
+two nodes of a draft are equally likely but for rounding.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def compute_plan(package: Path, compute_units: str) -> tuple[dict[str, int], dic
 def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
     pruned = manifest.num_kept < manifest.num_nodes
     return GenerateConfig(
-        decoding="streaming",
+        decoding="speculative",
         max_tokens=max_tokens,
         num_streams=manifest.num_streams,
         tree=manifest.tree.config,
@@ -99,7 +99,7 @@ def compare(
     choices: Sequence[str | None] = [args.compute_units] if args.compute_units else COMPUTE_UNITS
     prompts: list[list[int]] = []
     plain = []
-    streaming = []
+    speculative = []
     rows = []
     for units in choices if manifest.target == "coreml" else [args.compute_units]:
         package = exported.load(folder, compute_units=units)
@@ -109,7 +109,7 @@ def compare(
             alone = GenerateConfig(decoding="plain", max_tokens=args.max_tokens)
             drafting = mlx_config(manifest, args.max_tokens)
             plain = [ssmlx_answer(*mlx, prompt, alone) for prompt in prompts]
-            streaming = [ssmlx_answer(*mlx, prompt, drafting) for prompt in prompts]
+            speculative = [ssmlx_answer(*mlx, prompt, drafting) for prompt in prompts]
         if units is not None:
             list(exported.stream_generate(package, prompts[0], max_tokens=1))  # warm-up
         answers = [
@@ -121,7 +121,7 @@ def compare(
             for prompt, mine, theirs in zip(prompts, answers, plain, strict=True)
             if mine.tokens != theirs.tokens
         ]
-        row = _row(folder, units, manifest, (answers, streaming, plain))
+        row = _row(folder, units, manifest, (answers, speculative, plain))
         rows.append({**row, "largest_gap": round(max(gaps), 4) if gaps else None})
     return rows
 

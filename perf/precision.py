@@ -1,7 +1,7 @@
-"""How far streaming is plain decoding where rounding is coarser than float32's.
+"""How far speculative decoding is plain decoding where rounding is coarser than float32's.
 
 In 16 bits a row's logits depend on the rows beside it, and two that all but tie may come out in
-either order. Plain decoding and streaming answer the same prompts in each precision; up to where
+either order. Plain and speculative decoding answer the same prompts in each precision; up to where
 an answer parts from plain decoding's its tokens are compared, and from there on it is another text.
 """
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from .errors import quoted, require
 
-Decoding = Literal["streaming", "plain"]
+Decoding = Literal["speculative", "plain"]
 StreamInit = Literal["identity", "low_rank", "residual"]
 StreamDesign = Literal["embeddings", "value_rotation"]
 AdapterScope = Literal["all", "streams"]
@@ -22,6 +22,7 @@ AcceptanceKind = Literal["exact", "typical"]
 Attention = Literal["auto", "mlx", "fused"]
 
 DECODINGS = get_args(Decoding)
+_EARLIER_NAMES = {"streaming": "speculative"}
 STREAM_INITS = get_args(StreamInit)
 STREAM_DESIGNS = get_args(StreamDesign)
 ADAPTER_SCOPES = get_args(AdapterScope)
@@ -68,6 +69,11 @@ DRAFTERS = {
 # that a child always scores less than its parent and the best nodes are closed under ancestors.
 MIN_EDGE_LOGPROB = -20.0
 MAX_EDGE_LOGPROB = -1e-3
+
+
+def decoding_name(text: str) -> str:
+    """The present name of a decoding: "speculative" was called "streaming" once."""
+    return _EARLIER_NAMES.get(text, text)
 
 
 @dataclass(frozen=True)
@@ -475,7 +481,7 @@ class SamplingConfig:
         min_p: and that have at least this share of the likeliest token's probability.
         top_k: and that are among the `top_k` likeliest; 0 for all.
         seed: of the noise that stands for chance. The noise of a place in the text depends on
-            seed and place alone, so the same seed gives the same text plain and streaming, with
+            seed and place alone, so the same seed gives the same text plain and speculative, with
             whatever drafter, tree and pruning. None takes a new one from MLX's random state.
         repetition_penalty: divides (negative: multiplies) the logits of recent tokens.
         repetition_context_size: recent tokens that it looks at.
@@ -554,7 +560,8 @@ class GenerateConfig(SamplingConfig):
     any of them is given, it is obeyed.
 
     Attributes:
-        decoding: "streaming", draft at every call, or "plain"; None where the controller decides.
+        decoding: "speculative", draft at every call, or "plain"; None where the controller decides.
+            "streaming", the earlier name of "speculative", is taken for it.
         max_tokens: most tokens to generate.
         stop: texts that end an answer, and are not in its text; its tokens go on to the one that
             completes such a text.
@@ -597,6 +604,8 @@ class GenerateConfig(SamplingConfig):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.decoding, str):
+            object.__setattr__(self, "decoding", decoding_name(self.decoding))
         super().__post_init__()
         for name, kinds in _parts(GenerateConfig).items():
             part = getattr(self, name)

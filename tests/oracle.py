@@ -183,7 +183,7 @@ def greedy_plain(model: StreamFusedReference, prompt: Sequence[int], max_tokens:
 
 
 @torch.no_grad()
-def greedy_streaming(
+def greedy_speculative(
     model: StreamFusedReference, prompt: Sequence[int], *, width: int, max_tokens: int
 ) -> tuple[list[int], int]:
     """Speculative Streaming with full trees of `width` children and no pruning.
@@ -213,7 +213,7 @@ def greedy_streaming(
 
 def assert_same_steps(reference, model, prompt, width):
     """MLX decodes with full trees of this width in PyTorch's tokens and calls."""
-    tokens, calls = greedy_streaming(reference, prompt, width=width, max_tokens=14)
+    tokens, calls = greedy_speculative(reference, prompt, width=width, max_tokens=14)
     tree = TreeConfig(kind="full", width=width)
     found, lengths = first_tokens(token_steps(model, prompt, model.make_cache(), tree=tree), 14)
     assert (found, len(lengths)) == (tokens, calls)

@@ -129,7 +129,7 @@ def test_streams_are_learned_for_the_model_as_a_lora_tunes_it(packed, tmp_path):
     assert model.num_streams > 0 and model.is_fine_tuned
     prompt = ssmlx.prompt_tokens("w1 w2 w3", model, tokenizer)
     expected = answer(tuned, tokenizer, prompt, max_tokens=LENGTH)[0]
-    found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="streaming")
+    found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="speculative")
     assert found == expected and last.drafted_tokens > 0
     plain, _ = ssmlx.load(packed, dtype="float32")
     assert answer(plain, tokenizer, prompt, max_tokens=LENGTH)[0] != expected
@@ -576,4 +576,4 @@ def test_families_draft_for_themselves(name, tmp_path):
     assert model.num_streams > 0 and model.backbone.base().model.model_type == name
     prompt = ssmlx.prompt_tokens(words(40), model, tokenizer)
     plain, _ = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="plain")
-    assert answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="streaming")[0] == plain
+    assert answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="speculative")[0] == plain

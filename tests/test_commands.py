@@ -108,8 +108,8 @@ BAD = {
     ),
     "dtype": ((*ASK, "--dtype", "int3"), "invalid choice: 'int3'"),
     "unknown option": ((*ASK, "--trees", "3"), "unrecognized arguments: --trees 3"),
-    "streaming without adapter": (
-        (*ASK, "--decoding", "streaming"),
+    "speculative without adapter": (
+        (*ASK, "--decoding", "speculative"),
         "the model has no streams; expected an adapter with streams; give --adapter FOLDER",
     ),
     "drafter": ((*ASK, "--drafter", "oak"), "--drafter oak; expected one of streams, prompt-"),
@@ -195,7 +195,7 @@ IDLE = (
     ("--tree full --tree-size 8", "--tree best"),
     ("--prune-to 4", "--prune budget"),
     ("--prune threshold --prune-to 4", "--prune budget"),
-    *((f"--decoding plain {option}", "streaming decoding") for option in (
+    *((f"--decoding plain {option}", "speculative decoding") for option in (
         "--drafter lookahead", "--tree best", "--num-streams 1", "--prune budget",
     )),
 )  # fmt: skip
@@ -527,7 +527,7 @@ def test_a_real_process_prints_json_lines_alone(base, adapter):
 
 
 def test_a_real_process_fails_in_one_line(base):
-    done = real.run_module("ssmlx.chat", "--model", str(base), "--decoding", "streaming")
+    done = real.run_module("ssmlx.chat", "--model", str(base), "--decoding", "speculative")
     said = refusal((done.returncode, done.stdout, done.stderr), "ssmlx.chat")
     assert "the model has no streams" in said
 

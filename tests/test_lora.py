@@ -202,7 +202,7 @@ def test_what_a_run_of_mlx_lm_writes_is_an_adapter(family, tmp_path, kind):
     assert np.abs(np.array(expected - mlx_lm_logits(base))).max() > 0.1
     prompt = TOKENS.tolist()
     wanted = mlx_lm_tokens(mlx_lm.load(str(base), adapter_path=str(folder))[0], prompt, LENGTH)
-    for settings in ({}, {"decoding": "streaming", "drafter": "prompt-lookup"}, {"temp": 0.0}):
+    for settings in ({}, {"decoding": "speculative", "drafter": "prompt-lookup"}, {"temp": 0.0}):
         found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, **settings)
         assert found == wanted[: len(found)] and last.finish_reason in ("length", "stop")
     assert load_adapter(folder).base_model == str(base)
@@ -336,7 +336,7 @@ def test_nothing_asks_it_for_streams(shelf, capsys):
     assert "prompt-lookup   can draft" in said and "ssmlx.adapt --adapter LORA" in said
     assert exit_code(generate.main, *given, "--prompt", "w1 w2", "--max-tokens", "4") == 0
     capsys.readouterr()
-    more = ("--decoding", "streaming", "--prompt", "w1")
+    more = ("--decoding", "speculative", "--prompt", "w1")
     assert exit_code(generate.main, *given, *more) == 2
     assert "the model has no streams; expected an adapter" in one_line(
         capsys.readouterr().err, generate.PROG
@@ -441,7 +441,7 @@ def test_streams_draft_for_a_model_with_any_of_it(shelf, tmp_path):
             assert_close(logits(model), logits(plain), TOLERANCE)
             expected = greedy(plain, tokenizer)
             found, last = answer(
-                model, tokenizer, TOKENS.tolist(), max_tokens=LENGTH, decoding="streaming"
+                model, tokenizer, TOKENS.tolist(), max_tokens=LENGTH, decoding="speculative"
             )
             assert found == expected and last.drafted_tokens > 0
 

@@ -222,11 +222,11 @@ def test_context_of_opt(tmp_path):
     assert model.backbone.context_length == CONTEXT
     prompt = [3 + index % 50 for index in range(CONTEXT - 6)]
     answers = {}
-    for decoding in ("plain", "streaming"):
+    for decoding in ("plain", "speculative"):
         tree = {} if decoding == "plain" else {"tree": TreeConfig(kind="full", width=2)}
         answers[decoding], last = answer(model, tokenizer, prompt, decoding=decoding, **tree)
         assert (len(answers[decoding]), last.finish_reason) == (6, "context")
-    assert answers["streaming"] == answers["plain"]
+    assert answers["speculative"] == answers["plain"]
     found = mlx_lm.stream_generate(model.backbone.model, tokenizer, prompt, max_tokens=6)
     assert [response.token for response in found] == answers["plain"]
     with pytest.raises(InputError, match="48 tokens"):

@@ -293,10 +293,10 @@ def test_draft_models_and_indexes_count(bounded, text_bytes, base):
     draft = DraftModel(make_base(seed=5, vocab_size=64))
     engine = bounded(text_bytes(8 * STEP))
     pool = engine.memory_pool
-    drafting = {"decoding": "streaming", "max_tokens": 30}
+    drafting = {"decoding": "speculative", "max_tokens": 30}
     held = {}
     for name, drafter in {"none": None, "lookup": "prompt-lookup", "draft": draft}.items():
-        how = PLAIN if drafter is None else {"drafter": drafter, "decoding": "streaming"}
+        how = PLAIN if drafter is None else {"drafter": drafter, "decoding": "speculative"}
         answer = engine.stream(prompt(40), **{**drafting, **how}, adapter="none")
         for _ in range(3):
             next(answer)

@@ -1,4 +1,4 @@
-"""perf.precision: where streaming parts from plain decoding in 16 bits, and by how little."""
+"""perf.precision: where drafting parts from plain decoding in 16 bits, and by how little."""
 
 import json
 
@@ -58,11 +58,11 @@ def test_every_precision_is_measured(measure, tmp_path, capsys, dtypes):
     assert [part["dtype"] for part in found] == dtypes
     assert {part["products"] for part in found} == {"float32, rounded"}
     for part in found:
-        plain, *streaming = part["systems"]
+        plain, *speculative = part["systems"]
         assert 0 <= part["one_pass"]["value"] < 500
         assert (plain["name"], plain["differences"]) == ("plain", [])
-        assert [row["name"] for row in streaming] == list(precision.VARIANTS)
-        for row in streaming:
+        assert [row["name"] for row in speculative] == list(precision.VARIANTS)
+        for row in speculative:
             assert row["compared"] <= 2 * TOKENS and row["metric"] and row["metric_less_plain"]
             assert row["same_as_plain"] == 2 - len(row["differences"])
             assert all(one["near_tie"] for one in row["differences"])
@@ -85,7 +85,7 @@ def test_a_divergence_counts_with_the_tokens_before_it(measure, tmp_path, monkey
 
     def other(model, tokenizer, prompt, config, **loaded):
         found = real(model, tokenizer, prompt, config, **loaded)
-        if config.decoding == "streaming":
+        if config.decoding == "speculative":
             calls.append(prompt)
             found.tokens[2] = 0 if len(calls) < 3 else found.tokens[2]
         return found

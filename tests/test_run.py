@@ -324,7 +324,7 @@ def test_all_systems_write_the_same_with_the_same_arrays(folders, scope, base, d
     systems = [
         System(MLX_LM, MLX_LM, plain),
         System(PLAIN, PLAIN, plain),
-        System(STREAMS, STREAMS, replace(plain, decoding="streaming")),
+        System(STREAMS, STREAMS, replace(plain, decoding="speculative")),
     ]
     answers = [target.answer(system, [9, 8, 7, 30]) for system in systems]
     assert len({tuple(answer.tokens) for answer in answers}) == 1
@@ -353,7 +353,7 @@ def test_what_drafting_adds_is_counted_once(tmp_path):
         streams = adapter.streams.num_parameters
         assert targets.added_parameters(adapter) == streams + (lora if scope == "streams" else 0)
         target = Target(Weights(base, adapter=adapter))
-        system = System(STREAMS, STREAMS, GenerateConfig(decoding="streaming"))
+        system = System(STREAMS, STREAMS, GenerateConfig(decoding="speculative"))
         assert target.extra_parameters(system) == targets.added_parameters(adapter)
 
 

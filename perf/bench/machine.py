@@ -192,7 +192,7 @@ def launches_result(model: StreamFusedModel, prompt: list[int]) -> dict[str, flo
     MLX copies a layer's cache where the GPU has not let go of it when the next step is launched:
     then a straight peak is higher by a layer or more, and a straight step takes longer.
     """
-    drafters = make_plan(model, GenerateConfig(decoding="streaming")).drafters
+    drafters = make_plan(model, GenerateConfig(decoding="speculative")).drafters
     assert drafters
     found: dict[str, float] = {}
     for name, pause in [("straight", 0.0), ("paused", PAUSE)] * 2:

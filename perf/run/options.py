@@ -279,7 +279,7 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
         if key.partition("=")[0] in _RESERVED:
             parser.error(f"{key} is not a system's to choose here")
     args = parser.parse_args(words[first:])
-    args.decoding = "streaming"
+    args.decoding = "speculative"
     args.drafter = drafter_option(" ".join(words[:first]))
     # It drafts at every call, so that a system is the same on every machine.
     return name, kind, generate_config(args).with_default_shape()

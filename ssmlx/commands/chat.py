@@ -170,7 +170,7 @@ def compare(session: ChatSession) -> str:
     return (
         f"whole answers are {result.speed_up:.2f} times as fast as plain decoding "
         f"[{low:.2f}, {high:.2f}], {verdict} "
-        f"({result.streaming.target_calls} target calls instead of {result.plain.target_calls}; "
+        f"({result.speculative.target_calls} target calls instead of {result.plain.target_calls}; "
         f"{len(result.ratios)} pairs in turns, 95 % interval){explained}"
     )
 

@@ -34,6 +34,7 @@ from ..settings import (
     GenerateConfig,
     PruneConfig,
     TreeConfig,
+    decoding_name,
 )
 
 _DEFAULTS = GenerateConfig()
@@ -258,9 +259,9 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         (
             "--decoding",
             "HOW",
-            "streaming: verify what a drafter proposes; plain: a token a pass "
-            "(default: what should be faster, decided from call to call)",
-            str,
+            "speculative (once called streaming): verify what a drafter proposes, at every call; "
+            "plain: one token per call (default: decided from call to call, by what is faster)",
+            decoding_name,
             DECODINGS,
         ),
         ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
@@ -295,7 +296,12 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
             float,
         ),
         ("--top-k", "K", "sample from the K likeliest tokens", int),
-        ("--seed", "N", "repeats an answer, plain or streaming, with any drafter, in float32", int),
+        (
+            "--seed",
+            "N",
+            "repeats an answer, plain or speculative, with any drafter, in float32",
+            int,
+        ),
         (
             "--penalty",
             "NAME=X",
@@ -336,7 +342,7 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     ]
     title = "What drafts, and its own settings with their defaults:"
     group = parser.add_argument_group(
-        "drafting (streaming only)", "\n".join([title, *rows, _LEGEND])
+        "drafting (not with --decoding plain)", "\n".join([title, *rows, _LEGEND])
     )
     group.add_argument(
         "--drafter",
@@ -472,8 +478,8 @@ def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: s
     """An option that could change nothing is a mistake, not a no-op."""
     if getattr(args, "decoding", None) == "plain":
         if drafter is not None:
-            _refuse("--drafter", "streaming decoding")
-        reject(args, _SHAPE_OPTIONS, "streaming decoding")
+            _refuse("--drafter", "speculative decoding")
+        reject(args, _SHAPE_OPTIONS, "speculative decoding")
     for option, name in _SHAPE_OPTIONS.items():
         if drafter is not None and getattr(args, option, None) is not None:
             able = _drafters_shaped_by(name)
