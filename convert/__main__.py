@@ -1,4 +1,4 @@
-"""`python -m convert`: a PyTorch checkpoint becomes an MLX adapter folder."""
+"""`python -m ssmlx.convert`: a PyTorch checkpoint becomes an MLX adapter folder."""
 
 import argparse
 import sys
@@ -9,12 +9,12 @@ from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES
 
-PROG = "convert"
+PROG = "ssmlx.convert"
 EPILOG = """examples:
-  python -m convert --lora CHECKPOINT --streams CHECKPOINT/streams.safetensors \\
+  python -m ssmlx.convert --lora CHECKPOINT --streams CHECKPOINT/streams.safetensors \\
       --out adapters/sql
   python -m ssmlx.chat --adapter adapters/sql
-  python -m convert --heads MEDUSA --base MODEL --out heads/medusa
+  python -m ssmlx.convert --heads MEDUSA --base MODEL --out heads/medusa
 
 LoRA is read as PEFT writes it (safetensors, or .bin without running pickled code), the streams
 from a safetensors file with streams_config.json beside it. Every tensor is accounted for, and
@@ -23,7 +23,7 @@ FOLDER is written whole or not at all. Folders of scope "all" also load in mlx-l
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("convert", "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
+    parser = make_parser(PROG, "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
     add_options(
         parser,
         (

@@ -2,7 +2,7 @@
 
 OPT is published as `pytorch_model.bin` alone, which is a pickle, and which MLX does not read:
 
-    python -m convert.base FOLDER OUT
+    python -m ssmlx.convert.base FOLDER OUT
 
 writes a folder that mlx-lm, `ssmlx` and transformers load. No pickled code is run.
 """
@@ -31,7 +31,7 @@ from . import check_torch
 if TYPE_CHECKING:
     import torch
 
-PROG = "convert.base"
+PROG = "ssmlx.convert.base"
 PICKLES = "pytorch_model*.bin"
 _PACKING = ("group_size", "bits", "mode")
 
@@ -195,7 +195,7 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
 
 def main(argv: list[str] | None = None) -> int:
     description = "Write a model folder whose weights are .bin files with safetensors instead."
-    epilog = "example:\n  python -m convert.base opt-125m opt-125m-safetensors"
+    epilog = "example:\n  python -m ssmlx.convert.base opt-125m opt-125m-safetensors"
     parser = make_parser(PROG, description, epilog)
     parser.add_argument("source", type=Path, metavar="FOLDER", help=f"has {PICKLES}")
     parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write")

@@ -1,4 +1,4 @@
-"""`python -m convert.continuations`: a model's own answers to a file of prompts."""
+"""`python -m ssmlx.convert.continuations`: a model's own answers to a file of prompts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from . import check_torch
 if TYPE_CHECKING:
     import torch
 
-PROG = "convert.continuations"
+PROG = "ssmlx.convert.continuations"
 EPILOG = """examples:
-  python -m convert.continuations --prompts prompts.jsonl --out train.jsonl --max-tokens 256
-  python -m convert.continuations --lora runs/sql --prompts data/sql/train.jsonl \\
+  python -m ssmlx.convert.continuations --prompts prompts.jsonl --out train.jsonl --max-tokens 256
+  python -m ssmlx.convert.continuations --lora runs/sql --prompts data/sql/train.jsonl \\
       --out data/sql-own/train.jsonl
 
 A line of the prompts file is a JSON object with "prompt" (a text) or "messages" (a list of role

@@ -1,4 +1,4 @@
-"""`python -m convert.train`: train streams, LoRA and pruning adapter in PyTorch."""
+"""`python -m ssmlx.convert.train`: train streams, LoRA and pruning adapter in PyTorch."""
 
 import argparse
 from pathlib import Path
@@ -16,22 +16,23 @@ from ssmlx.training.config import TrainConfig
 
 from . import check_torch
 
-PROG = "convert.train"
+PROG = "ssmlx.convert.train"
 STORE_FILE = "lower.states"
 EPILOG = """examples:
-  python -m convert.train --data data/sql --out runs/sql --num-streams 5
-  python -m convert --lora runs/sql --out adapters/sql
+  python -m ssmlx.convert.train --data data/sql --out runs/sql --num-streams 5
+  python -m ssmlx.convert --lora runs/sql --out adapters/sql
 
   # lossless: LoRA on streams alone, learnt from the model's own continuations
-  python -m convert.continuations --prompts prompts.jsonl --out data/chat/train.jsonl
-  python -m convert.continuations --prompts others.jsonl --out data/chat/valid.jsonl
-  python -m convert.train --adapter-scope streams --data data/chat --out runs/chat
+  python -m ssmlx.convert.continuations --prompts prompts.jsonl --out data/chat/train.jsonl
+  python -m ssmlx.convert.continuations --prompts others.jsonl --out data/chat/valid.jsonl
+  python -m ssmlx.convert.train --adapter-scope streams --data data/chat --out runs/chat
 
   # beside a task's LoRA (--num-streams 0), learnt from what that model answers
-  python -m convert.train --adapter-scope streams --task-lora runs/task --data own --out runs/sql
+  python -m ssmlx.convert.train --adapter-scope streams --task-lora runs/task --data own \\
+      --out runs/sql
 
 The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
-with the same weights. OUT then holds a checkpoint for `python -m convert`, log.jsonl, and
+with the same weights. OUT then holds a checkpoint for `python -m ssmlx.convert`, log.jsonl, and
 curves.png."""
 
 DEFAULTS: dict[str, Any] = {

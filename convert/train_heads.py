@@ -1,4 +1,4 @@
-"""`python -m convert.train_heads`: train Medusa heads or an MLP speculator on a frozen model."""
+"""`python -m ssmlx.convert.train_heads`: train Medusa heads or an MLP speculator."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
     from .reference.heads import HeadReference
 
-PROG = "convert.train_heads"
+PROG = "ssmlx.convert.train_heads"
 STORE_FILE = "hidden.states"
 EPILOG = """examples:
-  python -m convert.train_heads --kind medusa --data data/sql --out runs/medusa
-  python -m convert --heads runs/medusa --out heads/medusa
+  python -m ssmlx.convert.train_heads --kind medusa --data data/sql --out runs/medusa
+  python -m ssmlx.convert --heads runs/medusa --out heads/medusa
 
   # an MLP speculator in the paper's two stages: on text, then on the model's own answers
-  python -m convert.train_heads --kind mlp_speculator --data data/sql --out runs/stage1
-  python -m convert.continuations --prompts prompts.jsonl --out data/own/train.jsonl
-  python -m convert.train_heads --kind mlp_speculator --stage 2 --init runs/stage1 \\
+  python -m ssmlx.convert.train_heads --kind mlp_speculator --data data/sql --out runs/stage1
+  python -m ssmlx.convert.continuations --prompts prompts.jsonl --out data/own/train.jsonl
+  python -m ssmlx.convert.train_heads --kind mlp_speculator --stage 2 --init runs/stage1 \\
       --data data/own --out runs/stage2
 
 The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
@@ -202,7 +202,7 @@ def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadRefere
                 '"completion_tokens"' in line,
                 f"{path}, line {number} has no completion_tokens",
                 expected="in stage 2, the model's own answers",
-                do="make them with `python -m convert.continuations`",
+                do="make them with `python -m ssmlx.convert.continuations`",
             )
     values = {name: getattr(args, name) for name in OPTIMISATION}
     for name, late in _LATE.items():

@@ -510,7 +510,7 @@ def test_help_does_not_wait_for_mlx_and_fits_two_screens(module):
         env={**os.environ, "COLUMNS": "100"},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    name = module.removesuffix(".__main__")
+    name = module.removesuffix(".__main__").replace("convert", "ssmlx.convert")
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"usage: python -m {name} ")
     options = [line for line in lines if line.startswith("  --")]

@@ -604,7 +604,7 @@ def test_a_folder_that_holds_no_adapter_is_told(base, tmp_path):
     assert "streams_config.json does not exist" in refusal(load, base, tmp_path)
     message = refusal(load, base, EXAMPLE)
     assert "has the format 'speculative-streaming-pytorch/1'" in message
-    assert "`python -m convert`" in message
+    assert "`python -m ssmlx.convert`" in message
 
 
 @pytest.mark.parametrize("file", ["streams.safetensors", "adapters.safetensors"])

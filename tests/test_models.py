@@ -282,7 +282,7 @@ def pickled(tmp_path):
 
 
 def test_bin_files_become_safetensors(pickled, tmp_path, capsys):
-    with pytest.raises(InputError, match=r"python -m convert\.base"):
+    with pytest.raises(InputError, match=r"python -m ssmlx\.convert\.base"):
         ssmlx.load(str(pickled))
     out = tmp_path / "out"
     assert convert_base.main([str(pickled), str(out)]) == 0
@@ -324,7 +324,7 @@ def test_bin_files_that_cannot_be_read(fault, pickled, tmp_path, capsys):
         (pickled / "config.json").unlink()
     before = snapshot(tmp_path)
     assert convert_base.main([str(pickled), str(out)]) == 2
-    one_line(capsys.readouterr().err, "convert.base")
+    one_line(capsys.readouterr().err, "ssmlx.convert.base")
     assert snapshot(tmp_path) == before
 
 

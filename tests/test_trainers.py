@@ -98,7 +98,8 @@ class Command:
         """The one line that a run is refused with."""
         capsys.readouterr()
         assert self.main(self.argv(base, data, out, *more)) == 2
-        return real.one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], self.prog)
+        prog = self.prog.replace("convert.", "ssmlx.convert.")
+        return real.one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], prog)
 
     def weights(self, out):
         """The bytes of what was trained, by name."""
