@@ -323,7 +323,7 @@ class TreeConfig:
         """N, the nodes of a drafted tree, for `num_streams` levels below the root."""
         if self.kind == "best":
             return self.size
-        nodes = sum(self.full_width**level for level in range(num_streams + 1))
+        nodes: int = sum(self.full_width**level for level in range(num_streams + 1))
         require(
             nodes <= MAX_TREE_NODES,
             f"a full tree of {self.full_width} children and {num_streams} levels has {nodes} nodes",

@@ -36,7 +36,8 @@ class Step:
 
     def options(self) -> dict[str, Any]:
         module, *words = shlex.split(self.command)
-        return vars(import_module(module).parse_args(words))
+        options: dict[str, Any] = vars(import_module(module).parse_args(words))
+        return options
 
     def reads(self) -> list[str]:
         folder, prompts = map(self.options().get, ("data", "prompts"))

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import quantize
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -112,7 +113,8 @@ class Target:
         for every in (lora, adapter.stream_lora if adapter else {}):
             check_lora(model, every, source)
         attach_lora(model, lora, RowScope(0), merge=True, dtype=backbone.dtype)
-        mx.eval(self._computing(model).parameters())
+        computing: Any = self._computing(model)
+        mx.eval(computing.parameters())
         ends = adapter.config.end_token_ids if adapter else ()
         self.tokenizer.eos_token_ids = {*self.tokenizer.eos_token_ids, *ends}
         self.mlx_model = model
@@ -197,7 +199,7 @@ class Target:
             loaded["earlier"] = self._earlier.setdefault(session, EarlierAnswers())
         return ssmlx_answer(own.model, self.tokenizer, prompt, system.config, **loaded)
 
-    def _computing(self, model: nn.Module) -> nn.Module:
+    def _computing(self, model: Module) -> Module:
         """`model`, in place, with the products that were asked for."""
         if self.weights.rounds:
             round_products(model, self.weights.activations)
@@ -240,20 +242,20 @@ class Target:
         return Drafting(fused)
 
 
-def load_in(dtype: str, base: Path) -> tuple[nn.Module, dict[str, Any]]:
+def load_in(dtype: str, base: Path) -> tuple[Module, dict[str, Any]]:
     """A model with weights of one of `FLOATS` or `PACKED`, and its config.json."""
     bits = PACKED.get(dtype)
     failure = f"{base} cannot be loaded as a model"
     model, settings = load_weights(base, "stored" if bits else dtype, failure)
     if bits and settings.get("quantization", {}).get("bits") != bits:
         model = cast_model(model, "float32")
-        nn.quantize(model, GROUP_SIZE, bits, class_predicate=_is_packable)
+        quantize(model, GROUP_SIZE, bits, class_predicate=_is_packable)
     if bits:
         model.set_dtype(mx.float16)
     return model, settings
 
 
-def _is_packable(_: str, module: nn.Module) -> bool:
+def _is_packable(_: str, module: Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
 
 

@@ -118,8 +118,9 @@ def adapter_is(adapter: str | None, model: StreamFusedModel) -> str | None:
 def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> dict[str, Any]:
     """All that the command says, as JSON values. On the thread that runs MLX."""
     from ..api import end_token_ids
+    from ..blas import this_machine
     from ..generation.head_start import sample_text
-    from ..generation.learned import cost_rows, learned_of, this_machine
+    from ..generation.learned import cost_rows, learned_of
     from ..generation.memory import cache_size, memory_of
     from ..generation.plan import make_plan
     from ..model.capabilities import Capability

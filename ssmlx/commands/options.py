@@ -117,12 +117,14 @@ class DrafterOption:
     @property
     def draft_head(self) -> str:
         """As `ssmlx.load` takes it."""
-        return self.values.get("head", DRAFT_HEADS[0])
+        head: str = self.values.get("head", DRAFT_HEADS[0])
+        return head
 
     @property
     def attention(self) -> Attention:
         """As `metal.use` takes it."""
-        return self.values.get("attention", ATTENTIONS[0])
+        attention: Attention = self.values.get("attention", ATTENTIONS[0])
+        return attention
 
 
 class _ParseDrafter(argparse.Action):

@@ -171,13 +171,15 @@ class Routes:
     async def _body(self, request: Request) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self.answering.limits.wait):
-                body = parse_json(await self._data(request))
+                body: Any = parse_json(await self._data(request))
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
         except (ValueError, ClientDisconnect):
             body = None
-        require(isinstance(body, dict), "the body", expected="a JSON object", do="correct it")
-        return body
+        found: dict[str, Any] = body if isinstance(body, dict) else {}
+        is_object = isinstance(body, dict)
+        require(is_object, "the body", expected="a JSON object", do="correct it")
+        return found
 
     async def _data(self, request: Request) -> bytes:
         """The bytes of a body. One that is too large is read on for a while, and not kept: a client

@@ -13,12 +13,12 @@ ADAPTERS = (CHAT, "sql", "e2e")
 MAX_TOKENS = 1024
 
 
-class ChatApp(toga.App):
+class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which has the types
     """The engine is loaded and closed off the thread that draws; answers are read on it."""
 
     engine: ssmlx.Engine | None = None
     _loading: asyncio.Task[ssmlx.Engine] | None = None
-    _answer: ssmlx.Answer | None = None
+    _answer: ssmlx.Answer[ssmlx.GenerationResponse] | None = None
     _is_closing = False
 
     def startup(self) -> None:
@@ -82,7 +82,7 @@ class ChatApp(toga.App):
             speed = f"{segment.generation_tps:.0f} tokens/s"
             self.status.text = f"{speed}, {segment.tokens_per_call:.1f} tokens per call"
 
-    def _start(self, question: str, adapter: str) -> ssmlx.Answer:
+    def _start(self, question: str, adapter: str) -> ssmlx.Answer[ssmlx.GenerationResponse]:
         assert self.engine is not None
         if adapter == CHAT:  # a conversation; the other adapters know of single questions
             return self.chat.reply(question)
