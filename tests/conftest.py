@@ -87,13 +87,13 @@ def serve(engine, adapter):
     """Makes an application with the tiny model as `tiny` and its adapter as `tiny:own`; answers
     have 8 tokens unless it is told otherwise."""
     from ssmlx.prompt_cache import PromptCache
-    from ssmlx.server.answering import Answering
     from ssmlx.server.app import make_app
+    from ssmlx.server.handler import RequestHandler
 
     def make(config=None, keys=(), **more):
         given = {"prompts": [PromptCache()], **more}
-        answering = Answering(engine, {"tiny": None, "tiny:own": str(adapter)}, **given)
-        return make_app(answering, config or ssmlx.GenerateConfig(max_tokens=8), keys=keys)
+        handler = RequestHandler(engine, {"tiny": None, "tiny:own": str(adapter)}, **given)
+        return make_app(handler, config or ssmlx.GenerateConfig(max_tokens=8), keys=keys)
 
     return make
 

@@ -28,7 +28,7 @@ from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.files import alone_in, save_tensors
 from ssmlx.loading.lora_files import LORA_FILE
 from ssmlx.prompts import read_prompts
-from ssmlx.server.asks import RequestError
+from ssmlx.server.requests import RequestError
 from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, read_examples

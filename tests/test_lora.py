@@ -306,14 +306,14 @@ def test_a_server_lists_and_answers_with_both(shelf):
     from test_server import client_of, reply, said
 
     from ssmlx.prompt_cache import PromptCache
-    from ssmlx.server.answering import Answering
     from ssmlx.server.app import make_app
+    from ssmlx.server.handler import RequestHandler
 
     base, root = shelf
     with ssmlx.Engine(base, dtype="float32") as engine:
         models = {"tiny": None, "tiny:one": str(root / "one"), "tiny:two": str(root / "two")}
-        answering = Answering(engine, models, prompts=[PromptCache()])
-        client = client_of(make_app(answering, ssmlx.GenerateConfig(max_tokens=LENGTH)))
+        handler = RequestHandler(engine, models, prompts=[PromptCache()])
+        client = client_of(make_app(handler, ssmlx.GenerateConfig(max_tokens=LENGTH)))
         assert [one["id"] for one in client.get("/v1/models").json()["data"]] == list(models)
         texts = [said(reply(client, asking("w1 w2 w3", model=name))) for name in models]
         for text, adapter in zip(texts, ("none", root / "one", root / "two"), strict=True):

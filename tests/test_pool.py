@@ -382,13 +382,13 @@ def client(bounded, text_bytes):
     pytest.importorskip("starlette")
     from test_server import client_of
 
-    from ssmlx.server.answering import Answering
     from ssmlx.server.app import make_app
+    from ssmlx.server.handler import RequestHandler
 
     engine = bounded(text_bytes(STEP) + 60_000)
-    answering = Answering(engine, {"tiny": "none"}, [ssmlx.PromptCache(None)])
+    handler = RequestHandler(engine, {"tiny": "none"}, [ssmlx.PromptCache(None)])
     config = ssmlx.GenerateConfig(max_tokens=300, decoding="plain")
-    return client_of(make_app(answering, config))
+    return client_of(make_app(handler, config))
 
 
 LONG = words(250)

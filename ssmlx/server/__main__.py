@@ -28,6 +28,7 @@ BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of the server command."""
     parser = options.make_parser(PROG, "Serve a model that drafts for itself.", EPILOG, "[options]")
     group = parser.add_argument_group("server")
     options.add_options(
@@ -71,7 +72,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_keys(path: Path | None) -> list[bytes]:
-    """The keys of a file that its owner alone can read; none without one."""
+    """Return the keys of a file, one a line, each once; no keys without a file.
+
+    Raises:
+        InputError: the file is empty, cannot be read, or others than its owner may read it.
+    """
     if path is None:
         return []
     expected = "keys, one a line, in a file that only you can read"
@@ -82,7 +87,12 @@ def read_keys(path: Path | None) -> list[bytes]:
     return [key.encode() for key in dict.fromkeys(keys)]
 
 
-def listening(host: str, port: int) -> socket.socket:
+def listen_at(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; port 0 takes any that is free.
+
+    Raises:
+        InputError: nothing can listen there.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -93,8 +103,14 @@ def listening(host: str, port: int) -> socket.socket:
         raise InputError(found, expected=expected, do=do) from error
 
 
-def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
-    """A prompt cache for each key, in folders named by their hashes; one for all without keys."""
+def make_prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
+    """Make a prompt cache for each key, or one for all where there are no keys.
+
+    Args:
+        folder: where prompts are kept on disk, in folders named by the keys' hashes; None for
+            memory alone.
+        keys: API keys.
+    """
     from ..prompt_cache import PromptCache
 
     names = [hashlib.sha256(key).hexdigest()[:16] for key in keys] or [""]
@@ -102,10 +118,19 @@ def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
     return [PromptCache(None, one, 2**32 // len(names)) for one in folders]
 
 
-def models_of(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
-    """Adapters, by what the model with each is called; None for the one that a chat takes.
+def models_by_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
+    """Return the adapter of each name by which a request may call the model.
 
-    "auto" and "none" among them say what the model has under its own name.
+    Args:
+        name: of the model.
+        adapters: those of --adapter. Each gets the name `name:adapter`; "auto" or "none" says what
+        `name` itself has.
+
+    Returns:
+        Adapters by name; None stands for the one that a chat takes.
+
+    Raises:
+        InputError: two adapters have the same name, or both "auto" and "none" are given.
     """
     own = [one for one in adapters if one in (AUTO_ADAPTER, NO_ADAPTER)]
     found = f"--adapter {' and --adapter '.join(own)}"
@@ -121,6 +146,7 @@ def models_of(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
 
 
 def _main(args: argparse.Namespace) -> None:
+    """Load the model, then serve until the process is stopped."""
     config = options.generate_config(args)
     keys = read_keys(args.api_keys)
     drafter: options.DrafterOption = args.drafter
@@ -134,12 +160,12 @@ def _main(args: argparse.Namespace) -> None:
     from ..engine import Engine
     from ..generation.plan import make_plan
     from ..model import metal
-    from .answering import Answering, Limits
+    from .handler import Limits, RequestHandler
 
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
-    sock = listening(args.host, args.port)
+    sock = listen_at(args.host, args.port)
     metal.use(drafter.attention)
-    caches = prompt_caches(args.prompt_cache, keys)
+    caches = make_prompt_caches(args.prompt_cache, keys)
     loading: Any = {"dtype": args.dtype, "progress": options.DownloadBar()}
     engine = Engine(
         args.model,
@@ -149,25 +175,25 @@ def _main(args: argparse.Namespace) -> None:
         **loading,
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
-    models = models_of(name, args.adapter or ())
+    models = models_by_name(name, args.adapter or ())
     loaded = options.load_drafter(args, engine.model(models[name]), engine.tokenizer)
     for one in models.values():
         head_start(engine.model(one), engine.tokenizer, config, loaded)  # refuses what does not fit
-    answering = Answering(
+    handler = RequestHandler(
         engine, models, caches, loaded, args.template_args or {}, limits, args.any_model
     )
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
-    app = make_app(answering, config, hosts, keys)
+    app = make_app(handler, config, hosts, keys)
     model = engine.model(models[name])
     plan = run(lambda: make_plan(model, config, drafter=loaded))
-    _greet(sock, [*models], bool(keys))
+    _print_address(sock, [*models], bool(keys))
     lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
     print(*lines, sep="\n", flush=True)
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: Any = None) -> None:
             """Answers end before their requests are waited for."""
-            await asyncio.to_thread(answering.close)
+            await asyncio.to_thread(handler.close)
             await super().shutdown(sockets)
 
     own: Any = {"ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 3}
@@ -175,7 +201,8 @@ def _main(args: argparse.Namespace) -> None:
     Server(settings).run(sockets=[sock])
 
 
-def _greet(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
+def _print_address(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
+    """Print where the server listens, its models, and an example request."""
     host, port = sock.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     headers = "-H 'Content-Type: application/json'"
