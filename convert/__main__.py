@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ssmlx.commands.options import add_options, command, make_parser, reject
+from ssmlx.commands.options import add_options, make_main, make_parser, reject_options
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES
@@ -130,7 +130,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
     from .formats.heads import convert_heads
 
-    reject(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
+    reject_options(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
     with new_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
@@ -159,7 +159,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         path = resolve_model(args.base)
         backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
         if _is_adapter(args.lora):
-            reject(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
+            reject_options(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
             adapter = load_streams(args.lora)
         else:
             adapter = read_checkpoint(
@@ -195,7 +195,7 @@ def _main(args: argparse.Namespace) -> None:
     (_convert_heads if args.heads else _convert_streams)(args)
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import make_parser, run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import new_folder, read_tensors
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, metavar="FOLDER", help=f"has {PICKLES}")
     parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write")
     args = parser.parse_args(argv)
-    return run(lambda: write_safetensors(args.source, args.target), PROG)
+    return run_command(lambda: write_safetensors(args.source, args.target), PROG)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, alone, command
+from ssmlx.commands.options import add_options, make_main, with_folder_lock
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_cache_option,
-    run_options,
-    train_config,
-    training_parser,
+    make_training_parser,
+    read_run_options,
+    read_train_config,
 )
 from ssmlx.training.config import TrainConfig
 
@@ -45,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     description = "Train a model to draft for itself, in PyTorch."
     task_lora = "a checkpoint of this command with --num-streams 0: the LoRA of a task"
-    parser = training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
+    parser = make_training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
     add_machine_options(parser, "the frozen lower layers' results")
     return parser.parse_args(argv)
 
@@ -77,8 +77,8 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = No
 
 def _main(args: argparse.Namespace) -> None:
     check_torch()
-    options = run_options(args)
-    train = train_config(args)
+    options = read_run_options(args)
+    train = read_train_config(args)
 
     import torch
 
@@ -154,7 +154,7 @@ def _main(args: argparse.Namespace) -> None:
     )
 
 
-main = command(PROG, parse_args, alone(_main))
+main = make_main(PROG, parse_args, with_folder_lock(_main))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, command, make_parser
-from ssmlx.commands.results import publish, write_result
+from ssmlx.commands.options import add_options, make_main, make_parser
+from ssmlx.commands.results import print_and_save, print_save_and_draw
 from ssmlx.errors import require
 from ssmlx.generation.memory import MIB
 from ssmlx.json_files import read_json
@@ -267,7 +267,7 @@ def judge(args: argparse.Namespace) -> int:
             shown = f"{found.text(1, signed=True)}, {found.verdict}"
             lines.append(f"{row['name']} - {first}, {figure}: {shown}")
     make_folder(args.out)
-    write_result(result, args.out / f"score-{task.name}", "\n".join(lines))
+    print_and_save(result, args.out / f"score-{task.name}", "\n".join(lines))
     return 0
 
 
@@ -354,14 +354,14 @@ def _main(args: argparse.Namespace) -> int:
         print(text)
     else:
         make_folder(args.out)
-        publish(result, args.out / "compare", text, draw)
+        print_save_and_draw(result, args.out / "compare", text, draw)
     differing = failures(result)
     if differing:
         print(f"tokens differ from plain decoding's: {'; '.join(differing)}", file=sys.stderr)
     return 1 if differing else 0
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _main)
 
 
 if __name__ == "__main__":

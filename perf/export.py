@@ -18,9 +18,9 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx import exported
-from ssmlx.commands.machine import machine
-from ssmlx.commands.options import add_counts, add_options, command, make_parser
-from ssmlx.commands.results import write_result
+from ssmlx.commands.machine import describe_machine
+from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
+from ssmlx.commands.results import print_and_save
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
 from ssmlx.exported.manifest import REPORT
@@ -210,7 +210,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--prompts", "FILE", 'objects with a "prompt" or "messages"', SQL.test),
         ("--compute-units", None, "one choice only", str, COMPUTE_UNITS),
     )
-    add_counts(parser, ("count", 20, "prompts"), ("max-tokens", 64, "longest answer"))
+    add_int_options(parser, ("count", 20, "prompts"), ("max-tokens", 64, "longest answer"))
     return parser.parse_args(argv)
 
 
@@ -220,15 +220,15 @@ def _main(args: argparse.Namespace) -> int:
     mlx = load(args.model, adapter=args.adapter, dtype=args.dtype)
     rows = [{**row, **own} for folder, own in told for row in compare(args, folder, mlx)]
     make_folder(RESULTS)
-    result = {"machine": machine(), "rows": rows}
-    write_result(result, RESULTS / "export", "\n".join(map(shown, rows)))
+    result = {"machine": describe_machine(), "rows": rows}
+    print_and_save(result, RESULTS / "export", "\n".join(map(shown, rows)))
     exact = all(
         row["same_tokens"] == row["prompts"] for row in rows if row["precision"] == "float32"
     )
     return 0 if exact else 1
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ssmlx.commands.options import make_parser, run
-from ssmlx.commands.results import write_result
+from ssmlx.commands.options import make_parser, run_command
+from ssmlx.commands.results import print_and_save
 from ssmlx.model.shapes import to_float
 from ssmlx.report import Columns
 
@@ -173,7 +173,7 @@ def _main(args: argparse.Namespace) -> int:
     parts = [part_of(plan.run()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
     result = {**result_of(plans[0], args.model, parts), "dtype": dtypes}
-    write_result(result, args.out / "precision", report(result))
+    print_and_save(result, args.out / "precision", report(result))
     return 1 if failures(result) else 0
 
 
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     add_out(parser)
     args = parser.parse_args(argv)
     check_counts(parser, args, "repeats", "max_tokens")
-    return run(lambda: _main(args), PROG)
+    return run_command(lambda: _main(args), PROG)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ import numpy as np
 from mlx_lm.utils import save_config, save_model
 
 import ssmlx
-from ssmlx.commands.machine import machine
-from ssmlx.commands.options import add_options, make_parser, run
-from ssmlx.commands.results import write_result
+from ssmlx.commands.machine import describe_machine
+from ssmlx.commands.options import add_options, make_parser, run_command
+from ssmlx.commands.results import print_and_save
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import resolve_model
@@ -261,8 +261,8 @@ def _main(args: argparse.Namespace) -> int:
         prompt = next(upcoming)
         delays = [row for n, ask in systems.items() for row in delay_of(n, ask, prompt, args.long)]
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "max_tokens")}
-    result = {"machine": machine(), "load": load, **names, "rows": rows, "delays": delays}
-    write_result(result, args.out / "serving", report(result))
+    result = {"machine": describe_machine(), "load": load, **names, "rows": rows, "delays": delays}
+    print_and_save(result, args.out / "serving", report(result))
     return 0
 
 
@@ -281,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     add_out(parser)
     args = parser.parse_args(argv)
     check_counts(parser, args, "open", "count", "max_tokens", "long")
-    return run(lambda: _main(args), PROG)
+    return run_command(lambda: _main(args), PROG)
 
 
 if __name__ == "__main__":

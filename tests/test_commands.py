@@ -18,7 +18,7 @@ from huggingface_hub.utils import enable_progress_bars
 import ssmlx
 from ssmlx import bars
 from ssmlx.commands import chat, generate
-from ssmlx.commands.options import DownloadBar, generate_config, on_screen
+from ssmlx.commands.options import DownloadBar, generate_config, logging_to_stderr
 from ssmlx.errors import InputError
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading import load as loading
@@ -648,12 +648,12 @@ def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves(monkeypatch, capsy
     assert ("2.00M/4.00M" in err) == (patience == 0)
     assert err == "" or not err.split("\r")[-2].strip(), "nothing stays"
     assert list(bars.bar([1, 2], "numbers")) == [1, 2] and capsys.readouterr().err == ""
-    with on_screen():
+    with logging_to_stderr():
         assert list(bars.bar([1, 2], "numbers", mininterval=0)) == [1, 2]
     assert ("numbers" in capsys.readouterr().err) == (patience == 0)
 
 
 def test_a_line_is_said_once_where_a_library_listens_too(capsys, caplog):
-    with on_screen():
+    with logging_to_stderr():
         logging.getLogger("ssmlx").info("a line")
     assert capsys.readouterr().err == "ssmlx: a line\n" and not caplog.records

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from convert import check_torch, continuations
 from convert.continuations import Sampling
-from ssmlx.commands.options import add_counts, command, make_parser
+from ssmlx.commands.options import add_int_options, make_main, make_parser
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts
@@ -132,7 +132,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Make the prompts of a chat data set.", EPILOG)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     continuations.add_generator_options(parser)
-    add_counts(parser, ("seed", 0, "another one, other prompts"))
+    add_int_options(parser, ("seed", 0, "another one, other prompts"))
     return parser.parse_args(argv)
 
 
@@ -171,7 +171,7 @@ def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
     return found
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from perf.run.results import ROOT, reading
-from ssmlx.commands.machine import machine
-from ssmlx.commands.options import add_options, alone, command, make_parser
+from ssmlx.commands.machine import describe_machine
+from ssmlx.commands.options import add_options, make_main, make_parser, with_folder_lock
 from ssmlx.errors import require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import write_whole
@@ -127,7 +127,7 @@ def _main(args: argparse.Namespace) -> int:
                 check_file(name, files, args)
         if not step.finished:
             words = step.words(args)
-            step.commit = machine()["commit"]
+            step.commit = describe_machine()["commit"]
             told = f"{number} of {len(chosen)}, {step.name}: python -m {shlex.join(words)}"
             print(told, file=sys.stderr)
             keep()
@@ -139,7 +139,7 @@ def _main(args: argparse.Namespace) -> int:
     return 0
 
 
-main = command(PROG, parse_args, alone(_main))
+main = make_main(PROG, parse_args, with_folder_lock(_main))
 
 if __name__ == "__main__":
     raise SystemExit(main())

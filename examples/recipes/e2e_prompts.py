@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from convert.continuations import write_jsonl
-from ssmlx.commands.options import add_counts, command, make_parser
+from ssmlx.commands.options import add_int_options, make_main, make_parser
 from ssmlx.errors import require
 from ssmlx.json_files import read_json
 from ssmlx.prompts import read_prompts
@@ -101,7 +101,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Make more prompts of the E2E task.", EPILOG)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the task")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
-    add_counts(parser, ("count", 4000, "new prompts"), ("seed", 0, "of the draws"), metavar="N")
+    add_int_options(
+        parser, ("count", 4000, "new prompts"), ("seed", 0, "of the draws"), metavar="N"
+    )
     return parser.parse_args(argv)
 
 
@@ -121,7 +123,7 @@ def _main(args: argparse.Namespace) -> None:
     print(f"{args.out}: {len(prompts):,} prompts, {len(new):,} of them new", file=sys.stderr)
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -21,9 +21,9 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.answers import run as on_mlx_thread
-from ssmlx.commands.machine import machine
-from ssmlx.commands.options import add_options, make_parser, run
-from ssmlx.commands.results import write_result
+from ssmlx.commands.machine import describe_machine
+from ssmlx.commands.options import add_options, make_parser, run_command
+from ssmlx.commands.results import print_and_save
 from ssmlx.generation.learned import cost_rows, learned_of
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
     weights |= {str(length): 0.06 + 7e-5 * length for length in args.contexts}
     ends = deadlines(started, 60 * args.minutes, weights)
     result: dict[str, Any] = {
-        "machine": machine(),
+        "machine": describe_machine(),
         "load": machine_load(),
         "date": time.strftime("%Y-%m-%d"),
         "model": base.name if Path(args.model).expanduser().exists() else args.model,
@@ -269,7 +269,7 @@ def context_result(
 def _main(args: argparse.Namespace) -> int:
     make_folder(args.out)
     result = measure(args, PARTS)
-    write_result(result, args.out / "bench", report(result))
+    print_and_save(result, args.out / "bench", report(result))
     differing = [
         task["adapter"]
         for task in result["answers"]
@@ -297,7 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     check_counts(parser, args, "contexts")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: expected more than 0")
-    return run(lambda: _main(args), PROG)
+    return run_command(lambda: _main(args), PROG)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.api import check_prompt
-from ssmlx.commands.machine import machine
+from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.generation.divergence import first_difference, weigh
 from ssmlx.loading.files import folder_digest
@@ -153,7 +153,7 @@ class Measured:
 def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
     config = experiment.systems[0].config
     return {
-        "machine": machine(),
+        "machine": describe_machine(),
         "model": model,
         "dtype": experiment.weights.dtype,
         "temp": config.temp,

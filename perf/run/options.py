@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from ssmlx.commands.options import (
     Parser,
-    add_counts,
+    add_int_options,
     add_options,
     add_tree_options,
-    drafter_option,
     generate_config,
+    parse_drafter_option,
 )
 from ssmlx.errors import InputError, require
 from ssmlx.loading.adapter import StreamAdapter
@@ -152,7 +152,7 @@ def add_experiment_options(
         ),
         ("--fresh", None, "use no answers of an earlier run", bool),
     )
-    add_counts(
+    add_int_options(
         group,
         ("repeats", repeats, "times that every prompt is answered"),
         ("top-k", 0, "sample from the K likeliest tokens; 0 is all"),
@@ -280,7 +280,7 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
             parser.error(f"{key} is not a system's to choose here")
     args = parser.parse_args(words[first:])
     args.decoding = "speculative"
-    args.drafter = drafter_option(" ".join(words[:first]))
+    args.drafter = parse_drafter_option(" ".join(words[:first]))
     # It drafts at every call, so that a system is the same on every machine.
     return name, kind, generate_config(args).with_default_shape()
 

@@ -19,7 +19,7 @@ from ..loading.names import (
     resolve_adapter,
     resolve_model,
 )
-from .options import DownloadBar, add_options, command, make_parser
+from .options import DownloadBar, add_options, make_main, make_parser
 
 PROG = "ssmlx.adapt"
 _BUSY_SECONDS = 10
@@ -47,6 +47,7 @@ questions, the answers, the adapter, and `figures.json`, which says what it brin
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = make_parser(PROG, "Let a model learn to draft for itself, on this machine.", EPILOG)
     parser.add_argument(
         "--model",
@@ -80,18 +81,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def name_of(args: argparse.Namespace) -> str:
+def adapter_name(args: argparse.Namespace) -> str:
+    """Return the name of the adapter to make: --name, or one made of the model's and the LoRA's.
+
+    Raises:
+        InputError: --name is no name that an adapter may have.
+    """
     told = args.model if Path(args.model).exists() else args.model.partition("@")[0]
     is_tuned = args.adapter not in (None, NO_ADAPTER)
     parts = [told, *([args.adapter.partition("@")[0]] if is_tuned else [])]
     default = "-".join(Path(part).name for part in parts)
     name = args.name or re.sub(r"[^\w.-]+", "-", default.lower())
-    check_name(name, "--name")
+    check_adapter_name(name, "--name")
     return name
 
 
-def check_name(name: str, option: str) -> None:
-    """Raises InputError where an adapter cannot have this name, which `option` gave."""
+def check_adapter_name(name: str, option: str) -> None:
+    """Raise `InputError` if an adapter cannot have this name, which `option` gave."""
     taken = (NO_ADAPTER, AUTO_ADAPTER, *bundled_adapters())
     ok = re.fullmatch(r"[\w-][\w.-]*", name) and name not in taken
     require(
@@ -102,14 +108,18 @@ def check_name(name: str, option: str) -> None:
     )
 
 
-def _main(args: argparse.Namespace) -> None:
+def _adapt(args: argparse.Namespace) -> None:
+    """Make an adapter for the model, or go on with an earlier run.
+
+    Without --name, a run that was made from the same weights is continued, whatever its name.
+    """
     from ..loading.files import alone_in
     from ..training.adapt import AdaptOptions, adapt, folder_of_same
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
         require(ok, f"{flag} {value}", expected="more than 0, and below a million", do="correct it")
-    out = adapters_home() / name_of(args)
+    out = adapters_home() / adapter_name(args)
     fetch = Fetch(progress=DownloadBar())
     options = AdaptOptions(
         model=args.model,
@@ -125,24 +135,32 @@ def _main(args: argparse.Namespace) -> None:
         with busy("reading the weights"):
             options = replace(options, out=folder_of_same(options))
         if options.out != out:
-            say(f"{options.out.name} was made from these weights")
+            print_line(f"{options.out.name} was made from these weights")
     with alone_in(options.out):
-        adapt(options, prog=PROG, say=say, wait=waiting(args.give_way))
+        adapt(options, prog=PROG, say=print_line, wait=make_wait(args.give_way))
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
+    """Print a line at once, without waiting for the buffer to fill."""
     print(line, flush=True)
 
 
-def waiting(give_way: bool) -> Callable[[], None]:
-    """What waits until others leave the machine free, and it is not on battery, where `give_way`
-    asks for that."""
+def make_wait(give_way: bool) -> Callable[[], None]:
+    """Return a function that blocks while others keep the machine busy, or while it is on battery.
+
+    It looks at most every 10 seconds; busy means that other processes use half of the cores or
+    more.
+
+    Args:
+        give_way: whether to wait at all; if not, the function returns at once.
+    """
     from .machine import power_source
 
     looked = time.monotonic()
     own = time.process_time()
 
     def wait() -> None:
+        """Block until the machine is free and not on battery; see `make_wait`."""
         nonlocal looked, own
         while give_way and time.monotonic() - looked > _BUSY_SECONDS:
             used = (time.process_time() - own) / (time.monotonic() - looked)
@@ -156,4 +174,4 @@ def waiting(give_way: bool) -> Callable[[], None]:
     return wait
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _adapt)

@@ -44,6 +44,7 @@ Exit code 0: the model can be used, if only to decode plainly. 2: it cannot, and
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = options.make_parser(
         PROG, "Say what can draft for a model, and what that brings on this machine.", EPILOG
     )
@@ -56,13 +57,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def head_start(
+def time_costs_first(
     model: StreamFusedModel, tokenizer: Any, config: GenerateConfig, loaded: Sequence[Any]
 ) -> None:
-    """Before a command's first answer: see `give_head_start`. Says so if that takes a while.
+    """Time what drafting costs on this machine, before a command's first answer.
+
+    It takes up to two seconds, and none where earlier answers have taught enough. A line on
+    standard error says so if it takes long.
 
     Args:
-        model, tokenizer: as `ssmlx.load` returns them.
+        model: as `ssmlx.load` returns it.
+        tokenizer: the same.
         config: settings of the answers to come.
         loaded: what was loaded to draft with.
 
@@ -83,8 +88,8 @@ def head_start(
         note.cancel()
 
 
-def why_not(model: StreamFusedModel) -> dict[str, str | None]:
-    """Why each registered drafter cannot draft for the model as it was loaded; None if it can."""
+def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
+    """For each registered drafter, why it cannot draft for the loaded model; None if it can."""
     from ..drafters.registry import registered_drafter
 
     reasons: dict[str, str | None] = {}
@@ -103,8 +108,13 @@ def why_not(model: StreamFusedModel) -> dict[str, str | None]:
     return reasons
 
 
-def adapter_is(adapter: str | None, model: StreamFusedModel) -> str | None:
-    """What the adapter is, in one line; None without one."""
+def describe_adapter(adapter: str | None, model: StreamFusedModel) -> str | None:
+    """One line about an adapter's format and size; None without an adapter.
+
+    Args:
+        adapter: a name or a folder; None for the streams of a fused model.
+        model: with that adapter.
+    """
     from ..loading.adapter import load_adapter
     from ..loading.names import Fetch, resolve_adapter
 
@@ -115,8 +125,13 @@ def adapter_is(adapter: str | None, model: StreamFusedModel) -> str | None:
     return None if folder is None else load_adapter(folder).describe()
 
 
-def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> dict[str, Any]:
-    """All that the command says, as JSON values. On the thread that runs MLX."""
+def check_model(
+    args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any
+) -> dict[str, Any]:
+    """Time the model's calls and collect everything that the command prints, as JSON values.
+
+    It has to run on the thread that runs MLX. Costs that it timed are kept for later answers.
+    """
     from ..api import end_token_ids
     from ..blas import this_machine
     from ..generation.head_start import sample_text
@@ -140,14 +155,14 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
         source = f"the adapter's own, {template!r}"
     costs = []
     if model.num_streams:
-        costs = time_costs(model, text, args.seconds)
+        costs = time_stream_costs(model, text, args.seconds)
     else:
-        time_untrained(model, tokenizer, args.model, text, args.seconds)
+        time_candidate_streams(model, tokenizer, args.model, text, args.seconds)
     lines = drafting_lines(model, make_plan(model), args.adapter)
     return {
         "model": args.model,
         "adapter": args.adapter,
-        "adapter_is": adapter_is(args.adapter, model),
+        "adapter_is": describe_adapter(args.adapter, model),
         "drafting": list(lines),
         "class": type(backbone.model).__module__,
         "family": str(getattr(backbone.model, "model_type", "unknown")),
@@ -161,7 +176,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
             for name in get_args(Capability)
             if (reason := backbone.capabilities.reason(name)) is not None
         },
-        "drafters": why_not(model),
+        "drafters": reasons_not_to_draft(model),
         "costs": costs,
         "tokens_are_known": bool(model.config and model.config.tokens_per_call),
         "plain_seconds": learned.costs.plain_seconds(len(text)),
@@ -177,13 +192,20 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
     }
 
 
-def time_costs(
+def time_stream_costs(
     model: StreamFusedModel, text: Sequence[int], seconds: float
 ) -> list[dict[str, float]]:
-    """Time calls of a few numbers of nodes; what is known then of all, and what they should bring.
+    """Time target calls with 2 to 16 nodes, and estimate the speed-up of each.
+
+    Args:
+        model: with streams.
+        text: tokens of the context to time behind.
+        seconds: about how long to time.
 
     Returns:
-        A row for each number of nodes whose calls were timed now, or in earlier answers.
+        A row for each number of nodes whose cost is known, now or from earlier answers: nodes,
+        plain
+        calls that such a call takes, tokens that it should bring, speed-up over plain decoding.
     """
     from ..decoding.controller import DraftShape
     from ..generation.head_start import STREAMS, seed_costs
@@ -212,10 +234,14 @@ def time_costs(
     ]
 
 
-def time_untrained(
+def time_candidate_streams(
     model: StreamFusedModel, tokenizer: Any, name: str, text: Sequence[int], seconds: float
 ) -> None:
-    """Time calls with streams that the model could have, for the forecast of `ssmlx.adapt`."""
+    """Time calls with random streams of every size that `ssmlx.adapt` could train for the model.
+
+    The costs are kept, for the forecast of `ssmlx.adapt`. Nothing is timed for a model that cannot
+    have streams, that is split over machines, or whose folder is unknown.
+    """
     from ..training.config import RunOptions
     from ..training.job import read_base
     from ..training.sizing import candidate_layers, time_candidates
@@ -230,8 +256,8 @@ def time_untrained(
     time_candidates(backbone, base, options, text, seconds=each)
 
 
-def report(found: dict[str, Any]) -> list[str]:
-    """The lines that say what `check` found."""
+def report_lines(found: dict[str, Any]) -> list[str]:
+    """The lines that the command prints for what `check_model` returned."""
     from ..generation.memory import MIB
 
     has_adapter = found["adapter"] not in (None, NO_ADAPTER)
@@ -257,7 +283,7 @@ def report(found: dict[str, Any]) -> list[str]:
 
 
 def _drafter_lines(found: dict[str, Any]) -> list[str]:
-    """What drafts, and why the rest does not: a reason that all share stands once."""
+    """A line for each drafter; a reason that excludes all of them is one line."""
     lacks = found["lacks"]
     if "trees" in lacks:
         return [f"decodes plainly, nothing can draft: {lacks['trees']}"]
@@ -270,7 +296,7 @@ def _drafter_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _cost_lines(found: dict[str, Any]) -> list[str]:
-    """The table of costs."""
+    """The table of costs by nodes; no lines without streams."""
     from ..report import table
 
     if not found["streams"]:
@@ -293,7 +319,7 @@ def _cost_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _learned_lines(found: dict[str, Any]) -> list[str]:
-    """What earlier answers, and earlier checks, have taught."""
+    """What earlier answers have taught about costs and acceptance; no lines if nothing."""
     from ..report import aligned
 
     rows = found["learned"]["costs"]
@@ -306,7 +332,12 @@ def _learned_lines(found: dict[str, Any]) -> list[str]:
     return [*lines, *accepted, ""] if accepted else lines
 
 
-def _main(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
+    """Load the model, check it, and print lines or JSON.
+
+    Raises:
+        InputError: --seconds is not above 0, or the model cannot be loaded.
+    """
     require(
         0 < args.seconds < inf,
         f"--seconds {args.seconds:g}",
@@ -317,11 +348,11 @@ def _main(args: argparse.Namespace) -> None:
 
     from ..answers import run
 
-    found = run(lambda: check(args, model, tokenizer))
+    found = run(lambda: check_model(args, model, tokenizer))
     if args.json:
         options.print_json(found)
     else:
-        print("\n".join(report(found)))
+        print("\n".join(report_lines(found)))
 
 
-main = options.command(PROG, parse_args, _main)
+main = options.make_main(PROG, parse_args, _check)

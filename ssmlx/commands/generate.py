@@ -30,6 +30,7 @@ prefill_seconds, decode_seconds, draft_calls (of a draft model), drafts (by draf
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = options.make_parser(
         PROG,
         "Answer prompts with a model that drafts for itself.",
@@ -45,7 +46,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             "TEXT",
             "the model's chat template (chat), none (raw), or a text with "
             "{prompt}, \\n for new lines (default: the adapter's own, then chat, then raw)",
-            options.template_text,
+            options.unescape_newlines,
         ),
         (
             "--logprobs",
@@ -70,20 +71,25 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _note(lines: Iterable[str]) -> None:
+def _print_notes(lines: Iterable[str]) -> None:
+    """Print lines in brackets on standard error."""
     for line in lines:
         print(f"[{line}]", file=sys.stderr)
 
 
-def _main(args: argparse.Namespace) -> None:
+def _generate(args: argparse.Namespace) -> None:
+    """Answer one or several prompts, and print texts or JSON lines.
+
+    All prompts are encoded and checked before the first is answered.
+    """
     from ..prompts import common_prefix, encode_prompt, read_prompts, user_text
 
     if not args.jsonl:
-        options.reject(args, ("logprobs",), "--jsonl")
+        options.reject_options(args, ("logprobs",), "--jsonl")
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     kept = PromptFile(args.prompt_cache)
     config = options.generate_config(args)
-    model, tokenizer, loaded = options.load_all(args)
+    model, tokenizer, loaded = options.load_for_decoding(args)
 
     import mlx.core as mx
 
@@ -101,7 +107,7 @@ def _main(args: argparse.Namespace) -> None:
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
     plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
-        _note(drafting_lines(model, plan, args.adapter))
+        _print_notes(drafting_lines(model, plan, args.adapter))
     earlier = EarlierAnswers()
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
@@ -129,14 +135,20 @@ def _main(args: argparse.Namespace) -> None:
             options.print_json(record(user_text(prompt), answer))
             continue
         print(flush=True)
-        _note([summary(answer[-1])])
+        _print_notes([summary(answer[-1])])
         if args.verbose:
-            _note(_details(answer[-1], model, plan))
+            _print_notes(_detail_lines(answer[-1], model, plan))
     kept.write(model)
 
 
-def _details(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> Iterator[str]:
-    """What --verbose says of an answer, by its last segment."""
+def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> Iterator[str]:
+    """Yield what --verbose prints of an answer: drafts, memory, and learned costs and acceptance.
+
+    Args:
+        last: the answer's last response.
+        model: that gave it.
+        plan: how it was decoded.
+    """
     from ..api import drafts_line
     from ..generation.learned import acceptance_line, costs_line, learned_of
 
@@ -149,4 +161,4 @@ def _details(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> I
         yield acceptance_line(prior, plan.kind, last.prompt_tokens)
 
 
-main = options.command(PROG, parse_args, _main)
+main = options.make_main(PROG, parse_args, _generate)

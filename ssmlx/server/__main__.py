@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import options
-from ..commands.check import head_start
+from ..commands.check import time_costs_first
 from ..commands.drafting import drafting_lines
 from ..errors import InputError, not_installed, require
 from ..json_files import read_text
@@ -178,7 +178,9 @@ def _main(args: argparse.Namespace) -> None:
     models = models_by_name(name, args.adapter or ())
     loaded = options.load_drafter(args, engine.model(models[name]), engine.tokenizer)
     for one in models.values():
-        head_start(engine.model(one), engine.tokenizer, config, loaded)  # refuses what does not fit
+        time_costs_first(
+            engine.model(one), engine.tokenizer, config, loaded
+        )  # refuses what does not fit
     handler = RequestHandler(
         engine, models, caches, loaded, args.template_args or {}, limits, args.any_model
     )
@@ -214,7 +216,7 @@ def _print_address(sock: socket.socket, models: Sequence[str], needs_key: bool) 
     print(f"curl {address}/v1/chat/completions {headers} -d '{BODY}'\n", flush=True)
 
 
-main = options.command(PROG, parse_args, _main)
+main = options.make_main(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())
