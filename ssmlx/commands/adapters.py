@@ -22,17 +22,23 @@ EPILOG = """examples:
   python -m ssmlx.adapters remove qwen3-4b-4bit
   python -m ssmlx.adapters rename qwen3-4b-4bit qwen
 
-An adapter belongs to the weights that it was made from, wherever they lie and whatever the adapter
-is called: chat, generate, the engine and the server take the newest that was made from theirs."""
+An adapter works with the weights that it was made from, wherever they are stored. Without
+--adapter, chat, generate, the engine and the server use the newest one made from their weights."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; None stands for the process's own."""
-    text = "List the adapters that ssmlx.adapt has made here, remove or rename them."
+    text = "List, remove or rename the adapters that ssmlx.adapt has made on this machine."
     usage = "[list | remove NAME | rename NAME NEW]"
     parser = make_parser(PROG, text, EPILOG, usage)
-    parser.add_argument("act", nargs="?", choices=("list", "remove", "rename"), default="list")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of the adapter; and the new one")
+    acts = ("list", "remove", "rename")
+    parser.add_argument("act", nargs="?", choices=acts, default="list", help="(default: list)")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="name of the adapter; for rename, then the new name",
+    )
     args = parser.parse_args(argv)
     wanted = {"list": 0, "remove": 1, "rename": 2}[args.act]
     if len(args.names) != wanted:

@@ -23,8 +23,8 @@ EPILOG = """examples:
   python -m ssmlx.caches
   python -m ssmlx.caches purge ~/Library/Caches/my-app/prompts
 
-Prompts are kept by a `PromptCache` that has a folder. Files that others put there are left alone,
-and so are those of --prompt-cache, which are yours to delete."""
+A `PromptCache` with a folder, and a server with --prompt-cache, keep prompts there. purge deletes
+their files and no others. The file of a chat's --prompt-cache is not listed: delete it yourself."""
 _MIB = 2**20
 
 
@@ -137,10 +137,17 @@ class PromptFile:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; None stands for the process's own."""
-    text = "List the prompts that are kept on disk, or delete them."
+    text = "List or delete the processed prompts that are kept on disk."
     parser = make_parser(PROG, text, EPILOG, "[list | purge] [FOLDER]")
-    parser.add_argument("act", nargs="?", choices=("list", "purge"), default="list")
-    parser.add_argument("folder", nargs="?", type=Path, help=f"(default: {_default_folder()})")
+    parser.add_argument(
+        "act", nargs="?", choices=("list", "purge"), default="list", help="(default: list)"
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        help=f"folder of a PromptCache (default: {_default_folder()})",
+    )
     return parser.parse_args(argv)
 
 

@@ -36,25 +36,25 @@ EPILOG = """examples:
   python -m ssmlx.chat --drafter "medusa heads=heads/medusa"
   echo "What is a monsoon?" | python -m ssmlx.chat
 
-Ctrl-C stops a reply and keeps the chat; Ctrl-D or /quit leaves. Replies go to standard output,
-everything else to standard error, so the chat can be piped."""
-HELP = """/help            this list
+Ctrl-C stops an answer, and the chat goes on. Ctrl-D or /quit ends the chat. Answers go to standard
+output, everything else to standard error. In the chat, /help lists its commands."""
+HELP = """/help            show this list
 /reset           forget the conversation
-/system TEXT     start anew with TEXT as the system prompt; without TEXT, with the default one
-/stats           tokens, target calls and speed of this chat
-/memory          where the memory goes
-/compare         answer the last message again, drafting and plain: same text? how much faster?
-/adapter         the adapter in use, and those that ship with ssmlx
-/adapter NAME    another adapter (a name, a folder, org/name on the Hub, or none), same conversation
-/quit            leave (so does Ctrl-D)"""
+/system TEXT     start a new conversation with the system prompt TEXT; without TEXT, the default one
+/stats           show tokens, calls of the model and speed of this chat
+/memory          show what the memory is used for
+/compare         answer the last message with and without drafting, and compare texts and speed
+/adapter         show the adapter in use, and those that ship with ssmlx
+/adapter NAME    change the adapter (a name, a folder, org/name on the Hub, or none)
+/quit            end the chat (as Ctrl-D does)"""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; None stands for the process's own."""
     parser = options.make_parser(
-        PROG, "Chat with a model that drafts for itself.", EPILOG, "[options]"
+        PROG, "Chat with a language model, sped up by speculative decoding.", EPILOG, "[options]"
     )
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     options.add_prompt_cache_option(parser, "the conversation")
     options.add_model_options(parser)
     options.add_decoding_options(parser, max_tokens=1024)

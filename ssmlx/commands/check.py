@@ -29,30 +29,32 @@ EPILOG = """examples:
   python -m ssmlx.check --model mlx-community/Qwen3-4B-4bit --adapter runs/mine
   python -m ssmlx.check --adapter sql --seconds 20 --json
 
-The columns of its table:
-  nodes         rows that a call verifies: the newest token, and a tree of drafted ones behind it
-  plain calls   how long such a call takes here, in calls of plain decoding, which bring one token
-  tokens        that a call brings, as the adapter's settings say of its own test prompts
-  speed-up      over plain decoding, with as many of the drafted tokens accepted as in earlier
-                answers here (nine tenths before the first): below 1, plain decoding is faster
-Without streams, it times what the model's own would cost, for the forecast of ssmlx.adapt.
+Columns of the table:
+  nodes         tokens that one call of the model verifies: the newest one, and the drafted ones
+  plain calls   time of such a call, divided by the time of a call that decodes one token
+  tokens        tokens that such a call yields on the adapter's own test prompts
+  speed-up      over plain decoding, if as many drafted tokens are accepted as in earlier answers
+                on this machine (9 in 10 before the first answer). Below 1, drafting is slower.
+For a model without streams, the command times what streams would cost; ssmlx.adapt uses that.
 
-What a call costs follows from the machine and from the sizes of the model, not from its weights.
-The costs are kept with what earlier answers have taught of them, and answers start from there.
+Costs depend on the machine and the model's shapes, not on its weights. They are stored, and later
+answers use them.
 
-Exit code 0: the model can be used, if only to decode plainly. 2: it cannot, and a line says why."""
+Exit code 0: the model works, with or without drafting. 2: it does not, and a line says why."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; None stands for the process's own."""
     parser = options.make_parser(
-        PROG, "Say what can draft for a model, and what that brings on this machine.", EPILOG
+        PROG,
+        "Show which drafters work with a model, and the speed-up to expect on this machine.",
+        EPILOG,
     )
     options.add_model_options(parser)
     options.add_options(
         parser.add_argument_group("check"),
-        ("--seconds", "S", "how long to time calls (default: %(default)g)", 5.0),
-        ("--json", None, "print one JSON object, and nothing else", bool),
+        ("--seconds", "S", "seconds to spend on timing (default: %(default)g)", 5.0),
+        ("--json", None, "print one JSON object instead of text", bool),
     )
     return parser.parse_args(argv)
 

@@ -24,8 +24,8 @@ EPILOG = """examples:
   python -m ssmlx.generate --drafter "prompt-lookup tokens=5" --temp 0.7 --seed 1 --prompt "..."
   python -m ssmlx.generate --drafter "medusa heads=heads/medusa" --tree-size 24 --prompt "..."
 
-A line of --jsonl holds prompt, text, tokens, finish_reason (stop, length, context), prompt_tokens,
-generation_tokens, target_calls (forward passes, the prompt's as one), tokens_per_call, lossy,
+Fields of --jsonl: prompt, text, tokens, finish_reason (stop, length or context), prompt_tokens,
+generation_tokens, target_calls (forward passes; the prompt counts as one), tokens_per_call, lossy,
 prefill_seconds, decode_seconds, draft_calls (of a draft model), drafts (by drafter), memory."""
 
 
@@ -33,7 +33,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; None stands for the process's own."""
     parser = options.make_parser(
         PROG,
-        "Answer prompts with a model that drafts for itself.",
+        "Answer prompts with a language model, sped up by speculative decoding.",
         EPILOG,
         "(--prompt TEXT | --prompts FILE.jsonl) [options]",
     )
@@ -44,25 +44,25 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (
             "--template",
             "TEXT",
-            "the model's chat template (chat), none (raw), or a text with "
-            "{prompt}, \\n for new lines (default: the adapter's own, then chat, then raw)",
+            "chat: the model's chat template; raw: none; or a text with {prompt} in it, \\n for "
+            "a new line (default: the adapter's, else chat, else raw)",
             options.unescape_newlines,
         ),
         (
             "--logprobs",
             "N",
-            "with --jsonl: log probabilities of each token and the N likeliest",
+            "with --jsonl: log probabilities of every token and of the N likeliest ones",
             int,
         ),
     )
-    options.add_prompt_cache_option(group, "the prompt, or what all prompts begin with,")
+    options.add_prompt_cache_option(group, "the beginning that all prompts share")
     options.add_options(
         group.add_mutually_exclusive_group(),
-        ("--jsonl", None, "print one JSON object a prompt, and nothing else", bool),
+        ("--jsonl", None, "print one JSON object for each prompt", bool),
         (
             "--verbose",
             None,
-            "say what drafts, what calls cost, where memory goes",
+            "print what drafts and why, costs of calls, and memory",
             bool,
         ),
     )

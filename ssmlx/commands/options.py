@@ -90,8 +90,13 @@ def add_prompt_options(group: argparse._ArgumentGroup) -> None:
     """Add --prompt and --prompts, of which one has to be given."""
     add_options(
         group.add_mutually_exclusive_group(required=True),
-        ("--prompt", "TEXT", "one prompt", str),
-        ("--prompts", "FILE.jsonl", "a JSON object a line, field `prompt` or `messages`", Path),
+        ("--prompt", "TEXT", "the prompt to answer", str),
+        (
+            "--prompts",
+            "FILE.jsonl",
+            "several prompts: a JSON object on each line, with `prompt` or `messages`",
+            Path,
+        ),
     )
 
 
@@ -105,7 +110,7 @@ def _parse_json_object(text: str) -> dict[str, Any]:
 
 def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> None:
     """Add --prompt-cache; `kept` says in the help which prompt is kept."""
-    text = "processed in FILE; what begins like it starts at once, under the same model and LoRA"
+    text = "in FILE as the model processed it; the next run with the same beginning starts at once"
     add_options(group, ("--prompt-cache", "FILE", f"keep {kept} {text}", Path))
 
 
@@ -119,9 +124,9 @@ _SHARED_KEYS = "acceptance=exact|typical epsilon=0.09 delta=0.3 attention=auto|m
 
 _PENALTIES = ("repetition", "presence", "frequency")
 _LEGEND = """\
-schedule: streams of the accepted node alone, in a pass after the tree's, or of every node in it;
-head: weights of the LM head's copy that guesses; attention: the fused Metal kernel, or never (mlx);
-acceptance=typical: LOSSY, accept what the model finds likely enough (Medusa)"""
+schedule: run streams in a pass of their own (second-pass) or in the verifying one (fused).
+head: weights of the draft head. attention: MLX's (mlx), or the fused Metal kernel if faster (auto).
+acceptance=typical: also accept tokens that the model finds likely. LOSSY: it changes answers."""
 
 
 @dataclass(frozen=True)
@@ -284,23 +289,23 @@ def add_model_options(parser: argparse.ArgumentParser, adapters: Any = str) -> N
         (
             "--model",
             "MODEL",
-            "a folder (mlx-lm or Hugging Face layout), a Hub name such as "
-            "org/name or org/name@revision, or an alias (default: %(default)s)",
+            "a folder in mlx-lm's or Hugging Face's layout, a name on the Hugging Face Hub "
+            "(org/name or org/name@revision), or an alias (default: %(default)s)",
             DEFAULT_MODEL,
         ),
         (
             "--adapter",
             "ADAPTER",
-            "streams that draft, and LoRA, also mlx-lm's or PEFT's: one that ships "
-            f"({bundled}), a folder, org/name or org/name@revision of the Hub, or none "
-            f"(default: auto, its own, one made here for it, or {DEFAULT_ADAPTER})",
+            f"{bundled} (they ship), a folder, a Hub name, also a LoRA of mlx-lm or PEFT, or none "
+            "(default: auto: the model's own streams, else an adapter that ssmlx.adapt made for it "
+            f"here, else {DEFAULT_ADAPTER})",
             adapters,
         ),
         (
             "--dtype",
             "TYPE",
-            "stored, or the weights unpacked and cast to float32, float16 or "
-            "bfloat16 (default: auto, as stored on a GPU and float32 on the CPU)",
+            "type of the weights: as stored, or converted to float32, float16 or bfloat16 "
+            "(default: auto, as stored on a GPU and float32 on a CPU)",
             DTYPES[0],
             DTYPES,
         ),
@@ -315,16 +320,16 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         (
             "--decoding",
             "HOW",
-            "speculative (once called streaming): verify what a drafter proposes, at every call; "
-            "plain: one token per call (default: decided from call to call, by what is faster)",
+            "speculative (formerly streaming): draft for every call; plain: one token a call "
+            "(default: for each call, what should be faster)",
             decoding_name,
             DECODINGS,
         ),
-        ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
+        ("--max-tokens", "N", "generate at most N tokens (default: %(default)s)", max_tokens),
         (
             "--template-args",
             "JSON",
-            "what else the chat template reads, such as '{\"enable_thinking\": false}'",
+            "variables for the chat template, such as '{\"enable_thinking\": false}'",
             _parse_json_object,
         ),
     )
@@ -333,12 +338,12 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         type=unescape_newlines,
         action="append",
         metavar="TEXT",
-        help="ends the answer, and is not in it; \\n for a new line; repeatable",
+        help="end the answer before TEXT (\\n is a new line); repeatable",
     )
-    group = parser.add_argument_group("sampling (exact with every drafter)")
+    group = parser.add_argument_group("sampling (drafting does not change its distribution)")
     add_options(
         group,
-        ("--temp", "T", "temperature; 0 is greedy (default: 0)", 0.0),
+        ("--temp", "T", "temperature; 0 takes the likeliest token (default: 0)", 0.0),
         (
             "--top-p",
             "P",
@@ -355,15 +360,14 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         (
             "--seed",
             "N",
-            "repeats an answer, plain or speculative, with any drafter, in float32",
+            "same seed, same answer, whatever drafts (in float32; default: random)",
             int,
         ),
         (
             "--penalty",
             "NAME=X",
-            'repetition=X, presence=X or frequency=X; "repetition=1.2 '
-            f'context=64" looks at 64 recent tokens (default: {_DEFAULTS.repetition_context_size}'
-            "); repeatable",
+            'repetition=X, presence=X or frequency=X of recent tokens, such as "repetition=1.2 '
+            f'context=64" (default: the last {_DEFAULTS.repetition_context_size}); repeatable',
             list,
         ),
     )
@@ -371,14 +375,14 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         "--deterministic",
         action="store_true",
         default=None,
-        help="the same calls each time: nothing learned decides what is drafted, and seed 0",
+        help="make the same calls in every run: use no measured costs, and seed 0",
     )
     group.add_argument(
         "--logit-bias",
         type=_parse_token_bias,
         action="append",
         metavar="ID=X",
-        help="add X to the logit of the token with this id; repeatable",
+        help="add X to the logit of token ID; repeatable",
     )
     add_drafting_options(parser)
 
@@ -398,7 +402,7 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         f"  {name:15} {'  '.join(own.split())}"
         for name, own in {**keys, "any of them": _SHARED_KEYS}.items()
     ]
-    title = "What drafts, and its own settings with their defaults:"
+    title = "Drafters, each with its settings and their defaults:"
     group = parser.add_argument_group(
         "drafting (not with --decoding plain)", "\n".join([title, *rows, _LEGEND])
     )
@@ -407,9 +411,9 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         action=_ParseDrafter,
         default=DrafterOption(),
         metavar='"NAME ..."',
-        help='such as "lookahead window=7" (default: streams, where there are any)',
+        help='such as "lookahead window=7" (default: streams if there are any)',
     )
-    text = "Without these, and without --decoding, a controller decides by what calls cost here."
+    text = "Without these and --decoding, the size is chosen for each call, by measured costs."
     add_tree_options(parser.add_argument_group("draft tree", text))
 
 
@@ -422,38 +426,38 @@ def add_tree_options(group: argparse._ArgumentGroup) -> None:
         (
             "--num-streams",
             "G",
-            "tokens that streams draft ahead (default: all that were trained)",
+            "streams to use, each of which drafts one token ahead (default: all)",
             int,
         ),
         (
             "--tree",
             None,
-            "of streams and Medusa heads. full: every combination of K children a "
-            "level; best: the N likeliest nodes (default: best)",
+            "for streams and Medusa heads. full: K children for every node; best: the N "
+            "likeliest nodes (default: best)",
             str,
             ("full", "best"),
         ),
         (
             "--tree-width",
             "K",
-            f"children a level (default: {tree.full_width} for full, no limit for best)",
+            f"K, most children of a node (default: {tree.full_width} for full, no limit for best)",
             int,
         ),
         (
             "--tree-size",
             "N",
-            f"nodes of the best tree, the root included (default: {tree.size})",
+            f"N, nodes of the best tree with its root (default: {tree.size})",
             int,
         ),
         (
             "--prune",
             "HOW",
-            "drop unlikely nodes before the upper layers, by early exit: budget "
-            "keeps the M likeliest, threshold=P those with a probability of P given their parent "
+            "drop unlikely nodes before the upper layers. budget: keep the M likeliest; "
+            "threshold=P: keep nodes with a probability of at least P given their parent "
             f"(default: off; P: {prune.threshold})",
             str,
         ),
-        ("--prune-to", "M", f"nodes that a budget keeps (default: {prune.keep})", int),
+        ("--prune-to", "M", f"M, nodes that --prune budget keeps (default: {prune.keep})", int),
     )
 
 

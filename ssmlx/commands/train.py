@@ -42,7 +42,7 @@ call would advance on held-out text; training pays where that is well above 1.""
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; None stands for the process's own."""
-    description = "Train a model to draft for itself, with MLX."
+    description = "Train an adapter that makes a model draft for itself, with MLX."
     task_lora = "the LoRA of a task, as mlx-lm, PEFT or this command wrote it"
     parser = make_training_parser(PROG, description, EPILOG, "an adapter", task_lora)
     group = parser.add_argument_group("machine")

@@ -38,13 +38,15 @@ EPILOG = """examples:
   python -m ssmlx.upload --adapter runs/mine --repo me/streams --dry-run
   python -m ssmlx.upload --adapter runs/mine --repo me/streams --private
 
-What is sent: the adapter's settings and weights, figures.json, and a card that is made of these.
-Nothing else that lies in FOLDER: no data, prompts, logs or notes of yours.
+It uploads the adapter's settings and weights, figures.json, and a card made of these figures. It
+uploads nothing else from FOLDER: no data, prompts, logs or notes.
 
-Streams tell of the text that they learned from. Those that learned from --data of yours, or from
-nobody knows what (without figures.json), are sent with --yes-private alone, --private or not.
-The card says which base the streams belong to: of a model in a folder of yours, --base tells it.
-A token that may write comes first: `hf auth login`. Then: --adapter me/streams, on any machine."""
+Parts of the training text can be reconstructed from streams. An adapter that learned from --data of
+yours, or whose figures.json is missing, is uploaded only with --yes-private, also to a private
+repository.
+
+Before the first upload, log in with a token that may write: `hf auth login`. Afterwards
+--adapter ORG/NAME uses the adapter on any machine."""
 _CARD = """---
 {head}
 ---
@@ -64,24 +66,34 @@ python -m ssmlx.chat --model {base} --adapter {repo}
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; None stands for the process's own."""
-    parser = make_parser(PROG, "Share an adapter on the Hugging Face Hub.", EPILOG)
+    parser = make_parser(PROG, "Upload an adapter to the Hugging Face Hub.", EPILOG)
     for flag, word, help in (
-        ("--adapter", "FOLDER", "an adapter, or a training run"),
-        ("--repo", "ORG/NAME", "where to; made if it is not there"),
+        ("--adapter", "FOLDER", "folder or name of an adapter, or the folder of a training run"),
+        ("--repo", "ORG/NAME", "repository on the Hub; it is created if it does not exist"),
     ):
         parser.add_argument(flag, metavar=word, help=help, required=True)
     add_options(
         parser,
-        ("--license", "ID", "such as apache-2.0; what comes of a model has its terms", str),
+        (
+            "--license",
+            "ID",
+            "licence for the card, such as apache-2.0; the base model's terms hold too",
+            str,
+        ),
         (
             "--base",
             "ORG/NAME",
-            "what a folder that the adapter was made from is a copy of, on the Hub",
+            "Hub name of the base model, if the adapter was made from a local folder",
             str,
         ),
-        ("--private", None, "for you, or your organisation, alone", bool),
-        ("--yes-private", None, "send what was learned from data of yours, too", bool),
-        ("--dry-run", None, "show what would be sent, and send nothing", bool),
+        ("--private", None, "create a private repository", bool),
+        (
+            "--yes-private",
+            None,
+            "confirm the upload of an adapter that learned from your own data",
+            bool,
+        ),
+        ("--dry-run", None, "show what would be uploaded, and upload nothing", bool),
     )
     return parser.parse_args(argv)
 

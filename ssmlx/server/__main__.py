@@ -21,50 +21,65 @@ EPILOG = """examples:
   python -m ssmlx.server --model org/name --adapter runs/mine --port 9000
   python -m ssmlx.server --api-keys keys.txt --host 192.168.1.5 --prompt-cache ~/.cache/prompts
 
-OpenAI's and Anthropic's APIs are below /v1, a chat page is at /. A request names the model, or
-MODEL:ADAPTER for one with an adapter; the settings here hold where it says nothing. MODEL drafts as
-a chat does; with --adapter none, it is the base alone."""
+OpenAI's and Anthropic's APIs are at /v1, a chat page is at /. A request names MODEL, which is used
+as in ssmlx.chat, or MODEL:ADAPTER for one of the adapters of --adapter. With --adapter none, MODEL
+is used without an adapter. Settings given here hold for requests that do not set them."""
 BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}]}'
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the options of the server command."""
-    parser = options.make_parser(PROG, "Serve a model that drafts for itself.", EPILOG, "[options]")
+    parser = options.make_parser(
+        PROG,
+        "Serve a language model over HTTP, sped up by speculative decoding.",
+        EPILOG,
+        "[options]",
+    )
     group = parser.add_argument_group("server")
     options.add_options(
         group,
         (
             "--host",
             "ADDRESS",
-            "address to listen at (default: %(default)s, this machine alone)",
+            "address to listen on (default: %(default)s, reachable from this machine only)",
             "127.0.0.1",
         ),
-        ("--port", "N", "port, 0 for any that is free (default: %(default)s)", 8080),
-        ("--allow-host", "NAME", "another name that it may be called by; repeatable", list),
+        ("--port", "N", "port to listen on; 0 takes a free one (default: %(default)s)", 8080),
+        (
+            "--allow-host",
+            "NAME",
+            "another host name that requests may use for this server; repeatable",
+            list,
+        ),
         (
             "--api-keys",
             "FILE",
-            "keys that requests need, one a line, in a file that only you can "
-            "read; each has its own prompt cache",
+            "API keys, one a line, in a file that only you can read; requests need one of them. "
+            "Each key has a prompt cache of its own",
             Path,
         ),
         (
             "--any-model",
             "",
-            "the first model answers where a request names one that is not here",
+            "answer with the first model if a request names an unknown one",
             bool,
         ),
-        ("--prompt-cache", "FOLDER", "keep processed prompts on disk, too", Path),
+        ("--prompt-cache", "FOLDER", "also keep processed prompts on disk, in FOLDER", Path),
         (
             "--memory",
             "GIB",
-            "memory that texts may take beside the weights, those of running answers and of kept "
-            "prompts; prompts go first (default: two thirds of what the weights leave)",
+            "memory for running answers and kept prompts, beside the weights. If it is short, kept "
+            "prompts are dropped first (default: two thirds of what the weights leave)",
             float,
         ),
-        ("--max-open", "N", "answers at once; more wait (default: %(default)s)", 8),
-        ("--max-waiting", "N", "requests that may wait (default: %(default)s)", 64),
-        ("--timeout", "S", "seconds that a request may take (default: %(default)s)", 600.0),
+        ("--max-open", "N", "most answers at once; further ones wait (default: %(default)s)", 8),
+        (
+            "--max-waiting",
+            "N",
+            "most requests that wait; further ones get status 503 (default: %(default)s)",
+            64,
+        ),
+        ("--timeout", "S", "most seconds for a request (default: %(default)s)", 600.0),
     )
     options.add_model_options(parser, list)
     options.add_decoding_options(parser, max_tokens=16384)
