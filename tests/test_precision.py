@@ -12,7 +12,7 @@ from tiny import make_base, make_model, make_tokenizer, slow
 from perf import precision
 from perf.run import target
 from perf.run.rounding import RoundedEmbedding, RoundedLinear, round_products
-from perf.run.target import PACKED, load_in
+from perf.run.target import PACKED, load_weights_as
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import TreeConfig
 
@@ -130,7 +130,7 @@ def test_a_base_that_is_stored_in_as_many_bits_keeps_them(folders, tmp_path):
     stored = mx.load(str(write_packed(tmp_path, folders / "base") / "model.safetensors"))
     name = "model.layers.0.self_attn.q_proj"
     for dtype, bits in PACKED.items():
-        layer = dict(load_in(dtype, tmp_path)[0].named_modules())[name]
+        layer = dict(load_weights_as(dtype, tmp_path)[0].named_modules())[name]
         assert (layer.bits, layer.scales.dtype) == (bits, mx.float16)
         assert mx.array_equal(layer.weight, stored[f"{name}.weight"]) == (bits == 4)
 

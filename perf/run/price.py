@@ -47,14 +47,14 @@ class CallKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Price:
-    """What an answer should take.
+    """The time that an answer should take, by the median of each kind of call.
 
     Attributes:
-        seconds: the prompt's call among them.
+        seconds: of all calls, the prompt's included.
         tokens: of the answer.
-        calls: that were priced, all but the prompt's.
-        without_place: of these, calls with the median of all places.
-        by_nearest_rows: of these, calls with the median of another number of rows.
+        calls: priced calls, without the prompt's.
+        without_place: of these, how many took the median over all places.
+        by_nearest_rows: of these, how many took the median of another number of rows.
     """
 
     seconds: float
@@ -117,7 +117,7 @@ class CallSeconds:
 
 
 def kinds_of(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
-    """The kind of each call of an answer by a kind of `System`."""
+    """Yield the kind of each call of an answer; `system` is the kind of the system."""
     is_pipelined = system in _IS_PLAINLY_LAUNCHED
     rows = [call.rows for call in calls]
     for index, (call, following) in enumerate(pairwise([*calls, None])):

@@ -18,9 +18,10 @@ from mlx.utils import tree_unflatten
 
 
 class RoundedLinear(Linear):
-    """A linear layer, packed or not, in 16 bits."""
+    """A linear layer that computes in float32 and rounds its output to the input's type."""
 
     def __init__(self, linear: Any) -> None:
+        """Take the weights of another layer, unpacked to float32."""
         Module.__init__(self)  # type: ignore[no-untyped-call]
         self.weight = _unpacked(linear)
         if "bias" in linear:
@@ -33,9 +34,13 @@ class RoundedLinear(Linear):
 
 
 class RoundedEmbedding(Embedding):
-    """An embedding, packed or not, in 16 bits; also where it is the LM head."""
+    """An embedding that computes in float32 and rounds its output, also as the LM head."""
 
     def __init__(self, embedding: Any, dtype: str) -> None:
+        """Args:
+        embedding: whose weights are taken, unpacked to float32.
+        dtype: name of the type to which rows are rounded.
+        """
         Module.__init__(self)  # type: ignore[no-untyped-call]
         # its name: it can be copied
         self.weight = _unpacked(embedding)
@@ -53,7 +58,7 @@ class RoundedEmbedding(Embedding):
 
 
 def _unpacked(layer: Any) -> mx.array:
-    """The weights in float32, every one of them as it is."""
+    """A layer's weights in float32, dequantised if they are packed."""
     if not isinstance(layer, QuantizedLinear | QuantizedEmbedding):
         weights: mx.array = layer.weight.astype(mx.float32)
         return weights
@@ -62,7 +67,7 @@ def _unpacked(layer: Any) -> mx.array:
 
 
 def round_products(model: Module, dtype: str) -> None:
-    """Put these layers in the place of a model's own, which compute in `dtype`."""
+    """Replace a model's linear layers and embeddings by rounding ones, in place."""
     updates: list[tuple[str, Module]] = []
     for path, module in model.named_modules():  # type: ignore[no-untyped-call]
         if isinstance(module, Linear | QuantizedLinear):
