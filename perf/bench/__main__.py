@@ -2,7 +2,7 @@
 
 It times calls of the model with 1 to 16 rows, and launches of kernels. Then mlx-lm, plain decoding
 and drafting by default answer the same prompts in turns, with the bundled adapters; then the same
-after a long context. It prints and saves a report, which has no name or path in it.
+after a long context. It prints and saves a report, without your name or paths.
 """
 
 import argparse

@@ -128,8 +128,8 @@ def add_experiment_options(
         (
             "--adapter",
             "NAME|FOLDER",
-            "adapter, or `none` (default: the bundled one with the task's name if there is one; chat "
-            "for spec_bench)",
+            "adapter, or `none` (default: the bundled one with the task's name if there is one; "
+            "chat for spec_bench)",
             str,
         ),
         *(
@@ -144,9 +144,9 @@ def add_experiment_options(
         (
             "--systems",
             "SYSTEM",
-            f"ways to decode: {', '.join(SYSTEMS)}; {DEFAULT}: what users get without options; {TEXT}: "
-            "the same without streams; trees: streams with every kind of tree and pruning. mlx-lm "
-            "and plain always take part (default: "
+            f"ways to decode: {', '.join(SYSTEMS)}; {DEFAULT}: what users get without options; "
+            f"{TEXT}: the same without streams; trees: streams with every kind of tree and "
+            "pruning. mlx-lm and plain always take part (default: "
             f"{'all' if systems == SYSTEMS else ', '.join(systems)})",
             list(systems),
         ),
@@ -155,8 +155,8 @@ def add_experiment_options(
         (
             "--costs",
             "FOLDER",
-            f"folder where {DEFAULT} keeps measured costs of calls; an empty one has none from earlier "
-            "runs (default: costs in --out)",
+            f"folder where {DEFAULT} keeps measured costs of calls; an empty one has none of "
+            "earlier runs (default: costs in --out)",
             Path,
         ),
         ("--fresh", None, "ignore answers of an earlier run", bool),
