@@ -518,17 +518,17 @@ _RECENT: Any = {"least": 1, "most": MAX_CONTEXT, "option": "--penalty context={}
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How the target decides on a token; the names are mlx-lm's, and so is the order of steps.
+    """How a token is sampled from the target's logits; names and order of steps are mlx-lm's.
 
     Attributes:
         temp: temperature; 0 is greedy, and leaves top_p, min_p, top_k and seed without effect.
-        top_p: sample from the likeliest tokens that together have this probability; 0 and 1 for
+        top_p: sample from the likeliest tokens that together have this probability; 0 and 1 take
             all.
-        min_p: and that have at least this share of the likeliest token's probability.
-        top_k: and that are among the `top_k` likeliest; 0 for all.
-        seed: of the noise that stands for chance. The noise of a place in the text depends on
-            seed and place alone, so the same seed gives the same text plain and speculative, with
-            whatever drafter, tree and pruning. None takes a new one from MLX's random state.
+        min_p: sample from tokens with at least this share of the likeliest one's probability.
+        top_k: sample from the `top_k` likeliest tokens; 0 takes all.
+        seed: of the sampling noise. The noise at a position of the text depends on the seed and the
+            position alone, so the same seed gives the same text with plain and speculative
+            decoding, any drafter, tree and pruning. None takes a new one from MLX's random state.
         repetition_penalty: divides (negative: multiplies) the logits of recent tokens.
         repetition_context_size: recent tokens that it looks at.
         presence_penalty: taken from the logit of every recent token.
@@ -598,19 +598,19 @@ def _parts(config: type) -> dict[str, tuple[type, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(SamplingConfig):
-    """How to generate; the same settings for every command. Those of sampling are inherited.
+    """How to generate; the API and all commands take the same settings.
 
-    Where decoding, tree, prune, num_streams and stream_schedule are all None, a controller
-    (`ssmlx.policy.controller`) decides from call to call what is drafted, by what calls cost on
-    this machine and by how well the text is guessed; nothing where plain decoding is as fast. Where
-    any of them is given, it is obeyed.
+    If decoding, tree, prune, num_streams and stream_schedule are all None, a controller
+    (`ssmlx.policy.controller`) decides for each call what is drafted, or nothing, by the costs of
+    calls on this machine and the share of drafted tokens that were accepted. If one of them is
+    given, every call drafts as it says.
 
     Attributes:
-        decoding: "speculative", draft at every call, or "plain"; None where the controller decides.
-            "streaming", the earlier name of "speculative", is taken for it.
+        decoding: "speculative", which drafts for every call, or "plain"; None lets the controller
+            decide. "streaming", the earlier name of "speculative", means the same.
         max_tokens: most tokens to generate.
-        stop: texts that end an answer, and are not in its text; its tokens go on to the one that
-            completes such a text.
+        stop: texts that end an answer. They are not in its text, but the tokens up to the one that
+            completes such a text are in its tokens.
         drafter: one of `ssmlx.settings.DRAFTERS`; None takes the draft model that is passed beside
             these settings, else the heads, else the model's streams where it has any.
         tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
@@ -624,10 +624,9 @@ class GenerateConfig(SamplingConfig):
             registered; None for its defaults.
         acceptance: when a drafted token counts; all but the default is lossy.
         prefill_step_size: prompt tokens per forward pass.
-        deterministic: make the same calls on every run: nothing that was learned decides what is
-            drafted, and nothing is learned; no prompt that was processed for another answer is gone
-            on from, and sampling without a seed takes seed 0. A chat's own turns come before an
-            answer all the same; how this machine's kernels round stays its own.
+        deterministic: make the same calls in every run: no learned cost or acceptance is used, and
+            none is learned; no processed prompt of another answer is reused, but a chat's own turns
+            are; sampling without a seed takes seed 0. Machines may still round differently.
     """
 
     decoding: Decoding | None = setting(None, choices=DECODINGS)

@@ -91,6 +91,7 @@ class CallSeconds:
         return self._medians[kind]
 
     def _found(self, kind: CallKind) -> tuple[float, str]:
+        """Find what `price` returns, the first time that it is asked for a kind."""
         own = self._seconds[kind]
         if len(own) >= LEAST_SAMPLES:
             return median(own), ""
@@ -188,6 +189,14 @@ def _prompt_seconds(
 
 
 def _price(system: str, answer: TimedAnswer, prompt_seconds: float, seconds: CallSeconds) -> Price:
+    """Price an answer.
+
+    Args:
+        system: kind of the system.
+        answer: its calls are priced.
+        prompt_seconds: of the prompt's call.
+        seconds: of all calls of the run.
+    """
     found = [seconds.price(kind) for kind in kinds_of(system, answer.calls)]
     how = Counter(name for _, name in found)
     return Price(

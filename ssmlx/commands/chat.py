@@ -105,6 +105,7 @@ def keep_line_history(path: Path) -> None:
 
     @atexit.register
     def write() -> None:
+        """Write the entered lines to the file; errors are ignored."""
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)

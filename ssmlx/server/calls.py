@@ -145,6 +145,7 @@ def _tagged_format(
     """
 
     def call(rules: GrammarRules, name: str, schema: Schema) -> str:
+        """Return the expression of a call of the tool `name`; rules that it needs are added."""
         parts = [rules.literal(head.format(name))]
         for argument, own, is_required in _sorted_parameters(schema):
             found = []
@@ -174,6 +175,7 @@ def _bracketed_format(
     """
 
     def call(rules: GrammarRules, name: str, schema: Schema) -> str:
+        """Return the expression of a call of the tool `name`; rules that it needs are added."""
         items = []
         for argument, own, is_required in _sorted_parameters(schema):
             found = []

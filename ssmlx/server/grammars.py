@@ -135,6 +135,7 @@ def grammar_mask(tokenizer: TokenizerWrapper, grammar: str) -> Mask:
     num_known = 0
 
     def constrained(tokens: Sequence[int], logits: mx.array) -> mx.array:
+        """Mask the logits [V] of the token after `tokens`, the answer so far."""
         nonlocal num_known
         matcher.rollback(max(0, num_known - len(tokens)))
         matcher.consume_tokens([*tokens[num_known:]])
