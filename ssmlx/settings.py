@@ -603,7 +603,7 @@ class GenerateConfig(SamplingConfig):
     If decoding, tree, prune, num_streams and stream_schedule are all None, a controller
     (`ssmlx.policy.controller`) decides for each call what is drafted, or nothing, by the costs of
     calls on this machine and the share of drafted tokens that were accepted. If one of them is
-    given, every call drafts as it says.
+    given, every call is made as it says.
 
     Attributes:
         decoding: "speculative", which drafts for every call, or "plain"; None lets the controller
