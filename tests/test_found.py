@@ -429,7 +429,9 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
         assert len(same) == 1 and next(iter(same))[0].startswith(begins)
     assert server.models_by_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
     assert server.models_by_name("m", ["auto"]) == server.models_by_name("m", []) == {"m": None}
-    assert "--adapter none and --adapter auto" in refusal(server.models_by_name, "m", ["none", "auto"])
+    assert "--adapter none and --adapter auto" in refusal(
+        server.models_by_name, "m", ["none", "auto"]
+    )
 
 
 def test_check_times_what_a_model_s_own_streams_would_cost(base, capsys):
