@@ -264,7 +264,7 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
         return answer(model, make_tokenizer(VOCAB), PROMPT, max_tokens=LENGTH, **settings)[0]
 
     assert decoded(decoding="plain") == expected
-    drafting = {"decoding": "streaming", "drafter": "prompt-lookup"}
+    drafting = {"decoding": "speculative", "drafter": "prompt-lookup"}
     if model.backbone.capabilities.has("trees"):
         assert decoded(**drafting) == expected
     else:

@@ -146,7 +146,7 @@ def step(
     return tokens, grow_tree(mx.array(tokens[-1:]), *guesses, manifest.tree.config)
 
 
-def streaming_decode(
+def speculative_decode(
     backend: Backend, manifest: Manifest, prompt: list[int], cache: SlotCache
 ) -> Iterator[list[int]]:
     """Yield the tokens that each target call advances by, until the cache is full.

@@ -306,7 +306,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         values.get("format") == FORMAT,
         f"{folder} has the format {values.get('format')!r}",
         expected=FORMAT,
-        do="turn a PyTorch checkpoint into an adapter with `python -m convert` first",
+        do="turn a PyTorch checkpoint into an adapter with `python -m ssmlx.convert` first",
     )
     fused = values.setdefault("fused", False)
     what = f"{folder / CONFIG_FILE} has fused {quoted(fused)}"
