@@ -292,7 +292,7 @@ def test_the_text_drafts_for_what_keeps_rows_and_changes_nothing(name, sampling,
     assert len(expected) == LONG
     assert decoded()[0] == expected
     if model.backbone.capabilities.has("chains"):
-        tokens, accepted = decoded(decoding="streaming", drafter="prompt-lookup")
+        tokens, accepted = decoded(decoding="speculative", drafter="prompt-lookup")
         assert tokens == expected and (accepted > 0 or sampling)
 
 
