@@ -166,7 +166,7 @@ class Source:
     answering: nn.Module  # mlx-lm's model with this LoRA
     tokenizer: TokenizerWrapper
     dtype: str  # as `load` takes it
-    run: RunOptions
+    training: RunOptions  # of every round but for its folders and intervals
     files: list[Asked]
     shipped: list[Asked]
 
@@ -229,6 +229,25 @@ class Plan:
         return replace(self, rounds=(*self.rounds[:number], one, *self.rounds[number + 1 :]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdaptRun:
+    """What stays the same while one process begins an adapter, or goes on with one."""
+
+    options: AdaptOptions
+    prompts: Sequence[dict[str, Any]]  # rows of the user's files of prompts
+    settings: dict[str, Any]  # as `run_settings` gives them
+    prog: str  # the command, for records
+    say: Say  # is given each line for the user
+    wait: Callable[[], None]  # called between steps; its time is no part of the run's
+    clock: Clock
+
+    def save_plan(self, plan: Plan) -> Plan:
+        """Write a plan into the run's folder with the time spent until now; return it so."""
+        plan = replace(plan, spent=self.clock.spent)
+        plan.write(self.options.out / PLAN_FILE)
+        return plan
+
+
 def adapt(
     options: AdaptOptions,
     *,
@@ -252,20 +271,28 @@ def adapt(
         settings = run_settings(options, prompts)
     plan = Plan.read(options.out / PLAN_FILE, settings)
     if plan is not None:
-        run = _run(options)
-        if run is not None and run.is_finished and options.hours == plan.rounds[-1].hours:
-            say(
-                f"{run.name} is finished, after {minutes(plan.spent)}; more --hours make more of it"
-            )
-            say(verdict_line(options, run.figures["figures"]))
+        stored = _stored_run(options)
+        if stored and stored.is_finished and options.hours == plan.rounds[-1].hours:
+            took = minutes(plan.spent)
+            say(f"{stored.name} is finished, after {took}; more --hours make more of it")
+            say(verdict_line(options, stored.figures["figures"]))
             return
         if plan.rounds:
             say(f"goes on with {options.out.name}, where {_kept(options, plan)} are kept")
     clock = Clock(plan.spent if plan else 0.0)
+    run = AdaptRun(
+        options=options,
+        prompts=prompts,
+        settings=settings,
+        prog=prog,
+        say=say,
+        wait=clock.without_waiting(wait),
+        clock=clock,
+    )
     try:
-        _go_on(options, prompts, settings, plan, prog, say, wait, clock)
+        _make_and_check(run, plan)
     except KeyboardInterrupt:
-        _say_kept(options, settings, say, clock)
+        _say_what_is_kept(run)
         raise
 
 
@@ -300,8 +327,8 @@ def folder_of_same(options: AdaptOptions) -> Path:
     return next((run.folder for run in runs() if run.settings == settings), options.out)
 
 
-def _run(options: AdaptOptions) -> Run | None:
-    """The run, as it lies on disk."""
+def _stored_run(options: AdaptOptions) -> Run | None:
+    """The run in the folder `options.out`, as it lies on disk; None where there is none yet."""
     return next((run for run in runs() if run.folder == options.out), None)
 
 
@@ -318,44 +345,39 @@ def _kept(options: AdaptOptions, plan: Plan) -> str:
     return f"{kept} of round {number + 1}" if len(folders) > 1 else kept
 
 
-def _say_kept(options: AdaptOptions, settings: dict[str, Any], say: Say, clock: Clock) -> None:
-    """Say what a stopped run leaves, and note how long it took."""
-    path = options.out / PLAN_FILE
-    plan = Plan.read(path, settings)
+def _say_what_is_kept(run: AdaptRun) -> None:
+    """Say what a stopped run leaves, and write into its plan how long it took."""
+    plan = Plan.read(run.options.out / PLAN_FILE, run.settings)
     if plan is None:
-        say("stopped before anything was planned: nothing is kept")
+        run.say("stopped before anything was planned: nothing is kept")
         return
-    replace(plan, spent=clock.spent).write(path)
-    say(f"stopped: {_kept(options, plan)} are kept; the same command goes on from there")
+    run.save_plan(plan)
+    run.say(f"stopped: {_kept(run.options, plan)} are kept; the same command goes on from there")
 
 
-def _go_on(
-    options: AdaptOptions,
-    prompts: Sequence[dict[str, Any]],
-    settings: dict[str, Any],
-    plan: Plan | None,
-    prog: str,
-    say: Say,
-    wait: Callable[[], None],
-    clock: Clock,
-) -> None:
-    """Plan what is not planned, make it, and say what it brings."""
-    plan, dtype, bits = _make_adapter(options, prompts, settings, plan, prog, say, wait, clock)
+def _make_and_check(run: AdaptRun, plan: Plan | None) -> None:
+    """Make every round that has not ended, then decode held-out prompts and write the figures.
+
+    Args:
+        run: of this process.
+        plan: of the stopped run; None where nothing is planned yet.
+    """
+    options = run.options
+    plan, dtype, bits = _make_adapter(run, plan)
     mx.clear_cache()  # of the base model, which is loaded once more with the adapter
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     log = joined_log(folders)
     picture = options.out / PICTURE_FILE
-    say("decoding held-out prompts with the adapter and without ...")
+    run.say("decoding held-out prompts with the adapter and without ...")
     with busy("drawing"):
         draw(log, picture, options.out.name)
     held_out = read_rows(options, len(plan.rounds) - 1, "valid")
-    measured = check_adapter(options, held_out, log[0]["tokens_per_call"], dtype, say)
-    plan = replace(plan, spent=clock.spent)
-    plan.write(options.out / PLAN_FILE)
-    write_figures(plan, options, measured, bits, log, prog)
+    measured = check_adapter(run, held_out, log[0]["tokens_per_call"], dtype)
+    plan = run.save_plan(plan)
+    write_figures(run, plan, measured, bits, log)
     if picture.exists():
-        say(f"curves: {picture}")
-    say(verdict_line(options, measured))
+        run.say(f"curves: {picture}")
+    run.say(verdict_line(options, measured))
 
 
 def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
@@ -370,65 +392,60 @@ def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
     )
 
 
-def _make_adapter(
-    options: AdaptOptions,
-    prompts: Sequence[dict[str, Any]],
-    settings: dict[str, Any],
-    plan: Plan | None,
-    prog: str,
-    say: Say,
-    wait: Callable[[], None],
-    clock: Clock,
-) -> tuple[Plan, str, int | None]:
-    """Every round that has not ended; returns the plan, and the weights' dtype and bits."""
+def _make_adapter(run: AdaptRun, plan: Plan | None) -> tuple[Plan, str, int | None]:
+    """Plan what is not planned yet, and make every round that has not ended.
+
+    Returns:
+        The plan; how the weights are held, as `load` takes `dtype`; bits of packed weights, None
+        where the model is not quantised.
+    """
+    options = run.options
     mx.set_cache_limit(CACHE_BYTES)
-    say(f"loading {options.model} ...")
+    run.say(f"loading {options.model} ...")
     with busy("loading"):
-        source = load_source(options, prompts, say)
-    wait = clock.without_waiting(wait)
-    speaker = Speaker(source.answering, source.tokenizer, 1, options.seed, wait)
-    plan_path = options.out / PLAN_FILE
+        source = load_source(run)
+    speaker = Speaker(source.answering, source.tokenizer, 1, options.seed, run.wait)
     if plan is None:
-        plan = make_plan(options, settings, source, speaker, say)
+        plan = make_plan(run, source, speaker)
     plan = replace(plan, base={"model": options.model, "folder": str(options.path.resolve())})
-    say(_streams_line(plan, source))
-    plan = plan_hours(plan, options, source, say, clock)
-    plan.write(plan_path)
+    run.say(_streams_line(plan, source))
+    plan = plan_hours(run, plan, source)
+    plan.write(options.out / PLAN_FILE)
     speaker = replace(speaker, batch_size=plan.rates.answers_at_once)
     clear_killed_write(options.adapter_folder)
     for number in range(len(plan.rounds)):
         folder = options.round_folder(number)
         if not (folder / ENDED_FILE).exists():
-            plan = make_round(plan, number, options, source, speaker, prog, say, wait, clock)
+            plan = make_round(run, plan, number, source, speaker)
             with naming(folder):
                 (folder / ENDED_FILE).touch()
-            plan = replace(plan, spent=clock.spent)
-            plan.write(plan_path)
+            plan = run.save_plan(plan)
     bits = (source.base.get("quantization") or {}).get("bits")
     return plan, source.dtype, bits
 
 
-def make_round(
-    plan: Plan,
-    number: int,
-    options: AdaptOptions,
-    source: Source,
-    speaker: Speaker,
-    prog: str,
-    say: Say,
-    wait: Callable[[], None],
-    clock: Clock,
-) -> Plan:
-    """Make a round's answers and train on them; the plan, with fewer passes where time is short."""
-    folder = options.round_folder(number)
+def make_round(run: AdaptRun, plan: Plan, number: int, source: Source, speaker: Speaker) -> Plan:
+    """Make a round's answers where they are not made yet, and train on them.
+
+    Args:
+        run: of this process.
+        plan: with this round in it.
+        number: of the round, counted from 0.
+        source: the loaded model and its prompts.
+        speaker: answers with that model.
+
+    Returns:
+        The plan, in which the round has fewer passes where its answers took so long that time is
+        short. It is written to the run's folder when the answers are made.
+    """
+    folder = run.options.round_folder(number)
     make_folder(folder / _DATA)
     if not (folder / _DATA / "valid.jsonl").exists():  # which is written last
-        began = clock.spent
-        make_examples(plan, number, options, source, speaker, say)
+        began = run.clock.spent
+        make_examples(run, plan, number, source, speaker)
         planned = plan.rounds[number]
-        fitted = fitted_round(planned, plan.before(number), clock.spent)
-        plan = replace(plan.with_round(number, fitted), spent=clock.spent)
-        plan.write(options.out / PLAN_FILE)
+        fitted = fitted_round(planned, plan.before(number), run.clock.spent)
+        plan = run.save_plan(plan.with_round(number, fitted))
         less = (
             ""
             if fitted == planned
@@ -438,14 +455,16 @@ def make_round(
             )
         )
         left = minutes(fitted.train_seconds + fitted.other_seconds)
-        say(f"the answers took {minutes(clock.spent - began)}{less}; some {left} to go")
-    train_round(plan, number, options, source, prog, say, wait, clock)
+        took = minutes(run.clock.spent - began)
+        run.say(f"the answers took {took}{less}; some {left} to go")
+    train_round(run, plan, number, source)
     return plan
 
 
-def load_source(options: AdaptOptions, prompts: Sequence[dict[str, Any]], say: Say) -> Source:
-    """Load the model frozen, and the LoRA that it is to have; tokenise `prompts`, of the user's
-    files, and those that ship."""
+def load_source(run: AdaptRun) -> Source:
+    """Load the model frozen, and the LoRA that it is to have; tokenise the user's prompts, and
+    those that ship."""
+    options = run.options
     base = read_base(options.path)
     tokenizer = load_tokenizer(options.path, base)
     dtype = frozen_dtype(options.path, base, options.memory)
@@ -454,7 +473,7 @@ def load_source(options: AdaptOptions, prompts: Sequence[dict[str, Any]], say: S
     backbone.name = options.model
     lora: Loras = {} if options.adapter is None else read_lora(options.adapter, backbone)
     tuned = attach_adapter(backbone, Adapter(lora=lora), merge_lora=False) if lora else None
-    run = RunOptions(
+    training = RunOptions(
         data=options.out / _DATA,
         out=options.out,
         model=options.model,
@@ -469,16 +488,15 @@ def load_source(options: AdaptOptions, prompts: Sequence[dict[str, Any]], say: S
         answering=tuned.backbone.model if tuned else backbone.model,
         tokenizer=tokenizer,
         dtype=dtype,
-        run=run,
+        training=training,
         files=[],
         shipped=[],
     )
     shipped = [{"prompt": text} for text in written_prompts(options.seed)["train"]]
-    amounts = options.amounts
     return replace(
         source,
-        files=tokenised(FILES, prompts, source, amounts, say),
-        shipped=tokenised(SHIPPED, shipped, source, amounts, say),
+        files=tokenised(run, FILES, run.prompts, source),
+        shipped=tokenised(run, SHIPPED, shipped, source),
     )
 
 
@@ -496,29 +514,30 @@ def read_lora(folder: Path, backbone: Backbone) -> Loras:
 
 @on_one_day()
 def tokenised(
-    origin: str, prompts: Sequence[dict[str, Any]], source: Source, amounts: Amounts, say: Say
+    run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
 ) -> list[Asked]:
-    """Prompts as tokens; those that are too long are left out."""
+    """Prompts as tokens; those that are too long are left out, and their number is said."""
     context = source.backbone.context_length or 2**30
-    most = min(MOST_PROMPT_TOKENS, context - amounts.answer_tokens)
+    most = min(MOST_PROMPT_TOKENS, context - run.options.amounts.answer_tokens)
     found = []
     for number, one in enumerate(prompts, 1):
         try:
-            tokens = asked_tokens(one, source.tokenizer, source.run.template)
+            tokens = asked_tokens(one, source.tokenizer, source.training.template)
         except InputError as error:
             raise error.at(f"prompt {number} of {origin}") from error
         if len(tokens) <= most:
             found.append(Asked(origin, user_text(one), tokens))
     if len(found) < len(prompts):
-        say(f"{len(prompts) - len(found)} prompts of over {most} tokens are left out")
+        run.say(f"{len(prompts) - len(found)} prompts of over {most} tokens are left out")
     return found
 
 
-def make_plan(
-    options: AdaptOptions, settings: dict[str, Any], source: Source, speaker: Speaker, say: Say
-) -> Plan:
-    """Choose streams and batches by what is timed here; no round is planned yet."""
-    say("timing calls with streams in the top layers, some seconds for each number of layers ...")
+def make_plan(run: AdaptRun, source: Source, speaker: Speaker) -> Plan:
+    """Time calls, answers and steps, and choose streams and batches by it; a plan of no rounds."""
+    options = run.options
+    run.say(
+        "timing calls with streams in the top layers, some seconds for each number of layers ..."
+    )
     base = source.base
     text = [token for one in source.shipped for token in one.tokens]
     text = text[: (source.backbone.context_length or len(text)) // 2]
@@ -526,7 +545,7 @@ def make_plan(
         costs = time_candidates(
             source.backbone,
             base,
-            source.run,
+            source.training,
             text,
             seconds=options.amounts.timing_seconds,
             lora=source.lora,
@@ -536,8 +555,8 @@ def make_plan(
     answer_tokens = options.amounts.answer_tokens
     train = stream_training(num_layers, seed=options.seed, max_length=longest + answer_tokens)
     train = train.sized(base["vocab_size"])
-    config = stream_config(train, base, source.run, [source.tokenizer.eos_token_id])
-    say("timing some answers, and some steps of training ...")
+    config = stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
+    run.say("timing some answers, and some steps of training ...")
     with busy("timing answers and steps"):
         rates = measure_rates(
             source.backbone,
@@ -550,7 +569,7 @@ def make_plan(
             source.lora,
         )
     return Plan(
-        settings=settings,
+        settings=run.settings,
         base={},
         train=replace(train, batch_size=rates.batch_size),
         step_costs=costs[num_layers],
@@ -558,8 +577,13 @@ def make_plan(
     )
 
 
-def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say, clock: Clock) -> Plan:
-    """The plan with a round more, where there are hours for one."""
+def plan_hours(run: AdaptRun, plan: Plan, source: Source) -> Plan:
+    """The plan with a round more where `hours` are more than it is for; say what is made then.
+
+    Raises:
+        InputError: the hours are fewer than the plan's, or too few for a step of training.
+    """
+    options = run.options
     hours = options.hours
     before = plan.rounds[-1] if plan.rounds else None
     planned = before.hours if before else 0.0
@@ -582,7 +606,7 @@ def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say, cloc
                 before,
                 held_out=options.amounts.held_out,
                 check_seconds=_check_seconds(plan.rates, options.amounts, usual),
-                spent=clock.spent,
+                spent=run.clock.spent,
             )
 
         new = round_in(hours)
@@ -598,7 +622,7 @@ def plan_hours(plan: Plan, options: AdaptOptions, source: Source, say: Say, cloc
             do=f"give --hours {ceil(100 * enough) / 100:g}, or more",
         )
         plan = replace(plan, rounds=(*plan.rounds, new))
-    say(_round_line(plan, options.amounts, clock.spent))
+    run.say(_round_line(plan, options.amounts, run.clock.spent))
     return plan
 
 
@@ -619,8 +643,8 @@ def _streams_line(plan: Plan, source: Source) -> str:
     costs = ", ".join(f"{cost:.2f}" for cost in plan.step_costs.values())
     lora = f", with {kind_of(source.lora)}" if source.lora else ""
     return (
-        f"{source.run.model}: {base['num_hidden_layers']} layers of width {base['hidden_size']}, "
-        f"{held}{lora}\n"
+        f"{source.training.model}: {base['num_hidden_layers']} layers of width "
+        f"{base['hidden_size']}, {held}{lora}\n"
         f"streams: {train.num_streams} in the top {train.num_msa_layers} layers, which "
         f"draft from {vocab:,} tokens; here calls with trees of {sizes} nodes take as long as "
         f"{costs} plain calls"
@@ -662,10 +686,13 @@ def read_rows(options: AdaptOptions, number: int, name: str) -> list[dict[str, A
     return [json.loads(line) for line in file.open()] if number >= 0 else []
 
 
-def make_examples(
-    plan: Plan, number: int, options: AdaptOptions, source: Source, speaker: Speaker, say: Say
-) -> None:
-    """Have the model answer as much more as a round plans, and write the round's examples."""
+def make_examples(run: AdaptRun, plan: Plan, number: int, source: Source, speaker: Speaker) -> None:
+    """Have the model answer as much more as a round plans, and write the round's examples.
+
+    `train.jsonl` and `valid.jsonl` in the round's folder hold those of earlier rounds, too. What a
+    stopped process has asked and answered is read from the folder, and not made again.
+    """
+    options = run.options
     amounts = options.amounts
     seed = options.seed + number * _ROUND_SEEDS
     speaker = replace(speaker, seed=seed)
@@ -686,12 +713,12 @@ def make_examples(
     left = wanted - len(files)
     num_own = max(left // 3, left - len(shipped)) if source.tokenizer.has_chat_template else 0
     if num_own:
-        say(f"making up {num_own:,} questions ...")
+        run.say(f"making up {num_own:,} questions ...")
     with part_file(QUESTIONS_FILE) as part:
         questions = speaker.questions(num_own, amounts.question_tokens, part)
     prompts = [{"prompt": text} for text in questions]
-    say(f"answering {wanted:,} prompts ...")
-    own = new(tokenised(OWN, prompts, source, amounts, say))
+    run.say(f"answering {wanted:,} prompts ...")
+    own = new(tokenised(run, OWN, prompts, source))
     asked = [*files, *own, *shipped][:wanted]
     random.Random(seed).shuffle(asked)
     texts = [
@@ -724,17 +751,12 @@ def _likeness(row: Mapping[str, Any]) -> str:
     return (normalised if row["source"] == FILES else opening)(row["asked"])
 
 
-def train_round(
-    plan: Plan,
-    number: int,
-    options: AdaptOptions,
-    source: Source,
-    prog: str,
-    say: Say,
-    wait: Callable[[], None],
-    clock: Clock,
-) -> None:
-    """Train the streams, from those of the rounds before on, and keep the best."""
+def train_round(run: AdaptRun, plan: Plan, number: int, source: Source) -> None:
+    """Train the streams, from those of the rounds before on; write the best to the run's adapter.
+
+    A training that was stopped goes on from its last saved step.
+    """
+    options = run.options
     folder = options.round_folder(number)
     best = options.adapter_folder
     train = plan.training(plan.rounds[number])
@@ -747,16 +769,16 @@ def train_round(
                 shutil.copytree(best, work, dirs_exist_ok=True)
         train = replace(train, train_only="streams")
         start = with_new_parts(load_streams(start_folder), train)
-    run = replace(
-        source.run,
+    training = replace(
+        source.training,
         out=folder,
         data=folder / _DATA,
         valid_every=max(1, num_steps // plan.rounds[number].validations),
         save_every=max(1, num_steps // 40),
     )
-    say(f"training {num_steps:,} steps ...")
+    run.say(f"training {num_steps:,} steps ...")
     with busy("reading"):
-        job, _ = prepare(run, train, start)
+        job, _ = prepare(training, train, start)
     twin = source.backbone.twin()
     adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)
@@ -765,22 +787,22 @@ def train_round(
     lora = options.lora_digests
     lower_identity = job.lower_identity(dtype, *lora)
     trainer = MlxTrainer(objective, job.num_steps)
-    pace = StepPace(clock, job.num_steps)
+    pace = StepPace(run.clock, job.num_steps)
 
     def before_step() -> None:
-        wait()
+        run.wait()
         pace.begins(trainer.step)
 
     def validated(validate: Validation) -> None:
         left = pace.seconds_left(trainer.step)
         to_go = f"; some {minutes(left)} of training to go" if left else ""
-        say(forecast_line(plan.step_costs, validate) + to_go)
+        run.say(forecast_line(plan.step_costs, validate) + to_go)
 
     with wired_limit(twin.model):
         run_to_end(
             job,
             trainer,
-            prog=prog,
+            prog=run.prog,
             dtype=dtype.removeprefix("mlx.core."),
             identity=job.identity(dtype, *lora, init=start_folder if start else None),
             write=lambda validate: model.write(best, validate),
@@ -821,26 +843,22 @@ def joined_log(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def check_adapter(
-    options: AdaptOptions,
-    rows: Sequence[dict[str, Any]],
-    untrained_rate: float,
-    dtype: str,
-    say: Say,
+    run: AdaptRun, rows: Sequence[dict[str, Any]], untrained_rate: float, dtype: str
 ) -> dict[str, Any]:
     """Decode held-out prompts in turns, as will be done from now on; say what was gained.
 
     Args:
-        options: of the run.
+        run: of this process.
         rows: the held-out answers.
         untrained_rate: tokens per call of untrained streams along these, prompts' calls counted.
         dtype: as `load` takes it.
-        say: is given each line for the user.
 
     Returns:
         The speed of its answers over plain decoding's, that of prompt lookup alone, and the
         machine; its tokens per call behind the prompt's, and those of untrained streams and of
         prompt lookup.
     """
+    options = run.options
     folder = options.adapter_folder
     found = "no training step made better guesses than untrained streams"
     require(folder.exists(), found, expected="more tokens per call", do="give more --hours")
@@ -872,7 +890,7 @@ def check_adapter(
     untrained = Replay(held, round(held / untrained_rate)).after(len(rows)).tokens_per_call
     speed_up = seconds["plain"] / seconds["drafted"]
     text_speed_up = seconds["plain"] / seconds["lookup"]
-    say(
+    run.say(
         f"{options.out.name}: {curve.get(6, 0.0):.2f} tokens per call with 6 nodes on held-out "
         f"answers (untrained {untrained:.2f}, prompt lookup {by_lookup:.2f}); "
         f"{speed_up:.2f} times plain decoding's speed ({text_speed_up:.2f} by prompt lookup alone) "
@@ -911,14 +929,22 @@ def timed_answer(
 
 
 def write_figures(
+    run: AdaptRun,
     plan: Plan,
-    options: AdaptOptions,
     measured: Mapping[str, Any],
     bits: int | None,
     log: Sequence[Mapping[str, Any]],
-    prog: str,
 ) -> None:
-    """Write what `ssmlx.upload` makes a card of."""
+    """Write what `ssmlx.upload` makes a card of: the adapter's recipe, data and figures.
+
+    Args:
+        run: of this process.
+        plan: with all rounds and the seconds spent.
+        measured: as `check_adapter` returns it.
+        bits: of the base's packed weights; None where it is not quantised.
+        log: entries of all rounds, as `joined_log` returns them.
+    """
+    options = run.options
     rows = read_rows(options, len(plan.rounds) - 1, "train")
     is_snapshot = options.path.parent.name == "snapshots"
     figures = {
@@ -930,7 +956,7 @@ def write_figures(
             "weights": plan.settings["weights"],
         },
         "recipe": {
-            "command": " ".join([f"python -m {prog}", *sys.argv[1:]]),
+            "command": " ".join([f"python -m {run.prog}", *sys.argv[1:]]),
             "version": __version__,
             "steps": log[-1]["step"],
             "seconds": round(plan.spent),
