@@ -24,12 +24,12 @@ from ssmlx.commands.options import os_fault
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.attach import adapters_for, default_adapter
 from ssmlx.loading.files import PartFile, alone_in, folder_digest
-from ssmlx.loading.found import runs, runs_for
+from ssmlx.loading.found import PAYS, runs, runs_for
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import adapters_home, own_adapters, resolve_adapter
 from ssmlx.loading.weights import weights_digest
-from ssmlx.training import adapt, answers, record, sizing
-from ssmlx.training.adapt import AdaptOptions, Amounts
+from ssmlx.training import adapt, adapt_check, adapt_plan, adapt_run, answers, record, sizing
+from ssmlx.training.adapt_run import AdaptOptions, Amounts
 from ssmlx.training.answers import Speaker, Text
 from ssmlx.training.config import RunOptions, TrainConfig
 from ssmlx.training.job import read_base, stream_config
@@ -68,7 +68,7 @@ def own_cache(monkeypatch, tmp_path):
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch):
     """The same plan on every machine, of few answers."""
-    monkeypatch.setattr(adapt, "measure_rates", lambda *_: RATES)
+    monkeypatch.setattr(adapt_plan, "measure_rates", lambda *_: RATES)
 
 
 def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
@@ -189,7 +189,7 @@ def test_what_it_should_bring_is_forecast_as_training_goes_on(packed):
     validated = [entry["step"] for entry in log if "tokens_per_call" in entry and entry["step"]]
     line = forecasts[validated.index(log[kept]["step"])]
     assert f"{curve[nodes]:.2f} tokens per call with {nodes} nodes" in line
-    assert f"{speedup:.2f} times" in line and ("it is used from" in line) == (speedup < adapt.PAYS)
+    assert f"{speedup:.2f} times" in line and ("it is used from" in line) == (speedup < PAYS)
 
 
 def test_streams_get_the_layers_that_should_be_fastest():
@@ -215,7 +215,7 @@ def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
 
 @pytest.mark.slow
 def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
-    monkeypatch.setattr(adapt, "measure_rates", sizing.measure_rates)
+    monkeypatch.setattr(adapt_plan, "measure_rates", sizing.measure_rates)
     _, said = adapted(packed, hours=0.002)
     plan = json.loads((adapters_home() / "mine" / "plan.json").read_text())
     (planned,) = plan["rounds"]
@@ -230,9 +230,9 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
 
     def timed(_model, _tokenizer, _prompt, config, _count):
         how = "plain" if config.decoding == "plain" else config.drafter
-        return adapt.TimedAnswer([3, 4], 2, seconds[how])
+        return adapt_check.TimedAnswer([3, 4], 2, seconds[how])
 
-    monkeypatch.setattr(adapt, "timed_answer", timed)
+    monkeypatch.setattr(adapt_check, "timed_answer", timed)
     folder, said = adapted(packed)
     assert "; 3.00 times plain decoding's speed (1.50 by prompt lookup alone) on 2 prompts" in said
     use_it = f"use it: python -m ssmlx.chat --model {packed}"
@@ -273,8 +273,8 @@ def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch)
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**settings, "of_a_later_release": 1}))
     options = AdaptOptions(model=str(copy), path=copy, out=adapters_home() / "copy")
-    assert adapt.folder_of_same(options) == adapters_home() / "mine"
-    assert adapt.folder_of_same(replace(options, seed=1)) == adapters_home() / "copy"
+    assert adapt_run.folder_of_same(options) == adapters_home() / "mine"
+    assert adapt_run.folder_of_same(replace(options, seed=1)) == adapters_home() / "copy"
     folder, said = adapted(copy)
     assert "goes on with mine, where 26 answers, and step 3 of 12 of the training are" in said
     (run,) = runs()
@@ -437,7 +437,7 @@ def test_your_prompts_come_first_and_are_told_to_be_private(packed, tmp_path):
         for name in ("train", "valid")
         for line in (folder.parent / "round-1" / "data" / f"{name}.jsonl").open()
     ]
-    assert sum(row["source"] == adapt.FILES for row in rows) == 6
+    assert sum(row["source"] == adapt_run.FILES for row in rows) == 6
 
 
 def refused(capsys, *argv):

@@ -104,7 +104,8 @@ def check_name(name: str, option: str) -> None:
 
 def _main(args: argparse.Namespace) -> None:
     from ..loading.files import alone_in
-    from ..training.adapt import AdaptOptions, adapt, folder_of_same
+    from ..training.adapt import adapt
+    from ..training.adapt_run import AdaptOptions, folder_of_same
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6

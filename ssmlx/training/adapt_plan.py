@@ -1,0 +1,160 @@
+"""What a run of `ssmlx.adapt` makes: streams and batches by what is timed, rounds by the hours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from statistics import fmean
+
+from ..bars import busy
+from ..errors import require
+from ..loading.load import is_quantised
+from ..loading.lora_files import kind_of
+from .adapt_check import check_seconds
+from .adapt_run import AdaptRun, Amounts, Plan, Source
+from .answers import Speaker
+from .job import stream_config
+from .progress import minutes
+from .sizing import (
+    Round,
+    choose_layers,
+    measure_rates,
+    plan_round,
+    stream_training,
+    time_candidates,
+)
+
+CACHE_BYTES = 1 << 29
+"""Freed memory that MLX may keep."""
+
+
+def make_plan(run: AdaptRun, source: Source, speaker: Speaker) -> Plan:
+    """Time calls, answers and steps, and choose streams and batches by it; a plan of no rounds."""
+    options = run.options
+    run.say(
+        "timing calls with streams in the top layers, some seconds for each number of layers ..."
+    )
+    base = source.base
+    text = [token for one in source.shipped for token in one.tokens]
+    text = text[: (source.backbone.context_length or len(text)) // 2]
+    with busy("timing calls"):
+        costs = time_candidates(
+            source.backbone,
+            base,
+            source.training,
+            text,
+            seconds=options.amounts.timing_seconds,
+            lora=source.lora,
+        )
+    num_layers = choose_layers(costs, base["num_hidden_layers"])
+    longest = max(source.prompt_lengths)
+    answer_tokens = options.amounts.answer_tokens
+    train = stream_training(num_layers, seed=options.seed, max_length=longest + answer_tokens)
+    train = train.sized(base["vocab_size"])
+    config = stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
+    run.say("timing some answers, and some steps of training ...")
+    with busy("timing answers and steps"):
+        rates = measure_rates(
+            source.backbone,
+            config,
+            train,
+            speaker,
+            longest,
+            answer_tokens,
+            options.memory,
+            source.lora,
+        )
+    return Plan(
+        settings=run.settings,
+        base={},
+        train=replace(train, batch_size=rates.batch_size),
+        step_costs=costs[num_layers],
+        rates=rates,
+    )
+
+
+def plan_hours(run: AdaptRun, plan: Plan, source: Source) -> Plan:
+    """The plan with a round more where `hours` are more than it is for; say what is made then.
+
+    Raises:
+        InputError: the hours are fewer than the plan's, or too few for a step of training.
+    """
+    options = run.options
+    hours = options.hours
+    before = plan.rounds[-1] if plan.rounds else None
+    planned = before.hours if before else 0.0
+    require(
+        hours >= planned,
+        f"--hours {hours:g}",
+        expected=f"{planned:g} or more, which {options.out} is planned for",
+        do="give these, another --name, or delete the folder",
+    )
+    if hours > planned:
+        usual = int(fmean(source.prompt_lengths))
+        answer_tokens = options.amounts.answer_tokens
+
+        def round_in(in_hours: float) -> Round:
+            return plan_round(
+                in_hours,
+                plan.rates,
+                usual,
+                answer_tokens,
+                before,
+                held_out=options.amounts.held_out,
+                check_seconds=check_seconds(plan.rates, options.amounts, usual),
+                spent=run.clock.spent,
+            )
+
+        new = round_in(hours)
+        least = max(before.answers if before else 0, options.amounts.held_out)
+        least += plan.rates.batch_size
+        enough = hours
+        while round_in(enough).answers <= least:
+            enough *= 1.2
+        require(
+            new.answers > least,
+            f"--hours {hours:g} is enough for {new.answers} answers",
+            expected=f"more than {least}",
+            do=f"give --hours {ceil(100 * enough) / 100:g}, or more",
+        )
+        plan = replace(plan, rounds=(*plan.rounds, new))
+    run.say(_round_line(plan, options.amounts, run.clock.spent))
+    return plan
+
+
+def streams_line(plan: Plan, source: Source) -> str:
+    base = source.base
+    train = plan.train
+    dtype = str(source.backbone.dtype).removeprefix("mlx.core.")
+    held = "quantised" if is_quantised(source.backbone.model) else f"in {dtype}"
+    vocab = train.draft_vocab_size or base["vocab_size"]
+    sizes = ", ".join(map(str, plan.step_costs))
+    costs = ", ".join(f"{cost:.2f}" for cost in plan.step_costs.values())
+    lora = f", with {kind_of(source.lora)}" if source.lora else ""
+    return (
+        f"{source.training.model}: {base['num_hidden_layers']} layers of width "
+        f"{base['hidden_size']}, {held}{lora}\n"
+        f"streams: {train.num_streams} in the top {train.num_msa_layers} layers, which "
+        f"draft from {vocab:,} tokens; here calls with trees of {sizes} nodes take as long as "
+        f"{costs} plain calls"
+    )
+
+
+def _round_line(plan: Plan, amounts: Amounts, spent: float) -> str:
+    """What the last round makes; `spent` are the run's seconds so far."""
+    last = plan.rounds[-1]
+    rates = plan.rates
+    before = plan.rounds[-2].answers if plan.rounds[1:] else 0
+    more = "more " if before else ""
+    of_all = f" of all {last.answers:,}" if before else ""
+    steps = plan.training(last).num_steps(last.answers - amounts.held_out)
+    planned_at = 0.0 if before else last.spent_before
+    spent -= last.spent_before - planned_at
+    return (
+        f"plan: {last.answers - before:,} {more}answers at "
+        f"{rates.answer_tokens_per_second:.0f} tokens/s ({minutes(last.answer_seconds)}), "
+        f"{steps:,} steps of {rates.batch_size}{of_all} ({minutes(last.train_seconds)}), "
+        f"checks ({minutes(last.other_seconds)}): some {minutes(planned_at + last.seconds)} in "
+        f"all, {minutes(spent)} of them spent; at most "
+        f"{(rates.memory + CACHE_BYTES) / 2**30:.1f} GiB of memory"
+    )

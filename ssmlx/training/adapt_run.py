@@ -1,0 +1,303 @@
+"""What a run of `ssmlx.adapt` is: its options, its plan on disk, its model and its prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .. import __version__
+from ..errors import InputError, require
+from ..json_files import read_json
+from ..loading.adapter import Adapter, StreamAdapter, load_adapter
+from ..loading.attach import attach_adapter, fitted_lora
+from ..loading.files import digest_of_json, folder_digest, write_whole
+from ..loading.found import runs
+from ..loading.load import load_tokenizer
+from ..loading.lora_files import Loras
+from ..loading.names import PLAN_FILE, TRAINED_FOLDER
+from ..loading.weights import weights_digest
+from ..model.backbone import Backbone
+from ..prompts import asked_tokens, read_prompts, user_text
+from ..templates import on_one_day
+from .config import RunOptions, TrainConfig
+from .job import read_base
+from .mlx_trainer import load_frozen
+from .progress import Clock
+from .questions import written_prompts
+from .record import LOG_FILE, read_record
+from .sizing import Rates, Round, StepCosts, frozen_dtype, memory_here
+
+MOST_PROMPT_TOKENS = 1024
+FILES = "your files"
+SHIPPED = "shipped prompts"
+OWN = "own questions"
+DATA_FOLDER = "data"  # of a round's folder
+_PLAN_FORMAT = 3
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amounts:
+    """How much of everything a run makes and measures."""
+
+    answer_tokens: int = 160
+    question_tokens: int = 110
+    held_out: int = 32  # answers that streams never learn
+    checked: int = 8  # of these, decoded at the end
+    checked_tokens: int = 64
+    timing_seconds: float = 3.0  # for each candidate of streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptOptions:
+    """What a run is asked for."""
+
+    model: str  # as it was named
+    path: Path  # its folder
+    out: Path  # the run's folder
+    adapter: Path | None = None  # the folder of the LoRA that the model is to have
+    data: tuple[Path, ...] = ()  # files of prompts
+    hours: float = 1.0  # in all, those of earlier rounds among them
+    memory_gb: float | None = None
+    seed: int = 0
+    amounts: Amounts = Amounts()
+
+    @property
+    def memory(self) -> int:
+        """Bytes that may be used."""
+        return memory_here() if self.memory_gb is None else int(self.memory_gb * 2**30)
+
+    def round_folder(self, number: int) -> Path:
+        return self.out / f"round-{number + 1}"
+
+    @property
+    def adapter_folder(self) -> Path:
+        return self.out / TRAINED_FOLDER
+
+    @property
+    def lora_digests(self) -> list[str]:
+        """What tells the LoRA from another; none without one."""
+        return [] if self.adapter is None else [folder_digest(self.adapter)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    source: str
+    text: str  # what the user says last
+    tokens: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The base model, and what it will be asked."""
+
+    base: dict[str, Any]  # its settings
+    backbone: Backbone
+    lora: Loras  # that the model is to have on every row; may be empty
+    answering: nn.Module  # mlx-lm's model with this LoRA
+    tokenizer: TokenizerWrapper
+    dtype: str  # as `load` takes it
+    training: RunOptions  # of every round but for its folders and intervals
+    files: list[Asked]
+    shipped: list[Asked]
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        return [len(one.tokens) for one in (*self.files, *self.shipped)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run makes; kept in its folder."""
+
+    settings: dict[str, Any]  # must be the same when it goes on
+    base: dict[str, str]  # what the model is called, and its folder, as they were given last
+    train: TrainConfig
+    step_costs: StepCosts
+    rates: Rates
+    rounds: tuple[Round, ...] = ()
+    spent: float = 0.0  # seconds that the run has taken
+
+    @classmethod
+    def read(cls, path: Path, settings: dict[str, Any]) -> Plan | None:
+        """The plan in a file, which must be of these settings; None where there is no file."""
+        if not path.exists():
+            return None
+        values = read_json(path, "the plan of a run")
+        found = values.get("settings")
+        old = found if isinstance(found, dict) else {}
+        names = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]
+        name = path.parent.name
+        require(
+            not names,
+            f"{path.parent} holds a run of other settings ({', '.join(names)})",
+            expected="those that it was begun with",
+            do=f"repeat its command, give another --name, or remove it: "
+            f"python -m ssmlx.adapters remove {name}",
+        )
+        return cls(
+            settings=settings,
+            base=values["base"],
+            train=TrainConfig.from_dict(values["train"]),
+            step_costs={int(n): cost for n, cost in values["step_costs"].items()},
+            rates=Rates(**values["rates"]),
+            rounds=tuple(Round(**one) for one in values["rounds"]),
+            spent=values["spent"],
+        )
+
+    def write(self, path: Path) -> None:
+        values = {**asdict(self), "train": self.train.to_dict()}
+        write_whole(path, json.dumps(values, indent=1).encode())
+
+    def training(self, one: Round) -> TrainConfig:
+        return replace(self.train, epochs=float(one.epochs))
+
+    def before(self, number: int) -> Round | None:
+        """The round before that of a number, counted from 0."""
+        return self.rounds[number - 1] if number else None
+
+    def with_round(self, number: int, one: Round) -> Plan:
+        return replace(self, rounds=(*self.rounds[:number], one, *self.rounds[number + 1 :]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptRun:
+    """What stays the same while one process begins an adapter, or goes on with one."""
+
+    options: AdaptOptions
+    prompts: Sequence[dict[str, Any]]  # rows of the user's files of prompts
+    settings: dict[str, Any]  # as `run_settings` gives them
+    prog: str  # the command, for records
+    say: Say  # is given each line for the user
+    wait: Callable[[], None]  # called between steps; its time is no part of the run's
+    clock: Clock
+
+    def save_plan(self, plan: Plan) -> Plan:
+        """Write a plan into the run's folder with the time spent until now; return it so."""
+        plan = replace(plan, spent=self.clock.spent)
+        plan.write(self.options.out / PLAN_FILE)
+        return plan
+
+
+def run_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What has to be the same when a run goes on; where its model lies, and its name, need not be.
+
+    Args:
+        options: what is asked for.
+        prompts: of the user's files.
+    """
+    settings = {
+        "seed": options.seed,
+        "memory": options.memory_gb,
+        "data": digest_of_json(prompts),
+        "made by": __version__,
+        "format": _PLAN_FORMAT,
+        "weights": weights_digest(options.path),
+    }
+    return settings if options.adapter is None else {**settings, "adapter": options.lora_digests}
+
+
+def folder_of_same(options: AdaptOptions) -> Path:
+    """The folder of a run with these settings, where there is one; else that of the options.
+
+    So a model that was moved or copied goes on with what was begun for it, whatever it is called.
+    """
+    if (options.out / PLAN_FILE).exists() or not runs():
+        return options.out
+    settings = run_settings(
+        options, [row for file in options.data for row in read_prompts(file, "--data")]
+    )
+    return next((run.folder for run in runs() if run.settings == settings), options.out)
+
+
+def load_source(run: AdaptRun) -> Source:
+    """Load the model frozen, and the LoRA that it is to have; tokenise the user's prompts, and
+    those that ship."""
+    options = run.options
+    base = read_base(options.path)
+    tokenizer = load_tokenizer(options.path, base)
+    dtype = frozen_dtype(options.path, base, options.memory)
+    backbone = load_frozen(options.path, dtype)
+    backbone.capabilities.require("stages", "streams")
+    backbone.name = options.model
+    lora: Loras = {} if options.adapter is None else read_lora(options.adapter, backbone)
+    tuned = attach_adapter(backbone, Adapter(lora=lora), merge_lora=False) if lora else None
+    training = RunOptions(
+        data=options.out / DATA_FOLDER,
+        out=options.out,
+        model=options.model,
+        template=None if tokenizer.has_chat_template else "{prompt}",
+        valid_count=options.amounts.held_out,
+        tree_size=6,
+    )
+    source = Source(
+        base=base,
+        backbone=backbone,
+        lora=lora,
+        answering=tuned.backbone.model if tuned else backbone.model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        training=training,
+        files=[],
+        shipped=[],
+    )
+    shipped = [{"prompt": text} for text in written_prompts(options.seed)["train"]]
+    return replace(
+        source,
+        files=tokenised(run, FILES, run.prompts, source),
+        shipped=tokenised(run, SHIPPED, shipped, source),
+    )
+
+
+def read_lora(folder: Path, backbone: Backbone) -> Loras:
+    """The LoRA of an adapter that has nothing else."""
+    adapter = load_adapter(folder)
+    require(
+        not isinstance(adapter, StreamAdapter),
+        f"{folder} has streams already",
+        expected="LoRA or DoRA alone, as mlx-lm and PEFT write it",
+        do="check --adapter; to train these streams further, see ssmlx.train --train-only",
+    )
+    return fitted_lora(adapter, backbone)
+
+
+@on_one_day()
+def tokenised(
+    run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
+) -> list[Asked]:
+    """Prompts as tokens; those that are too long are left out, and their number is said."""
+    context = source.backbone.context_length or 2**30
+    most = min(MOST_PROMPT_TOKENS, context - run.options.amounts.answer_tokens)
+    found = []
+    for number, one in enumerate(prompts, 1):
+        try:
+            tokens = asked_tokens(one, source.tokenizer, source.training.template)
+        except InputError as error:
+            raise error.at(f"prompt {number} of {origin}") from error
+        if len(tokens) <= most:
+            found.append(Asked(origin, user_text(one), tokens))
+    if len(found) < len(prompts):
+        run.say(f"{len(prompts) - len(found)} prompts of over {most} tokens are left out")
+    return found
+
+
+def read_rows(options: AdaptOptions, number: int, name: str) -> list[dict[str, Any]]:
+    """The examples of a round; none of one before the first."""
+    file = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
+    return [json.loads(line) for line in file.open()] if number >= 0 else []
+
+
+def joined_log(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """The log entries of all rounds, their steps counted on."""
+    entries: list[dict[str, Any]] = []
+    for folder in folders:
+        behind = entries[-1]["step"] if entries else 0
+        for one in read_record(folder / LOG_FILE):
+            entries.append({**one, "step": one["step"] + behind})
+    return entries
