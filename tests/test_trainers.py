@@ -234,12 +234,12 @@ STEPS = [
 
 @pytest.mark.parametrize(("architecture", "scope", "reduced", "changes"), STEPS)
 def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, reduced, changes):
-    monkeypatch.setattr("ssmlx.training.mlx_model._CARRIERS_AT_ONCE", 3)  # several groups
+    monkeypatch.setattr("ssmlx.training.mlx_model._ANCHORS_AT_ONCE", 3)  # several groups
     monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 97)  # several chunks
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     mine, theirs = pair(tmp_path, architecture, vocab, {"adapter_scope": scope, **changes})
     for trainer in (mine, theirs):
-        trainer.step = 2  # the rate's, and of the carriers that teach in turn
+        trainer.step = 2  # the rate's, and of the anchors that teach in turn
     batch = some_batch(8, 97, PACKING if "pack" in changes else None)
     assert len(set(batch.pads)) > 2 or len(batch.tokens) < 5
     lower = mine.objective.lower(batch)
@@ -302,10 +302,10 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     monkeypatch.setattr(
         StreamDrafter, "_second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
     )
-    streams = mine.objective._states(batch, lower)["stream"].reshape(*batch.carriers.shape, 3, -1)
+    streams = mine.objective._states(batch, lower)["stream"].reshape(*batch.anchors.shape, 3, -1)
     guesses = mine.objective.guesses(batch, lower, 16)
     for (row, places, answer), found in zip(batch.answers(), guesses, strict=True):
-        first = batch.carriers[row, places.start]
+        first = batch.anchors[row, places.start]
         text = batch.tokens[row, batch.pads[row] : first + len(answer)].tolist()
         prompt = text[: len(text) + 1 - len(answer)]
         along = guesses_along(fused, prompt, answer.tolist(), 16)
@@ -402,7 +402,7 @@ def test_in_turn_every_carrier_teaches(base, kind):
     batch = some_batch()
     every = [t for step in range(STRIDE) for t in objective.terms(batch, step) if t.kind == kind]
     rows = np.concatenate([term.rows.flatten() for term in every])
-    assert len({*rows}) == len(rows) == batch.carriers.size * (3 if kind == STREAM else 1)
+    assert len({*rows}) == len(rows) == batch.anchors.size * (3 if kind == STREAM else 1)
 
 
 def test_the_pruning_loss_reaches_its_adapter_alone(base):
@@ -447,7 +447,7 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
     where = {
         "positions": torch.from_numpy(batch.positions).long(),
         "visible": torch.from_numpy(batch.visible),
-        "stream_rows": torch.from_numpy(batch.carriers),
+        "stream_rows": torch.from_numpy(batch.anchors),
     }
 
     def gradients():

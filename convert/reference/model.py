@@ -334,8 +334,8 @@ class StreamFusedReference(nn.Module):
 
     def lower_states(self, input_ids: torch.Tensor, **where: torch.Tensor | None) -> torch.Tensor:
         """[B, T, D] node states before layer N - Ns; arguments as in `forward`."""
-        node_rows, _, carriers = self._plan(input_ids.shape, torch.arange(0), **where)
-        nodes = self.decoder.embed(input_ids.to(carriers.device), node_rows.positions)
+        node_rows, _, anchors = self._plan(input_ids.shape, torch.arange(0), **where)
+        nodes = self.decoder.embed(input_ids.to(anchors.device), node_rows.positions)
         for index in range(self.config.insertion_layer):
             nodes = self._run_layer(index, nodes, node_rows, None)
         return nodes
@@ -353,9 +353,9 @@ class StreamFusedReference(nn.Module):
         `input_ids` are needed where streams start from the root too: the token after their node.
         """
         norm = self.decoder.norm
-        node_rows, speculative_rows, carriers = self._plan(nodes.shape[:2], stream_rows, **where)
+        node_rows, speculative_rows, anchors = self._plan(nodes.shape[:2], stream_rows, **where)
         early = None if self.prune_adapter is None else self.early_exit_states(nodes)
-        places = places_of(carriers)
+        places = places_of(anchors)
         kept = []
         start = nodes[places]
         for index in range(self.config.insertion_layer, self.config.num_layers):
@@ -374,12 +374,12 @@ class StreamFusedReference(nn.Module):
         if speculative_rows is not None:
             if self.root_init is not None:
                 assert input_ids is not None, "these streams start from the root too"
-                known = self.root_states(input_ids[places_of(carriers + 1)], main[places])
+                known = self.root_states(input_ids[places_of(anchors + 1)], main[places])
             streams = self.insert_streams(start, known)
             with self.adapting_streams():
                 for index, keys in kept:
                     streams = self._run_layer(index, streams, speculative_rows, keys)
-        grouped = streams.unflatten(1, (carriers.shape[-1], self.config.num_streams))
+        grouped = streams.unflatten(1, (anchors.shape[-1], self.config.num_streams))
         return HiddenStates(main, norm(grouped), early)
 
     def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
@@ -438,20 +438,20 @@ class StreamFusedReference(nn.Module):
                 raise ValueError(f"{what} has shape {tuple(given.shape)}, expected {expected}")
         # What the root is behind the last row, nobody says.
         known = length - (self.root_init is not None)
-        carriers = torch.arange(known) if stream_rows is None else stream_rows
-        carriers = carriers if num_streams else carriers[..., :0]
+        anchors = torch.arange(known) if stream_rows is None else stream_rows
+        anchors = anchors if num_streams else anchors[..., :0]
         positions = positions.to(device)
         visible = visible.to(device)
-        carriers = carriers.to(device)
+        anchors = anchors.to(device)
         nodes = self._rows(positions, visible, positions)
-        if not carriers.shape[-1]:
-            return nodes, None, carriers
+        if not anchors.shape[-1]:
+            return nodes, None, anchors
         ahead = torch.arange(1, num_streams + 1, device=device)
-        stream_positions = (positions[places_of(carriers)][..., None] + ahead).flatten(1)
+        stream_positions = (positions[places_of(anchors)][..., None] + ahead).flatten(1)
         key_positions = torch.cat([positions, stream_positions], dim=1)
         of_streams = visible if stream_visible is None else stream_visible.to(device)
-        seen = stream_visibility(of_streams, carriers, num_streams)
-        return nodes, self._rows(stream_positions, seen, key_positions), carriers
+        seen = stream_visibility(of_streams, anchors, num_streams)
+        return nodes, self._rows(stream_positions, seen, key_positions), anchors
 
     def _rows(
         self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor

@@ -102,13 +102,13 @@ class HeadObjective(TorchObjective):
         text = torch.stack([self.tensor(batch.targets(level)) for level in levels], dim=-1)
         with precision(self.device, self.dtype):
             rows = self.model.rows(
-                self._carried(batch, lower), text.clamp(min=0), self._lm_heads[STREAM]
+                self._anchor_states(batch, lower), text.clamp(min=0), self._lm_heads[STREAM]
             )
             return [(row.to(self.dtype), weight.to(self.dtype), bias) for row, weight, bias in rows]
 
-    def _carried(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
+    def _anchor_states(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
         """[B, K, D] the states that heads guess from."""
-        return lower[places_of(torch.from_numpy(batch.carriers))].to(self.device).float()
+        return lower[places_of(torch.from_numpy(batch.anchors))].to(self.device).float()
 
     @torch.no_grad()
     def ranked(
@@ -129,7 +129,7 @@ class HeadObjective(TorchObjective):
         if not isinstance(self.model, MlpSpeculatorReference):
             return super().replay(batch, lower, size)
         # All answers side by side: a stage's guesses depend on the path.
-        hidden = self._carried(batch, lower)
+        hidden = self._anchor_states(batch, lower)
         texts = [answer.tolist() for *_, answer in batch.answers()]
         places = [0] * len(texts)
         calls = len(texts)

@@ -103,18 +103,18 @@ class TorchObjective(Objective):
             states = self.model.lower_states(self.tensor(batch.tokens), **self.where(batch))
         if not self.train.keeps_streams:
             return states
-        # Streams after the norm, in the columns of their carriers.
+        # Streams after the norm, in the columns of their anchors.
         streams = self.upper(batch, states).streams.to(self.dtype)
         rows = torch.zeros(*batch.tokens.shape, self.state_size, dtype=self.dtype)
-        rows[places_of(torch.from_numpy(batch.carriers))] = streams.flatten(2).cpu()
+        rows[places_of(torch.from_numpy(batch.anchors))] = streams.flatten(2).cpu()
         return rows
 
     def upper(self, batch: Batch, lower: torch.Tensor) -> HiddenStates:
-        """From `lower` to the final norm, streams on every carrier."""
-        carriers = self.tensor(batch.carriers)
+        """From `lower` to the final norm, streams on every anchor."""
+        anchors = self.tensor(batch.anchors)
         with precision(self.device, self.dtype):
             tokens = self.tensor(batch.tokens)
-            return self.model.upper_states(lower, tokens, stream_rows=carriers, **self.where(batch))
+            return self.model.upper_states(lower, tokens, stream_rows=anchors, **self.where(batch))
 
     def logits(self, hidden: torch.Tensor, kind: str) -> torch.Tensor:
         """[..., V], or [..., Vd] of kind `STREAM`, of [..., D] behind the norm."""
@@ -144,7 +144,7 @@ class TorchObjective(Objective):
         """[..., D] by the kinds of rows, before the norm where they are of layer N - Ns."""
         nodes = lower.to(self.device)
         if self.train.keeps_streams:
-            streams = nodes[places_of(self.tensor(batch.carriers))]
+            streams = nodes[places_of(self.tensor(batch.anchors))]
             return {STREAM: streams, GIVEN: streams}
         hidden = self.upper(batch, nodes)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
@@ -172,7 +172,7 @@ class TorchObjective(Objective):
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
         streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
-        shape = *batch.carriers.shape, self.train.num_streams, -1
+        shape = *batch.anchors.shape, self.train.num_streams, -1
         streams = streams.reshape(shape)
         with precision(self.device, self.dtype):
             logits = self.logits(streams, STREAM).float()
@@ -193,7 +193,7 @@ class TorchObjective(Objective):
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
     ) -> torch.Tensor:
-        """[K, G, C, C] of one answer's carriers, as `ssmlx.drafters.streams.DraftVocab.rank`."""
+        """[K, G, C, C] of one answer's anchors, as `ssmlx.drafters.streams.DraftVocab.rank`."""
         first = roots.clamp(min=0)[:, None, None].expand(-1, 1, tokens.shape[-1])
         previous = torch.cat([first, tokens[:, :-1]], dim=1)
         with precision(self.device, self.dtype):
@@ -321,7 +321,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def use_stream_attention(base: nn.Module, num_streams: int) -> None:
     """Let transformers' attention modules of `base` score stream rows sparsely.
 
-    With K carriers of G streams, a stream row sees the node rows and at most G of the K * G stream
+    With K anchors of G streams, a stream row sees the node rows and at most G of the K * G stream
     rows; PyTorch's kernels would score it against all of them. Node rows go to these kernels.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -367,9 +367,9 @@ def stream_attention(
     kv_heads = key.shape[1]
     num_nodes = key.shape[2] - rows
     groups = heads // kv_heads
-    num_carriers = rows // num_streams
+    num_anchors = rows // num_streams
     # [B, Hkv, groups, K, G, Dh]: a KV head's query heads side by side
-    parted = (query * scale).view(batch, kv_heads, groups, num_carriers, num_streams, width)
+    parted = (query * scale).view(batch, kv_heads, groups, num_anchors, num_streams, width)
     folded = parted.reshape(batch, kv_heads, groups * rows, width)
     node_scores = folded @ key[:, :, :num_nodes].transpose(2, 3)
     node_scores = node_scores.view(batch, heads, rows, num_nodes) + mask[..., :num_nodes]
@@ -384,7 +384,7 @@ def stream_attention(
 
     def by_row(x: torch.Tensor) -> torch.Tensor:
         """The way back, to [B, H, K * G, n]."""
-        shape = batch, kv_heads, num_carriers, groups, num_streams, x.shape[-1]
+        shape = batch, kv_heads, num_anchors, groups, num_streams, x.shape[-1]
         return x.view(shape).transpose(2, 3).reshape(batch, heads, rows, -1)
 
     own_scores = by_row(torch.bmm(by_node(parted), own(key).transpose(1, 2)))

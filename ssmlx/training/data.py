@@ -15,7 +15,7 @@ The answers of a batch start in one column:
     row 1      d   e   f   D   /   .   .      / end token      . padding behind it
 
 Node rows P - 1 to T - 2 carry streams. Where several examples are packed into one text, as turns
-of a conversation, texts start in column 0, and each has carriers of its own.
+of a conversation, texts start in column 0, and each has anchors of its own.
 """
 
 from __future__ import annotations
@@ -215,13 +215,13 @@ class Packing:
         return Example(np.array(text, np.int32), turns[0][0], tuple(turns))
 
     def firsts(self, text: Example, start: int, end: int) -> list[int]:
-        """The first token behind the sinks that streams see, at each carrier of an answer."""
+        """The first token behind the sinks that streams see, at each anchor of an answer."""
         return [window_start(place, self.window) for place in range(start - 1, end - 1)]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Texts side by side: B of them, T columns, K carriers of the one with most, G streams."""
+    """Texts side by side: B of them, T columns, K anchors of the one with most, G streams."""
 
     indices: np.ndarray  # [B] which examples they are, or all that are packed into them
     tokens: np.ndarray  # [B, T] ids, 0 for padding
@@ -230,7 +230,7 @@ class Batch:
     # [B, T] the column behind the answer of which each row predicts a token, and so carries
     # streams; 0 for others
     ends: np.ndarray
-    # [B, T] of packed texts: the first token behind the sinks that streams of each carrier see
+    # [B, T] of packed texts: the first token behind the sinks that streams of each anchor see
     firsts: np.ndarray | None = None
     whole: Batch | None = None  # of which it is the part of one of many ranks
 
@@ -265,22 +265,22 @@ class Batch:
         return Batch(**{**arrays, "whole": self})
 
     @property
-    def carriers(self) -> np.ndarray:
+    def anchors(self) -> np.ndarray:
         """[B, K] columns whose rows carry streams; others follow where a text has fewer."""
         most = (self.ends > 0).sum(axis=1).max()
         return np.argsort(self.ends == 0, axis=1, kind="stable")[:, :most]
 
     def targets(self, ahead: int) -> np.ndarray:
-        """[B, K] the token that stream `ahead` of each carrier predicts; -1 where there is none.
+        """[B, K] the token that stream `ahead` of each anchor predicts; -1 where there is none.
 
         Stream j predicts j + 1 places on (eq. 5); `ahead` 0 is the main stream.
         """
-        at = self.carriers + ahead + 1
+        at = self.anchors + ahead + 1
         found = np.take_along_axis(self.tokens, np.minimum(at, self.tokens.shape[1] - 1), axis=1)
-        return np.where(at < np.take_along_axis(self.ends, self.carriers, axis=1), found, -1)
+        return np.where(at < np.take_along_axis(self.ends, self.anchors, axis=1), found, -1)
 
     def answers(self) -> Iterator[tuple[int, slice, np.ndarray]]:
-        """Each answer's row, which of the row's carriers are its, and its tokens."""
+        """Each answer's row, which of the row's anchors are its, and its tokens."""
         for row, ends in enumerate(self.ends):
             place = 0
             for end in np.unique(ends[ends > 0]):
@@ -303,10 +303,10 @@ def collate(
     for row, (text, pad, length) in enumerate(zip(texts, pads, lengths, strict=True)):
         tokens[row, pad : pad + length] = text.tokens
         for start, end in text.answers:
-            carriers = slice(pad + start - 1, pad + end - 1)
-            ends[row, carriers] = pad + end
+            anchors = slice(pad + start - 1, pad + end - 1)
+            ends[row, anchors] = pad + end
             if packing is not None:
-                firsts[row, carriers] = packing.firsts(text, start, end)
+                firsts[row, anchors] = packing.firsts(text, start, end)
     sight = None if packing is None else firsts
     return Batch(np.asarray(indices), tokens, lengths, pads, ends, sight)
 

@@ -3,7 +3,7 @@
 mlx-lm's own layers run unchanged, as in `ssmlx.model.streams`. Each layer with multi-stream
 attention runs on the node rows first (eq. 1), then on the stream rows, which see the keys and
 values that the node rows left (eq. 2). So node rows are exactly what the base model computes, and
-streams of far apart carriers, which never see each other, run in groups: their masks stay small.
+streams of far apart anchors, which never see each other, run in groups: their masks stay small.
 
 Shapes, beside the legend of `ssmlx.model.shapes`:
     B   examples of a batch
@@ -51,7 +51,7 @@ from .job import check_init, check_scale, check_shapes
 from .objective import RECORDED_TREE_SIZES, Validation
 
 EMBEDDING_STD = 0.02
-_CARRIERS_AT_ONCE = 64
+_ANCHORS_AT_ONCE = 64
 
 Weights = dict[str, mx.array]
 """What is trained, by its name in the adapter's files."""
@@ -75,15 +75,15 @@ class Rows:
 class Layout:
     tokens: mx.array  # [B, T]
     nodes: Rows  # the node rows
-    # places of carriers [B, k] and their stream rows [k * G], in turn
+    # places of anchors [B, k] and their stream rows [k * G], in turn
     groups: list[tuple[tuple[mx.array, mx.array], Rows]]
 
     @classmethod
     def of(cls, batch: Batch, num_streams: int) -> Layout:
         positions = mx.array(batch.positions)
         nodes = Rows(positions, mx.array(batch.visible[:, None]), positions)
-        cuts = range(0, batch.carriers.shape[1] if num_streams else 0, _CARRIERS_AT_ONCE)
-        parts = [batch.carriers[:, first : first + _CARRIERS_AT_ONCE] for first in cuts]
+        cuts = range(0, batch.anchors.shape[1] if num_streams else 0, _ANCHORS_AT_ONCE)
+        parts = [batch.anchors[:, first : first + _ANCHORS_AT_ONCE] for first in cuts]
         visible = batch.stream_visible
         groups = [
             (places_of(part), _stream_rows(batch.positions, visible, part, num_streams))
@@ -92,21 +92,21 @@ class Layout:
         return cls(mx.array(batch.tokens), nodes, groups)
 
 
-def places_of(carriers: np.ndarray) -> tuple[mx.array, mx.array]:
-    """Rows [B, 1] and columns [B, k] of carriers [B, k]."""
-    return mx.arange(len(carriers))[:, None], mx.array(carriers)
+def places_of(anchors: np.ndarray) -> tuple[mx.array, mx.array]:
+    """Rows [B, 1] and columns [B, k] of anchors [B, k]."""
+    return mx.arange(len(anchors))[:, None], mx.array(anchors)
 
 
 def _stream_rows(
-    positions: np.ndarray, visible: np.ndarray, carriers: np.ndarray, num_streams: int
+    positions: np.ndarray, visible: np.ndarray, anchors: np.ndarray, num_streams: int
 ) -> Rows:
-    """Positions [B, k * G] and mask [B, 1, k * G, T + k * G] of the carriers' streams (eq. 2)."""
+    """Positions [B, k * G] and mask [B, 1, k * G, T + k * G] of the anchors' streams (eq. 2)."""
     ahead = np.arange(1, num_streams + 1, dtype=np.int32)
-    texts = np.arange(len(carriers))[:, None]
-    own_positions = (positions[texts, carriers, None] + ahead).reshape(len(positions), -1)
+    texts = np.arange(len(anchors))[:, None]
+    own_positions = (positions[texts, anchors, None] + ahead).reshape(len(positions), -1)
     row = np.arange(own_positions.shape[1])
     siblings = (row[:, None] // num_streams == row // num_streams) & (row <= row[:, None])
-    sees_nodes = np.repeat(visible[texts, carriers], num_streams, axis=1)
+    sees_nodes = np.repeat(visible[texts, anchors], num_streams, axis=1)
     sees_streams = np.broadcast_to(siblings, (len(positions), *siblings.shape))
     mask = np.concatenate([sees_nodes, sees_streams], axis=2)[:, None]
     keys = np.concatenate([positions, own_positions], axis=1)
@@ -207,12 +207,12 @@ class TrainedModel:
             views.append((index, _View(layout.nodes)))
             nodes = self._run(index, nodes, layout.nodes, views[-1][1])
         streams = [nodes[:, :0]]
-        for (texts, carriers), rows in layout.groups:
+        for (texts, anchors), rows in layout.groups:
             known = None
             if self._fused.starts_from_root:
-                roots = layout.tokens[texts, carriers + 1]
-                known = self._fused.root_states(roots, nodes[texts, carriers])
-            states = started[texts, carriers]
+                roots = layout.tokens[texts, anchors + 1]
+                known = self._fused.root_states(roots, nodes[texts, anchors])
+            states = started[texts, anchors]
             count = self.config.num_streams
             states = self._fused.start_streams(states, count, known)
             with self._scope.starting_at(0):

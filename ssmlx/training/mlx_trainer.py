@@ -123,11 +123,11 @@ class MlxObjective(Objective):
     def lower(self, batch: Batch) -> mx.array:
         layout = self._layout(batch)
         states = self.model.lower(layout)
-        if self.train.keeps_streams:  # streams before the norm, in the columns of their carriers
+        if self.train.keeps_streams:  # streams before the norm, in the columns of their anchors
             _, streams = self.model.upper(states, layout)
-            rows = streams.reshape(*batch.carriers.shape, self.state_size)
+            rows = streams.reshape(*batch.anchors.shape, self.state_size)
             states = mx.zeros((*batch.tokens.shape, self.state_size), rows.dtype)
-            states[places_of(batch.carriers)] = rows
+            states[places_of(batch.anchors)] = rows
         mx.eval(states)
         return states
 
@@ -142,7 +142,7 @@ class MlxObjective(Objective):
     ) -> tuple[mx.array, list[mx.array]]:
         """The weighted sum of eq. 5, and the mean of each of its terms, in `terms`' order.
 
-        `lower` [B, T, D] is as `lower` gives it; `step` decides which carriers teach the pruning
+        `lower` [B, T, D] is as `lower` gives it; `step` decides which anchors teach the pruning
         adapter. Of a part of a batch, both are what adds up to the batch's over all parts.
         """
         self.model.bind(weights)
@@ -165,7 +165,7 @@ class MlxObjective(Objective):
     def _states(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
         """[..., D] before the norm, by the kinds of rows."""
         if self.train.keeps_streams:
-            streams = lower[places_of(batch.carriers)]
+            streams = lower[places_of(batch.anchors)]
             return {STREAM: streams, GIVEN: streams}
         nodes, streams = self.model.upper(lower, self._layout(batch))
         return {MAIN: nodes, STREAM: streams, GIVEN: streams, PRUNE: lower}
@@ -191,7 +191,7 @@ class MlxObjective(Objective):
             mx.eval(piece)
             pieces.append([np.array(found) for found in piece])
         tokens, logprobs = (np.concatenate(part) for part in zip(*pieces, strict=True))
-        shape = *batch.carriers.shape, streams, count
+        shape = *batch.anchors.shape, streams, count
         return tokens.reshape(shape), logprobs.reshape(*shape, *logprobs.shape[3:])
 
     def _layout(self, batch: Batch) -> Layout:

@@ -31,7 +31,7 @@ STREAM = "stream"
 GIVEN = "given"
 PRUNE = "prune"
 STRIDE = 4
-"""One carrier in so many, a different one each step, teaches the pruning adapter, and streams
+"""One anchor in so many, a different one each step, teaches the pruning adapter, and streams
 beside a condition what they guess without it: perf/README.md, "Objectives"."""
 
 _CHUNK_LOGITS = 1 << 24
@@ -110,11 +110,11 @@ class Objective(ABC):
         """
 
     def terms(self, batch: Batch, step: int) -> list[Term]:
-        """The parts of eq. 5; `step` decides which carriers teach the pruning adapter."""
+        """The parts of eq. 5; `step` decides which anchors teach the pruning adapter."""
         train = self.train
         found = []
         node_rows = np.arange(batch.tokens.size).reshape(batch.tokens.shape)
-        node_rows = np.take_along_axis(node_rows, batch.carriers, axis=1)
+        node_rows = np.take_along_axis(node_rows, batch.anchors, axis=1)
         main_targets = batch.targets(0)
         if train.adapter_scope == "all" and not train.train_only:
             found.append(Term(MAIN, MAIN, node_rows, main_targets, train.main_weight))
