@@ -105,7 +105,7 @@ def check_name(name: str, option: str) -> None:
 def _main(args: argparse.Namespace) -> None:
     from ..loading.files import alone_in
     from ..training.adapt import adapt
-    from ..training.adapt_run import AdaptOptions, folder_of_same
+    from ..training.adapt_run import AdaptOptions, find_run_folder
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
@@ -124,7 +124,7 @@ def _main(args: argparse.Namespace) -> None:
     )
     if args.name is None:
         with busy("reading the weights"):
-            options = replace(options, out=folder_of_same(options))
+            options = replace(options, out=find_run_folder(options))
         if options.out != out:
             say(f"{options.out.name} was made from these weights")
     with alone_in(options.out):

@@ -63,7 +63,7 @@ def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
     """What would draft faster, with its command; or why nothing would."""
     from ..loading.attach import adapters_for
     from ..loading.found import PAYS
-    from ..training.sizing import forecast
+    from ..training.sizing import forecast_speedup
 
     backbone = model.backbone
     lacking = backbone.capabilities.reason("trees") or backbone.capabilities.reason("stages")
@@ -85,7 +85,7 @@ def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
         return f"nothing that is here; more hours may: {adapt}{_hours(2 * own.hours)}"
     if model.num_streams:
         return f"nothing that is here; streams for prompts like yours may: {adapt} --data FILE"
-    speed = forecast(model)
+    speed = forecast_speedup(model)
     if speed is None:
         return f"{adapt}, which says within minutes what that would bring here"
     if speed < PAYS:
@@ -120,9 +120,9 @@ def _hours(hours: float) -> str:
 
 def _progress(run: Run) -> str:
     """What an unfinished run has come to."""
-    from ..training.sizing import run_forecast
+    from ..training.sizing import forecast_run_speedup
 
-    speed = run_forecast(run)
+    speed = forecast_run_speedup(run)
     if speed is None:
         return "goes on with a run that was begun"
     return f"goes on with a run that came to {speed:.2f} times plain decoding's speed so far"

@@ -24,7 +24,7 @@ from ..loading.load import load
 from ..loading.names import FIGURES_FILE
 from ..model.streams import StreamFusedModel
 from ..settings import GenerateConfig
-from .adapt_run import AdaptOptions, AdaptRun, Amounts, Plan, read_rows
+from .adapt_run import AdaptOptions, AdaptPlan, AdaptRun, Amounts, read_round_examples
 from .replay import Replay
 from .sizing import Rates
 
@@ -131,7 +131,7 @@ def timed_answer(
 
 def write_figures(
     run: AdaptRun,
-    plan: Plan,
+    plan: AdaptPlan,
     measured: Mapping[str, Any],
     bits: int | None,
     log: Sequence[Mapping[str, Any]],
@@ -143,10 +143,10 @@ def write_figures(
         plan: with all rounds and the seconds spent.
         measured: as `check_adapter` returns it.
         bits: of the base's packed weights; None where it is not quantised.
-        log: entries of all rounds, as `joined_log` returns them.
+        log: entries of all rounds, as `join_round_logs` returns them.
     """
     options = run.options
-    rows = read_rows(options, len(plan.rounds) - 1, "train")
+    rows = read_round_examples(options, len(plan.rounds) - 1, "train")
     is_snapshot = options.path.parent.name == "snapshots"
     figures = {
         "rounds": len(plan.rounds),

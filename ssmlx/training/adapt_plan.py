@@ -11,16 +11,16 @@ from ..errors import require
 from ..loading.load import is_quantised
 from ..loading.lora_files import kind_of
 from .adapt_check import check_seconds
-from .adapt_run import AdaptRun, Amounts, Plan, Source
-from .answers import Speaker
+from .adapt_run import AdaptPlan, AdaptRun, Amounts, Source
+from .answers import BatchResponder
 from .job import stream_config
-from .progress import minutes
+from .progress import format_duration
 from .sizing import (
     Round,
     choose_layers,
     measure_rates,
     plan_round,
-    stream_training,
+    stream_train_config,
     time_candidates,
 )
 
@@ -28,7 +28,7 @@ CACHE_BYTES = 1 << 29
 """Freed memory that MLX may keep."""
 
 
-def make_plan(run: AdaptRun, source: Source, speaker: Speaker) -> Plan:
+def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) -> AdaptPlan:
     """Time calls, answers and steps, and choose streams and batches by it; a plan of no rounds."""
     options = run.options
     run.say(
@@ -49,7 +49,7 @@ def make_plan(run: AdaptRun, source: Source, speaker: Speaker) -> Plan:
     num_layers = choose_layers(costs, base["num_hidden_layers"])
     longest = max(source.prompt_lengths)
     answer_tokens = options.amounts.answer_tokens
-    train = stream_training(num_layers, seed=options.seed, max_length=longest + answer_tokens)
+    train = stream_train_config(num_layers, seed=options.seed, max_length=longest + answer_tokens)
     train = train.sized(base["vocab_size"])
     config = stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
     run.say("timing some answers, and some steps of training ...")
@@ -58,13 +58,13 @@ def make_plan(run: AdaptRun, source: Source, speaker: Speaker) -> Plan:
             source.backbone,
             config,
             train,
-            speaker,
+            responder,
             longest,
             answer_tokens,
             options.memory,
             source.lora,
         )
-    return Plan(
+    return AdaptPlan(
         settings=run.settings,
         base={},
         train=replace(train, batch_size=rates.batch_size),
@@ -73,7 +73,7 @@ def make_plan(run: AdaptRun, source: Source, speaker: Speaker) -> Plan:
     )
 
 
-def plan_hours(run: AdaptRun, plan: Plan, source: Source) -> Plan:
+def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
     """The plan with a round more where `hours` are more than it is for; say what is made then.
 
     Raises:
@@ -122,7 +122,7 @@ def plan_hours(run: AdaptRun, plan: Plan, source: Source) -> Plan:
     return plan
 
 
-def streams_line(plan: Plan, source: Source) -> str:
+def streams_line(plan: AdaptPlan, source: Source) -> str:
     base = source.base
     train = plan.train
     dtype = str(source.backbone.dtype).removeprefix("mlx.core.")
@@ -140,21 +140,24 @@ def streams_line(plan: Plan, source: Source) -> str:
     )
 
 
-def _round_line(plan: Plan, amounts: Amounts, spent: float) -> str:
+def _round_line(plan: AdaptPlan, amounts: Amounts, spent: float) -> str:
     """What the last round makes; `spent` are the run's seconds so far."""
     last = plan.rounds[-1]
     rates = plan.rates
     before = plan.rounds[-2].answers if plan.rounds[1:] else 0
     more = "more " if before else ""
     of_all = f" of all {last.answers:,}" if before else ""
-    steps = plan.training(last).num_steps(last.answers - amounts.held_out)
+    steps = plan.round_train_config(last).num_steps(last.answers - amounts.held_out)
     planned_at = 0.0 if before else last.spent_before
     spent -= last.spent_before - planned_at
+    answering = format_duration(last.answer_seconds)
+    training = format_duration(last.train_seconds)
+    checking = format_duration(last.other_seconds)
+    in_all = format_duration(planned_at + last.seconds)
     return (
         f"plan: {last.answers - before:,} {more}answers at "
-        f"{rates.answer_tokens_per_second:.0f} tokens/s ({minutes(last.answer_seconds)}), "
-        f"{steps:,} steps of {rates.batch_size}{of_all} ({minutes(last.train_seconds)}), "
-        f"checks ({minutes(last.other_seconds)}): some {minutes(planned_at + last.seconds)} in "
-        f"all, {minutes(spent)} of them spent; at most "
-        f"{(rates.memory + CACHE_BYTES) / 2**30:.1f} GiB of memory"
+        f"{rates.answer_tokens_per_second:.0f} tokens/s ({answering}), "
+        f"{steps:,} steps of {rates.batch_size}{of_all} ({training}), "
+        f"checks ({checking}): some {in_all} in all, {format_duration(spent)} of them spent; "
+        f"at most {(rates.memory + CACHE_BYTES) / 2**30:.1f} GiB of memory"
     )

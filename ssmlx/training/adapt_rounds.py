@@ -17,22 +17,32 @@ from ..bars import busy
 from ..loading.adapter import load_streams
 from ..loading.files import PartFile, make_folder, new_folder, write_whole
 from ..loading.found import PAYS
-from .adapt_run import DATA_FOLDER, FILES, OWN, AdaptRun, Asked, Plan, Source, read_rows, tokenised
-from .answers import Speaker, Text
+from .adapt_run import (
+    DATA_FOLDER,
+    FILES,
+    OWN,
+    AdaptPlan,
+    AdaptRun,
+    Source,
+    TokenisedPrompt,
+    read_round_examples,
+    tokenise_prompts,
+)
+from .answers import AnswerRequest, BatchResponder
 from .job import STORE_FILE, prepare, run_to_end
 from .mlx_model import TrainedModel, new_adapter, with_new_parts
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
-from .progress import ANSWERS_FILE, QUESTIONS_FILE, StepPace, minutes
+from .progress import ANSWERS_FILE, QUESTIONS_FILE, StepPace, format_duration
 from .questions import normalised, opening
-from .sizing import StepCosts, best_tree, fitted_round
+from .sizing import StepCosts, fastest_tree, shorten_round
 
 SAMPLED_EVERY = 4
 SAMPLED_TEMP = 0.8
 _ROUND_SEEDS = 1000
 
 
-def clear_killed_write(best: Path) -> None:
+def clear_interrupted_write(best: Path) -> None:
     """Clear what a kill left of an adapter that was being written."""
     for left in sorted(best.parent.glob(f".{best.name}.*"), reverse=True):
         if left.suffix == ".old" and not best.exists():
@@ -41,7 +51,9 @@ def clear_killed_write(best: Path) -> None:
             shutil.rmtree(left)
 
 
-def make_round(run: AdaptRun, plan: Plan, number: int, source: Source, speaker: Speaker) -> Plan:
+def make_round(
+    run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
+) -> AdaptPlan:
     """Make a round's answers where they are not made yet, and train on them.
 
     Args:
@@ -49,7 +61,7 @@ def make_round(run: AdaptRun, plan: Plan, number: int, source: Source, speaker: 
         plan: with this round in it.
         number: of the round, counted from 0.
         source: the loaded model and its prompts.
-        speaker: answers with that model.
+        responder: answers with that model.
 
     Returns:
         The plan, in which the round has fewer passes where its answers took so long that time is
@@ -59,10 +71,10 @@ def make_round(run: AdaptRun, plan: Plan, number: int, source: Source, speaker: 
     make_folder(folder / DATA_FOLDER)
     if not (folder / DATA_FOLDER / "valid.jsonl").exists():  # which is written last
         began = run.clock.spent
-        make_examples(run, plan, number, source, speaker)
+        make_examples(run, plan, number, source, responder)
         planned = plan.rounds[number]
-        fitted = fitted_round(planned, plan.before(number), run.clock.spent)
-        plan = run.save_plan(plan.with_round(number, fitted))
+        fitted = shorten_round(planned, plan.round_before(number), run.clock.spent)
+        plan = run.save_plan(plan.replace_round(number, fitted))
         less = (
             ""
             if fitted == planned
@@ -71,14 +83,16 @@ def make_round(run: AdaptRun, plan: Plan, number: int, source: Source, speaker: 
                 "so that the hours do"
             )
         )
-        left = minutes(fitted.train_seconds + fitted.other_seconds)
-        took = minutes(run.clock.spent - began)
+        left = format_duration(fitted.train_seconds + fitted.other_seconds)
+        took = format_duration(run.clock.spent - began)
         run.say(f"the answers took {took}{less}; some {left} to go")
     train_round(run, plan, number, source)
     return plan
 
 
-def make_examples(run: AdaptRun, plan: Plan, number: int, source: Source, speaker: Speaker) -> None:
+def make_examples(
+    run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
+) -> None:
     """Have the model answer as much more as a round plans, and write the round's examples.
 
     `train.jsonl` and `valid.jsonl` in the round's folder hold those of earlier rounds, too. What a
@@ -87,12 +101,12 @@ def make_examples(run: AdaptRun, plan: Plan, number: int, source: Source, speake
     options = run.options
     amounts = options.amounts
     seed = options.seed + number * _ROUND_SEEDS
-    speaker = replace(speaker, seed=seed)
-    old = read_rows(options, number - 1, "train")
-    valid = read_rows(options, number - 1, "valid")
+    responder = replace(responder, seed=seed)
+    old = read_round_examples(options, number - 1, "train")
+    valid = read_round_examples(options, number - 1, "valid")
     known = {tuple(row["prompt_tokens"]) for row in (*old, *valid)}
 
-    def new(asked: Sequence[Asked]) -> list[Asked]:
+    def new(asked: Sequence[TokenisedPrompt]) -> list[TokenisedPrompt]:
         return [one for one in asked if tuple(one.tokens) not in known]
 
     def part_file(name: str) -> closing[PartFile]:
@@ -107,18 +121,20 @@ def make_examples(run: AdaptRun, plan: Plan, number: int, source: Source, speake
     if num_own:
         run.say(f"making up {num_own:,} questions ...")
     with part_file(QUESTIONS_FILE) as part:
-        questions = speaker.questions(num_own, amounts.question_tokens, part)
+        questions = responder.make_up_questions(num_own, amounts.question_tokens, part)
     prompts = [{"prompt": text} for text in questions]
     run.say(f"answering {wanted:,} prompts ...")
-    own = new(tokenised(run, OWN, prompts, source))
+    own = new(tokenise_prompts(run, OWN, prompts, source))
     asked = [*files, *own, *shipped][:wanted]
     random.Random(seed).shuffle(asked)
     texts = [
-        Text(n, one.tokens, SAMPLED_TEMP if n % SAMPLED_EVERY == SAMPLED_EVERY - 1 else 0.0)
+        AnswerRequest(
+            n, one.tokens, SAMPLED_TEMP if n % SAMPLED_EVERY == SAMPLED_EVERY - 1 else 0.0
+        )
         for n, one in enumerate(asked)
     ]
     with part_file(ANSWERS_FILE) as part:
-        answers = speaker.answer(texts, amounts.answer_tokens, part)
+        answers = responder.answer_with_progress(texts, amounts.answer_tokens, part)
     rows: list[dict[str, Any]] = [
         {
             "source": one.source,
@@ -131,19 +147,19 @@ def make_examples(run: AdaptRun, plan: Plan, number: int, source: Source, speake
     if not valid:
         greedy = [row for row, text in zip(rows, texts, strict=True) if not text.temp]
         valid = greedy[: amounts.held_out]
-    held = {_likeness(row) for row in valid}
-    train = [*old, *(row for row in rows if _likeness(row) not in held)]
+    held = {_duplicate_key(row) for row in valid}
+    train = [*old, *(row for row in rows if _duplicate_key(row) not in held)]
     for name, every in (("train", train), ("valid", valid)):
         lines = "".join(json.dumps(row) + "\n" for row in every)
         write_whole(options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl", lines.encode())
 
 
-def _likeness(row: Mapping[str, Any]) -> str:
+def _duplicate_key(row: Mapping[str, Any]) -> str:
     """What no example shares with one held out: its first words; of your files, the whole text."""
     return (normalised if row["source"] == FILES else opening)(row["asked"])
 
 
-def train_round(run: AdaptRun, plan: Plan, number: int, source: Source) -> None:
+def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> None:
     """Train the streams, from those of the rounds before on; write the best to the run's adapter.
 
     A training that was stopped goes on from its last saved step.
@@ -151,7 +167,7 @@ def train_round(run: AdaptRun, plan: Plan, number: int, source: Source) -> None:
     options = run.options
     folder = options.round_folder(number)
     best = options.adapter_folder
-    train = plan.training(plan.rounds[number])
+    train = plan.round_train_config(plan.rounds[number])
     num_steps = train.num_steps(plan.rounds[number].answers - options.amounts.held_out)
     start_folder = folder / "start"  # the adapter of which this round makes a better one
     start = None
@@ -187,7 +203,7 @@ def train_round(run: AdaptRun, plan: Plan, number: int, source: Source) -> None:
 
     def validated(validate: Validation) -> None:
         left = pace.seconds_left(trainer.step)
-        to_go = f"; some {minutes(left)} of training to go" if left else ""
+        to_go = f"; some {format_duration(left)} of training to go" if left else ""
         run.say(forecast_line(plan.step_costs, validate) + to_go)
 
     with wired_limit(twin.model):
@@ -214,7 +230,7 @@ def forecast_line(costs: StepCosts, validate: Validation) -> str:
         validate: replays the held-out answers.
     """
     tokens = validate.curve(tuple(costs))
-    nodes, speedup = best_tree(costs, tokens)
+    nodes, speedup = fastest_tree(costs, tokens)
     forecast = (
         f"so far: {tokens[nodes]:.2f} tokens per call with {nodes} nodes on held-out answers, "
         f"{speedup:.2f} times plain decoding's speed at the costs timed here"

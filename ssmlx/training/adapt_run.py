@@ -31,7 +31,7 @@ from .mlx_trainer import load_frozen
 from .progress import Clock
 from .questions import written_prompts
 from .record import LOG_FILE, read_record
-from .sizing import Rates, Round, StepCosts, frozen_dtype, memory_here
+from .sizing import Rates, Round, StepCosts, choose_frozen_dtype, default_memory_bytes
 
 MOST_PROMPT_TOKENS = 1024
 FILES = "your files"
@@ -71,7 +71,7 @@ class AdaptOptions:
     @property
     def memory(self) -> int:
         """Bytes that may be used."""
-        return memory_here() if self.memory_gb is None else int(self.memory_gb * 2**30)
+        return default_memory_bytes() if self.memory_gb is None else int(self.memory_gb * 2**30)
 
     def round_folder(self, number: int) -> Path:
         return self.out / f"round-{number + 1}"
@@ -87,7 +87,7 @@ class AdaptOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TokenisedPrompt:
     source: str
     text: str  # what the user says last
     tokens: list[int]
@@ -104,8 +104,8 @@ class Source:
     tokenizer: TokenizerWrapper
     dtype: str  # as `load` takes it
     training: RunOptions  # of every round but for its folders and intervals
-    files: list[Asked]
-    shipped: list[Asked]
+    files: list[TokenisedPrompt]
+    shipped: list[TokenisedPrompt]
 
     @property
     def prompt_lengths(self) -> list[int]:
@@ -113,7 +113,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class AdaptPlan:
     """What a run makes; kept in its folder."""
 
     settings: dict[str, Any]  # must be the same when it goes on
@@ -125,7 +125,7 @@ class Plan:
     spent: float = 0.0  # seconds that the run has taken
 
     @classmethod
-    def read(cls, path: Path, settings: dict[str, Any]) -> Plan | None:
+    def read(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
         """The plan in a file, which must be of these settings; None where there is no file."""
         if not path.exists():
             return None
@@ -155,14 +155,14 @@ class Plan:
         values = {**asdict(self), "train": self.train.to_dict()}
         write_whole(path, json.dumps(values, indent=1).encode())
 
-    def training(self, one: Round) -> TrainConfig:
+    def round_train_config(self, one: Round) -> TrainConfig:
         return replace(self.train, epochs=float(one.epochs))
 
-    def before(self, number: int) -> Round | None:
+    def round_before(self, number: int) -> Round | None:
         """The round before that of a number, counted from 0."""
         return self.rounds[number - 1] if number else None
 
-    def with_round(self, number: int, one: Round) -> Plan:
+    def replace_round(self, number: int, one: Round) -> AdaptPlan:
         return replace(self, rounds=(*self.rounds[:number], one, *self.rounds[number + 1 :]))
 
 
@@ -178,7 +178,7 @@ class AdaptRun:
     wait: Callable[[], None]  # called between steps; its time is no part of the run's
     clock: Clock
 
-    def save_plan(self, plan: Plan) -> Plan:
+    def save_plan(self, plan: AdaptPlan) -> AdaptPlan:
         """Write a plan into the run's folder with the time spent until now; return it so."""
         plan = replace(plan, spent=self.clock.spent)
         plan.write(self.options.out / PLAN_FILE)
@@ -203,7 +203,7 @@ def run_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> di
     return settings if options.adapter is None else {**settings, "adapter": options.lora_digests}
 
 
-def folder_of_same(options: AdaptOptions) -> Path:
+def find_run_folder(options: AdaptOptions) -> Path:
     """The folder of a run with these settings, where there is one; else that of the options.
 
     So a model that was moved or copied goes on with what was begun for it, whatever it is called.
@@ -222,7 +222,7 @@ def load_source(run: AdaptRun) -> Source:
     options = run.options
     base = read_base(options.path)
     tokenizer = load_tokenizer(options.path, base)
-    dtype = frozen_dtype(options.path, base, options.memory)
+    dtype = choose_frozen_dtype(options.path, base, options.memory)
     backbone = load_frozen(options.path, dtype)
     backbone.capabilities.require("stages", "streams")
     backbone.name = options.model
@@ -250,8 +250,8 @@ def load_source(run: AdaptRun) -> Source:
     shipped = [{"prompt": text} for text in written_prompts(options.seed)["train"]]
     return replace(
         source,
-        files=tokenised(run, FILES, run.prompts, source),
-        shipped=tokenised(run, SHIPPED, shipped, source),
+        files=tokenise_prompts(run, FILES, run.prompts, source),
+        shipped=tokenise_prompts(run, SHIPPED, shipped, source),
     )
 
 
@@ -268,9 +268,9 @@ def read_lora(folder: Path, backbone: Backbone) -> Loras:
 
 
 @on_one_day()
-def tokenised(
+def tokenise_prompts(
     run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
-) -> list[Asked]:
+) -> list[TokenisedPrompt]:
     """Prompts as tokens; those that are too long are left out, and their number is said."""
     context = source.backbone.context_length or 2**30
     most = min(MOST_PROMPT_TOKENS, context - run.options.amounts.answer_tokens)
@@ -281,19 +281,19 @@ def tokenised(
         except InputError as error:
             raise error.at(f"prompt {number} of {origin}") from error
         if len(tokens) <= most:
-            found.append(Asked(origin, user_text(one), tokens))
+            found.append(TokenisedPrompt(origin, user_text(one), tokens))
     if len(found) < len(prompts):
         run.say(f"{len(prompts) - len(found)} prompts of over {most} tokens are left out")
     return found
 
 
-def read_rows(options: AdaptOptions, number: int, name: str) -> list[dict[str, Any]]:
+def read_round_examples(options: AdaptOptions, number: int, name: str) -> list[dict[str, Any]]:
     """The examples of a round; none of one before the first."""
     file = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
     return [json.loads(line) for line in file.open()] if number >= 0 else []
 
 
-def joined_log(folders: Sequence[Path]) -> list[dict[str, Any]]:
+def join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """The log entries of all rounds, their steps counted on."""
     entries: list[dict[str, Any]] = []
     for folder in folders:

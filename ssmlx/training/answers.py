@@ -24,21 +24,23 @@ _ROUNDS = 10
 
 
 @dataclass(frozen=True)
-class Text:
+class AnswerRequest:
     number: int  # its noise depends on this and the seed alone
     prompt: Sequence[int]
     temp: float = 0.0  # greedy
 
 
 @dataclass(frozen=True)
-class Speaker:
+class BatchResponder:
     model: nn.Module  # mlx-lm's
     tokenizer: TokenizerWrapper
     batch_size: int  # texts that are decoded together
     seed: int = 0
     wait: Callable[[], None] = field(default=lambda: None)  # called between tokens
 
-    def answers(self, texts: Sequence[Text], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
+    def iterate_answers(
+        self, texts: Sequence[AnswerRequest], max_tokens: int
+    ) -> Iterator[tuple[int, list[int]]]:
         """The number of each and what follows its prompt, an end token included, as they end."""
         if not texts:
             return
@@ -49,7 +51,7 @@ class Speaker:
             completion_batch_size=self.batch_size,
             prefill_batch_size=min(self.batch_size, PREFILL_AT_ONCE),
         )
-        samplers = [self._sampler(text) if text.temp else None for text in texts]
+        samplers = [self._make_sampler(text) if text.temp else None for text in texts]
         ids = generator.insert([[*text.prompt] for text in texts], samplers=samplers)
         by_id = dict(zip(ids, texts, strict=True))
         try:
@@ -61,7 +63,7 @@ class Speaker:
         finally:
             generator.close()
 
-    def _sampler(self, text: Text) -> Callable[[mx.array], mx.array]:
+    def _make_sampler(self, text: AnswerRequest) -> Callable[[mx.array], mx.array]:
         key = mx.random.key(self.seed * 1_000_003 + text.number)
 
         def draw(logprobs: mx.array) -> mx.array:
@@ -71,17 +73,19 @@ class Speaker:
 
         return draw
 
-    def answer(self, texts: Sequence[Text], max_tokens: int, part: PartFile) -> list[list[int]]:
+    def answer_with_progress(
+        self, texts: Sequence[AnswerRequest], max_tokens: int, part: PartFile
+    ) -> list[list[int]]:
         """What follows each text's prompt; finished ones are kept in `part`, and taken from it."""
         known = dict(part.done)
         left = [text for text in texts if text.number not in known]
-        made = self.answers(left, max_tokens)
+        made = self.iterate_answers(left, max_tokens)
         for number, tokens in bar(made, "answers", initial=len(known), total=len(texts)):
             part.append([number, tokens])
             known[number] = tokens
         return [known[text.number] for text in texts]
 
-    def questions(self, wanted: int, max_tokens: int, part: PartFile) -> list[str]:
+    def make_up_questions(self, wanted: int, max_tokens: int, part: PartFile) -> list[str]:
         """At most `wanted` different questions of the model's own, in the order of their numbers.
 
         Each has at most `max_tokens` tokens; all that it asks goes into `part`.
@@ -95,9 +99,11 @@ class Speaker:
             if len(found) >= wanted or rare or first >= _TRIES * max(wanted, self.batch_size):
                 break
             numbers = range(first, first + size)
-            texts = [Text(number, prefix, 1.0) for number in numbers if number not in known]
+            texts = [
+                AnswerRequest(number, prefix, 1.0) for number in numbers if number not in known
+            ]
             label = f"questions, {len(found)} of {wanted}"
-            asked = self.answers(texts, max_tokens)
+            asked = self.iterate_answers(texts, max_tokens)
             for number, tokens in bar(asked, label, total=len(texts)):
                 ended = tokens[-1] in self.tokenizer.eos_token_ids
                 known[number] = self.tokenizer.decode(tokens[:-1]).strip() if ended else ""

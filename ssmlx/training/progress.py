@@ -30,7 +30,7 @@ class Clock:
     def spent(self) -> float:
         return self.before + time.monotonic() - self._started - self._waited
 
-    def without_waiting(self, wait: Callable[[], None]) -> Callable[[], None]:
+    def exclude_waiting(self, wait: Callable[[], None]) -> Callable[[], None]:
         """`wait`, whose time does not count."""
 
         def waits() -> None:
@@ -67,12 +67,12 @@ class StepPace:
         return (self._clock.spent - spent) / (step - first) * (self._num_steps - step)
 
 
-def minutes(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time as it is said: "some 4 min", or seconds below one and a half minutes."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def kept_of_round(folder: Path, num_answers: int, num_steps: int, state: str) -> str:
+def describe_round_progress(folder: Path, num_answers: int, num_steps: int, state: str) -> str:
     """What is kept of a round, in words.
 
     Args:
@@ -83,15 +83,15 @@ def kept_of_round(folder: Path, num_answers: int, num_steps: int, state: str) ->
     if (folder / ENDED_FILE).exists():
         return "all answers and all training"
     step = saved_step(folder / state)
-    answers = _num_done(folder / ANSWERS_FILE)
+    answers = _count_finished_lists(folder / ANSWERS_FILE)
     if step:
         return f"{answers:,} answers, and step {step:,} of {num_steps:,} of the training"
     if answers:
         return f"{answers:,} of {num_answers:,} answers"
-    return f"{_num_done(folder / QUESTIONS_FILE):,} questions"
+    return f"{_count_finished_lists(folder / QUESTIONS_FILE):,} questions"
 
 
-def _num_done(path: Path) -> int:
+def _count_finished_lists(path: Path) -> int:
     """Lists in a part file, behind its line of settings."""
     if not path.exists():
         return 0

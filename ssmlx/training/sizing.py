@@ -25,7 +25,7 @@ from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..policy.costs import ROWS
 from ..settings import StreamConfig
-from .answers import Speaker, Text
+from .answers import AnswerRequest, BatchResponder
 from .config import RunOptions, TrainConfig
 from .data import Example, collate
 from .job import stream_config
@@ -70,7 +70,7 @@ StepCosts = Mapping[int, float]
 """Plain calls that a call with n nodes takes, by n."""
 
 
-def stream_training(num_layers: int, **more: Any) -> TrainConfig:
+def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
     """How streams in so many top layers are trained; `more` are other settings."""
     return TrainConfig(
         num_streams=NUM_STREAMS,
@@ -104,7 +104,7 @@ def time_candidates(
 
     So the costs are those of adapters of the same sizes, too: they go to this machine's table, and
     where answers have taught it more, that is taken. The base's own table has them besides, for
-    `forecast`.
+    `forecast_speedup`.
 
     Args:
         backbone: the base model, which stays as it is.
@@ -119,25 +119,27 @@ def time_candidates(
     """
     found: dict[int, StepCosts] = {}
     for num_layers in candidate_layers(base["num_hidden_layers"]):
-        train = stream_training(num_layers).sized(base["vocab_size"])
+        train = stream_train_config(num_layers).sized(base["vocab_size"])
         config = stream_config(train, base, options, [])
-        adapter = new_adapter(backbone.twin(), config, train, _any_vocab(train), lora)
+        adapter = new_adapter(backbone.twin(), config, train, _placeholder_vocab(train), lora)
         model = attach_adapter(backbone, adapter, merge_lora=True)
         text = tokens[:_TIMED_CONTEXT]
         found[num_layers] = seed_costs(model, text, TIMED_SIZES, seconds=seconds)
     learned, _ = learned_of(StreamFusedModel(backbone))
     for num_layers, costs in found.items():
-        learned.costs.seed({(_untrained(num_layers), n): cost for n, cost in costs.items()})
+        learned.costs.seed(
+            {(_untrained_cost_name(num_layers), n): cost for n, cost in costs.items()}
+        )
     learned.keep(at_once=True)
     return found
 
 
-def _untrained(num_layers: int) -> str:
+def _untrained_cost_name(num_layers: int) -> str:
     """What calls with untrained streams are called in the table of a model without any."""
     return f"untrained streams in {num_layers} layers"
 
 
-def forecast(model: StreamFusedModel) -> float | None:
+def forecast_speedup(model: StreamFusedModel) -> float | None:
     """The speed over plain decoding's that an adapter of `ssmlx.adapt` should bring here.
 
     Args:
@@ -153,18 +155,18 @@ def forecast(model: StreamFusedModel) -> float | None:
     speeds = []
     depth = len(model.backbone.layers)
     for num_layers, kept in candidate_layers(depth).items():
-        name = _untrained(num_layers)
+        name = _untrained_cost_name(num_layers)
         costs = {n: calls for (one, n), (calls, _) in known.items() if one == name}
         if not costs and rows:
             # Streams go through the top layers in a pass of their own, behind the rows.
             second = num_layers / depth * frozen.calls((ROWS, 1 + NUM_STREAMS)) + _DRAFT_HEAD_COST
             costs = {n: frozen.calls((ROWS, n)) + second for n in rows}
         if costs:
-            speeds.append(_usual_speed(costs, kept))
+            speeds.append(_expected_speedup(costs, kept))
     return max(speeds, default=None)
 
 
-def run_forecast(run: Run) -> float | None:
+def forecast_run_speedup(run: Run) -> float | None:
     """The speed over plain decoding's that an unfinished run's streams should bring as they are.
 
     Returns:
@@ -174,7 +176,7 @@ def run_forecast(run: Run) -> float | None:
         values = read_json(run.adapter / CONFIG_FILE, "the settings of an adapter")
         curve = {int(n): float(tokens) for n, tokens in values["tokens_per_call"].items()}
         costs = {int(n): float(cost) for n, cost in run.plan["step_costs"].items()}
-        return best_tree({n: cost for n, cost in costs.items() if n in curve}, curve)[1]
+        return fastest_tree({n: cost for n, cost in costs.items() if n in curve}, curve)[1]
     except (InputError, KeyError, TypeError, ValueError, AttributeError):
         return None
 
@@ -182,22 +184,22 @@ def run_forecast(run: Run) -> float | None:
 def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
     """The number of layers with streams that should be fastest by what calls cost."""
     kept = candidate_layers(num_layers)
-    return max(costs, key=lambda layers: _usual_speed(costs[layers], kept[layers]))
+    return max(costs, key=lambda layers: _expected_speedup(costs[layers], kept[layers]))
 
 
-def _usual_speed(costs: StepCosts, kept: float) -> float:
+def _expected_speedup(costs: StepCosts, kept: float) -> float:
     """Over plain decoding's, with that share of the usual accepted drafts."""
-    return best_tree(costs, {n: 1 + kept * (one - 1) for n, one in _USUAL_TOKENS.items()})[1]
+    return fastest_tree(costs, {n: 1 + kept * (one - 1) for n, one in _USUAL_TOKENS.items()})[1]
 
 
-def best_tree(costs: StepCosts, tokens_per_call: Mapping[int, float]) -> tuple[int, float]:
+def fastest_tree(costs: StepCosts, tokens_per_call: Mapping[int, float]) -> tuple[int, float]:
     """Nodes of the fastest tree, and its speed as a multiple of plain decoding's."""
     speeds = {n: tokens_per_call[n] / cost for n, cost in costs.items()}
     nodes = max(speeds, key=speeds.__getitem__)
     return nodes, speeds[nodes]
 
 
-def _any_vocab(train: TrainConfig) -> np.ndarray | None:
+def _placeholder_vocab(train: TrainConfig) -> np.ndarray | None:
     """A draft vocabulary of the right size: which tokens it has changes no time."""
     size = train.draft_vocab_size
     return np.arange(size, dtype=np.int32) if size else None
@@ -218,13 +220,13 @@ class Rates:
     validate_seconds: float = 0.0  # of a held-out answer each time
 
 
-def memory_here() -> int:
+def default_memory_bytes() -> int:
     """Bytes that may be used."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(_MEMORY_SHARE * whole)
 
 
-def frozen_dtype(path: Path, settings: Mapping[str, Any], most: int) -> str:
+def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most: int) -> str:
     """How to hold a folder's weights, as `load_frozen` takes it, in `most` bytes.
 
     MLX's CPU backend multiplies packed weights slowly: they are unpacked where two thirds of that
@@ -239,7 +241,7 @@ def measure_rates(
     backbone: Backbone,
     config: StreamConfig,
     train: TrainConfig,
-    speaker: Speaker,
+    responder: BatchResponder,
     prompt_tokens: int,
     answer_tokens: int,
     most: int,
@@ -251,7 +253,7 @@ def measure_rates(
         backbone: the base model, which stays as it is.
         config: of the adapter.
         train: its training.
-        speaker: answers with the same model, `lora` on it.
+        responder: answers with the same model, `lora` on it.
         prompt_tokens: of the longest prompt.
         answer_tokens: that an answer may have.
         most: bytes of memory that may be used.
@@ -265,25 +267,25 @@ def measure_rates(
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
-    timed = _time_answers(speaker, prompt, answer_tokens, most)
+    timed = _measure_answers(responder, prompt, answer_tokens, most)
     twin = backbone.twin()
-    vocab = _any_vocab(train)
+    vocab = _placeholder_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
     objective = MlxObjective(model, train, vocab)
     trainer = MlxTrainer(objective, 100)
     peaks = {}
     for count in _PROBED:
         batch = collate([Example(tokens, prompt_tokens)] * count, np.arange(count))
-        with _watched() as frozen:
+        with _measure_usage() as frozen:
             states = objective.lower(batch)
-        with _watched() as step:
+        with _measure_usage() as step:
             trainer.advance(batch, states)
         peaks[count] = step.peak
     most_probed = _PROBED[-1]
-    batch_size, for_steps = _largest(_BATCHES, peaks, most, "training")
+    batch_size, for_steps = _largest_fitting(_BATCHES, peaks, most, "training")
     one = collate([Example(tokens, prompt_tokens)], np.arange(1))
     validate = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
-    with _watched() as validated:
+    with _measure_usage() as validated:
         validate()
         validate.curve(TIMED_SIZES)
     return Rates(
@@ -308,23 +310,24 @@ class _AnswerTimes:
     call_seconds: float  # of a plain call of one text
 
 
-def _time_answers(
-    speaker: Speaker, prompt: list[int], answer_tokens: int, most: int
+def _measure_answers(
+    responder: BatchResponder, prompt: list[int], answer_tokens: int, most: int
 ) -> _AnswerTimes:
-    list(speaker.answers([Text(0, prompt[-8:])], 2))  # the first calls take longer
+    # The first calls take longer.
+    list(responder.iterate_answers([AnswerRequest(0, prompt[-8:])], 2))
     peaks = {}
     seconds = {}
     length = max(1, answer_tokens // 10)
     for count in _PROBED:
-        texts = [Text(number, prompt) for number in range(count)]
-        with _watched() as prompts:
-            list(replace(speaker, batch_size=count).answers(texts, length))
+        texts = [AnswerRequest(number, prompt) for number in range(count)]
+        with _measure_usage() as prompts:
+            list(replace(responder, batch_size=count).iterate_answers(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
-    at_once, memory = _largest(_ANSWERS_AT_ONCE, peaks, most, "answering")
-    texts = [Text(number, prompt[-8:], 1.0) for number in range(at_once)]
-    with _watched() as spent:
-        found = list(replace(speaker, batch_size=at_once).answers(texts, _PROBED_TOKENS))
+    at_once, memory = _largest_fitting(_ANSWERS_AT_ONCE, peaks, most, "answering")
+    texts = [AnswerRequest(number, prompt[-8:], 1.0) for number in range(at_once)]
+    with _measure_usage() as spent:
+        found = list(replace(responder, batch_size=at_once).iterate_answers(texts, _PROBED_TOKENS))
     few, many = _PROBED
     # What texts share is their calls, which take about the same; so the rest is their prompts.
     of_prompt = min(max(0.0, (seconds[many] - seconds[few]) / (many - few)), seconds[few])
@@ -338,14 +341,14 @@ def _time_answers(
 
 
 @dataclass
-class _Spent:
+class _Usage:
     seconds: float = 0.0
     peak: int = 0  # bytes that were in use at the most
 
 
 @contextmanager
-def _watched() -> Iterator[_Spent]:
-    spent = _Spent()
+def _measure_usage() -> Iterator[_Usage]:
+    spent = _Usage()
     start = time.perf_counter()
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -354,7 +357,7 @@ def _watched() -> Iterator[_Spent]:
     spent.peak = mx.get_peak_memory()
 
 
-def _largest(
+def _largest_fitting(
     sizes: Sequence[int], peaks: Mapping[int, int], most: int, what: str
 ) -> tuple[int, int]:
     """The largest of `sizes` that fits, and its bytes, by those of two others."""
@@ -444,7 +447,7 @@ def plan_round(
     )
 
 
-def fitted_round(planned: Round, before: Round | None, spent: float) -> Round:
+def shorten_round(planned: Round, before: Round | None, spent: float) -> Round:
     """The round with fewer passes where its answers took so long that the hours would not do.
 
     Args:
