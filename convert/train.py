@@ -84,20 +84,20 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.loading.adapter import load_streams
     from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
-    from ssmlx.training.job import prepare, run_to_end
-    from ssmlx.training.mlx_model import with_new_parts, write_trained
+    from ssmlx.training.job import prepare_job, run_to_end
+    from ssmlx.training.mlx_model import add_new_weights, write_validated_adapter
     from ssmlx.training.objective import Validation
 
     from .base import load_base
     from .reference.checkpoint import (
         copy_task_lora,
+        initialise_from,
         load_fine_tuned,
         merge_lora,
         reference_of,
+        replace_trained_weights,
         save_reference,
-        start_from,
         train_part,
-        with_weights_of,
     )
     from .training.run import (
         TorchObjective,
@@ -110,8 +110,8 @@ def _main(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    start = with_new_parts(load_streams(args.init), train) if train.train_only else None
-    job, path = prepare(options, train, start)
+    start = add_new_weights(load_streams(args.init), train) if train.train_only else None
+    job, path = prepare_job(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []
     if args.task_lora is not None:
@@ -125,7 +125,7 @@ def _main(args: argparse.Namespace) -> None:
         task = [folder_digest(args.init)]
         train_part(model, train.train_only)
     if args.init is not None and start is None:
-        start_from(model, args.init, has_task=args.task_lora is not None)
+        initialise_from(model, args.init, has_task=args.task_lora is not None)
     freeze_base(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
@@ -136,7 +136,7 @@ def _main(args: argparse.Namespace) -> None:
     def write(validate: Validation) -> Path | None:
         if start is not None:
             folder = options.out / TRAINED_FOLDER
-            return write_trained(folder, with_weights_of(start, model), validate)
+            return write_validated_adapter(folder, replace_trained_weights(start, model), validate)
         save_reference(model, options.out)
         if args.task_lora is not None:
             copy_task_lora(args.task_lora, options.out)

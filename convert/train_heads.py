@@ -182,7 +182,7 @@ def head_config(
 def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
     """The data, the base model's folder, what is trained, and the heads to go on from."""
     from ssmlx.prompts import read_lines
-    from ssmlx.training.job import prepare, read_base
+    from ssmlx.training.job import prepare_job, read_base
 
     from .formats.heads import load_published
 
@@ -217,7 +217,7 @@ def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadRefere
         draft_vocab_size=(args.draft_vocab_size or 0) if vocab is None else len(vocab),
         **values,
     )
-    job, folder = prepare(options, train)
+    job, folder = prepare_job(options, train)
     return job if init is None else replace(job, draft_vocab=vocab), folder, settings, init
 
 

@@ -29,8 +29,8 @@ from convert.reference.checkpoint import (
     load_reference,
     merge_lora,
     reference_of,
+    replace_trained_weights,
     train_part,
-    with_weights_of,
 )
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
@@ -58,7 +58,7 @@ from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, Packing, collate
 from ssmlx.training.guesses import guesses_along
 from ssmlx.training.job import SETTINGS_FILE, Trainer
-from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trained_weights
+from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
 from ssmlx.training.record import LOG_FILE, read_record
@@ -266,7 +266,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     tmp_path, monkeypatch, reduced, packing
 ):
     """Streams of packed texts see what they see when decoding; what is copied is not learned."""
-    monkeypatch.setattr("ssmlx.training.guesses.copies_along", lambda *found: found[2:])
+    monkeypatch.setattr("ssmlx.training.guesses.mix_copies_along", lambda *found: found[2:])
     monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
@@ -288,7 +288,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     assert max(gap(gradient, every[name]) for name, gradient in own.items()) < 1e-4
     assert gap(mx.stack(means), mx.stack(losses[1:6:2])) < 1e-5
     rows = [
-        one.objective.ranked(batch, of, 3) for one, of in ((mine, lower), (theirs, theirs_lower))
+        one.objective.rank_candidates(batch, of, 3)
+        for one, of in ((mine, lower), (theirs, theirs_lower))
     ]
     assert (rows[0][0] == rows[1][0]).all() and rows[0][1].shape[-2:] == (3, 3)
     assert gap(rows[0][1], rows[1][1]) < 1e-4
@@ -320,7 +321,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
             theirs.advance(batch, theirs_lower), rel=1e-5
         )
     assert max(gap(mine.weights[n], p) for n, p in theirs.named.items()) < 1e-4
-    written = with_weights_of(adapter, model)
+    written = replace_trained_weights(adapter, model)
     assert gap(written.streams.condition.out, mine.weights["condition.out.weight"]) < 1e-4
     own = mine.objective.model.adapter.trained_lora
     trained = adapter.trained_lora
@@ -503,8 +504,8 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, command):
         assert (trained, frozen) == ({torch.float32}, {torch.bfloat16})
     exact = trainer_of(base, command)
     batch = some_batch()
-    rough = trainer.objective.parts(batch, trainer.objective.lower(batch))
-    fine = exact.objective.parts(batch, exact.objective.lower(batch))
+    rough = trainer.objective.mean_losses(batch, trainer.objective.lower(batch))
+    fine = exact.objective.mean_losses(batch, exact.objective.lower(batch))
     assert rough == pytest.approx(fine, rel=0.05)
 
 
@@ -872,7 +873,7 @@ def test_parts_of_a_batch_add_up_to_it(base, count, ranks):
         gradients, means = trainer.gradients(of, trainer.objective.lower(of))
         return mx.concatenate([*(array.flatten() for array in gradients.values()), mx.stack(means)])
 
-    found = sum(flat(batch.part(rank, ranks)) for rank in range(ranks))
+    found = sum(flat(batch.part_of_rank(rank, ranks)) for rank in range(ranks))
     assert gap(found, flat(batch)) < 5e-5
 
 
@@ -939,8 +940,8 @@ def test_streams_of_an_adapter_go_on_as_in_a_run_with_its_settings(
         assert mx.array_equal(found.task_lora[path].a, weights.a)
         assert mx.array_equal(found.task_lora[path].b, weights.b)
     assert found.stream_lora.keys() == whole.stream_lora.keys()
-    trained, wanted = (trained_weights(one) for one in (found, whole))
-    started = trained_weights(load_adapter(first))
+    trained, wanted = (trainable_weights(one) for one in (found, whole))
+    started = trainable_weights(load_adapter(first))
     assert trained.keys() == wanted.keys() == started.keys()
     for name, array in wanted.items():
         # Adam divides noise by noise where gradients are small.

@@ -21,7 +21,7 @@ from ssmlx.model.backbone import PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import layer_of
 from ssmlx.training.config import Part
 from ssmlx.training.job import check_init, check_scale, check_shapes
-from ssmlx.training.mlx_model import with_weights
+from ssmlx.training.mlx_model import replace_weights
 
 from . import format as layout
 from .format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS, LoraSettings
@@ -78,7 +78,7 @@ def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReferenc
 
 
 def train_part(model: StreamFusedReference, part: Part | None) -> None:
-    """Let training reach these of a model's parameters, see `trained_weights`."""
+    """Let training reach these of a model's parameters, see `trainable_weights`."""
     parameters = dict(_stream_parameters(model))
     parameters.pop(_DRAFT_VOCAB, None)
     if model.config.adapter_scope == "streams":
@@ -87,7 +87,7 @@ def train_part(model: StreamFusedReference, part: Part | None) -> None:
         parameter.requires_grad_(part != "condition" or name.startswith("condition."))
 
 
-def with_weights_of(adapter: StreamAdapter, model: StreamFusedReference) -> StreamAdapter:
+def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference) -> StreamAdapter:
     """The adapter of `reference_of` with what was trained of the model in the place of its own."""
     parameters = {**_stream_parameters(model), **_lora_parameters(model)}
     trained = {
@@ -100,7 +100,7 @@ def with_weights_of(adapter: StreamAdapter, model: StreamFusedReference) -> Stre
         for name in lora_tensors(adapter.trained_lora)
         if _peft_name(name) in trained
     }
-    return with_weights(adapter, {**trained, **lora})
+    return replace_weights(adapter, {**trained, **lora})
 
 
 def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
@@ -138,7 +138,7 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 
 @torch.no_grad()
-def start_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
+def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
     """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them.
 
     `has_task` tells whether the model has the LoRA of a task.

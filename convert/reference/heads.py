@@ -74,7 +74,7 @@ class MedusaReference(HeadReference):
         self.heads = nn.ModuleList([head(index) for index in range(config.num_heads)])
 
     @torch.no_grad()
-    def start_from(self, lm_head: torch.Tensor) -> None:
+    def copy_lm_head(self, lm_head: torch.Tensor) -> None:
         """Make every head say what the base model's `lm_head` [V, D] says."""
         rows = lm_head if self.draft_vocab is None else lm_head[self.draft_vocab.long()]
         for head in self.heads:

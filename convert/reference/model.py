@@ -305,7 +305,7 @@ class StreamFusedReference(nn.Module):
         bias = None if head.bias is None else head.bias[vocab]
         return nn.functional.linear(hidden_streams, head.weight[vocab], bias)
 
-    def given(self, hidden_streams: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def apply_condition(self, hidden_streams: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[..., D] streams after the norm, corrected by the tokens [...] before theirs."""
         assert self.condition is not None
         correction = self.condition(hidden_streams, self.decoder.module.embed_tokens(tokens))
@@ -355,7 +355,7 @@ class StreamFusedReference(nn.Module):
         norm = self.decoder.norm
         node_rows, speculative_rows, anchors = self._plan(nodes.shape[:2], stream_rows, **where)
         early = None if self.prune_adapter is None else self.early_exit_states(nodes)
-        places = places_of(anchors)
+        places = anchor_indices(anchors)
         kept = []
         start = nodes[places]
         for index in range(self.config.insertion_layer, self.config.num_layers):
@@ -374,7 +374,7 @@ class StreamFusedReference(nn.Module):
         if speculative_rows is not None:
             if self.root_init is not None:
                 assert input_ids is not None, "these streams start from the root too"
-                known = self.root_states(input_ids[places_of(anchors + 1)], main[places])
+                known = self.root_states(input_ids[anchor_indices(anchors + 1)], main[places])
             streams = self.insert_streams(start, known)
             with self.adapting_streams():
                 for index, keys in kept:
@@ -447,7 +447,7 @@ class StreamFusedReference(nn.Module):
         if not anchors.shape[-1]:
             return nodes, None, anchors
         ahead = torch.arange(1, num_streams + 1, device=device)
-        stream_positions = (positions[places_of(anchors)][..., None] + ahead).flatten(1)
+        stream_positions = (positions[anchor_indices(anchors)][..., None] + ahead).flatten(1)
         key_positions = torch.cat([positions, stream_positions], dim=1)
         of_streams = visible if stream_visible is None else stream_visible.to(device)
         seen = stream_visibility(of_streams, anchors, num_streams)
@@ -569,7 +569,7 @@ def stream_visibility(
 
     `visible` is [B, T, T], and `stream_rows` [K] or [B, K] the node rows that carry streams.
     """
-    sees_nodes = visible[places_of(stream_rows)].repeat_interleave(num_streams, dim=1)
+    sees_nodes = visible[anchor_indices(stream_rows)].repeat_interleave(num_streams, dim=1)
     count = stream_rows.shape[-1] * num_streams
     row = torch.arange(count, device=visible.device)
     same_node = row[:, None] // num_streams == row // num_streams
@@ -577,7 +577,7 @@ def stream_visibility(
     return torch.cat([sees_nodes, sees_streams.expand(len(visible), count, count)], dim=2)
 
 
-def places_of(rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
+def anchor_indices(rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Where in [B, T, ...] the rows [K] of every text stand, or [B, K] of each."""
     if rows.dim() == 1:
         return slice(None), rows

@@ -15,14 +15,14 @@ from torch import nn
 from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, StreamConfig
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import Batch, draft_indices
+from ssmlx.training.data import Batch, draft_vocab_indices
 from ssmlx.training.objective import STREAM
 from ssmlx.training.replay import Replay
 
 from ..base import load_base
 from ..reference.checkpoint import fine_tuned
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
-from ..reference.model import StreamFusedReference, places_of
+from ..reference.model import StreamFusedReference, anchor_indices
 from .run import TorchObjective, freeze_base, precision
 
 
@@ -33,7 +33,7 @@ def build_heads(
     torch.manual_seed(seed)
     model = new_reference(config, None if draft_vocab is None else torch.from_numpy(draft_vocab))
     if isinstance(model, MedusaReference):
-        model.start_from(lm_head)
+        model.copy_lm_head(lm_head)
     return model
 
 
@@ -91,7 +91,7 @@ class HeadObjective(TorchObjective):
         heads = zip(self._rows(batch, lower), self.train.alphas, strict=True)
         found = []
         for number, ((states, *head), alpha) in enumerate(heads, 1):
-            targets = self.tensor(draft_indices(batch.targets(number), self.draft_vocab))
+            targets = self.tensor(draft_vocab_indices(batch.targets(number), self.draft_vocab))
             found.append((f"head_{number}", alpha, states, head, targets))
         return self.sum_of(found)
 
@@ -108,10 +108,10 @@ class HeadObjective(TorchObjective):
 
     def _anchor_states(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
         """[B, K, D] the states that heads guess from."""
-        return lower[places_of(torch.from_numpy(batch.anchors))].to(self.device).float()
+        return lower[anchor_indices(torch.from_numpy(batch.anchors))].to(self.device).float()
 
     @torch.no_grad()
-    def ranked(
+    def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """[B, K, G, count] the likeliest tokens of every Medusa head, and log probabilities."""

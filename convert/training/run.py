@@ -19,10 +19,10 @@ from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch
 from ssmlx.training.job import Trainer, check_gradient
-from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, row_chunks
+from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, split_rows
 
 from ..reference.format import LoraSettings
-from ..reference.model import HiddenStates, StreamFusedReference, places_of
+from ..reference.model import HiddenStates, StreamFusedReference, anchor_indices
 
 STREAM_ATTENTION = "ssmlx_streams"
 IGNORED = -1
@@ -106,7 +106,7 @@ class TorchObjective(Objective):
         # Streams after the norm, in the columns of their anchors.
         streams = self.upper(batch, states).streams.to(self.dtype)
         rows = torch.zeros(*batch.tokens.shape, self.state_size, dtype=self.dtype)
-        rows[places_of(torch.from_numpy(batch.anchors))] = streams.flatten(2).cpu()
+        rows[anchor_indices(torch.from_numpy(batch.anchors))] = streams.flatten(2).cpu()
         return rows
 
     def upper(self, batch: Batch, lower: torch.Tensor) -> HiddenStates:
@@ -135,7 +135,7 @@ class TorchObjective(Objective):
                     rows = self.model.early_exit_states(rows)
             if term.previous is not None:
                 with precision(self.device, self.dtype):
-                    rows = self.model.given(rows, self.tensor(term.previous).clamp(min=0))
+                    rows = self.model.apply_condition(rows, self.tensor(term.previous).clamp(min=0))
             head = self._lm_heads[term.kind]
             found.append((term.name, term.weight, rows.to(self.dtype), head, targets))
         return self.sum_of(found)
@@ -144,7 +144,7 @@ class TorchObjective(Objective):
         """[..., D] by the kinds of rows, before the norm where they are of layer N - Ns."""
         nodes = lower.to(self.device)
         if self.train.keeps_streams:
-            streams = nodes[places_of(self.tensor(batch.anchors))]
+            streams = nodes[anchor_indices(self.tensor(batch.anchors))]
             return {STREAM: streams, GIVEN: streams}
         hidden = self.upper(batch, nodes)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
@@ -168,7 +168,7 @@ class TorchObjective(Objective):
         return total, parts
 
     @torch.no_grad()
-    def ranked(
+    def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
         streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
@@ -183,10 +183,10 @@ class TorchObjective(Objective):
             tokens = self.tensor(self.draft_vocab)[tokens]
         if self.is_conditional:
             every = zip(streams, self.tensor(batch.targets(0)), tokens, logprobs, strict=True)
-            logprobs = torch.stack([self._given(*one) for one in every])
+            logprobs = torch.stack([self._condition_candidates(*one) for one in every])
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
-    def _given(
+    def _condition_candidates(
         self,
         streams: torch.Tensor,
         roots: torch.Tensor,
@@ -204,7 +204,7 @@ class TorchObjective(Objective):
         return scores.log_softmax(-1) + mass
 
     @torch.no_grad()
-    def parts(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
+    def mean_losses(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
         return self.loss(batch, lower, 0)[1]
 
     def to_bits(self, states: torch.Tensor) -> np.ndarray:
@@ -294,7 +294,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]
         of_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if is_trained else None
-        for rows in row_chunks(len(hidden), len(weight)):
+        for rows in split_rows(len(hidden), len(weight)):
             logits = F.linear(hidden[rows], weight, bias).float()
             chosen = targets[rows][:, None]
             normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)

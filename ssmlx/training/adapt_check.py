@@ -86,9 +86,11 @@ def check_adapter(
         num_same += plain == found_now["drafted"].tokens
         lookup_calls += found_now["lookup"].target_calls
     curve = load_streams(folder).config.tokens_per_call or {}
-    by_lookup = Replay(num_tokens, lookup_calls).after(len(checked)).tokens_per_call
+    by_lookup = Replay(num_tokens, lookup_calls).without_prompts(len(checked)).tokens_per_call
     held = sum(len(row["completion_tokens"]) for row in rows)
-    untrained = Replay(held, round(held / untrained_rate)).after(len(rows)).tokens_per_call
+    untrained = (
+        Replay(held, round(held / untrained_rate)).without_prompts(len(rows)).tokens_per_call
+    )
     speed_up = seconds["plain"] / seconds["drafted"]
     text_speed_up = seconds["plain"] / seconds["lookup"]
     run.say(

@@ -29,12 +29,12 @@ from .adapt_run import (
     tokenise_prompts,
 )
 from .answers import AnswerRequest, BatchResponder
-from .job import STORE_FILE, prepare, run_to_end
-from .mlx_model import TrainedModel, new_adapter, with_new_parts
+from .job import STORE_FILE, prepare_job, run_to_end
+from .mlx_model import TrainedModel, add_new_weights, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
 from .progress import ANSWERS_FILE, QUESTIONS_FILE, StepPace, format_duration
-from .questions import normalised, opening
+from .questions import normalise_prompt, opening_words
 from .sizing import StepCosts, fastest_tree, shorten_round
 
 SAMPLED_EVERY = 4
@@ -156,7 +156,7 @@ def make_examples(
 
 def _duplicate_key(row: Mapping[str, Any]) -> str:
     """What no example shares with one held out: its first words; of your files, the whole text."""
-    return (normalised if row["source"] == FILES else opening)(row["asked"])
+    return (normalise_prompt if row["source"] == FILES else opening_words)(row["asked"])
 
 
 def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> None:
@@ -176,7 +176,7 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
             with new_folder(start_folder) as work:
                 shutil.copytree(best, work, dirs_exist_ok=True)
         train = replace(train, train_only="streams")
-        start = with_new_parts(load_streams(start_folder), train)
+        start = add_new_weights(load_streams(start_folder), train)
     training = replace(
         source.training,
         out=folder,
@@ -186,7 +186,7 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
     )
     run.say(f"training {num_steps:,} steps ...")
     with busy("reading"):
-        job, _ = prepare(training, train, start)
+        job, _ = prepare_job(training, train, start)
     twin = source.backbone.twin()
     adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)

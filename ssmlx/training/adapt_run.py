@@ -29,7 +29,7 @@ from .config import RunOptions, TrainConfig
 from .job import read_base
 from .mlx_trainer import load_frozen
 from .progress import Clock
-from .questions import written_prompts
+from .questions import write_shipped_prompts
 from .record import LOG_FILE, read_record
 from .sizing import Rates, Round, StepCosts, choose_frozen_dtype, default_memory_bytes
 
@@ -247,7 +247,7 @@ def load_source(run: AdaptRun) -> Source:
         files=[],
         shipped=[],
     )
-    shipped = [{"prompt": text} for text in written_prompts(options.seed)["train"]]
+    shipped = [{"prompt": text} for text in write_shipped_prompts(options.seed)["train"]]
     return replace(
         source,
         files=tokenise_prompts(run, FILES, run.prompts, source),

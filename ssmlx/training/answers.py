@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import bar
 from ..loading.files import PartFile
-from .questions import is_good_prompt, normalised, user_prefix
+from .questions import is_good_prompt, normalise_prompt, user_prefix
 
 PREFILL_AT_ONCE = 8
 _MIN_P = 0.02
@@ -110,5 +110,5 @@ class BatchResponder:
                 part.append([number, known[number]])
             for text in (known[number] for number in numbers):
                 if is_good_prompt(text):
-                    found.setdefault(normalised(text), text)
+                    found.setdefault(normalise_prompt(text), text)
         return list(found.values())[:wanted]

@@ -160,12 +160,12 @@ def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) 
     return np.sort(order[: min(size, vocab_size)]).astype(np.int32)
 
 
-def coverage(examples: Sequence[Example], draft_vocab: np.ndarray) -> float:
+def draft_vocab_coverage(examples: Sequence[Example], draft_vocab: np.ndarray) -> float:
     answers = np.concatenate([example.tokens[example.start :] for example in examples])
     return float(np.isin(answers, draft_vocab).mean())
 
 
-def draft_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> np.ndarray:
+def draft_vocab_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> np.ndarray:
     """Target ids as places in the draft vocabulary; -1 where they are not in it, or were -1."""
     if draft_vocab is None:
         return targets
@@ -181,18 +181,18 @@ class Packing:
     frame: ChatFrame
     window: int  # `StreamConfig.stream_window`
 
-    def texts(self, examples: Sequence[Example]) -> list[Example]:
+    def pack(self, examples: Sequence[Example]) -> list[Example]:
         """Conversations of as many of these, in their order, as they have room for."""
         found: list[list[Example]] = [[]]
         for example in examples:
             turns = [*found[-1], example]
-            if len(turns) > 1 and len(self.joined(turns).tokens) > self.num_tokens:
+            if len(turns) > 1 and len(self.join_as_turns(turns).tokens) > self.num_tokens:
                 found.append([example])
             else:
                 found[-1] = turns
-        return [self.joined(turns) for turns in found]
+        return [self.join_as_turns(turns) for turns in found]
 
-    def joined(self, examples: Sequence[Example]) -> Example:
+    def join_as_turns(self, examples: Sequence[Example]) -> Example:
         """Examples as turns; one alone stays as it is.
 
         What stands before a prompt's first turn, such as what a system says, is the first
@@ -214,7 +214,7 @@ class Packing:
             turns.append((len(text) - example.num_answer, len(text)))
         return Example(np.array(text, np.int32), turns[0][0], tuple(turns))
 
-    def firsts(self, text: Example, start: int, end: int) -> list[int]:
+    def first_visible_tokens(self, text: Example, start: int, end: int) -> list[int]:
         """The first token behind the sinks that streams see, at each anchor of an answer."""
         return [window_start(place, self.window) for place in range(start - 1, end - 1)]
 
@@ -255,7 +255,7 @@ class Batch:
             return self.visible
         return np.asarray(in_window(self.visible, self.positions, self.firsts))
 
-    def part(self, rank: int, size: int) -> Batch:
+    def part_of_rank(self, rank: int, size: int) -> Batch:
         """Every `size`-th text from the `rank`-th on; if there is none, one without targets."""
         rows = np.arange(rank, len(self.tokens), size)
         share = min(1, len(rows))
@@ -294,7 +294,7 @@ def collate(
     """A batch of these examples, as turns of conversations where `packing` says how."""
     texts = [examples[one] for one in indices]
     if packing is not None:
-        texts = packing.texts(texts)
+        texts = packing.pack(texts)
     starts = np.array([text.start for text in texts])
     lengths = np.array([len(text.tokens) for text in texts])
     pads = starts.max() - starts if packing is None else np.zeros_like(starts)
@@ -306,7 +306,7 @@ def collate(
             anchors = slice(pad + start - 1, pad + end - 1)
             ends[row, anchors] = pad + end
             if packing is not None:
-                firsts[row, anchors] = packing.firsts(text, start, end)
+                firsts[row, anchors] = packing.first_visible_tokens(text, start, end)
     sight = None if packing is None else firsts
     return Batch(np.asarray(indices), tokens, lengths, pads, ends, sight)
 
@@ -358,12 +358,12 @@ class BatchPlan:
             self._batches = epoch_order(self._examples, self._batch_size, self._seed, epoch)
             self._epoch = epoch
             if self._packing is not None:
-                self._mix()
+                self._choose_packed_batches()
         packing = self._packing if place in self._joined else None
         batch = collate(self._examples, self._batches[place], packing)
-        return batch if self._part == (0, 1) else batch.part(*self._part)
+        return batch if self._part == (0, 1) else batch.part_of_rank(*self._part)
 
-    def _mix(self) -> None:
+    def _choose_packed_batches(self) -> None:
         """Choose half of the batches to be packed, their examples mixed, whatever their lengths."""
         rng = np.random.default_rng([self._seed, self._epoch, 1])
         batches = self._batches
@@ -375,7 +375,7 @@ class BatchPlan:
         self._joined = set(chosen.tolist())
 
 
-def in_order(examples: Sequence[Example], batch_size: int) -> list[Batch]:
+def batches_by_length(examples: Sequence[Example], batch_size: int) -> list[Batch]:
     """Every example once, those of like length together: for passes without learning."""
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].tokens))
     starts = range(0, len(order), batch_size)

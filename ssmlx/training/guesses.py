@@ -71,12 +71,12 @@ def guesses_along(
         parts.append((np.array(tokens, np.int32), np.array(logprobs, np.float32)))
     tokens_along, logprobs_along = (np.concatenate(part) for part in zip(*parts, strict=True))
     if model.is_conditional:
-        copies = copies_along(prompt, answer, tokens_along, logprobs_along)
+        copies = mix_copies_along(prompt, answer, tokens_along, logprobs_along)
         tokens_along, logprobs_along = (np.array(found) for found in copies)
     return Guesses(tokens_along, logprobs_along, np.array(answer))
 
 
-def copies_along(
+def mix_copies_along(
     prompt: list[int], answer: list[int], tokens: np.ndarray, logprobs: np.ndarray
 ) -> tuple[mx.array, mx.array]:
     """What `Copies` makes of guesses along `answer`, if every token of it were a call's."""

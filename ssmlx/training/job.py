@@ -31,14 +31,14 @@ from .data import (
     Encoder,
     Example,
     Packing,
+    batches_by_length,
     choose_draft_vocab,
     collate,
-    coverage,
-    in_order,
+    draft_vocab_coverage,
     read_examples,
 )
 from .objective import RECORDED_TREE_SIZES, Lower, LowerStore, Objective, Validation
-from .record import LOG_FILE, PICTURE_FILE, Record, draw
+from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves
 
 logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
@@ -171,7 +171,7 @@ def read_base(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def prepare(
+def prepare_job(
     options: RunOptions, train: TrainConfig, start: StreamAdapter | None = None
 ) -> tuple[Job, Path]:
     """Read the data; returns the job, and the base model's folder.
@@ -279,15 +279,17 @@ def run_to_end(
         "dtype": dtype,
     }
     if job.draft_vocab is not None:
-        settings["draft_vocab_coverage"] = round(coverage(job.valid, job.draft_vocab), 4)
-    trainer.resume(state, identity, _differences(out / SETTINGS_FILE, settings))
+        settings["draft_vocab_coverage"] = round(
+            draft_vocab_coverage(job.valid, job.draft_vocab), 4
+        )
+    trainer.resume(state, identity, _differing_options(out / SETTINGS_FILE, settings))
     record = Record(out / LOG_FILE, trainer.step)
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
     lower_of = lower()
     objective = trainer.objective
     size = options.tree_size
-    batches = in_order(job.valid, _VALIDATION_BATCH)
+    batches = batches_by_length(job.valid, _VALIDATION_BATCH)
     largest = RECORDED_TREE_SIZES[-1] if keep_best else 0
     texts = [collate(job.valid, one.indices, job.packing) for one in batches if job.packing]
     with busy("reading held-out answers"):
@@ -310,7 +312,7 @@ def run_to_end(
             entry |= validate()
             if rate := of_packed().get("tokens_per_call"):
                 entry["packed_tokens_per_call"] = rate
-            _say(entry, job.num_steps)
+            _log_losses(entry, job.num_steps)
             validated(validate)
         record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
         if keep_best and entry.get("tokens_per_call", 0.0) > best:
@@ -320,11 +322,11 @@ def run_to_end(
             trainer.save(state, identity)
     if not keep_best:
         result = write(validate)
-    draw(record.entries, out / PICTURE_FILE, out.name)
+    draw_curves(record.entries, out / PICTURE_FILE, out.name)
     logger.info("%s: step %d of %d", result or out, trainer.step, job.num_steps)
 
 
-def _differences(path: Path, settings: Mapping[str, Any]) -> str:
+def _differing_options(path: Path, settings: Mapping[str, Any]) -> str:
     """What a stopped run's settings have in place of `settings`, as options."""
     try:
         old = read_json(path, "the settings of a run")
@@ -350,7 +352,7 @@ def check_gradient(norm: float, step: int) -> None:
     )
 
 
-def _say(entry: dict[str, float], num_steps: int) -> None:
+def _log_losses(entry: dict[str, float], num_steps: int) -> None:
     losses = " ".join(
         f"{name.removeprefix('valid_').removesuffix('_loss')} {value:.3f}"
         for name, value in entry.items()

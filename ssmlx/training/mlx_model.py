@@ -86,13 +86,13 @@ class Layout:
         parts = [batch.anchors[:, first : first + _ANCHORS_AT_ONCE] for first in cuts]
         visible = batch.stream_visible
         groups = [
-            (places_of(part), _stream_rows(batch.positions, visible, part, num_streams))
+            (anchor_indices(part), _stream_rows(batch.positions, visible, part, num_streams))
             for part in parts
         ]
         return cls(mx.array(batch.tokens), nodes, groups)
 
 
-def places_of(anchors: np.ndarray) -> tuple[mx.array, mx.array]:
+def anchor_indices(anchors: np.ndarray) -> tuple[mx.array, mx.array]:
     """Rows [B, 1] and columns [B, k] of anchors [B, k]."""
     return mx.arange(len(anchors))[:, None], mx.array(anchors)
 
@@ -113,14 +113,14 @@ def _stream_rows(
     return Rows(mx.array(own_positions), mx.array(mask), mx.array(keys))
 
 
-class _View:
+class _LayerCache:
     """What a layer takes for its cache: it keeps the keys and values of a pass.
 
     Stream rows stand behind the node rows, which ran before, and whose view they are given.
     """
 
     def __init__(
-        self, rows: Rows, nodes: _View | None = None, rotation: ValueRotation | None = None
+        self, rows: Rows, nodes: _LayerCache | None = None, rotation: ValueRotation | None = None
     ) -> None:
         self.offset = rows.positions
         self.kept: tuple[mx.array, mx.array] | None = None
@@ -165,16 +165,16 @@ class TrainedModel:
         self._loras: dict[str, RowLora] = {path: modules[path] for path in lora}
         self._fused = StreamFusedModel(backbone, self.config, adapter.streams)
         self.draft_head = self._fused.draft_head
-        self._start = trained_weights(adapter)
-        self.weights = trained_weights(adapter, part)
+        self._start = trainable_weights(adapter)
+        self.weights = trainable_weights(adapter, part)
         self.bind(self.weights)
 
     @property
     def adapter(self) -> StreamAdapter:
-        return with_weights(self._adapter, self.weights)
+        return replace_weights(self._adapter, self.weights)
 
     def write(self, folder: Path, validate: Validation) -> Path:
-        return write_trained(folder, self.adapter, validate)
+        return write_validated_adapter(folder, self.adapter, validate)
 
     @property
     def _streams(self) -> StreamWeights:
@@ -196,7 +196,7 @@ class TrainedModel:
         embedded = self.backbone.embed(layout.tokens.flatten(), layout.nodes.positions.flatten())
         nodes = embedded.reshape(batch, length, -1)
         for index in range(self.config.insertion_layer):
-            nodes = self._run(index, nodes, layout.nodes, _View(layout.nodes))
+            nodes = self._run(index, nodes, layout.nodes, _LayerCache(layout.nodes))
         return nodes
 
     def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
@@ -204,7 +204,7 @@ class TrainedModel:
         started = nodes
         views = []
         for index in range(self.config.insertion_layer, self.config.num_layers):
-            views.append((index, _View(layout.nodes)))
+            views.append((index, _LayerCache(layout.nodes)))
             nodes = self._run(index, nodes, layout.nodes, views[-1][1])
         streams = [nodes[:, :0]]
         for (texts, anchors), rows in layout.groups:
@@ -217,7 +217,7 @@ class TrainedModel:
             states = self._fused.start_streams(states, count, known)
             with self._scope.starting_at(0):
                 for index, view in views:
-                    own = _View(rows, view, self._fused.rotation)
+                    own = _LayerCache(rows, view, self._fused.rotation)
                     states = self._run(index, states, rows, own)
             streams.append(states)
         return nodes, mx.concatenate(streams, axis=1)
@@ -230,13 +230,15 @@ class TrainedModel:
     def head(self, drafting: bool) -> LMHead:
         return (self.draft_head if drafting else None) or self.backbone.lm_head
 
-    def given(self, normed: mx.array, tokens: mx.array) -> mx.array:
+    def apply_condition(self, normed: mx.array, tokens: mx.array) -> mx.array:
         """[R, D] of stream rows after the norm, corrected by the tokens [R] before theirs."""
         assert self._streams.condition is not None
         correction = self._streams.condition(normed, self.backbone.token_embeddings(tokens))
         return (normed + correction).astype(normed.dtype)
 
-    def ranked(self, streams: mx.array, roots: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    def rank_candidates(
+        self, streams: mx.array, roots: mx.array, count: int
+    ) -> tuple[mx.array, mx.array]:
         """See `DraftVocab.rank`; `streams` are [A * G, D] before the norm."""
         return DraftVocab(self._fused).rank(streams[None], roots, count)
 
@@ -245,7 +247,7 @@ class TrainedModel:
         return self.backbone.run(hidden, index, index + 1, mask, [view])
 
 
-def trained_weights(adapter: StreamAdapter, part: Part | None = None) -> Weights:
+def trainable_weights(adapter: StreamAdapter, part: Part | None = None) -> Weights:
     """What of an adapter, or of a part of it, is trained: never the draft vocabulary."""
     lora = adapter.stream_lora if part else adapter.trained_lora
     weights = {**stream_tensors(adapter.streams), **lora_tensors(lora)}
@@ -254,7 +256,7 @@ def trained_weights(adapter: StreamAdapter, part: Part | None = None) -> Weights
     return {n: array.astype(mx.float32) for n, array in weights.items() if n.startswith(first)}
 
 
-def with_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
+def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
     """The adapter with these in the place of its own; others stay, each in its own precision."""
     trained = adapter.trained_lora
     every = {**stream_tensors(adapter.streams), **lora_tensors(trained), **weights}
@@ -265,7 +267,7 @@ def with_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
     return adapter.with_trained(lora, streams=streams_of(every))
 
 
-def start_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
+def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
     """Give a model the weights of an adapter, LoRA and streams, as far as that has them.
 
     The adapter may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary is
@@ -277,14 +279,14 @@ def start_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> Non
     scales = {lora.scale for lora in model.adapter.trained_lora.values()}
     for lora in adapter.trained_lora.values():
         check_scale(source, lora.scale, max(scales, default=lora.scale))
-    found = trained_weights(adapter)
+    found = trainable_weights(adapter)
     check_shapes(source, found, model.weights)
     weights = {**model.weights, **found}
     mx.eval(weights)
     model.bind(weights)
 
 
-def write_trained(folder: Path, adapter: StreamAdapter, validate: Validation) -> Path:
+def write_validated_adapter(folder: Path, adapter: StreamAdapter, validate: Validation) -> Path:
     """Write an adapter with what it brings on held-out text, by the nodes of a tree."""
     config = replace(adapter.config, tokens_per_call=validate.curve(RECORDED_TREE_SIZES) or None)
     with new_folder(folder) as work:
@@ -292,7 +294,7 @@ def write_trained(folder: Path, adapter: StreamAdapter, validate: Validation) ->
     return folder
 
 
-def with_new_parts(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
+def add_new_weights(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
     """The adapter with all that is to be trained: what it lacks changes nothing yet."""
     streams = adapter.streams
     size = adapter.config.hidden_size

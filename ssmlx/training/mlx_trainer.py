@@ -22,8 +22,8 @@ from ..model.shapes import to_int, to_list
 from .config import TrainConfig
 from .data import Batch
 from .job import Trainer, check_gradient
-from .mlx_model import Layout, TrainedModel, Weights, places_of
-from .objective import GIVEN, MAIN, PRUNE, STREAM, Objective, Term, row_chunks
+from .mlx_model import Layout, TrainedModel, Weights, anchor_indices
+from .objective import GIVEN, MAIN, PRUNE, STREAM, Objective, Term, split_rows
 
 _BLOCK = 256
 _ROWS_AT_ONCE = 256
@@ -51,7 +51,7 @@ def linear_cross_entropy(
     def chunk_by_chunk(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         losses: list[mx.array] = []
         gradients: list[mx.array] = []
-        for rows in row_chunks(len(hidden), vocab_size):
+        for rows in split_rows(len(hidden), vocab_size):
             part = hidden[rows]
             if losses:  # the last chunk's logits are done with first, however MLX orders its work
                 part = mx.depends([part], [losses[-1], gradients[-1]])[0]
@@ -127,7 +127,7 @@ class MlxObjective(Objective):
             _, streams = self.model.upper(states, layout)
             rows = streams.reshape(*batch.anchors.shape, self.state_size)
             states = mx.zeros((*batch.tokens.shape, self.state_size), rows.dtype)
-            states[places_of(batch.anchors)] = rows
+            states[anchor_indices(batch.anchors)] = rows
         mx.eval(states)
         return states
 
@@ -165,21 +165,23 @@ class MlxObjective(Objective):
     def _states(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
         """[..., D] before the norm, by the kinds of rows."""
         if self.train.keeps_streams:
-            streams = lower[places_of(batch.anchors)]
+            streams = lower[anchor_indices(batch.anchors)]
             return {STREAM: streams, GIVEN: streams}
         nodes, streams = self.model.upper(lower, self._layout(batch))
         return {MAIN: nodes, STREAM: streams, GIVEN: streams, PRUNE: lower}
 
-    def parts(self, batch: Batch, lower: mx.array) -> dict[str, float]:
+    def mean_losses(self, batch: Batch, lower: mx.array) -> dict[str, float]:
         _, means = self.loss(self.model.weights, batch, lower, 0)
-        return self.named_parts(batch, 0, means)
+        return self.name_losses(batch, 0, means)
 
-    def named_parts(self, batch: Batch, step: int, means: list[mx.array]) -> dict[str, float]:
+    def name_losses(self, batch: Batch, step: int, means: list[mx.array]) -> dict[str, float]:
         values = to_list(mx.stack(means)) if means else []
         names = [f"{term.name}_loss" for term in self.terms(batch, step)]
         return dict(zip(names, values, strict=True))
 
-    def ranked(self, batch: Batch, lower: mx.array, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def rank_candidates(
+        self, batch: Batch, lower: mx.array, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         rows = self._states(batch, lower)[STREAM].reshape(-1, self.hidden_size)
         pieces = []
         streams = self.train.num_streams
@@ -187,7 +189,7 @@ class MlxObjective(Objective):
         places = max(1, _ROWS_AT_ONCE // streams)
         for first in range(0, len(roots), places):
             own = rows[first * streams : (first + places) * streams]
-            piece = self.model.ranked(own, roots[first : first + places], count)
+            piece = self.model.rank_candidates(own, roots[first : first + places], count)
             mx.eval(piece)
             pieces.append([np.array(found) for found in piece])
         tokens, logprobs = (np.concatenate(part) for part in zip(*pieces, strict=True))
@@ -218,7 +220,7 @@ class MlxObjective(Objective):
             own = flat[mx.array(term.rows[there].astype(np.int32))]
             own = model.backbone.final_norm(model.early_exit(own) if term.kind == PRUNE else own)
             if term.previous is not None:
-                own = model.given(own, mx.array(term.previous[there]))
+                own = model.apply_condition(own, mx.array(term.previous[there]))
             rows.append(own)
             targets.append(term.targets[there].astype(np.int32))
             # Of each row in the sum, so that the sum is the weighted mean.
@@ -319,7 +321,7 @@ class MlxTrainer(Trainer):
         if mx.get_cache_memory() > _CACHE_BYTES:  # of buffers in the shapes of other batches
             mx.clear_cache()
         check_gradient(float(norm), self.step + 1)
-        parts = self.objective.named_parts(batch, self.step, means)
+        parts = self.objective.name_losses(batch, self.step, means)
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}
 

@@ -20,7 +20,7 @@ from ..loading.files import write_whole
 from ..model.tree import num_candidates
 from ..settings import TreeConfig
 from .config import TrainConfig
-from .data import Batch, Example, draft_indices, in_order
+from .data import Batch, Example, batches_by_length, draft_vocab_indices
 from .replay import Guesses, Replay, replay
 
 RECORDED_TREE_SIZES = (2, 3, 4, 6, 8, 12, 16)
@@ -98,11 +98,13 @@ class Objective(ABC):
         """The way back."""
 
     @abstractmethod
-    def parts(self, batch: Batch, lower: Any) -> dict[str, float]:
+    def mean_losses(self, batch: Batch, lower: Any) -> dict[str, float]:
         """Each part of the loss in nats a token, without learning."""
 
     @abstractmethod
-    def ranked(self, batch: Batch, lower: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def rank_candidates(
+        self, batch: Batch, lower: Any, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """[B, K, G, count] the likeliest draft tokens of every stream, and log probabilities.
 
         Best first. Beside a condition the latter are [B, K, G, count, count], of each given each of
@@ -123,7 +125,7 @@ class Objective(ABC):
         shape = (*node_rows.shape, train.num_streams)
         stream_rows = np.arange(node_rows.size * train.num_streams).reshape(shape)
         for stream, alpha in enumerate(train.alphas, 1):
-            targets = draft_indices(batch.targets(stream), self.draft_vocab)
+            targets = draft_vocab_indices(batch.targets(stream), self.draft_vocab)
             rows = stream_rows[:, :, stream - 1]
             if not train.keeps_streams:
                 found.append(Term(f"stream_{stream}", STREAM, rows[:, own], targets[:, own], alpha))
@@ -137,7 +139,7 @@ class Objective(ABC):
         return found
 
     def guesses(self, batch: Batch, lower: Any, count: int) -> list[Guesses]:
-        tokens, logprobs = self.ranked(batch, lower, count)
+        tokens, logprobs = self.rank_candidates(batch, lower, count)
         return [
             Guesses(tokens[row, places], logprobs[row, places], answer)
             for row, places, answer in batch.answers()
@@ -150,9 +152,9 @@ class Objective(ABC):
         """
         if not self.train.num_streams:
             return None
-        return replay(self.guesses(batch, lower, self.num_ranked(size)), size)
+        return replay(self.guesses(batch, lower, self.num_candidates_for_tree(size)), size)
 
-    def num_ranked(self, size: int) -> int:
+    def num_candidates_for_tree(self, size: int) -> int:
         """Candidates of a stream that best trees of up to `size` nodes may need: no more than it
         may guess."""
         tree = TreeConfig(size=size, width=self.draft_vocab_size)
@@ -187,7 +189,7 @@ class Validation:
         replays: list[Replay] = []
         self._guesses = []
         for batch, lower in bar(self._batches, "validating"):
-            for name, value in self._objective.parts(batch, lower).items():
+            for name, value in self._objective.mean_losses(batch, lower).items():
                 sums[f"valid_{name}"] = sums.get(f"valid_{name}", 0.0) + value
             found = self._replayed(batch, lower)
             replays += [] if found is None else [found]
@@ -200,7 +202,7 @@ class Validation:
     def _replayed(self, batch: Batch, lower: Any) -> Replay | None:
         if not self._largest:
             return self._objective.replay(batch, lower, self._size)
-        count = self._objective.num_ranked(self._largest)
+        count = self._objective.num_candidates_for_tree(self._largest)
         found = self._objective.guesses(batch, lower, count)
         self._guesses += found
         return replay(found, self._size)
@@ -212,13 +214,13 @@ class Validation:
             return {}
         guesses = self._guesses
         if not guesses or max(sizes) > self._largest:
-            count = objective.num_ranked(max(sizes))
+            count = objective.num_candidates_for_tree(max(sizes))
             guesses = [g for b, lower in self._batches for g in objective.guesses(b, lower, count)]
-        replays = {size: replay(guesses, size).after(len(guesses)) for size in sizes}
+        replays = {size: replay(guesses, size).without_prompts(len(guesses)) for size in sizes}
         return {size: round(max(1.0, one.tokens_per_call), 3) for size, one in replays.items()}
 
 
-def row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
+def split_rows(num_rows: int, vocab_size: int) -> Iterator[slice]:
     """Rows whose logits are computed at a time: by far the largest arrays of a step."""
     size = max(1, _CHUNK_LOGITS // vocab_size)
     for first in range(0, num_rows, size):
@@ -261,7 +263,7 @@ class LowerStore:
 
     def fill(self, label: str = "") -> None:
         """Compute what is not there yet, in batches that depend on the examples alone."""
-        batches = in_order(self._examples, _BATCH_SIZE)
+        batches = batches_by_length(self._examples, _BATCH_SIZE)
         done = self._read_mark().get("batches", 0)
         if done == len(batches):
             return

@@ -68,16 +68,18 @@ def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
     A template rests where its slots have nothing new, or once it has had its share: those with
     numbers would otherwise never end.
     """
-    found = {normalised(text): casual(text, rng) for text in lists["plain"][: count // 2]}
+    found = {
+        normalise_prompt(text): make_casual(text, rng) for text in lists["plain"][: count // 2]
+    }
     templates = lists["templates"]
     left = dict.fromkeys(templates, math.ceil(SHARE * count / len(templates)))
     dry = 0
     while len(found) < count and dry < DRY_ROUNDS:
         before = len(found)
         for template in rng.sample(templates, len(templates)):
-            text = fill(template, lists, rng)
-            if left[template] and len(found) < count and normalised(text) not in found:
-                found[normalised(text)] = casual(text, rng)
+            text = fill_template(template, lists, rng)
+            if left[template] and len(found) < count and normalise_prompt(text) not in found:
+                found[normalise_prompt(text)] = make_casual(text, rng)
                 left[template] -= 1
         dry = dry + 1 if len(found) == before else 0
     require(
@@ -89,7 +91,7 @@ def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
     return rng.sample(list(found.values()), count)
 
 
-def fill(template: str, lists: Lists, rng: random.Random) -> str:
+def fill_template(template: str, lists: Lists, rng: random.Random) -> str:
     """A template with something in each of its slots, and a capital where it needs one."""
 
     def choose(match: re.Match[str]) -> str:
@@ -100,7 +102,7 @@ def fill(template: str, lists: Lists, rng: random.Random) -> str:
     return text[0].upper() + text[1:] if template[0] == "{" else text
 
 
-def casual(text: str, rng: random.Random) -> str:
+def make_casual(text: str, rng: random.Random) -> str:
     """Now and then, the prompt as somebody in a hurry types it."""
     draw = rng.random()
     if draw < 0.10:
@@ -114,7 +116,7 @@ def casual(text: str, rng: random.Random) -> str:
     return text
 
 
-def written_prompts(seed: int) -> dict[str, list[str]]:
+def write_shipped_prompts(seed: int) -> dict[str, list[str]]:
     lists = split_lists()
     return {
         split: write_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
@@ -122,9 +124,9 @@ def written_prompts(seed: int) -> dict[str, list[str]]:
     }
 
 
-def opening(text: str) -> str:
+def opening_words(text: str) -> str:
     """The first words of a prompt: near copies share them."""
-    return " ".join(normalised(text).split()[:OPENING_WORDS])
+    return " ".join(normalise_prompt(text).split()[:OPENING_WORDS])
 
 
 @on_one_day()
@@ -135,7 +137,7 @@ def user_prefix(tokenizer: Any) -> list[int]:
     return list(tokenizer.encode(text[: text.index(_MARKER)], add_special_tokens=False))
 
 
-def normalised(text: str) -> str:
+def normalise_prompt(text: str) -> str:
     """What two prompts share when they differ in case, spaces and punctuation only."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(re.findall(r"\w+", folded))
@@ -144,7 +146,7 @@ def normalised(text: str) -> str:
 def is_good_prompt(text: str) -> bool:
     """Whether a sampled text can stand as a user's prompt."""
     ascii_share = sum(map(str.isascii, text)) / max(len(text), 1)
-    words = normalised(text).split()
+    words = normalise_prompt(text).split()
     return (
         SHORTEST <= len(text) <= LONGEST
         and ascii_share >= LEAST_ASCII

@@ -46,7 +46,7 @@ def read_record(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def draw(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
+def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
     """Draw losses and tokens per call against steps, where matplotlib is installed."""
     if find_spec("matplotlib") is None:
         return
@@ -62,7 +62,7 @@ def draw(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
         loc="upper left",
         bbox_to_anchor=(1, 1),
     )
-    steps, values = _points(entries, "tokens_per_call")
+    steps, values = _steps_and_values(entries, "tokens_per_call")
     if steps:
         right.plot(steps, values, marker="o", color="tab:green")
         right.annotate(
@@ -80,14 +80,14 @@ def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
     """Each part of the loss in one colour: in training a line, on held-out text dashed."""
     names = sorted({key for e in entries for key in e if key.endswith("_loss")})
     for name in (name for name in names if not name.startswith("valid_")):
-        steps, values = _points(entries, name)
+        steps, values = _steps_and_values(entries, name)
         smooth = [fmean(values[max(0, i - _WINDOW + 1) : i + 1]) for i in range(len(values))]
         (line,) = axes.plot(steps, smooth, label=name.removesuffix("_loss"), linewidth=1.2)
-        held_out = _points(entries, f"valid_{name}")
+        held_out = _steps_and_values(entries, f"valid_{name}")
         style = {"linewidth": 1, "alpha": 0.8}
         axes.plot(*held_out, "--", marker=".", color=line.get_color(), **style)
 
 
-def _points(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+def _steps_and_values(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     found = [entry for entry in entries if entry.get(name) is not None]
     return [entry["step"] for entry in found], [entry[name] for entry in found]

@@ -46,7 +46,7 @@ class Replay:
     def tokens_per_call(self) -> float:
         return self.num_tokens / max(1, self.num_calls)
 
-    def after(self, prompts: int) -> "Replay":
+    def without_prompts(self, prompts: int) -> "Replay":
         """Without the prompts' calls, and the token that each of them said."""
         return Replay(self.num_tokens - prompts, self.num_calls - prompts)
 
@@ -54,11 +54,11 @@ class Replay:
 def replay(guesses: Sequence[Guesses], size: int) -> Replay:
     """Decode every answer with best trees of `size` nodes, the prompt's call counted."""
     levels = guesses[0].tokens.shape[1] if guesses else 0
-    after = advance([depths_within(needed_sizes(one, levels, size), size) for one in guesses])
+    after = count_calls([depths_within(needed_sizes(one, levels, size), size) for one in guesses])
     return Replay(after.num_tokens + len(guesses), after.num_calls + len(guesses))
 
 
-def advance(depths: Sequence[Ints]) -> Replay:
+def count_calls(depths: Sequence[Ints]) -> Replay:
     """Tokens and calls after the prompt's, from how far the draft before each token [A] holds."""
     tokens = calls = 0
     for held in depths:
@@ -76,7 +76,7 @@ def depths_within(needed: Ints, limit: int) -> Ints:
     return (needed <= limit).sum(axis=1).astype(np.int32)
 
 
-def true_slots(guesses: Guesses) -> Ints:
+def target_slots(guesses: Guesses) -> Ints:
     """[A, G] where each stream has the token that the answer holds; `NEVER` if nowhere."""
     length, streams, _ = guesses.tokens.shape
     places = np.arange(length)[:, None] + 1 + np.arange(streams)
@@ -85,10 +85,10 @@ def true_slots(guesses: Guesses) -> Ints:
     return np.where(hits.any(axis=2), hits.argmax(axis=2), NEVER).astype(np.int32)
 
 
-def true_edges(guesses: Guesses) -> tuple[Ints, Floats]:
-    """[A, G] `true_slots`, `NEVER` where the token before has none either, and [A, G, C] the log
+def target_edges(guesses: Guesses) -> tuple[Ints, Floats]:
+    """[A, G] `target_slots`, `NEVER` where the token before has none either, and [A, G, C] the log
     probabilities of each stream's candidates there."""
-    slots = true_slots(guesses)
+    slots = target_slots(guesses)
     edges = guesses.edges
     before = np.concatenate([np.zeros_like(slots[:, :1]), slots[:, :-1]], axis=1)
     if edges.shape[2] == 1:  # not given the one before
@@ -103,7 +103,7 @@ def needed_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
 
     Best trees of one draft are nested, so one ranking of nodes serves every size up to `largest`.
     """
-    slots, among = true_edges(guesses)
+    slots, among = target_edges(guesses)
     own = np.take_along_axis(among, np.where(slots < NEVER, slots, 0)[:, :, None], axis=2)
     is_held = np.logical_and.accumulate(slots[:, :levels] < NEVER, axis=1)
     scores = np.cumsum(own[:, :levels, 0], axis=1, dtype=np.float32)
