@@ -23,7 +23,7 @@ from ssmlx.commands.adapt import PROG, main
 from ssmlx.commands.options import os_fault
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.attach import adapters_for, default_adapter
-from ssmlx.loading.files import PartFile, alone_in, folder_digest
+from ssmlx.loading.files import PartFile, exclusive_folder, folder_digest
 from ssmlx.loading.found import PAYS, runs, runs_for
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import adapters_home, own_adapters, resolve_adapter
@@ -86,7 +86,7 @@ def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
         seed=seed,
         amounts=AMOUNTS,
     )
-    with alone_in(out):
+    with exclusive_folder(out):
         adapt.adapt(options, prog=PROG, say=lines.append)
     return resolve_adapter("mine"), "\n".join(lines)
 

@@ -207,7 +207,7 @@ def test_conditional_scores_are_the_references(profile, tmp_path):
         logits = reference.draft_logits(own)
         before, columns = logits.log_softmax(dim=-1).topk(count)
         assert found["candidate_tokens"][stream].tolist() == VOCAB[columns].tolist()
-        corrected = reference.draft_logits(reference.given(own, previous))[:, columns]
+        corrected = reference.draft_logits(reference.apply_condition(own, previous))[:, columns]
         scores = before + corrected - logits[columns]
         expected = scores.log_softmax(dim=-1) + before.logsumexp(dim=-1)
         assert (expected - before).abs().max() > 0.1, "hardly a difference, so this shows little"

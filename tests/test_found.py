@@ -22,7 +22,7 @@ from ssmlx.errors import naming
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import names, weights
 from ssmlx.loading.attach import default_adapter
-from ssmlx.loading.files import alone_in, folder_digest, write_whole
+from ssmlx.loading.files import exclusive_folder, folder_digest, write_whole
 from ssmlx.loading.found import PAYS, runs, runs_for
 from ssmlx.loading.names import adapters_home, resolve_adapter
 from ssmlx.loading.weights import weights_digest
@@ -129,16 +129,16 @@ def test_of_a_large_tensor_pieces_from_first_to_last_are_seen(tmp_path, monkeypa
     assert digest_with(weights.PIECE_BYTES + 1) == found[0]
     # Of very many tensors less is read, and the same everywhere.
     monkeypatch.setattr(weights, "MOST_READS", 1)
-    one = weights._digest_of([path])
-    assert one == weights._digest_of([path]) and one not in found
+    one = weights._digest_files([path])
+    assert one == weights._digest_files([path]) and one not in found
 
 
 def test_the_digest_is_remembered_and_a_change_is_noticed(base, tmp_path, monkeypatch):
     copy = shutil.copytree(base, tmp_path / "copy")
     before = weights_digest(copy)
     read = []
-    real = weights._digest_of
-    monkeypatch.setattr(weights, "_digest_of", lambda files: read.append(1) or real(files))
+    real = weights._digest_files
+    monkeypatch.setattr(weights, "_digest_files", lambda files: read.append(1) or real(files))
     assert weights_digest(copy) == before and read == []
     path = copy / "model.safetensors"
     times = path.stat()
@@ -481,7 +481,7 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     ):
         code, out, err = run(*argv)
         assert (code, out) == (2, "") and said in one_line(err, adapters.PROG)
-    with alone_in(adapters_home() / "changed"):
+    with exclusive_folder(adapters_home() / "changed"):
         code, _, err = run("remove", "changed")
         assert code == 2 and "another run writes into" in err
     assert (adapters_home() / "changed" / "plan.json").exists()

@@ -103,7 +103,7 @@ def check_name(name: str, option: str) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ..loading.files import alone_in
+    from ..loading.files import exclusive_folder
     from ..training.adapt import adapt
     from ..training.adapt_run import AdaptOptions, find_run_folder
 
@@ -127,7 +127,7 @@ def _main(args: argparse.Namespace) -> None:
             options = replace(options, out=find_run_folder(options))
         if options.out != out:
             say(f"{options.out.name} was made from these weights")
-    with alone_in(options.out):
+    with exclusive_folder(options.out):
         adapt(options, prog=PROG, say=say, wait=waiting(args.give_way))
 
 

@@ -78,7 +78,7 @@ def _folder_of(name: str) -> Path:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ..loading.files import alone_in
+    from ..loading.files import exclusive_folder
     from ..loading.found import runs
 
     if args.act == "list":
@@ -89,7 +89,7 @@ def _main(args: argparse.Namespace) -> None:
         return
     folder = _folder_of(args.names[0])
     try:
-        with alone_in(folder):  # refused while a run writes there
+        with exclusive_folder(folder):  # refused while a run writes there
             if args.act == "remove":
                 shutil.rmtree(folder)
                 print(f"removed {folder}")

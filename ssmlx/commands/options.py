@@ -706,9 +706,9 @@ def alone(
     """What a command does, with the folder --out held meanwhile: it may have just one run."""
 
     def held(args: argparse.Namespace) -> int | None:
-        from ..loading.files import alone_in
+        from ..loading.files import exclusive_folder
 
-        with alone_in(args.out):
+        with exclusive_folder(args.out):
             return act(args)
 
     return held

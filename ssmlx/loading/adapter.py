@@ -41,12 +41,12 @@ from .files import account_for, read_tensors, save_tensors
 from .lora_files import (
     SCALE,
     Loras,
+    describe_lora,
     in_layer,
-    kind_of,
     read_lora,
     read_lora_file,
-    scale_of,
-    uniform,
+    shared_scale,
+    unify_rank_and_scale,
     write_lora,
     write_lora_file,
 )
@@ -71,7 +71,7 @@ class Adapter:
 
     def describe(self) -> str:
         """What it is, in one line."""
-        return f"{kind_of(self.lora)}, which changes the answers; no streams"
+        return f"{describe_lora(self.lora)}, which changes the answers; no streams"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,7 +113,7 @@ class StreamAdapter(Adapter):
             return super().describe()
         size = f"{config.num_streams} streams in the top {config.num_msa_layers} layers"
         if self.lora:
-            return f"{size}, and {kind_of(self.lora)}, which changes the answers"
+            return f"{size}, and {describe_lora(self.lora)}, which changes the answers"
         return f"{size}; the answers are the model's own"
 
 
@@ -162,10 +162,10 @@ def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWei
     account_for(tensors, expected, path)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
-    return streams_of(tensors)
+    return streams_from_tensors(tensors)
 
 
-def streams_of(tensors: Mapping[str, mx.array]) -> StreamWeights:
+def streams_from_tensors(tensors: Mapping[str, mx.array]) -> StreamWeights:
     """Stream weights from the tensors of a streams file; others among them are left aside."""
 
     def low_rank(name: str) -> LowRank | None:
@@ -213,7 +213,7 @@ def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, 
 
 
 def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
-    return streams_of(cast_tensors(stream_tensors(streams), dtype))
+    return streams_from_tensors(cast_tensors(stream_tensors(streams), dtype))
 
 
 def write_streams(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
@@ -223,15 +223,19 @@ def write_streams(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
         **adapter.config.to_dict(),
         "base": adapter.base.__dict__,
         "fused": fused,
-        "lora_scale": scale_of(adapter.trained_lora),
+        "lora_scale": shared_scale(adapter.trained_lora),
     }
     if adapter.task_lora:
-        values["task_lora_scale"] = scale_of(adapter.task_lora)
+        values["task_lora_scale"] = shared_scale(adapter.task_lora)
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
-    adapter = replace(adapter, lora=uniform(adapter.lora), stream_lora=uniform(adapter.stream_lora))
+    adapter = replace(
+        adapter,
+        lora=unify_rank_and_scale(adapter.lora),
+        stream_lora=unify_rank_and_scale(adapter.stream_lora),
+    )
     write_streams(folder, adapter, fused=False)
     if adapter.stream_lora:
         write_lora_file(folder / LORA_FILES["streams"], adapter.stream_lora)

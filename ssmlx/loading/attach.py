@@ -15,7 +15,7 @@ from ..model.streams import StreamFusedModel
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_identity
 from .files import account_for
 from .found import log_outdated, runs_for
-from .lora_files import Loras, lora_tensors, with_experts_together
+from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
     AUTO_ADAPTER,
     DEFAULT_ADAPTER,
@@ -43,7 +43,7 @@ def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     require(own == true, what, expected=expected, do="convert the checkpoint again")
 
 
-def fitted_lora(adapter: Adapter, backbone: Backbone) -> Loras:
+def fit_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
     """The LoRA of an adapter on every row, by the paths that its modules have in the base model.
 
     A model may be wrapped in another place than where the LoRA was trained, so that one path has
@@ -53,13 +53,13 @@ def fitted_lora(adapter: Adapter, backbone: Backbone) -> Loras:
         InputError: it is another model's, or the ranks that share the model cannot split it.
     """
     modules: dict[str, Any] = dict(backbone.model.named_modules())
-    places = {_unwrapped(path): path for path in modules}
+    places = {_strip_wrappers(path): path for path in modules}
     lora = {
-        path if path in modules else places.get(_unwrapped(path), path): weights
+        path if path in modules else places.get(_strip_wrappers(path), path): weights
         for path, weights in adapter.lora.items()
     }
     experts = {path: one.num_experts for path, one in modules.items() if isinstance(one, EXPERTS)}
-    lora = with_experts_together(lora, experts)
+    lora = stack_experts(lora, experts)
     try:
         check_lora(backbone.model, lora, Path("the adapter"))
     except InputError as error:
@@ -82,7 +82,7 @@ def fitted_lora(adapter: Adapter, backbone: Backbone) -> Loras:
     return lora
 
 
-def _unwrapped(path: str) -> str:
+def _strip_wrappers(path: str) -> str:
     """A module's path without what a model, or a model around it, is called."""
     parts = path.split(".")
     names = ("model", "language_model")
@@ -128,7 +128,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     if streams is not None:
         check_base(streams, backbone)
     base = backbone.base()
-    lora = fitted_lora(adapter, base)
+    lora = fit_lora_to_model(adapter, base)
     if streams is not None:
         check_lora(base.model, streams.stream_lora, Path("the adapter"), LINEARS)
     _ = base.digest  # before layers are changed
@@ -236,4 +236,4 @@ def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     require(bool(adapter.lora), found, expected=expected, do="check --task-lora")
     if isinstance(adapter, StreamAdapter):
         check_base(adapter, backbone)
-    return fitted_lora(adapter, backbone)
+    return fit_lora_to_model(adapter, backbone)

@@ -34,7 +34,7 @@ def make_folder(folder: Path) -> None:
         raise unwritable(folder, error) from error
 
 
-def hold(file: int | BinaryIO, path: Path) -> None:
+def lock_exclusively(file: int | BinaryIO, path: Path) -> None:
     """Keep other processes from an open file or folder until it is closed, or this one killed."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,12 +49,18 @@ def hold(file: int | BinaryIO, path: Path) -> None:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Make a folder, unless it is there, and `hold` it inside the block; none is left empty."""
+def exclusive_folder(folder: Path) -> Iterator[None]:
+    """Make a folder where there is none, and keep other processes from it inside the block.
+
+    At the end of the block an empty folder is removed.
+
+    Raises:
+        InputError: another process has the lock, or the folder cannot be made.
+    """
     make_folder(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        hold(handle, folder)
+        lock_exclusively(handle, folder)
         try:
             yield
         finally:
@@ -156,7 +162,7 @@ class PartFile:
         except OSError as error:
             raise unwritable(path, error) from error
         try:
-            hold(self._file, path)
+            lock_exclusively(self._file, path)
             if fresh:
                 self._file.truncate(0)
             whole = self._read(settings)
@@ -207,7 +213,7 @@ class PartFile:
         return sum(len(line) + 1 for line in lines)
 
 
-def digest_of_json(values: Any) -> str:
+def json_digest(values: Any) -> str:
     """Of JSON values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

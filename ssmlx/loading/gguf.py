@@ -44,9 +44,9 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
     tensors, values = cast("tuple[_Tensors, _Metadata]", loaded)
     meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in values.items()}
     config = _model_config(meta)
-    weights = _rename(tensors, config)
+    weights = _rename_tensors(tensors, config)
     config |= _weights_config(weights)
-    tokenizer = _tokenizer(meta)
+    tokenizer = _build_tokenizer(meta)
     tokenizer_config = _tokenizer_config(meta)
     out_dir.mkdir(parents=True, exist_ok=True)
     save_tensors(out_dir / "model.safetensors", weights, {"format": "mlx"})
@@ -72,8 +72,8 @@ def _model_config(meta: _Metadata) -> dict[str, Any]:
         "num_key_value_heads": meta["llama.attention.head_count_kv"],
         "head_dim": width // heads,
         "max_position_embeddings": meta["llama.context_length"],
-        "rms_norm_eps": _shortest(meta["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _shortest(meta["llama.rope.freq_base"]),
+        "rms_norm_eps": _shortest_decimal(meta["llama.attention.layer_norm_rms_epsilon"]),
+        "rope_theta": _shortest_decimal(meta["llama.rope.freq_base"]),
         "tie_word_embeddings": True,
         **{
             f"{name}_token_id": meta[f"tokenizer.ggml.{key}_token_id"]
@@ -82,12 +82,12 @@ def _model_config(meta: _Metadata) -> dict[str, Any]:
     }
 
 
-def _shortest(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """The shortest decimal of the same float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
-def _rename(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
+def _rename_tensors(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
     """The tensors under Hugging Face's names; norms in float16, which holds theirs."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
@@ -130,7 +130,7 @@ def _weights_config(weights: _Tensors) -> dict[str, Any]:
     return config | {"quantization": {"group_size": _GROUP_SIZE, "bits": usual, **others}}
 
 
-def _tokenizer(meta: _Metadata) -> Tokenizer:
+def _build_tokenizer(meta: _Metadata) -> Tokenizer:
     """The byte-level BPE tokenizer whose parts the metadata holds, with SmolLM's rules."""
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]

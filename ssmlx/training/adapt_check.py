@@ -18,7 +18,7 @@ from ..bars import bar, busy
 from ..blas import this_machine
 from ..errors import require
 from ..loading.adapter import load_streams
-from ..loading.files import digest_of_json, write_whole
+from ..loading.files import json_digest, write_whole
 from ..loading.found import has_paid
 from ..loading.load import load
 from ..loading.names import FIGURES_FILE
@@ -171,7 +171,7 @@ def write_figures(
             "answers": len(rows),
             "tokens": sum(len(row["completion_tokens"]) for row in rows),
             "sources": Counter(row["source"] for row in rows),
-            "sha256": digest_of_json(rows),
+            "sha256": json_digest(rows),
         },
         "figures": {
             "prompts": options.amounts.held_out,

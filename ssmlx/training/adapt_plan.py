@@ -9,7 +9,7 @@ from statistics import fmean
 from ..bars import busy
 from ..errors import require
 from ..loading.load import is_quantised
-from ..loading.lora_files import kind_of
+from ..loading.lora_files import describe_lora
 from .adapt_check import check_seconds
 from .adapt_run import AdaptPlan, AdaptRun, Amounts, Source
 from .answers import BatchResponder
@@ -130,7 +130,7 @@ def streams_line(plan: AdaptPlan, source: Source) -> str:
     vocab = train.draft_vocab_size or base["vocab_size"]
     sizes = ", ".join(map(str, plan.step_costs))
     costs = ", ".join(f"{cost:.2f}" for cost in plan.step_costs.values())
-    lora = f", with {kind_of(source.lora)}" if source.lora else ""
+    lora = f", with {describe_lora(source.lora)}" if source.lora else ""
     return (
         f"{source.training.model}: {base['num_hidden_layers']} layers of width "
         f"{base['hidden_size']}, {held}{lora}\n"

@@ -15,8 +15,8 @@ from .. import __version__
 from ..errors import InputError, require
 from ..json_files import read_json
 from ..loading.adapter import Adapter, StreamAdapter, load_adapter
-from ..loading.attach import attach_adapter, fitted_lora
-from ..loading.files import digest_of_json, folder_digest, write_whole
+from ..loading.attach import attach_adapter, fit_lora_to_model
+from ..loading.files import folder_digest, json_digest, write_whole
 from ..loading.found import runs
 from ..loading.load import load_tokenizer
 from ..loading.lora_files import Loras
@@ -195,7 +195,7 @@ def run_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> di
     settings = {
         "seed": options.seed,
         "memory": options.memory_gb,
-        "data": digest_of_json(prompts),
+        "data": json_digest(prompts),
         "made by": __version__,
         "format": _PLAN_FORMAT,
         "weights": weights_digest(options.path),
@@ -264,7 +264,7 @@ def read_lora(folder: Path, backbone: Backbone) -> Loras:
         expected="LoRA or DoRA alone, as mlx-lm and PEFT write it",
         do="check --adapter; to train these streams further, see ssmlx.train --train-only",
     )
-    return fitted_lora(adapter, backbone)
+    return fit_lora_to_model(adapter, backbone)
 
 
 @on_one_day()

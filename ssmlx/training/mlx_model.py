@@ -26,7 +26,7 @@ from ..loading.adapter import (
     BaseIdentity,
     StreamAdapter,
     stream_tensors,
-    streams_of,
+    streams_from_tensors,
     write_adapter,
 )
 from ..loading.attach import check_base
@@ -188,7 +188,7 @@ class TrainedModel:
             module.lora_a = every[f"{path}.lora_a"]
             module.lora_b = every[f"{path}.lora_b"]
         vocab = self._adapter.streams.draft_vocab
-        self._fused.streams = replace(streams_of(every), draft_vocab=vocab)
+        self._fused.streams = replace(streams_from_tensors(every), draft_vocab=vocab)
 
     def lower(self, layout: Layout) -> mx.array:
         """[B, T, D] node states before the insertion layer, which nothing trained changes."""
@@ -264,7 +264,7 @@ def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
         path: replace(old, a=every[f"{path}.lora_a"], b=every[f"{path}.lora_b"])
         for path, old in trained.items()
     }
-    return adapter.with_trained(lora, streams=streams_of(every))
+    return adapter.with_trained(lora, streams=streams_from_tensors(every))
 
 
 def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
