@@ -87,7 +87,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _says(file: Path, format: str) -> bool:
+def _has_format(file: Path, format: str) -> bool:
     try:  # a PyTorch checkpoint has settings of the same name
         return read_json(file, format).get("format") == format
     except InputError:
@@ -97,7 +97,7 @@ def _says(file: Path, format: str) -> bool:
 def _is_adapter(folder: Path) -> bool:
     from ssmlx.loading import adapter, names
 
-    return _says(folder / names.CONFIG_FILE, adapter.FORMAT)
+    return _has_format(folder / names.CONFIG_FILE, adapter.FORMAT)
 
 
 def _check_target(out: Path) -> None:
@@ -106,7 +106,7 @@ def _check_target(out: Path) -> None:
 
     is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     require(
-        is_new or _is_adapter(out) or _says(out / heads.CONFIG_FILE, heads.FORMAT),
+        is_new or _is_adapter(out) or _has_format(out / heads.CONFIG_FILE, heads.FORMAT),
         f"{out} exists and is not an adapter",
         expected="a new folder, or an adapter to replace",
         do="choose another --out",
@@ -189,13 +189,13 @@ def _convert_streams(args: argparse.Namespace) -> None:
     )
 
 
-def _main(args: argparse.Namespace) -> None:
+def convert_checkpoint(args: argparse.Namespace) -> None:
     _check_source(args)
     _check_target(args.out)
     (_convert_heads if args.heads else _convert_streams)(args)
 
 
-main = command(PROG, parse_args, _main)
+main = command(PROG, parse_args, convert_checkpoint)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -47,7 +47,7 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     settings = read_json(folder / "config.json", "a model folder")
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     with (
-        _quiet(),
+        _silence_transformers(),
         explain_load_errors(
             folder,
             f"{folder} cannot be loaded as a model",
@@ -71,7 +71,7 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     from transformers.utils import logging  # takes seconds
 
     verbosity = logging.get_verbosity()

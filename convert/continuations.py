@@ -181,13 +181,13 @@ def load_generator(
     from ssmlx.loading.load import load_tokenizer
 
     from .base import load_base
-    from .reference.checkpoint import fine_tuned
+    from .reference.checkpoint import merge_fine_tuning
     from .training.run import choose_device
 
     place = choose_device(device)
     model = load_base(path, attn_implementation="sdpa")
     if lora is not None:
-        model = fine_tuned(model, lora)
+        model = merge_fine_tuning(model, lora)
     model = model.to(place, getattr(torch, dtype)).eval()
     if place.type == "cpu":
         AttentionInterface.register("grouped", grouped_attention)
@@ -230,7 +230,7 @@ def generate_all(
     return [answer for _, answer in sorted(zip(order, answers, strict=True))]
 
 
-def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
         first.setdefault(turns_key(prompt), prompt)
@@ -326,7 +326,7 @@ def check_batch_size(batch_size: int) -> None:
     require(batch_size >= 1, f"--batch-size {batch_size}", expected="1 or more", do="raise it")
 
 
-def _main(args: argparse.Namespace) -> None:
+def write_continuations(args: argparse.Namespace) -> None:
     from ssmlx.loading.names import resolve_model
 
     check_torch()
@@ -338,7 +338,7 @@ def _main(args: argparse.Namespace) -> None:
     kinds = ("prompt", "messages", "tools")
     rows = [row for path in args.prompts for row in read_prompts(path)]
     prompts = [{k: row[k] for k in kinds if k in row} for row in rows]
-    prompts = (prompts if args.temp else distinct(prompts))[: args.count or None]
+    prompts = (prompts if args.temp else drop_repeated_prompts(prompts))[: args.count or None]
     found = f"--out {args.out} is a folder"
     require(not args.out.is_dir(), found, expected="a file", do="give the name of one in it")
     make_folder(args.out.parent)
@@ -391,7 +391,7 @@ def _main(args: argparse.Namespace) -> None:
     print(f"{args.out}: {told}", file=sys.stderr)
 
 
-main = command(PROG, parse_args, _main)
+main = command(PROG, parse_args, write_continuations)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -74,7 +74,7 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = No
         add_cache_option(group, cached)
 
 
-def _main(args: argparse.Namespace) -> None:
+def train_streams(args: argparse.Namespace) -> None:
     check_torch()
     options = run_options(args)
     train = train_config(args)
@@ -153,7 +153,7 @@ def _main(args: argparse.Namespace) -> None:
     )
 
 
-main = command(PROG, parse_args, alone(_main))
+main = command(PROG, parse_args, alone(train_streams))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -179,7 +179,7 @@ def head_config(
     )
 
 
-def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
+def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
     """The data, the base model's folder, what is trained, and the heads to go on from."""
     from ssmlx.prompts import read_lines
     from ssmlx.training.job import prepare_job, read_base
@@ -221,7 +221,7 @@ def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadRefere
     return job if init is None else replace(job, draft_vocab=vocab), folder, settings, init
 
 
-def _main(args: argparse.Namespace) -> None:
+def train_heads(args: argparse.Namespace) -> None:
     check_torch()
     import torch
 
@@ -234,7 +234,7 @@ def _main(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    job, path, settings, init = _read(args)
+    job, path, settings, init = _read_inputs(args)
     out = job.options.out
     train = job.train
     lora = folder_digest(args.lora)
@@ -263,7 +263,7 @@ def _main(args: argparse.Namespace) -> None:
     )
 
 
-main = command(PROG, parse_args, alone(_main))
+main = command(PROG, parse_args, alone(train_heads))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -85,7 +85,7 @@ def _options() -> list[Field[Any]]:
     return [one for one in fields(ExportConfig) if one.metadata.get("help")]
 
 
-def _main(args: argparse.Namespace) -> None:
+def export_model(args: argparse.Namespace) -> None:
     config = ExportConfig(
         tree=TreeConfig(kind=args.tree, width=args.tree_width, size=args.tree_size),
         **{one.name: getattr(args, one.name) for one in _options()},
@@ -97,7 +97,7 @@ def _main(args: argparse.Namespace) -> None:
     print(f"{args.out}: {report}", file=sys.stderr)
 
 
-main = command(PROG, parse_args, _main)
+main = command(PROG, parse_args, export_model)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .graph import DECODE, Graph
-from .packages import import_coremltools, quiet
+from .packages import import_coremltools, silence_output
 
 MATRIX_OPS = ("linear", "conv")
 MIN_WEIGHTS = 2048
@@ -46,7 +46,7 @@ def compress(model: Any, kind: str, graph: Graph) -> Any:
     inputs of a row. "palettised": 16 values for every 32 output rows, found by k-means.
     """
     import_coremltools()
-    with quiet():
+    with silence_output():
         import coremltools.optimize.coreml as optimize
 
         if kind == "palettised":
@@ -68,25 +68,25 @@ def compress(model: Any, kind: str, graph: Graph) -> Any:
                 block_size=32,
                 weight_threshold=MIN_WEIGHTS,
             )
-        each = dict.fromkeys(weight_names(model, graph), change)
+        each = dict.fromkeys(compressible_weights(model, graph), change)
         return apply(model, optimize.OptimizationConfig(op_name_configs=each))
 
 
-def weight_names(model: Any, graph: Graph) -> list[str]:
+def compressible_weights(model: Any, graph: Graph) -> list[str]:
     """Those of the base model's matrices, told by content: kernels of the profile ane are not named
     after their parameters, and LoRA may come with its scale multiplied in."""
-    weights = [operation.weight for operation in _operations(model._mil_program)]
+    weights = [operation.weight for operation in _matrix_operations(model._mil_program)]
     large = [one for one in weights if one.val is not None and one.val.size >= MIN_WEIGHTS]
     added = ("lora_A", "lora_B", "condition")
     base = {
-        _digest(matrix)
-        for name, matrix in _matrices(graph)
+        _content_digest(matrix)
+        for name, matrix in _named_matrices(graph)
         if not any(part in name for part in added)
     }
-    return list(dict.fromkeys(one.op.name for one in large if _digest(one.val) in base))
+    return list(dict.fromkeys(one.op.name for one in large if _content_digest(one.val) in base))
 
 
-def _matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
+def _named_matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
     for name, parameter in graph.named_parameters():
         if parameter.dim() == 2:
             yield name, parameter.numpy()
@@ -95,7 +95,7 @@ def _matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
             yield "head", piece.numpy()
 
 
-def _operations(program: Any, function: str = "main") -> Iterable[Any]:
+def _matrix_operations(program: Any, function: str = "main") -> Iterable[Any]:
     """The last product of each matrix: nodes and streams are multiplied by the same."""
     every = program.functions[function].operations
     return {one.weight.name: one for one in every if one.op_type in MATRIX_OPS}.values()
@@ -107,22 +107,22 @@ def expected_matrices(model: Any, graph: Graph) -> dict[str, np.ndarray]:
     In float32 where it is one of the graph's own matrices; what the converter made by itself, such
     as LoRA with its scale multiplied in, as it is in the uncompressed model.
     """
-    truth = {_digest(matrix): matrix for _, matrix in _matrices(graph)}
+    truth = {_content_digest(matrix): matrix for _, matrix in _named_matrices(graph)}
     found = {}
-    for operation in _operations(model._mil_program):
+    for operation in _matrix_operations(model._mil_program):
         weight = operation.weight.val
         if weight is not None:
-            found[operation.outputs[0].name] = truth.get(_digest(weight), weight)
+            found[operation.outputs[0].name] = truth.get(_content_digest(weight), weight)
     return found
 
 
-def _digest(weights: np.ndarray) -> str:
+def _content_digest(weights: np.ndarray) -> str:
     return hashlib.sha256(weights.astype(np.float16).tobytes()).hexdigest()
 
 
 def load_program(package: Path) -> Any:
     ct = import_coremltools()
-    with quiet():
+    with silence_output():
         from coremltools.converters.mil.frontend.milproto.load import load
 
         spec = ct.utils.load_spec(str(package))
@@ -134,7 +134,7 @@ def weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightErr
     """Compare a saved package with `expected_matrices` of its function "decode"."""
     squares = total = worst = largest = 0.0
     matrices = count = 0
-    for operation in _operations(load_program(package), DECODE):
+    for operation in _matrix_operations(load_program(package), DECODE):
         stored = operation.weight.val
         if stored is None:
             if not operation.weight.op.op_type.startswith("constexpr"):

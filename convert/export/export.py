@@ -83,7 +83,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
         do="choose another --out",
     )
     report = Report()
-    with packages.writing(out):
+    with packages.explain_write_errors(out):
         with report.stage("load"):
             folder = resolve_model(model)
             own = adapter_for_export(folder, adapter)

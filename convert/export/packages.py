@@ -25,7 +25,7 @@ _WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_output() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -43,7 +43,7 @@ def quiet() -> Iterator[None]:
 def import_coremltools() -> Any:
     """The converter; refused where it is not installed, or not in a version that works."""
     try:
-        with quiet():
+        with silence_output():
             import coremltools
     except (ImportError, AttributeError) as error:
         raise not_installed("coremltools", error, "coreml") from error
@@ -58,7 +58,7 @@ def import_coremltools() -> Any:
 
 def import_coreai() -> Any:
     try:
-        with quiet():
+        with silence_output():
             importlib.import_module("coreai")
             return importlib.import_module("coreai_torch")
     except ImportError as error:
@@ -67,7 +67,7 @@ def import_coreai() -> Any:
 
 
 @contextlib.contextmanager
-def writing(target: Path) -> Iterator[None]:
+def explain_write_errors(target: Path) -> Iterator[None]:
     """Tell a full or read-only disk in one line."""
     try:
         yield
@@ -92,18 +92,18 @@ def convert_graph(graph: Graph, config: ExportConfig) -> Any:
     module = Converted(graph, stateful=stateful).eval()
     examples = [tensor.zeros() for tensor in graph.inputs]
     examples += [] if stateful else [torch.zeros(graph.cache_shape) for _ in graph.caches]
-    with quiet(), torch.no_grad():
+    with silence_output(), torch.no_grad():
         return ct.convert(
             torch.jit.trace(module, tuple(examples), check_trace=False),
-            **_signature(ct, graph, stateful),
+            **_tensor_types(ct, graph, stateful),
             minimum_deployment_target=ct.target.iOS18,
-            compute_precision=_precision(ct, config),
-            pass_pipeline=_pipeline(ct),
+            compute_precision=_compute_precision(ct, config),
+            pass_pipeline=_pass_pipeline(ct),
             skip_model_load=True,
         )
 
 
-def _signature(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
+def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
     kinds = {"int": np.int32, "float": np.float16 if stateful else np.float32}
     inputs = [ct.TensorType(t.name, shape=t.shape, dtype=kinds[t.kind]) for t in graph.inputs]
     outputs = [ct.TensorType(t.name, dtype=kinds[t.kind]) for t in graph.outputs]
@@ -118,7 +118,7 @@ def _signature(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
     return {"inputs": inputs, "outputs": outputs, "states": states}
 
 
-def _precision(ct: Any, config: ExportConfig) -> Any:
+def _compute_precision(ct: Any, config: ExportConfig) -> Any:
     if config.precision == "float32":
         return ct.precision.FLOAT32
     if config.profile == "ane":
@@ -134,12 +134,12 @@ def _precision(ct: Any, config: ExportConfig) -> Any:
     return ct.transform.FP16ComputePrecision(op_selector=fits)
 
 
-def _pipeline(ct: Any) -> Any:
+def _pass_pipeline(ct: Any) -> Any:
     """The converter's own passes, and one of ours before those that place the cache's writes.
 
     An assignment to a whole tensor is the new tensor: one copy of the cache less a layer.
     """
-    with quiet():
+    with silence_output():
         from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
         from coremltools.converters.mil.mil.passes.pass_registry import register_pass
 
@@ -168,7 +168,11 @@ def _pipeline(ct: Any) -> Any:
 def merge_functions(models: Mapping[str, Any], package: Path) -> None:
     """Write `models`, by the names of their functions, as one package; equal weights once."""
     ct = import_coremltools()
-    with writing(package), quiet(), tempfile.TemporaryDirectory(dir=package.parent) as work:
+    with (
+        explain_write_errors(package),
+        silence_output(),
+        tempfile.TemporaryDirectory(dir=package.parent) as work,
+    ):
         descriptor = ct.utils.MultiFunctionDescriptor()
         for name, model in models.items():
             path = str(Path(work, f"{name}.mlpackage"))
@@ -186,7 +190,7 @@ def write_coreai(graphs: Sequence[Graph], config: ExportConfig, package: Path) -
     coreai_torch = import_coreai()
     converter = coreai_torch.TorchConverter
     dtype = getattr(torch, config.precision)
-    with quiet(), torch.no_grad():
+    with silence_output(), torch.no_grad():
         conversion = converter(mode=converter.Mode.RELEASE)
         for graph in graphs:
             module = Converted(graph, stateful=True).eval().to(dtype)
@@ -202,5 +206,5 @@ def write_coreai(graphs: Sequence[Graph], config: ExportConfig, package: Path) -
             )
         program = conversion.to_coreai()
 
-    with writing(package), quiet():
+    with explain_write_errors(package), silence_output():
         program.save_asset(package)

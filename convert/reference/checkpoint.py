@@ -46,12 +46,12 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     check_base(base, config)
     vocab_size: Any = base.config.vocab_size
     streams = read_streams(folder / STREAMS_WEIGHTS, config, vocab_size)
-    vocab = None if streams.draft_vocab is None else tensor_of(streams.draft_vocab)
+    vocab = None if streams.draft_vocab is None else to_tensor(streams.draft_vocab)
     model = StreamFusedReference(base, config, draft_vocab=vocab, lora=lora)
     if has_lora:
         path, tensors = layout.read_peft_tensors(folder)
-        _fill(_lora_parameters(model), tensors, path)
-    _fill(_stream_parameters(model), stream_tensors(streams), folder / STREAMS_WEIGHTS)
+        _load_tensors(_lora_parameters(model), tensors, path)
+    _load_tensors(_stream_parameters(model), stream_tensors(streams), folder / STREAMS_WEIGHTS)
     return model.eval()
 
 
@@ -66,14 +66,14 @@ def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReferenc
     source = Path("the adapter")
     merge_weights(base, adapter.task_lora, source)
     vocab = adapter.streams.draft_vocab
-    vocab = None if vocab is None else tensor_of(vocab)
+    vocab = None if vocab is None else to_tensor(vocab)
     model = StreamFusedReference(
         base, adapter.config, lora=_lora_settings(adapter), draft_vocab=vocab
     )
     trained = lora_tensors(adapter.trained_lora)
     pairs = {_peft_name(name): array.T for name, array in trained.items()}
-    _fill(_lora_parameters(model), pairs, source)
-    _fill(_stream_parameters(model), stream_tensors(adapter.streams), source)
+    _load_tensors(_lora_parameters(model), pairs, source)
+    _load_tensors(_stream_parameters(model), stream_tensors(adapter.streams), source)
     return model.eval().requires_grad_(False)
 
 
@@ -158,10 +158,10 @@ def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool
     parameters = {**_lora_parameters(model), **_stream_parameters(model)}
     check_shapes(folder, found, parameters)
     for name, array in found.items():
-        parameters[name].copy_(tensor_of(array))
+        parameters[name].copy_(to_tensor(array))
 
 
-def fine_tuned(base: Any, folder: Path) -> Any:
+def merge_fine_tuning(base: Any, folder: Path) -> Any:
     """`base`, in place, with LoRA added into its weights, whichever trainer wrote that LoRA.
 
     The folder is a checkpoint of `convert.train` of scope "all", or what `ssmlx.load` takes as an
@@ -204,7 +204,7 @@ def merge_weights(base: Any, lora: Loras, source: Path) -> None:
     decoder = getattr(base.model, "decoder", base.model)
     linears = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
     for path, weights in lora.items():
-        a, b = (tensor_of(part) for part in (weights.a, weights.b))
+        a, b = (to_tensor(part) for part in (weights.a, weights.b))
         linear = linears.get("layers." + path.partition("layers.")[2])
         if linear is None or linear.weight.shape != (b.shape[1], a.shape[0]):
             raise InputError(
@@ -215,10 +215,10 @@ def merge_weights(base: Any, lora: Loras, source: Path) -> None:
         linear.weight += weights.scale * (a @ b).t()
         if weights.magnitude is not None:
             norms = linear.weight.norm(dim=1)
-            linear.weight *= (tensor_of(weights.magnitude) / norms)[:, None]
+            linear.weight *= (to_tensor(weights.magnitude) / norms)[:, None]
 
 
-def tensor_of(array: mx.array) -> torch.Tensor:
+def to_tensor(array: mx.array) -> torch.Tensor:
     """An MLX array as a tensor: int32 stays, floating types become float32."""
     whole = array if array.dtype == mx.int32 else array.astype(mx.float32)
     return torch.from_numpy(np.array(whole))
@@ -281,13 +281,13 @@ def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _fill(
+def _load_tensors(
     parameters: Mapping[str, torch.Tensor], arrays: Mapping[str, mx.array], source: Path
 ) -> None:
     """Copy every array into the parameter of its name, and leave none over."""
     account_for(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
     for name, parameter in parameters.items():
-        parameter.copy_(tensor_of(arrays[name]))
+        parameter.copy_(to_tensor(arrays[name]))
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

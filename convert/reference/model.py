@@ -66,7 +66,7 @@ class LowRank(nn.Module):
         return self.lora_B(self.lora_A(x))
 
 
-def unit(embedded: torch.Tensor) -> torch.Tensor:
+def scale_to_unit_rms(embedded: torch.Tensor) -> torch.Tensor:
     """[..., D] scaled to an RMS of 1."""
     return nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
 
@@ -85,7 +85,7 @@ class Condition(nn.Module):
         return self.out(self.mix(normed, embedded))
 
     def mix(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.gate(normed)) * self.embed(unit(embedded))
+        return torch.sigmoid(self.gate(normed)) * self.embed(scale_to_unit_rms(embedded))
 
 
 class LoraLinear(nn.Module):
@@ -391,7 +391,7 @@ class StreamFusedReference(nn.Module):
         """[B, K, 2 D] what `root_init` takes: of roots [B, K] and the normed last hidden states
         [B, K, D] that predicted them."""
         embedded = self.decoder.module.embed_tokens(roots.to(normed.device))
-        return torch.cat([unit(embedded).to(normed.dtype), normed], dim=-1)
+        return torch.cat([scale_to_unit_rms(embedded).to(normed.dtype), normed], dim=-1)
 
     def insert_streams(
         self, nodes: torch.Tensor, known: torch.Tensor | None = None

@@ -20,10 +20,10 @@ from ssmlx.training.objective import STREAM
 from ssmlx.training.replay import Replay
 
 from ..base import load_base
-from ..reference.checkpoint import fine_tuned
+from ..reference.checkpoint import merge_fine_tuning
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
 from ..reference.model import StreamFusedReference, anchor_indices
-from .run import TorchObjective, freeze_base, precision
+from .run import TorchObjective, autocast_for, freeze_base
 
 
 def build_heads(
@@ -38,10 +38,18 @@ def build_heads(
 
 
 def load_frozen(path: Path, lora: Path | None) -> StreamFusedReference:
-    """The model that heads are trained for: a base model, or one with a LoRA, see `fine_tuned`."""
+    """Load the model that heads are trained for, in float32, with the weights of a LoRA added.
+
+    Args:
+        path: the base model's folder.
+        lora: a folder with LoRA, see `merge_fine_tuning`; None for the base model itself.
+
+    Returns:
+        The model without streams.
+    """
     base = load_base(path, attn_implementation="sdpa")
     if lora is not None:
-        base = fine_tuned(base, lora)
+        base = merge_fine_tuning(base, lora)
     config = StreamConfig(
         num_streams=0,
         num_msa_layers=1,
@@ -78,10 +86,12 @@ class HeadObjective(TorchObjective):
     @torch.no_grad()
     def lower(self, batch: Batch) -> torch.Tensor:
         """[B, T, D] final-normed hidden states, the same however the heads change."""
-        tokens = self.tensor(batch.tokens)
+        tokens = self.index_tensor(batch.tokens)
         nothing = torch.arange(0, device=self.device)
-        with precision(self.device, self.dtype):
-            hidden = self._frozen.hidden_states(tokens, stream_rows=nothing, **self.where(batch))
+        with autocast_for(self.device, self.dtype):
+            hidden = self._frozen.hidden_states(
+                tokens, stream_rows=nothing, **self.row_arguments(batch)
+            )
         return hidden.main.to(self.dtype)
 
     def loss(
@@ -91,16 +101,18 @@ class HeadObjective(TorchObjective):
         heads = zip(self._rows(batch, lower), self.train.alphas, strict=True)
         found = []
         for number, ((states, *head), alpha) in enumerate(heads, 1):
-            targets = self.tensor(draft_vocab_indices(batch.targets(number), self.draft_vocab))
+            targets = self.index_tensor(
+                draft_vocab_indices(batch.targets(number), self.draft_vocab)
+            )
             found.append((f"head_{number}", alpha, states, head, targets))
-        return self.sum_of(found)
+        return self.weighted_loss(found)
 
     def _rows(self, batch: Batch, lower: torch.Tensor) -> list[Any]:
         """Every head's states of a batch [B, K, W], and the matrix and bias that they go to."""
         levels = range(self.model.config.num_levels)
         # Where the text has ended there is no target either.
-        text = torch.stack([self.tensor(batch.targets(level)) for level in levels], dim=-1)
-        with precision(self.device, self.dtype):
+        text = torch.stack([self.index_tensor(batch.targets(level)) for level in levels], dim=-1)
+        with autocast_for(self.device, self.dtype):
             rows = self.model.rows(
                 self._anchor_states(batch, lower), text.clamp(min=0), self._lm_heads[STREAM]
             )
@@ -138,8 +150,8 @@ class HeadObjective(TorchObjective):
             rows = [row for row, text in enumerate(texts) if places[row] + 1 < len(text)]
             if not rows:
                 return Replay(sum(map(len, texts)), calls)
-            roots = self.tensor(np.array([texts[row][places[row]] for row in rows]))
-            with precision(self.device, self.dtype):
+            roots = self.index_tensor(np.array([texts[row][places[row]] for row in rows]))
+            with autocast_for(self.device, self.dtype):
                 states = hidden[rows, [places[row] for row in rows]]
                 tokens, edges = self.model.rank_paths(roots, states, widths)
             for place, row in enumerate(rows):

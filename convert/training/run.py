@@ -48,7 +48,7 @@ def freeze_base(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def precision(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+def autocast_for(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype)
@@ -99,8 +99,10 @@ class TorchObjective(Objective):
 
     @torch.no_grad()
     def lower(self, batch: Batch) -> torch.Tensor:
-        with precision(self.device, self.dtype):
-            states = self.model.lower_states(self.tensor(batch.tokens), **self.where(batch))
+        with autocast_for(self.device, self.dtype):
+            states = self.model.lower_states(
+                self.index_tensor(batch.tokens), **self.row_arguments(batch)
+            )
         if not self.train.keeps_streams:
             return states
         # Streams after the norm, in the columns of their anchors.
@@ -111,10 +113,12 @@ class TorchObjective(Objective):
 
     def upper(self, batch: Batch, lower: torch.Tensor) -> HiddenStates:
         """From `lower` to the final norm, streams on every anchor."""
-        anchors = self.tensor(batch.anchors)
-        with precision(self.device, self.dtype):
-            tokens = self.tensor(batch.tokens)
-            return self.model.upper_states(lower, tokens, stream_rows=anchors, **self.where(batch))
+        anchors = self.index_tensor(batch.anchors)
+        with autocast_for(self.device, self.dtype):
+            tokens = self.index_tensor(batch.tokens)
+            return self.model.upper_states(
+                lower, tokens, stream_rows=anchors, **self.row_arguments(batch)
+            )
 
     def logits(self, hidden: torch.Tensor, kind: str) -> torch.Tensor:
         """[..., V], or [..., Vd] of kind `STREAM`, of [..., D] behind the norm."""
@@ -128,28 +132,32 @@ class TorchObjective(Objective):
         found = []
         for term in self.terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
-            rows = flat[self.tensor(term.rows)]
-            targets = self.tensor(term.targets)
+            rows = flat[self.index_tensor(term.rows)]
+            targets = self.index_tensor(term.targets)
             if term.kind == PRUNE:
-                with precision(self.device, self.dtype):
+                with autocast_for(self.device, self.dtype):
                     rows = self.model.early_exit_states(rows)
             if term.previous is not None:
-                with precision(self.device, self.dtype):
-                    rows = self.model.apply_condition(rows, self.tensor(term.previous).clamp(min=0))
+                with autocast_for(self.device, self.dtype):
+                    rows = self.model.apply_condition(
+                        rows, self.index_tensor(term.previous).clamp(min=0)
+                    )
             head = self._lm_heads[term.kind]
             found.append((term.name, term.weight, rows.to(self.dtype), head, targets))
-        return self.sum_of(found)
+        return self.weighted_loss(found)
 
     def _states(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
         """[..., D] by the kinds of rows, before the norm where they are of layer N - Ns."""
         nodes = lower.to(self.device)
         if self.train.keeps_streams:
-            streams = nodes[anchor_indices(self.tensor(batch.anchors))]
+            streams = nodes[anchor_indices(self.index_tensor(batch.anchors))]
             return {STREAM: streams, GIVEN: streams}
         hidden = self.upper(batch, nodes)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
 
-    def sum_of(self, terms: Iterable[tuple[Any, ...]]) -> tuple[torch.Tensor, dict[str, float]]:
+    def weighted_loss(
+        self, terms: Iterable[tuple[Any, ...]]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         """The weighted sum of mean cross-entropies, and each mean in nats a token.
 
         Each is of a name, a weight, [R, D] rows, the matrix and bias that they go to, and [R]
@@ -174,15 +182,15 @@ class TorchObjective(Objective):
         streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
         shape = *batch.anchors.shape, self.train.num_streams, -1
         streams = streams.reshape(shape)
-        with precision(self.device, self.dtype):
+        with autocast_for(self.device, self.dtype):
             logits = self.logits(streams, STREAM).float()
         best = logits.log_softmax(-1).topk(count)
         tokens = best.indices
         logprobs = best.values
         if self.draft_vocab is not None:
-            tokens = self.tensor(self.draft_vocab)[tokens]
+            tokens = self.index_tensor(self.draft_vocab)[tokens]
         if self.is_conditional:
-            every = zip(streams, self.tensor(batch.targets(0)), tokens, logprobs, strict=True)
+            every = zip(streams, self.index_tensor(batch.targets(0)), tokens, logprobs, strict=True)
             logprobs = torch.stack([self._condition_candidates(*one) for one in every])
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
@@ -196,7 +204,7 @@ class TorchObjective(Objective):
         """[K, G, C, C] of one answer's anchors, as `ssmlx.drafters.streams.DraftVocab.rank`."""
         first = roots.clamp(min=0)[:, None, None].expand(-1, 1, tokens.shape[-1])
         previous = torch.cat([first, tokens[:, :-1]], dim=1)
-        with precision(self.device, self.dtype):
+        with autocast_for(self.device, self.dtype):
             rows = self._lm_heads[MAIN][0][tokens]
             more = self.model.pair_logits(streams.to(self.dtype), previous, rows).float()
         scores = logprobs[:, :, None] + more
@@ -213,14 +221,14 @@ class TorchObjective(Objective):
     def from_bits(self, bits: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(bits).view(self.dtype)
 
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
+    def index_tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).long().to(self.device)
 
-    def where(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def row_arguments(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Positions [B, T], and who sees whom [B, T, T], as the reference takes them."""
         masks = {"visible": batch.visible, "stream_visible": batch.stream_visible}
         seen = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
-        return {"positions": self.tensor(batch.positions), **seen}
+        return {"positions": self.index_tensor(batch.positions), **seen}
 
 
 class TorchTrainer(Trainer):

@@ -42,7 +42,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _main(args: argparse.Namespace) -> None:
+def answer_prompts(args: argparse.Namespace) -> None:
     from ..api import record, summary
     from ..prompts import read_prompts, user_text
     from .api import load, prompt_tokens, stream_generate
@@ -62,7 +62,7 @@ def _main(args: argparse.Namespace) -> None:
             print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
 
 
-main = command(PROG, parse_args, _main)
+main = command(PROG, parse_args, answer_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -106,7 +106,9 @@ class CoreAIBackend:
         model = self._loop.run_until_complete(context.__aenter__())
         # The functions live as long as the model, and the model until its context ends.
         self._functions = {name: model.load_function(name) for name in FUNCTIONS}
-        self._end = weakref.finalize(self, _end, self._loop, context, self._functions)
+        self._release_model = weakref.finalize(
+            self, _release_model, self._loop, context, self._functions
+        )
 
     def make_state(self) -> dict[str, Any]:
         empty = self._manifest.empty_cache()
@@ -121,10 +123,10 @@ class CoreAIBackend:
 
     def close(self) -> None:
         """Release the model; it cannot be used afterwards."""
-        self._end()
+        self._release_model()
 
 
-def _end(loop: Any, context: Any, functions: dict[str, Any]) -> None:
+def _release_model(loop: Any, context: Any, functions: dict[str, Any]) -> None:
     functions.clear()
     with contextlib.suppress(Exception):  # the runtime may be half gone at the interpreter's end
         loop.run_until_complete(context.__aexit__(None, None, None))

@@ -82,7 +82,7 @@ def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: Slot
         cache.commit(slots[: len(chunk)], chunk)
 
 
-def step_inputs(
+def decode_inputs(
     tree: Tree, slots: np.ndarray, cache: SlotCache, manifest: Manifest
 ) -> dict[str, np.ndarray]:
     """What the function "decode" takes, of [N] free slots and a tree of at most N nodes.
@@ -116,12 +116,12 @@ def _positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
     return np.minimum(positions, manifest.num_slots - 1).astype(np.int32)
 
 
-def step(
+def decode_step(
     backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache, copies: Copies
 ) -> tuple[list[int], Tree]:
     """One target call: the tokens that it advances by, and the next tree."""
     slots = cache.free(manifest.num_nodes)
-    found = backend.predict(DECODE, step_inputs(tree, slots, cache, manifest), cache.state)
+    found = backend.predict(DECODE, decode_inputs(tree, slots, cache, manifest), cache.state)
     kept = np.arange(tree.num_nodes)
     if "kept" in found:
         # Rows that fill up may be kept where the tree is small; they stand behind its nodes.
@@ -159,5 +159,5 @@ def streaming_decode(
     while cache.offset + manifest.num_nodes <= manifest.num_slots:
         # The tree is small: what is done with it stays on the CPU, away from the exported model.
         with mx.stream(mx.cpu):
-            tokens, tree = step(backend, manifest, tree, cache, copies)
+            tokens, tree = decode_step(backend, manifest, tree, cache, copies)
         yield tokens

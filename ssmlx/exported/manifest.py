@@ -82,7 +82,7 @@ class Manifest:
         require(not odd, f"{path} lacks or has over: {odd}", expected=FORMAT, do=_DO)
         try:
             manifest: Self = from_json(cls, values)
-            faults = manifest._faults()
+            faults = manifest._find_faults()
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} cannot be read ({error})", expected=FORMAT, do=_DO) from error
         for fault, is_there in faults.items():
@@ -93,7 +93,7 @@ class Manifest:
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
-    def _faults(self) -> dict[str, bool]:
+    def _find_faults(self) -> dict[str, bool]:
         tree = self.tree.config
         slots = self.num_slots
         shape = self.cache_shape
