@@ -25,6 +25,8 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class AnswerRequest:
+    """A prompt for `BatchResponder`, and how its answer is sampled."""
+
     number: int  # its noise depends on this and the seed alone
     prompt: Sequence[int]
     temp: float = 0.0  # greedy
@@ -32,6 +34,10 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class BatchResponder:
+    """Answers many prompts at once with mlx-lm's `BatchGenerator`; with sampling where a request
+    says so.
+    """
+
     model: nn.Module  # mlx-lm's
     tokenizer: TokenizerWrapper
     batch_size: int  # texts that are decoded together
@@ -41,7 +47,16 @@ class BatchResponder:
     def iterate_answers(
         self, texts: Sequence[AnswerRequest], max_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """The number of each and what follows its prompt, an end token included, as they end."""
+        """Decode answers together, and yield each as it ends.
+
+        Args:
+            texts: the requests.
+            max_tokens: longest answer.
+
+        Yields:
+            The request's number, and the tokens of its answer, the end token included where the
+            model gave one.
+        """
         if not texts:
             return
         generator: Any = BatchGenerator(
@@ -64,6 +79,9 @@ class BatchResponder:
             generator.close()
 
     def _make_sampler(self, text: AnswerRequest) -> Callable[[mx.array], mx.array]:
+        """Return a function that draws a token [B] from log probabilities [B, V], by the request's
+        own noise.
+        """
         key = mx.random.key(self.seed * 1_000_003 + text.number)
 
         def draw(logprobs: mx.array) -> mx.array:
@@ -76,7 +94,16 @@ class BatchResponder:
     def answer_with_progress(
         self, texts: Sequence[AnswerRequest], max_tokens: int, part: PartFile
     ) -> list[list[int]]:
-        """What follows each text's prompt; finished ones are kept in `part`, and taken from it."""
+        """Answer every request, going on from what a stopped run has kept.
+
+        Args:
+            texts: the requests.
+            max_tokens: longest answer.
+            part: finished answers are read from it, and appended to it as [number, tokens].
+
+        Returns:
+            The answers' tokens, in the order of `texts`.
+        """
         known = dict(part.done)
         left = [text for text in texts if text.number not in known]
         made = self.iterate_answers(left, max_tokens)
@@ -86,9 +113,17 @@ class BatchResponder:
         return [known[text.number] for text in texts]
 
     def make_up_questions(self, wanted: int, max_tokens: int, part: PartFile) -> list[str]:
-        """At most `wanted` different questions of the model's own, in the order of their numbers.
+        """Let the model write users' questions, by continuing its chat template's user turn.
 
-        Each has at most `max_tokens` tokens; all that it asks goes into `part`.
+        Args:
+            wanted: different good questions to stop at.
+            max_tokens: longest question.
+            part: all that the model writes is appended to it as [number, text], and read from it
+                first.
+
+        Returns:
+            At most `wanted` questions, in the order of their numbers. Fewer where good ones are
+            rare: it stops after a number of tries in proportion to `wanted`.
         """
         prefix = user_prefix(self.tokenizer) if wanted else []
         known = dict(part.done)

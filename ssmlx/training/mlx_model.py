@@ -59,12 +59,14 @@ Weights = dict[str, mx.array]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
+    """Where some rows of a batch stand, and which keys they see."""
+
     positions: mx.array  # [B, R]
     mask: mx.array  # [B, 1, R, keys] bool, which row sees which key
     key_positions: mx.array  # [B, keys]
 
     def mask_in(self, window: int | None) -> mx.array:
-        """`mask` in a layer that sees so many tokens."""
+        """Return `mask` for a layer with a sliding window of so many tokens; None has no window."""
         if window is None:
             return self.mask
         first = self.positions[:, None, :, None] - window + 1
@@ -73,6 +75,8 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
+    """The node rows of a batch, and its stream rows in groups that run one after the other."""
+
     tokens: mx.array  # [B, T]
     nodes: Rows  # the node rows
     # places of anchors [B, k] and their stream rows [k * G], in turn
@@ -80,6 +84,10 @@ class Layout:
 
     @classmethod
     def of(cls, batch: Batch, num_streams: int) -> Layout:
+        """Build the layout of a batch whose anchors have `num_streams` streams each.
+
+        Without streams there are no groups. A group has `_ANCHORS_AT_ONCE` anchors at most.
+        """
         positions = mx.array(batch.positions)
         nodes = Rows(positions, mx.array(batch.visible[:, None]), positions)
         cuts = range(0, batch.anchors.shape[1] if num_streams else 0, _ANCHORS_AT_ONCE)
@@ -93,14 +101,21 @@ class Layout:
 
 
 def anchor_indices(anchors: np.ndarray) -> tuple[mx.array, mx.array]:
-    """Rows [B, 1] and columns [B, k] of anchors [B, k]."""
+    """Return rows [B, 1] and columns [B, k], which together index anchors [B, k] in [B, T, ...]."""
     return mx.arange(len(anchors))[:, None], mx.array(anchors)
 
 
 def _stream_rows(
     positions: np.ndarray, visible: np.ndarray, anchors: np.ndarray, num_streams: int
 ) -> Rows:
-    """Positions [B, k * G] and mask [B, 1, k * G, T + k * G] of the anchors' streams (eq. 2)."""
+    """Return where the streams of anchors [B, k] stand, and what they see (eq. 2).
+
+    Stream j of an anchor stands j positions further on. It sees what `visible` [B, T, T] lets its
+    anchor see, and streams 1 to j of that anchor.
+
+    Returns:
+        Rows with positions [B, k * G] and a mask [B, 1, k * G, T + k * G].
+    """
     ahead = np.arange(1, num_streams + 1, dtype=np.int32)
     texts = np.arange(len(anchors))[:, None]
     own_positions = (positions[texts, anchors, None] + ahead).reshape(len(positions), -1)
@@ -114,9 +129,10 @@ def _stream_rows(
 
 
 class _LayerCache:
-    """What a layer takes for its cache: it keeps the keys and values of a pass.
+    """Stands in the place of mlx-lm's cache for one layer: it keeps the keys and values of a pass.
 
-    Stream rows stand behind the node rows, which ran before, and whose view they are given.
+    Stream rows come in a second pass: their keys and values follow those of `nodes`, the cache that
+    the node rows have filled. `rotation` turns the values of stream rows (eq. 7).
     """
 
     def __init__(
@@ -128,6 +144,9 @@ class _LayerCache:
         self._rotation = rotation
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the keys and values [B, Hkv, keys, Dh] that the rows of this pass may see, and
+        keep them in `kept`.
+        """
         if self._rotation is not None:
             values = self._rotation.turn(values)
         if self._nodes is not None:
@@ -142,9 +161,16 @@ class _LayerCache:
 class TrainedModel:
     """A base model whose streams, LoRA and pruning adapter are arguments.
 
-    LoRA is put on the layers of the frozen `backbone` in place. It starts from the weights of
-    `adapter`, in float32; a task's LoRA among them stays as it is, and `bind` changes the others,
-    or those of `part` alone.
+    LoRA is put on the layers of the frozen `backbone` in place. Weights start from those of
+    `adapter`, in float32. Its task LoRA is merged into the layers and stays as it is.
+
+    Args:
+        backbone: the base model; its layers are changed.
+        adapter: of this base model.
+        part: which of the adapter's weights `weights` has, and training changes; None for all.
+
+    Raises:
+        InputError: the adapter is another model's.
     """
 
     def __init__(
@@ -171,9 +197,13 @@ class TrainedModel:
 
     @property
     def adapter(self) -> StreamAdapter:
+        """The adapter with the weights that are bound now."""
         return replace_weights(self._adapter, self.weights)
 
     def write(self, folder: Path, validate: Validation) -> Path:
+        """Write the adapter with its weights of now into a folder, see
+        `write_validated_adapter`.
+        """
         return write_validated_adapter(folder, self.adapter, validate)
 
     @property
@@ -182,6 +212,9 @@ class TrainedModel:
         return self._fused.streams
 
     def bind(self, weights: Weights) -> None:
+        """Put `weights` into the model, by name; those that are not given have their first
+        values.
+        """
         self.weights = weights
         every = {**self._start, **weights}
         for path, module in self._loras.items():
@@ -191,7 +224,7 @@ class TrainedModel:
         self._fused.streams = replace(streams_from_tensors(every), draft_vocab=vocab)
 
     def lower(self, layout: Layout) -> mx.array:
-        """[B, T, D] node states before the insertion layer, which nothing trained changes."""
+        """Run the node rows through the frozen layers below the insertion layer: [B, T, D]."""
         batch, length = layout.tokens.shape
         embedded = self.backbone.embed(layout.tokens.flatten(), layout.nodes.positions.flatten())
         nodes = embedded.reshape(batch, length, -1)
@@ -200,7 +233,16 @@ class TrainedModel:
         return nodes
 
     def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
-        """Last hidden states before the norm, of `nodes` [B, T, D] and of streams [B, K * G, D]."""
+        """Run node rows and their streams through the top layers.
+
+        Args:
+            nodes: [B, T, D] node states before the insertion layer.
+            layout: of the batch.
+
+        Returns:
+            The last hidden states before the final norm: of nodes [B, T, D], and of streams [B, K *
+                G, D], anchor by anchor.
+        """
         started = nodes
         views = []
         for index in range(self.config.insertion_layer, self.config.num_layers):
@@ -223,15 +265,18 @@ class TrainedModel:
         return nodes, mx.concatenate(streams, axis=1)
 
     def early_exit(self, nodes: mx.array) -> mx.array:
-        """[..., D] of `lower` as the pruning head takes them (section 3.2.3)."""
+        """Return [..., D] states of `lower` as the pruning head takes them, before the final norm
+        (Speculative Streaming, section 3.2.3).
+        """
         assert self._streams.prune is not None
         return (nodes + self._streams.prune(nodes)).astype(nodes.dtype)
 
     def head(self, drafting: bool) -> LMHead:
+        """Return the draft head where `drafting` and there is one, else the LM head."""
         return (self.draft_head if drafting else None) or self.backbone.lm_head
 
     def apply_condition(self, normed: mx.array, tokens: mx.array) -> mx.array:
-        """[R, D] of stream rows after the norm, corrected by the tokens [R] before theirs."""
+        """Add to final-normed stream rows [R, D] what the tokens [R] before their own tell them."""
         assert self._streams.condition is not None
         correction = self._streams.condition(normed, self.backbone.token_embeddings(tokens))
         return (normed + correction).astype(normed.dtype)
@@ -239,7 +284,17 @@ class TrainedModel:
     def rank_candidates(
         self, streams: mx.array, roots: mx.array, count: int
     ) -> tuple[mx.array, mx.array]:
-        """See `DraftVocab.rank`; `streams` are [A * G, D] before the norm."""
+        """Return the `count` likeliest tokens of each stream, and their log probabilities.
+
+        Args:
+            streams: [A * G, D] hidden states before the final norm, anchor by anchor.
+            roots: [A] the token after each anchor.
+            count: C, candidates of a stream.
+
+        Returns:
+            Tokens [A, G, C], best first, and log probabilities: [A, G, C], or [A, G, C, C] given
+            each candidate of the stream before where there is a condition; see `DraftVocab.rank`.
+        """
         return DraftVocab(self._fused).rank(streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
@@ -248,7 +303,16 @@ class TrainedModel:
 
 
 def trainable_weights(adapter: StreamAdapter, part: Part | None = None) -> Weights:
-    """What of an adapter, or of a part of it, is trained: never the draft vocabulary."""
+    """Return the arrays of an adapter that training may change, in float32, by name.
+
+    Args:
+        adapter: the adapter.
+        part: "streams" leaves out the LoRA of a task, "condition" all but the condition; None takes
+            streams and their LoRA, whichever rows that is on.
+
+    Returns:
+        The arrays by their names in the adapter's files; never the draft vocabulary.
+    """
     lora = adapter.stream_lora if part else adapter.trained_lora
     weights = {**stream_tensors(adapter.streams), **lora_tensors(lora)}
     weights.pop("draft_vocab", None)
@@ -257,7 +321,9 @@ def trainable_weights(adapter: StreamAdapter, part: Part | None = None) -> Weigh
 
 
 def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
-    """The adapter with these in the place of its own; others stay, each in its own precision."""
+    """Return the adapter with these arrays in the place of those of the same names; others stay as
+    they are.
+    """
     trained = adapter.trained_lora
     every = {**stream_tensors(adapter.streams), **lora_tensors(trained), **weights}
     lora = {
@@ -268,10 +334,19 @@ def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
 
 
 def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
-    """Give a model the weights of an adapter, LoRA and streams, as far as that has them.
+    """Give a model the weights of another adapter, as far as that has them.
 
     The adapter may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary is
-    left aside.
+    not taken.
+
+    Args:
+        model: its weights are replaced.
+        adapter: to start from.
+        source: its folder, for messages.
+
+    Raises:
+        InputError: the adapter is for another base, its streams are of another design, or a scale
+            or a shape differs.
     """
     check_base(adapter, model.backbone)
     loses_task = bool(adapter.task_lora) and not model.adapter.task_lora
@@ -287,7 +362,11 @@ def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -
 
 
 def write_validated_adapter(folder: Path, adapter: StreamAdapter, validate: Validation) -> Path:
-    """Write an adapter with what it brings on held-out text, by the nodes of a tree."""
+    """Write an adapter, with the tokens per call that `validate` measures recorded in its settings.
+
+    Returns:
+        The folder.
+    """
     config = replace(adapter.config, tokens_per_call=validate.curve(RECORDED_TREE_SIZES) or None)
     with new_folder(folder) as work:
         write_adapter(work, replace(adapter, config=config))
@@ -295,7 +374,11 @@ def write_validated_adapter(folder: Path, adapter: StreamAdapter, validate: Vali
 
 
 def add_new_weights(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
-    """The adapter with all that is to be trained: what it lacks changes nothing yet."""
+    """Return the adapter with a condition and a root init where `train` asks for one and it has
+    none.
+
+    New weights change no guess before they are trained. The recorded tokens per call are dropped.
+    """
     streams = adapter.streams
     size = adapter.config.hidden_size
     condition = streams.condition or new_condition(train, size)
@@ -311,6 +394,9 @@ def add_new_weights(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter
 
 
 def new_root_init(train: TrainConfig, size: int) -> LowRank | None:
+    """Draw what the root token and the last hidden state add to f of eq. 3: zero yet; None of rank
+    0.
+    """
     rng = np.random.default_rng([train.seed, 2])
     return new_low_rank(rng, train.root_init_rank, 2 * size, size)
 
@@ -321,6 +407,9 @@ def new_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) ->
 
 
 def new_condition(train: TrainConfig, size: int) -> Condition | None:
+    """Draw a condition of `train.condition_rank` for hidden size `size`: zero yet; None of
+    rank 0.
+    """
     rank = train.condition_rank
     rng = np.random.default_rng([train.seed, 1])
     if not rank:
@@ -330,6 +419,7 @@ def new_condition(train: TrainConfig, size: int) -> Condition | None:
 
 
 def _uniform(rng: np.random.Generator, rows: int, columns: int, inputs: int) -> mx.array:
+    """Draw [rows, columns] float32 between -1 and 1 over the root of `inputs`."""
     bound = inputs**-0.5
     return mx.array(rng.uniform(-bound, bound, (rows, columns)).astype(np.float32))
 
@@ -341,10 +431,20 @@ def new_adapter(
     draft_vocab: np.ndarray | None,
     task_lora: Loras | None = None,
 ) -> StreamAdapter:
-    """An adapter that changes nothing yet: the second factor of every pair is zero.
+    """Make an adapter that changes nothing yet: the second factor of every low-rank pair is zero.
 
-    The rest is drawn from the run's seed, alike on every machine. Beside streams of scope "streams"
-    there may be the `task_lora` of the model that they are to draft for.
+    The rest is drawn from the run's seed, alike on every machine.
+
+    Args:
+        backbone: the base model, whose linear modules get LoRA.
+        config: the adapter's settings.
+        train: ranks, modules and the seed.
+        draft_vocab: [Vd] int32 tokens that streams draft from; None for all.
+        task_lora: LoRA on every row of the model that the streams draft for, beside streams of
+            scope "streams".
+
+    Raises:
+        InputError: `train.lora_modules` names no linear module.
     """
     rng = np.random.default_rng(train.seed)
     size = config.hidden_size

@@ -16,25 +16,29 @@ _WINDOW = 20  # steps whose mean is drawn
 
 
 class Record:
-    """A run's log; what a stopped run wrote behind `step`, its last saved one, is dropped."""
+    """A training run's log: a file with a JSON object a line."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
+        """Open a log; entries of later steps than `step`, the last saved one, are deleted from the
+        file.
+        """
         self._path = path
         kept = [entry for entry in read_record(path) if entry["step"] <= step]
         write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
     @property
     def entries(self) -> list[dict[str, Any]]:
+        """All entries, read from the file."""
         return read_record(self._path)
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append an entry; it holds its `step`."""
+        """Append an entry, which has its "step", to the file."""
         with naming(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:
-    """Every whole entry of a log; a last line that was cut off is left out."""
+    """Return the entries of a log, up to a line that was cut off; none where there is no file."""
     if not path.exists():
         return []
     entries = []
@@ -47,7 +51,9 @@ def read_record(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
-    """Draw losses and tokens per call against steps, where matplotlib is installed."""
+    """Draw losses and tokens per call against steps into `picture`; nothing where matplotlib is
+    missing.
+    """
     if find_spec("matplotlib") is None:
         return
     figure = new_figure(11, 4)
@@ -77,7 +83,9 @@ def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> Non
 
 
 def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
-    """Each part of the loss in one colour: in training a line, on held-out text dashed."""
+    """Draw each part of the loss in a colour: a smoothed line in training, dashed on held-out
+    text.
+    """
     names = sorted({key for e in entries for key in e if key.endswith("_loss")})
     for name in (name for name in names if not name.startswith("valid_")):
         steps, values = _steps_and_values(entries, name)
@@ -89,5 +97,6 @@ def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
 
 
 def _steps_and_values(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Return the steps at which entries have a value of this name, and these values."""
     found = [entry for entry in entries if entry.get(name) is not None]
     return [entry["step"] for entry in found], [entry[name] for entry in found]
