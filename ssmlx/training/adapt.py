@@ -44,8 +44,11 @@ def adapt(
 ) -> None:
     """Make an adapter for a model in `options.out`, or go on with a run that was stopped there.
 
+    A finished run of the same hours is left as it is, and its verdict said again. Where the run is
+    interrupted (KeyboardInterrupt), what is kept is said, and the interrupt raised again.
+
     Args:
-        options: what is asked for.
+        options: what the user asks for.
         prog: the command, for records.
         say: is given each line for the user.
         wait: is called between steps, and returns once the machine may be used.
@@ -90,7 +93,9 @@ def _stored_run(options: AdaptOptions) -> Run | None:
 
 
 def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
-    """What is kept of a run, in words: of the round that it is at, or of the last."""
+    """Say in words what a run has kept of the first round that has not ended, or else of the
+    last.
+    """
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     open_rounds = [n for n, folder in enumerate(folders) if not (folder / ENDED_FILE).exists()]
     number = open_rounds[0] if open_rounds else len(folders) - 1
@@ -103,7 +108,7 @@ def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
 
 
 def _save_and_say_progress(run: AdaptRun) -> None:
-    """Say what a stopped run leaves, and write into its plan how long it took."""
+    """Say what an interrupted run has kept, and write into its plan how long it took."""
     plan = AdaptPlan.read(run.options.out / PLAN_FILE, run.settings)
     if plan is None:
         run.say("stopped before anything was planned: nothing is kept")

@@ -36,8 +36,8 @@ _CHECKED = {"plain": _PLAIN, "drafted": _DRAFTED, "lookup": _LOOKUP}
 _WARM_TOKENS = 8
 
 
-def check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
-    """What the figures at the end take."""
+def estimate_check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
+    """Estimate the seconds that `check_adapter` takes, for prompts of `prompt_tokens` tokens."""
     answer = rates.prompt_seconds_per_token * prompt_tokens
     answer += rates.call_seconds * amounts.checked_tokens
     return len(_CHECKED) * amounts.checked * answer
@@ -46,18 +46,23 @@ def check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
 def check_adapter(
     run: AdaptRun, rows: Sequence[dict[str, Any]], untrained_rate: float, dtype: str
 ) -> dict[str, Any]:
-    """Decode held-out prompts in turns, as will be done from now on; say what was gained.
+    """Answer held-out prompts without drafts, with the adapter and by prompt lookup, and compare.
+
+    The three ways take turns, in one order and the other. A line for the user says what was gained.
 
     Args:
         run: of this process.
-        rows: the held-out answers.
+        rows: the held-out examples; the first `amounts.checked` are answered.
         untrained_rate: tokens per call of untrained streams along these, prompts' calls counted.
         dtype: as `load` takes it.
 
     Returns:
-        The speed of its answers over plain decoding's, that of prompt lookup alone, and the
-        machine; its tokens per call behind the prompt's, and those of untrained streams and of
-        prompt lookup.
+        Speed over plain decoding's of the adapter ("speed_up") and of prompt lookup
+        ("text_speed_up"); the machine; and tokens per call after the prompts' calls: the adapter's
+        by nodes of the tree, untrained streams', and prompt lookup's.
+
+    Raises:
+        InputError: there is no adapter, as no training step made better guesses.
     """
     options = run.options
     folder = options.adapter_folder
@@ -111,6 +116,8 @@ def check_adapter(
 
 @dataclass(frozen=True)
 class TimedAnswer:
+    """An answer, the target calls that it took, and its seconds."""
+
     tokens: list[int]
     target_calls: int  # the prompt's counted as one
     seconds: float  # the whole answer's
@@ -123,6 +130,7 @@ def timed_answer(
     config: GenerateConfig,
     max_tokens: int,
 ) -> TimedAnswer:
+    """Answer a prompt as `config` says, with `max_tokens` tokens at most, and time it."""
     config = replace(config, max_tokens=max_tokens)
     started = time.perf_counter()
     segments = list(stream_generate(model, tokenizer, prompt, config))
@@ -184,7 +192,12 @@ def write_figures(
 
 
 def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
-    """What follows from the speed-up that was measured: every command goes by it."""
+    """Return the line that tells the user whether to use the adapter.
+
+    Args:
+        options: of the run.
+        measured: as `check_adapter` returns it.
+    """
     if has_paid(measured):
         named = "" if options.adapter is None else f" --adapter {options.out.name}"
         return f"use it: python -m ssmlx.chat --model {options.model}{named}"

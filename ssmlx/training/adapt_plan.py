@@ -10,7 +10,7 @@ from ..bars import busy
 from ..errors import require
 from ..loading.load import is_quantised
 from ..loading.lora_files import describe_lora
-from .adapt_check import check_seconds
+from .adapt_check import estimate_check_seconds
 from .adapt_run import AdaptPlan, AdaptRun, Amounts, Source
 from .answers import BatchResponder
 from .job import stream_config
@@ -29,7 +29,16 @@ CACHE_BYTES = 1 << 29
 
 
 def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) -> AdaptPlan:
-    """Time calls, answers and steps, and choose streams and batches by it; a plan of no rounds."""
+    """Time calls, answers and training steps, and choose layers with streams and batch sizes by it.
+
+    Args:
+        run: of this process; what is timed is said to the user.
+        source: the loaded model and its prompts.
+        responder: answers with that model.
+
+    Returns:
+        A plan without rounds.
+    """
     options = run.options
     run.say(
         "timing calls with streams in the top layers, some seconds for each number of layers ..."
@@ -74,7 +83,10 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
 
 
 def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
-    """The plan with a round more where `hours` are more than it is for; say what is made then.
+    """Add a round to the plan where `hours` are more than those of its rounds; say what is made.
+
+    Returns:
+        The plan, with one round more or as it was.
 
     Raises:
         InputError: the hours are fewer than the plan's, or too few for a step of training.
@@ -94,6 +106,7 @@ def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
         answer_tokens = options.amounts.answer_tokens
 
         def round_in(in_hours: float) -> Round:
+            """Plan the new round for so many hours in all."""
             return plan_round(
                 in_hours,
                 plan.rates,
@@ -101,7 +114,7 @@ def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
                 answer_tokens,
                 before,
                 held_out=options.amounts.held_out,
-                check_seconds=check_seconds(plan.rates, options.amounts, usual),
+                check_seconds=estimate_check_seconds(plan.rates, options.amounts, usual),
                 spent=run.clock.spent,
             )
 
@@ -123,6 +136,9 @@ def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
 
 
 def streams_line(plan: AdaptPlan, source: Source) -> str:
+    """Return the line that tells the user of the model, its streams and what calls with them
+    cost.
+    """
     base = source.base
     train = plan.train
     dtype = str(source.backbone.dtype).removeprefix("mlx.core.")
@@ -141,7 +157,10 @@ def streams_line(plan: AdaptPlan, source: Source) -> str:
 
 
 def _round_line(plan: AdaptPlan, amounts: Amounts, spent: float) -> str:
-    """What the last round makes; `spent` are the run's seconds so far."""
+    """Return the line that tells the user what the last round makes, and how long that takes.
+
+    `spent` are the seconds that the run has taken so far.
+    """
     last = plan.rounds[-1]
     rates = plan.rates
     before = plan.rounds[-2].answers if plan.rounds[1:] else 0

@@ -43,7 +43,11 @@ _ROUND_SEEDS = 1000
 
 
 def clear_interrupted_write(best: Path) -> None:
-    """Clear what a kill left of an adapter that was being written."""
+    """Remove temporary folders beside an adapter that was being written when its process was
+    killed.
+
+    Where the old adapter had been moved aside already, and no new one is there, it is put back.
+    """
     for left in sorted(best.parent.glob(f".{best.name}.*"), reverse=True):
         if left.suffix == ".old" and not best.exists():
             left.rename(best)
@@ -155,7 +159,9 @@ def make_examples(
 
 
 def _duplicate_key(row: Mapping[str, Any]) -> str:
-    """What no example shares with one held out: its first words; of your files, the whole text."""
+    """Return what no training example may share with a held-out one: its first words, or of the
+    user's own files its whole normalised text.
+    """
     return (normalise_prompt if row["source"] == FILES else opening_words)(row["asked"])
 
 
@@ -223,7 +229,7 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
 
 
 def forecast_line(costs: StepCosts, validate: Validation) -> str:
-    """What the streams would bring as they are: held-out answers replayed, at the costs timed here.
+    """Return the line that tells the user what speed-up the streams of now would bring.
 
     Args:
         costs: plain calls that a call with n nodes takes, by n.

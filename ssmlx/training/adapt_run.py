@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Amounts:
-    """How much of everything a run makes and measures."""
+    """How many answers a run makes and measures, how long they are, and how long it times calls."""
 
     answer_tokens: int = 160
     question_tokens: int = 110
@@ -56,7 +56,7 @@ class Amounts:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptOptions:
-    """What a run is asked for."""
+    """What the user asks of a run of `ssmlx.adapt`."""
 
     model: str  # as it was named
     path: Path  # its folder
@@ -70,10 +70,11 @@ class AdaptOptions:
 
     @property
     def memory(self) -> int:
-        """Bytes that may be used."""
+        """Bytes of memory that the run may use."""
         return default_memory_bytes() if self.memory_gb is None else int(self.memory_gb * 2**30)
 
     def round_folder(self, number: int) -> Path:
+        """Return the folder of a round, whose number counts from 0."""
         return self.out / f"round-{number + 1}"
 
     @property
@@ -82,12 +83,14 @@ class AdaptOptions:
 
     @property
     def lora_digests(self) -> list[str]:
-        """What tells the LoRA from another; none without one."""
+        """A digest of the LoRA that the model is to have, in a list; an empty list without LoRA."""
         return [] if self.adapter is None else [folder_digest(self.adapter)]
 
 
 @dataclass(frozen=True)
 class TokenisedPrompt:
+    """A prompt, where it comes from, and its tokens under the model's template."""
+
     source: str
     text: str  # what the user says last
     tokens: list[int]
@@ -95,7 +98,7 @@ class TokenisedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The base model, and what it will be asked."""
+    """The loaded base model, and the prompts that it will answer."""
 
     base: dict[str, Any]  # its settings
     backbone: Backbone
@@ -114,7 +117,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptPlan:
-    """What a run makes; kept in its folder."""
+    """What a run makes: written to its folder, and read again when it goes on."""
 
     settings: dict[str, Any]  # must be the same when it goes on
     base: dict[str, str]  # what the model is called, and its folder, as they were given last
@@ -126,7 +129,18 @@ class AdaptPlan:
 
     @classmethod
     def read(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
-        """The plan in a file, which must be of these settings; None where there is no file."""
+        """Read the plan in a file.
+
+        Args:
+            path: of the file.
+            settings: as `run_settings` gives them.
+
+        Returns:
+            The plan; None where there is no file.
+
+        Raises:
+            InputError: the plan is of other settings, or cannot be read.
+        """
         if not path.exists():
             return None
         values = read_json(path, "the plan of a run")
@@ -152,17 +166,22 @@ class AdaptPlan:
         )
 
     def write(self, path: Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
         values = {**asdict(self), "train": self.train.to_dict()}
         write_whole(path, json.dumps(values, indent=1).encode())
 
     def round_train_config(self, one: Round) -> TrainConfig:
+        """Return the settings of training in a round: the plan's, with the round's epochs."""
         return replace(self.train, epochs=float(one.epochs))
 
     def round_before(self, number: int) -> Round | None:
-        """The round before that of a number, counted from 0."""
+        """Return the round before the one of a number, counted from 0; None before the first."""
         return self.rounds[number - 1] if number else None
 
     def replace_round(self, number: int, one: Round) -> AdaptPlan:
+        """Return the plan with another round in the place of the one of a number, counted from
+        0.
+        """
         return replace(self, rounds=(*self.rounds[:number], one, *self.rounds[number + 1 :]))
 
 
@@ -186,11 +205,14 @@ class AdaptRun:
 
 
 def run_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What has to be the same when a run goes on; where its model lies, and its name, need not be.
+    """Return what must be the same when a run goes on: seed, memory, prompts, weights, LoRA,
+    versions.
+
+    Neither the model's name nor its folder is among them.
 
     Args:
-        options: what is asked for.
-        prompts: of the user's files.
+        options: what the user asks for.
+        prompts: rows of the user's files of prompts.
     """
     settings = {
         "seed": options.seed,
@@ -204,9 +226,13 @@ def run_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> di
 
 
 def find_run_folder(options: AdaptOptions) -> Path:
-    """The folder of a run with these settings, where there is one; else that of the options.
+    """Find the folder of a run with the settings of these options.
 
-    So a model that was moved or copied goes on with what was begun for it, whatever it is called.
+    A model that was moved or renamed goes on with the run that was begun for its weights.
+
+    Returns:
+        `options.out` where a run is there already, or no run has these settings; else the folder of
+        the run that has.
     """
     if (options.out / PLAN_FILE).exists() or not runs():
         return options.out
@@ -217,8 +243,14 @@ def find_run_folder(options: AdaptOptions) -> Path:
 
 
 def load_source(run: AdaptRun) -> Source:
-    """Load the model frozen, and the LoRA that it is to have; tokenise the user's prompts, and
-    those that ship."""
+    """Load the model frozen, with the LoRA that it is to have, and tokenise all prompts.
+
+    Prompts that are too long are left out, which is said to the user.
+
+    Raises:
+        InputError: the model cannot have streams, a prompt cannot be tokenised, or the LoRA does
+            not fit.
+    """
     options = run.options
     base = read_base(options.path)
     tokenizer = load_tokenizer(options.path, base)
@@ -256,7 +288,11 @@ def load_source(run: AdaptRun) -> Source:
 
 
 def read_lora(folder: Path, backbone: Backbone) -> Loras:
-    """The LoRA of an adapter that has nothing else."""
+    """Read the LoRA of an adapter without streams, by the paths of its modules in the base model.
+
+    Raises:
+        InputError: the adapter has streams, is broken, or is another model's.
+    """
     adapter = load_adapter(folder)
     require(
         not isinstance(adapter, StreamAdapter),
@@ -271,7 +307,17 @@ def read_lora(folder: Path, backbone: Backbone) -> Loras:
 def tokenise_prompts(
     run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
 ) -> list[TokenisedPrompt]:
-    """Prompts as tokens; those that are too long are left out, and their number is said."""
+    """Tokenise prompts under the model's template; those that are too long are left out.
+
+    Args:
+        run: of this process; how many are left out is said to the user.
+        origin: where they come from: `FILES`, `SHIPPED` or `OWN`.
+        prompts: rows with "prompt" or "messages".
+        source: the model's tokenizer and context length.
+
+    Raises:
+        InputError: a row cannot be tokenised.
+    """
     context = source.backbone.context_length or 2**30
     most = min(MOST_PROMPT_TOKENS, context - run.options.amounts.answer_tokens)
     found = []
@@ -288,13 +334,17 @@ def tokenise_prompts(
 
 
 def read_round_examples(options: AdaptOptions, number: int, name: str) -> list[dict[str, Any]]:
-    """The examples of a round; none of one before the first."""
+    """Read the examples "train" or "valid" of a round, counted from 0; none before the first
+    round.
+    """
     file = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
     return [json.loads(line) for line in file.open()] if number >= 0 else []
 
 
 def join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """The log entries of all rounds, their steps counted on."""
+    """Return the log entries of all rounds' folders in turn, their steps counted on over the
+    rounds.
+    """
     entries: list[dict[str, Any]] = []
     for folder in folders:
         behind = entries[-1]["step"] if entries else 0

@@ -42,6 +42,10 @@ _POOL = 32  # batches' worth of shuffled examples that are sorted by length amon
 
 @dataclass(frozen=True, eq=False)
 class Example:
+    """A text that is learned from: a prompt and an answer, or a conversation with several
+    answers.
+    """
+
     tokens: np.ndarray  # [T] ids, prompt first
     start: int  # the first token of the answer, at least 1
     turns: tuple[tuple[int, int], ...] = ()  # of several answers: where each begins and ends
@@ -52,22 +56,30 @@ class Example:
 
     @property
     def answers(self) -> tuple[tuple[int, int], ...]:
-        """Where each answer begins and ends."""
+        """(first token, end) of each answer in `tokens`; the end is not part of it."""
         return self.turns or ((self.start, len(self.tokens)),)
 
 
 @dataclass(frozen=True)
 class Encoder:
+    """Turns lines of training data into token ids."""
+
     tokenizer: TokenizerWrapper
     template: str | None  # text with `{prompt}`, or None for the model's chat template
     end_token: int | None  # put behind an answer that has none; None for no end token
     max_length: int  # tokens of an example at most
 
     def encode(self, line: dict[str, Any]) -> Example | None:
-        """The example, its answer cut to fit; None where its prompt alone is too long.
+        """Tokenise a line of training data, of one of the forms above.
+
+        Returns:
+            The example, its answer cut to fit `max_length`; None where its prompt alone is too
+            long.
 
         Raises:
-            ValueError: the line has none of the forms above.
+            ValueError: the line has none of the forms, or its prompt or its answer is empty.
+            LookupError, TypeError, AttributeError, OverflowError: a field is missing, or of another
+                type.
         """
         if "completion_tokens" in line:
             prompt = list(line["prompt_tokens"])
@@ -94,6 +106,12 @@ class Encoder:
         return Example(np.array(tokens, np.int32), len(prompt))
 
     def _chat(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+        """Tokenise a conversation as the prompt and the answer of its last turn, with any tool
+        calls.
+
+        Raises:
+            ValueError: the template is not for several turns, or the tool calls stand elsewhere.
+        """
         if len(turns) > 2 and is_alone(turns[:-1], self.template, tools=tools):
             raise ValueError("it has several turns, and a template of one's own is of single ones")
         of_turns = partial(turns_tokens, tokenizer=self.tokenizer, template=self.template)
@@ -111,6 +129,7 @@ class Encoder:
         return prompt, answer
 
     def _answer(self, text: str) -> list[int]:
+        """Tokenise an answer, and put the end token behind it where there is one."""
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         return tokens if self.end_token is None else [*tokens, self.end_token]
 
@@ -119,7 +138,16 @@ class Encoder:
 def read_examples(
     path: Path, encoder: Encoder, progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None
 ) -> list[Example]:
-    """Every example of a JSON Lines file whose prompt is not too long."""
+    """Read every example of a JSON Lines file whose prompt is not too long.
+
+    Args:
+        path: the file.
+        encoder: tokenises its lines.
+        progress: wraps the lines in a progress bar; None for no bar.
+
+    Raises:
+        InputError: a line cannot be read, or no example is short enough.
+    """
     lines = read_lines(path, "--data", "a folder with train.jsonl and valid.jsonl")
     examples = []
     for number, text in progress(lines) if progress else lines:
@@ -146,10 +174,18 @@ def read_examples(
 
 
 def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) -> np.ndarray:
-    """[size] ids, ascending: the most frequent tokens of the answers.
+    """Choose the tokens that streams may guess: the most frequent ones of the answers.
 
-    Where the answers have fewer kinds of token, those of the prompts follow, then the lowest
-    ids. Tokens that are left out can never be guessed, only be decided by the target.
+    Where the answers have fewer kinds of token, those of the prompts follow, then the lowest ids. A
+    token that is left out is never drafted.
+
+    Args:
+        examples: the training data.
+        size: Vd, how many tokens.
+        vocab_size: V, of the model.
+
+    Returns:
+        [Vd] int32 ids, ascending; V where `size` is more.
     """
     answers = np.zeros(vocab_size, np.int64)
     prompts = np.zeros(vocab_size, np.int64)
@@ -161,12 +197,17 @@ def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) 
 
 
 def draft_vocab_coverage(examples: Sequence[Example], draft_vocab: np.ndarray) -> float:
+    """Return the share of the answers' tokens that are in the draft vocabulary, 0 to 1."""
     answers = np.concatenate([example.tokens[example.start :] for example in examples])
     return float(np.isin(answers, draft_vocab).mean())
 
 
 def draft_vocab_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> np.ndarray:
-    """Target ids as places in the draft vocabulary; -1 where they are not in it, or were -1."""
+    """Turn token ids into indices in the draft vocabulary: -1 where a token is not in it, or was
+    -1.
+
+    Without a draft vocabulary the ids are returned as they are.
+    """
     if draft_vocab is None:
         return targets
     places = np.searchsorted(draft_vocab, targets).clip(max=len(draft_vocab) - 1)
@@ -175,14 +216,17 @@ def draft_vocab_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> 
 
 @dataclass(frozen=True)
 class Packing:
-    """How examples become turns of one conversation, and what streams see when decoding it."""
+    """Puts examples one after another as turns of a conversation, with what streams then see."""
 
     num_tokens: int  # of a conversation at most
     frame: ChatFrame
     window: int  # `StreamConfig.stream_window`
 
     def pack(self, examples: Sequence[Example]) -> list[Example]:
-        """Conversations of as many of these, in their order, as they have room for."""
+        """Put examples, in their order, into conversations of `num_tokens` tokens at most.
+
+        An example that is longer by itself is a conversation alone.
+        """
         found: list[list[Example]] = [[]]
         for example in examples:
             turns = [*found[-1], example]
@@ -193,10 +237,10 @@ class Packing:
         return [self.join_as_turns(turns) for turns in found]
 
     def join_as_turns(self, examples: Sequence[Example]) -> Example:
-        """Examples as turns; one alone stays as it is.
+        """Join examples as turns of one conversation; one example alone is returned as it is.
 
-        What stands before a prompt's first turn, such as what a system says, is the first
-        example's. An answer that was cut is closed, and not taught its end.
+        What stands before a prompt's first turn, such as a system prompt, is the first example's.
+        An answer without its end token gets the template's closing, which is not learned.
         """
         if len(examples) == 1:
             return examples[0]
@@ -215,13 +259,17 @@ class Packing:
         return Example(np.array(text, np.int32), turns[0][0], tuple(turns))
 
     def first_visible_tokens(self, text: Example, start: int, end: int) -> list[int]:
-        """The first token behind the sinks that streams see, at each anchor of an answer."""
+        """Return, for each anchor of an answer, the first token after the attention sinks that its
+        streams see.
+
+        The anchors are the tokens `start` - 1 to `end` - 2 of the text.
+        """
         return [window_start(place, self.window) for place in range(start - 1, end - 1)]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Texts side by side: B of them, T columns, K anchors of the one with most, G streams."""
+    """Texts side by side: B of them, T columns; K anchors in the text with most; G streams each."""
 
     indices: np.ndarray  # [B] which examples they are, or all that are packed into them
     tokens: np.ndarray  # [B, T] ids, 0 for padding
@@ -236,13 +284,15 @@ class Batch:
 
     @property
     def positions(self) -> np.ndarray:
-        """[B, T] place of each token in its example; 0 for padding."""
+        """[B, T] int32 position of each token in its text; 0 for padding."""
         columns = np.arange(self.tokens.shape[1])
         return np.maximum(columns - self.pads[:, None], 0).astype(np.int32)
 
     @property
     def visible(self) -> np.ndarray:
-        """[B, T, T] bool: what each node row sees; causal, padding hidden but from itself."""
+        """[B, T, T] bool, which node row (second axis) sees which: causal; padding sees itself
+        alone.
+        """
         columns = np.arange(self.tokens.shape[1])
         causal = columns <= columns[:, None]
         own = columns[None, None, :] >= self.pads[:, None, None]
@@ -250,13 +300,16 @@ class Batch:
 
     @property
     def stream_visible(self) -> np.ndarray:
-        """[B, T, T] bool: what the streams of each node see of the nodes."""
+        """[B, T, T] bool, which node rows (third axis) the streams of each node row see."""
         if self.firsts is None:
             return self.visible
         return np.asarray(in_window(self.visible, self.positions, self.firsts))
 
     def part_of_rank(self, rank: int, size: int) -> Batch:
-        """Every `size`-th text from the `rank`-th on; if there is none, one without targets."""
+        """Return the texts of one rank: every `size`-th from the `rank`-th on.
+
+        A rank without texts gets the first text, without targets.
+        """
         rows = np.arange(rank, len(self.tokens), size)
         share = min(1, len(rows))
         rows = rows if share else np.zeros(1, int)
@@ -266,21 +319,27 @@ class Batch:
 
     @property
     def anchors(self) -> np.ndarray:
-        """[B, K] columns whose rows carry streams; others follow where a text has fewer."""
+        """[B, K] columns of the rows from which streams start, in order. A text with fewer than K
+        has columns without targets at the end.
+        """
         most = (self.ends > 0).sum(axis=1).max()
         return np.argsort(self.ends == 0, axis=1, kind="stable")[:, :most]
 
     def targets(self, ahead: int) -> np.ndarray:
-        """[B, K] the token that stream `ahead` of each anchor predicts; -1 where there is none.
+        """Return [B, K] the token that stream `ahead` of each anchor should predict; -1 where there
+        is none.
 
-        Stream j predicts j + 1 places on (eq. 5); `ahead` 0 is the main stream.
+        Stream j predicts the token j + 1 places after its anchor (eq. 5); `ahead` 0 is the main
+        stream.
         """
         at = self.anchors + ahead + 1
         found = np.take_along_axis(self.tokens, np.minimum(at, self.tokens.shape[1] - 1), axis=1)
         return np.where(at < np.take_along_axis(self.ends, self.anchors, axis=1), found, -1)
 
     def answers(self) -> Iterator[tuple[int, slice, np.ndarray]]:
-        """Each answer's row, which of the row's anchors are its, and its tokens."""
+        """Yield each answer: its row, the slice of the row's anchors that are its own, and its
+        tokens.
+        """
         for row, ends in enumerate(self.ends):
             place = 0
             for end in np.unique(ends[ends > 0]):
@@ -291,7 +350,10 @@ class Batch:
 def collate(
     examples: Sequence[Example], indices: np.ndarray, packing: Packing | None = None
 ) -> Batch:
-    """A batch of these examples, as turns of conversations where `packing` says how."""
+    """Put the examples of these indices side by side, padded to one length.
+
+    With `packing` they are joined as turns of conversations first, each of which is a row.
+    """
     texts = [examples[one] for one in indices]
     if packing is not None:
         texts = packing.pack(texts)
@@ -314,10 +376,11 @@ def collate(
 def epoch_order(
     examples: Sequence[Example], batch_size: int, seed: int, epoch: int
 ) -> list[np.ndarray]:
-    """Index arrays of one epoch's batches, each of at most `batch_size` alike in length.
+    """Return the batches of one epoch as arrays of example indices, each of `batch_size` at most.
 
-    The examples are shuffled, sorted by length in pools of 32 batches, cut into batches, and
-    the batches are shuffled. Depends on nothing but the arguments, so that a run resumes.
+    The examples are shuffled, sorted by length in pools of 32 batches, cut into batches, and the
+    batches are shuffled. The result depends on the arguments alone, so that a stopped run goes on
+    with it.
     """
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(examples))
@@ -331,7 +394,16 @@ def epoch_order(
 
 
 class BatchPlan:
-    """Which examples each step of a run sees; the `rank`-th of `size` parts of them if told."""
+    """Says which examples each step of a run learns from, by the seed and the step alone.
+
+    Args:
+        examples: the training data.
+        batch_size: examples of a step.
+        seed: of the run.
+        rank: of this process.
+        size: processes that share each batch.
+        packing: joins the examples of every other batch; None joins none.
+    """
 
     def __init__(
         self,
@@ -352,7 +424,9 @@ class BatchPlan:
         self._joined: set[int] = set()
 
     def batch(self, step: int) -> Batch:
-        """The batch of `step`, counted from 0 over all epochs."""
+        """Return the batch of a step, counted from 0 over all epochs; of several ranks, this rank's
+        part.
+        """
         epoch, place = divmod(step, -(-len(self._examples) // self._batch_size))
         if epoch != self._epoch:
             self._batches = epoch_order(self._examples, self._batch_size, self._seed, epoch)
@@ -364,7 +438,9 @@ class BatchPlan:
         return batch if self._part == (0, 1) else batch.part_of_rank(*self._part)
 
     def _choose_packed_batches(self) -> None:
-        """Choose half of the batches to be packed, their examples mixed, whatever their lengths."""
+        """Choose half of the epoch's batches to be packed, and shuffle their examples among
+        them.
+        """
         rng = np.random.default_rng([self._seed, self._epoch, 1])
         batches = self._batches
         chosen = rng.permutation(len(batches))[: (len(batches) + 1) // 2]
@@ -376,7 +452,9 @@ class BatchPlan:
 
 
 def batches_by_length(examples: Sequence[Example], batch_size: int) -> list[Batch]:
-    """Every example once, those of like length together: for passes without learning."""
+    """Put every example into one batch, those of like length together: for passes without
+    learning.
+    """
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].tokens))
     starts = range(0, len(order), batch_size)
     return [collate(examples, np.array(order[i : i + batch_size])) for i in starts]

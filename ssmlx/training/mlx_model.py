@@ -307,8 +307,8 @@ def trainable_weights(adapter: StreamAdapter, part: Part | None = None) -> Weigh
 
     Args:
         adapter: the adapter.
-        part: "streams" leaves out the LoRA of a task, "condition" all but the condition; None takes
-            streams and their LoRA, whichever rows that is on.
+        part: "streams" takes the streams and LoRA on stream rows; "condition" the condition alone;
+            None the streams and the LoRA that is trained with them.
 
     Returns:
         The arrays by their names in the adapter's files; never the draft vocabulary.
