@@ -23,6 +23,7 @@ A Core ML package runs on macOS 15 or later; one of Core AI also on Linux. Decod
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `python -m ssmlx.exported`."""
     parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
     told = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
     parser.add_argument("--package", type=Path, required=True, **told)
@@ -43,6 +44,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def answer_prompts(args: argparse.Namespace) -> None:
+    """Answer every prompt, printing the text as it comes, or with --jsonl an object for each
+    answer.
+    """
     from ..api import record, summary
     from ..prompts import read_prompts, user_text
     from .api import load, prompt_tokens, stream_generate

@@ -70,7 +70,7 @@ class Adapter:
     base_model: str = ""
 
     def describe(self) -> str:
-        """What it is, in one line."""
+        """Return one line on what the adapter has, and whether it changes the answers."""
         return f"{describe_lora(self.lora)}, which changes the answers; no streams"
 
 
@@ -92,22 +92,28 @@ class StreamAdapter(Adapter):
 
     @property
     def trained_lora(self) -> Loras:
-        """The LoRA that is trained with the streams: that of the rows of its scope."""
+        """The LoRA that is trained with the streams: on every row of scope "all", else on stream
+        rows.
+        """
         return self.lora if self.config.adapter_scope == "all" else self.stream_lora
 
     @property
     def task_lora(self) -> Loras:
-        """The LoRA on every row of the model for which the streams draft, trained before them."""
+        """The LoRA on every row that streams of scope "streams" draft beside; empty of scope
+        "all".
+        """
         return {} if self.config.adapter_scope == "all" else self.lora
 
     def with_trained(self, lora: Loras, **changes: Any) -> "StreamAdapter":
-        """The same with another `trained_lora`, and other `changes`."""
+        """Return the adapter with another `trained_lora`, and other fields as `changes` name
+        them.
+        """
         if self.config.adapter_scope == "all":
             return replace(self, lora=lora, **changes)
         return replace(self, stream_lora=lora, **changes)
 
     def describe(self) -> str:
-        """What it is, in one line."""
+        """Return one line on the streams and LoRA, and whether they change the answers."""
         config = self.config
         if not config.num_streams:
             return super().describe()
@@ -120,7 +126,14 @@ class StreamAdapter(Adapter):
 def check_draft_vocab(
     found: Any, config: StreamConfig, vocab_size: int, source: str | Path
 ) -> None:
-    """Raises InputError unless `found`, of MLX or of PyTorch, is [Vd] rising int32 tokens."""
+    """Raise InputError unless a draft vocabulary is [Vd] int32 ids, strictly ascending, below V.
+
+    Args:
+        found: an array of MLX, or a tensor of PyTorch.
+        config: has Vd.
+        vocab_size: V, of the base model.
+        source: named in the message.
+    """
     dtype = str(found.dtype).rpartition(".")[2]
     size = config.draft_vocab_size
     tokens = found.tolist() if dtype == "int32" else []
@@ -140,7 +153,16 @@ def check_draft_vocab(
 
 
 def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWeights:
-    """Read a streams file, accounting for every tensor; `vocab_size` is V of the base model."""
+    """Read a streams file, which must have exactly the tensors that its settings ask for.
+
+    Args:
+        path: of the file.
+        config: the settings.
+        vocab_size: V, of the base model.
+
+    Raises:
+        InputError: tensors are missing, spare, of another shape, or not finite.
+    """
     size = config.hidden_size
     expected: dict[str, tuple[int, ...]] = {}
     if config.has_embeddings:
@@ -166,9 +188,10 @@ def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWei
 
 
 def streams_from_tensors(tensors: Mapping[str, mx.array]) -> StreamWeights:
-    """Stream weights from the tensors of a streams file; others among them are left aside."""
+    """Build stream weights from the tensors of a streams file; other tensors are not looked at."""
 
     def low_rank(name: str) -> LowRank | None:
+        """Build a low-rank pair; None where the tensors lack it."""
         if f"{name}.lora_A.weight" not in tensors:
             return None
         return LowRank(tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
@@ -188,6 +211,7 @@ def streams_from_tensors(tensors: Mapping[str, mx.array]) -> StreamWeights:
 
 
 def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
+    """Return the arrays of stream weights by their names in a streams file."""
     arrays = {"stream_embeddings": streams.embeddings, "draft_vocab": streams.draft_vocab}
     tensors = {name: array for name, array in arrays.items() if array is not None}
     for name, low_rank in (
@@ -205,7 +229,7 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
 
 
 def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """The tensors in `dtype`; a draft vocabulary's ids stay what they are."""
+    """Return the tensors in `dtype`; a draft vocabulary stays int32."""
     return {
         name: array if name == "draft_vocab" else array.astype(dtype)
         for name, array in tensors.items()
@@ -213,10 +237,15 @@ def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, 
 
 
 def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
+    """Return stream weights in `dtype`; a draft vocabulary stays int32."""
     return streams_from_tensors(cast_tensors(stream_tensors(streams), dtype))
 
 
 def write_streams(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
+    """Write the streams file and the settings of an adapter, without LoRA, into a folder.
+
+    `fused` notes in the settings that LoRA is merged into the model beside them.
+    """
     save_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
         "format": FORMAT,
@@ -231,6 +260,7 @@ def write_streams(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
 
 
 def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
+    """Write an adapter into a folder: streams, settings, and LoRA with one rank and scale."""
     adapter = replace(
         adapter,
         lora=unify_rank_and_scale(adapter.lora),
@@ -244,7 +274,7 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
 
 
 def load_adapter(folder: Path) -> Adapter:
-    """Read an adapter folder: LoRA of mlx-lm's or PEFT's, or streams.
+    """Read an adapter folder: LoRA of mlx-lm's or PEFT's, or streams with their LoRA.
 
     Raises:
         InputError: it holds neither, or what it holds is broken or cannot be used as it is.
@@ -256,7 +286,11 @@ def load_adapter(folder: Path) -> Adapter:
 
 
 def load_streams(folder: Path) -> StreamAdapter:
-    """Read an adapter folder that has streams, or the streams of a fused model folder."""
+    """Read an adapter folder with streams, or the streams of a fused model folder.
+
+    Raises:
+        InputError: it has no streams, or a file is broken or does not fit the others.
+    """
     require(
         not is_lora(folder),
         f"{folder} has LoRA and no streams",
@@ -275,6 +309,7 @@ def load_streams(folder: Path) -> StreamAdapter:
     )
 
     def read(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
+        """Read the LoRA of a scope, with the scale that the settings have under `scale_name`."""
         scale: Any = values.get(scale_name)
         what = f"{path} has {scale_name} {scale!r}"
         expected = f"a number, {SCALE.text()}"
@@ -298,11 +333,16 @@ def load_streams(folder: Path) -> StreamAdapter:
 
 
 def read_identity(folder: Path) -> BaseIdentity:
-    """The base model that an adapter folder is for, from its settings alone."""
+    """Read which base model an adapter folder is for; of its files, the settings alone."""
     return BaseIdentity.read(folder / CONFIG_FILE, _read_settings(folder))
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
+    """Read an adapter's settings, with "fused" filled in.
+
+    Raises:
+        InputError: there is no folder, or its settings are of another format.
+    """
     what = f"no adapter folder {folder}"
     do = "check --adapter, or convert a checkpoint"
     require(folder.is_dir(), what, expected="a folder with LoRA or streams", do=do)

@@ -57,6 +57,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
 
 
 def _model_config(meta: _Metadata) -> dict[str, Any]:
+    """Return the config.json of a Llama model with tied embeddings, from a GGUF file's metadata."""
     width = meta["llama.embedding_length"]
     heads = meta["llama.attention.head_count"]
     return {
@@ -88,7 +89,9 @@ def _shortest_decimal(value: float) -> float:
 
 
 def _rename_tensors(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
-    """The tensors under Hugging Face's names; norms in float16, which holds theirs."""
+    """Return the tensors under Hugging Face's names; one-dimensional ones, the norms, in
+    float16.
+    """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
     for name, tensor in tensors.items():
@@ -111,7 +114,11 @@ def _unpermute(rows: mx.array, heads: int) -> mx.array:
 
 
 def _weights_config(weights: _Tensors) -> dict[str, Any]:
-    """The settings that only the tensors tell: vocabulary, and bits of each layer."""
+    """Return the settings that the tensors tell: vocabulary size, and where packed, bits and group
+    size.
+
+    Layers of other bits than most have an entry of their own.
+    """
     bits = {}
     for name, scales in weights.items():
         module, _, part = name.rpartition(".")
@@ -131,7 +138,9 @@ def _weights_config(weights: _Tensors) -> dict[str, Any]:
 
 
 def _build_tokenizer(meta: _Metadata) -> Tokenizer:
-    """The byte-level BPE tokenizer whose parts the metadata holds, with SmolLM's rules."""
+    """Build the byte-level BPE tokenizer of a GGUF file's metadata, which splits digits as SmolLM's
+    does.
+    """
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -150,6 +159,7 @@ def _build_tokenizer(meta: _Metadata) -> Tokenizer:
 
 
 def _tokenizer_config(meta: _Metadata) -> dict[str, Any]:
+    """Return tokenizer_config.json: special tokens, context length and chat template."""
     tokens = meta["tokenizer.ggml.tokens"]
     names = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     return {

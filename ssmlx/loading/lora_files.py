@@ -62,6 +62,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
+    """Whether a value is a text, or a list with one text or more."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(name, str) for name in value)
     return isinstance(value, str)
@@ -72,6 +73,7 @@ def _are_layers(value: Any) -> bool:
 
 
 def _each_value(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check that takes nothing, or a dict whose values all pass `is_fit`."""
     return lambda value: not value or (isinstance(value, dict) and all(map(is_fit, value.values())))
 
 
@@ -105,12 +107,14 @@ _ASIDE = {
 
 
 def in_layer(path: str) -> bool:
-    """Whether a module is part of one of the model's layers."""
+    """Whether a module's path leads into one of the model's numbered layers."""
     return _IN_A_LAYER.search(path) is not None
 
 
 def lora_tensors(lora: Loras) -> dict[str, mx.array]:
-    """The arrays of LoRA by mlx-lm's names."""
+    """Return the arrays of LoRA by mlx-lm's names: MODULE.lora_a, MODULE.lora_b, and of DoRA
+    MODULE.m.
+    """
     found: dict[str, mx.array] = {}
     for path, weights in lora.items():
         parts = zip(_LEAVES, (weights.a, weights.b, weights.magnitude), strict=True)
@@ -119,11 +123,11 @@ def lora_tensors(lora: Loras) -> dict[str, mx.array]:
 
 
 def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
-    """Write LoRA on every row as mlx-lm's own `--adapter-path` takes it.
+    """Write LoRA on every row, settings and tensors, as mlx-lm's own `--adapter-path` takes it.
 
     Args:
-        folder: where to.
-        lora: of one scale and rank, see `unify_rank_and_scale`.
+        folder: to write into.
+        lora: one module or more, of one scale and rank, see `unify_rank_and_scale`.
         num_layers: of the model.
     """
     write_lora_file(folder / LORA_FILE, lora)
@@ -144,7 +148,9 @@ def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
 
 
 def write_lora_file(path: Path, lora: Loras) -> None:
-    """Write the tensors of LoRA under our names."""
+    """Write the tensors of LoRA; that of an embedding, not of its LM head too, is called
+    lora_embedding_*.
+    """
     apart = tuple(f"{module}.lora_" for module, one in lora.items() if not one.acts_on_head)
     tensors = {
         name.replace(".lora_", f".{_EMBEDS}") if name.startswith(apart) else name: array
@@ -154,9 +160,9 @@ def write_lora_file(path: Path, lora: Loras) -> None:
 
 
 def unify_rank_and_scale(lora: Loras) -> dict[str, LoraWeights]:
-    """The same LoRA with one scale and rank, as mlx-lm's format has them.
+    """Return LoRA that computes the same with one scale and one rank, as mlx-lm's format has them.
 
-    Scales that differ are multiplied into the second factors, and smaller ranks filled with zeros.
+    Scales that differ are multiplied into the second factors; smaller ranks are padded with zeros.
     """
     scales = {weights.scale for weights in lora.values()}
     rank = max((weights.rank for weights in lora.values()), default=0)
@@ -175,14 +181,16 @@ def unify_rank_and_scale(lora: Loras) -> dict[str, LoraWeights]:
 
 
 def stack_experts(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, LoraWeights]:
-    """The LoRA of single experts, as PEFT has it, in one piece for each of mlx-lm's layers.
+    """Stack the LoRA of single experts, as PEFT has it, into one for each of mlx-lm's expert
+    layers.
 
     Args:
-        lora: by path; `mlp.experts.3.up_proj` is that of an expert of `mlp.switch_mlp.up_proj`.
-        num_experts: E, by the path of each such layer that the model has.
+        lora: by path; `mlp.experts.3.up_proj` is that of expert 3 of `mlp.switch_mlp.up_proj`.
+        num_experts: E, by the path of each expert layer of the model.
 
     Returns:
-        LoRA by path. Experts without any get factors of zeros.
+        LoRA by path; experts without any have factors of zeros. What is no expert's of this model,
+        or has DoRA, is returned as it is.
     """
     found = {}
     alone: dict[str, dict[int, str]] = {}
@@ -204,12 +212,21 @@ def stack_experts(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, Lora
 
 
 def shared_scale(lora: Loras) -> float | None:
-    """The scale of uniform LoRA; None of none."""
+    """Return the scale of LoRA that has a single one; None without LoRA."""
     return next((weights.scale for weights in lora.values()), None)
 
 
 def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights]:
-    """LoRA by module path, from the tensors of a file in mlx-lm's names or ours."""
+    """Read LoRA by module path from a safetensors file in mlx-lm's names or ours.
+
+    Args:
+        path: of the file.
+        what: it should hold, for messages.
+        scale: of this LoRA, as the settings have it.
+
+    Raises:
+        InputError: a factor is missing, or is no matrix.
+    """
     tensors = read_tensors(path, what)
     split = {name: name.rpartition(".")[::2] for name in tensors}
     apart = {path for path, leaf in split.values() if leaf.startswith(_EMBEDS)}
@@ -233,7 +250,9 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
 def _check_pairs(
     tensors: Mapping[str, mx.array], modules: Iterable[str], path: Path, *, has_norms: bool
 ) -> None:
-    """Refuse tensors that are no whole pairs of factors, whatever their sizes."""
+    """Raise InputError unless every module has both factors, and with `has_norms` its norms, of
+    matching dimensions, and there is nothing else.
+    """
     expected: dict[str, tuple[int, ...]] = {}
     for module in modules:
         for leaf in _LEAVES if has_norms else _LEAVES[:2]:
@@ -245,7 +264,14 @@ def _check_pairs(
 
 
 def read_lora(folder: Path) -> tuple[dict[str, LoraWeights], str]:
-    """LoRA or DoRA as mlx-lm or PEFT wrote it, and what they call the model that it is for.
+    """Read LoRA or DoRA as mlx-lm or PEFT wrote it.
+
+    Args:
+        folder: with adapter_config.json and the weights.
+
+    Returns:
+        LoRA by module path; and the name of the model that it is for, empty where the files have
+        none.
 
     Raises:
         InputError: the folder holds something else, or what cannot be put on a model as it is.
@@ -260,6 +286,7 @@ def read_lora(folder: Path) -> tuple[dict[str, LoraWeights], str]:
 
 
 def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
+    """Read a folder of mlx-lm's; its settings and tensors must agree, or InputError is raised."""
     path = folder / LORA_SETTINGS
     kind = settings.get("fine_tune_type", "lora")
     require(
@@ -288,7 +315,7 @@ def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWei
 
 
 def _check_module(path: Path, module: str, weights: LoraWeights, rank: Any, keys: Any) -> None:
-    """Refuse LoRA of a module that the settings of mlx-lm do not speak of."""
+    """Raise InputError where mlx-lm's settings have another rank, or do not name the module."""
     do = "use the files that belong together"
     found = f"LoRA of rank {weights.rank} for {module}"
     expected = f"rank {quoted(rank)}, as {path} says"
@@ -300,6 +327,9 @@ def _check_module(path: Path, module: str, weights: LoraWeights, rank: Any, keys
 
 
 def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
+    """Read a folder of PEFT's, factors transposed to mlx-lm's layout; settings and tensors must
+    agree, or InputError is raised.
+    """
     path = folder / LORA_SETTINGS
     _check_peft(path, settings)
     given = {name: settings.get(name, default) for name, (default, _, _) in _TAKEN.items()}
@@ -329,7 +359,7 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
 
 
 def _check_peft(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse settings under which PEFT computes more than LoRA or DoRA."""
+    """Raise InputError where PEFT's settings ask for more than LoRA or DoRA."""
     for name, value in settings.items():
         is_taken = name in _TAKEN or name in _ASIDE
         found = f"{path} has {name} {quoted(value)}"
@@ -355,14 +385,15 @@ _PEFT_LEAVES = {
 
 
 def _has_unknown_leaf(name: str) -> bool:
+    """Whether a tensor's name ends with none of mlx-lm's names of LoRA."""
     return name.rpartition(".")[2] not in _LEAVES
 
 
 def _rename_peft_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Tensors of PEFT by mlx-lm's names, their paths marked where they are of embeddings.
+    """Return PEFT's tensors by mlx-lm's names; paths of embeddings get ".embedding" behind them.
 
-    PEFT writes the base's own weights of embeddings and heads beside their LoRA, which are left
-    aside; that they are of the model's size, the LoRA's own size says. Others keep their names.
+    PEFT writes the base's own weights of embeddings and heads beside their LoRA: these are left
+    out. Other names that are unknown stay.
     """
     found = {name: _PEFT_NAME.fullmatch(name) for name in tensors}
     matches = [match for match in found.values() if match is not None]
@@ -382,9 +413,9 @@ def _rename_peft_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]
 
 
 def _check_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
-    """Refuse LoRA of a module that PEFT's settings do not speak of, and PEFT would leave aside.
+    """Raise InputError where PEFT's settings do not name a module for which there is LoRA.
 
-    A regular expression is not tried: it chose the modules that the file has.
+    A regular expression in `target_modules` is not tried.
     """
     targets = given["target_modules"]
     if isinstance(targets, str):
@@ -402,7 +433,19 @@ def _check_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
 def _match_pattern(
     path: Path, given: Mapping[str, Any], name: str, module: str, default: Any
 ) -> Any:
-    """The value of the first pattern that a module's path ends with, as PEFT finds it."""
+    """Return the value of the first pattern of a setting that a module's path ends with, as PEFT
+    does.
+
+    Args:
+        path: of the settings, for messages.
+        given: the settings.
+        name: of the setting: "rank_pattern" or "alpha_pattern".
+        module: path of the module.
+        default: returned where no pattern matches.
+
+    Raises:
+        InputError: a pattern is no regular expression, or could take for ever.
+    """
     for pattern, value in (given[name] or {}).items():
         # With one in another, or many, an expression that a stranger wrote could take for ever.
         is_plain = not re.search(r"\)[*+?{]", pattern) and len(re.findall(r"[*+{]", pattern)) <= 3
@@ -425,12 +468,12 @@ def _match_pattern(
 
 
 def num_parameters(lora: Loras) -> int:
-    """Trained numbers."""
+    """Return how many numbers LoRA has."""
     return sum(array.size for weights in lora.values() for array in weights.arrays)
 
 
 def describe_lora(lora: Loras) -> str:
-    """What LoRA is, in a few words: its kind, ranks and size."""
+    """Describe LoRA in a few words, such as "LoRA of rank 8 on 9 modules (1,024 parameters)"."""
     ranks = sorted({weights.rank for weights in lora.values()})
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     is_dora = any(weights.magnitude is not None for weights in lora.values())

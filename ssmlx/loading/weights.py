@@ -79,13 +79,15 @@ def weights_digest(folder: Path) -> str:
 
 
 def _file_stamp(file: Path) -> list[Any]:
-    """What a file that has changed has another of."""
+    """Return a file's name, size and times: they change when it does."""
     stat = file.stat()
     return [file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _read_remembered() -> dict[str, Any]:
-    """The digests that are known, by the folders' paths, the newest last."""
+    """Read the digests that were made before, by folder, the newest last; empty where there are
+    none.
+    """
     path = cache_dir() / _REMEMBERED_FILE
     with suppress(InputError):
         if path.exists():
@@ -94,6 +96,7 @@ def _read_remembered() -> dict[str, Any]:
 
 
 def _digest_files(files: list[Path]) -> str:
+    """Compute the digest of `weights_digest` from safetensors files: 32 hexadecimal digits."""
     tensors = [tensor for file in files for tensor in _tensors_in(file)]
     tensors.sort(key=lambda one: one.name)
     pieces = max(1, min(MOST_PIECES, MOST_READS // max(1, len(tensors))))
@@ -111,7 +114,11 @@ def _digest_files(files: list[Path]) -> str:
 
 
 def _tensors_in(path: Path) -> Iterator[_StoredTensor]:
-    """The tensors of a safetensors file, from its header."""
+    """Yield where each tensor of a safetensors file lies, from the file's header.
+
+    Raises:
+        InputError: the header cannot be read.
+    """
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -132,7 +139,9 @@ def _tensors_in(path: Path) -> Iterator[_StoredTensor]:
 
 
 def _read_pieces(tensor: _StoredTensor, file: BinaryIO, count: int) -> Iterator[bytes]:
-    """All bytes of a small tensor; of a larger one so many pieces, from the first to the last."""
+    """Yield `count` pieces of a tensor's bytes, evenly from the first to the last; all bytes of a
+    small one.
+    """
     size = tensor.end - tensor.begin
     if size <= count * PIECE_BYTES:
         yield os.pread(file.fileno(), size, tensor.begin)
