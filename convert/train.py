@@ -42,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `python -m convert.train`."""
     description = "Train a model to draft for itself, in PyTorch."
     task_lora = "a checkpoint of this command with --num-streams 0: the LoRA of a task"
     parser = training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
@@ -50,7 +51,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = None) -> None:
-    """What PyTorch runs on, and in; `cached` is what it keeps on disk, if anything."""
+    """Add --device and --dtype to a trainer's options; and --cache-gb, where it keeps `cached` on
+    disk.
+    """
     group = parser.add_argument_group("machine")
     add_options(
         group,
@@ -75,6 +78,11 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = No
 
 
 def train_streams(args: argparse.Namespace) -> None:
+    """Train streams, LoRA and pruning adapter in PyTorch, as the options say, and write them to
+    --out.
+
+    A stopped run goes on from its last saved state.
+    """
     check_torch()
     options = run_options(args)
     train = train_config(args)
@@ -134,6 +142,9 @@ def train_streams(args: argparse.Namespace) -> None:
     lower_identity = job.lower_identity(args.dtype, *task)
 
     def write(validate: Validation) -> Path | None:
+        """Write the checkpoint, or where a part is trained, the adapter; return the adapter's
+        folder.
+        """
         if start is not None:
             folder = options.out / TRAINED_FOLDER
             return write_validated_adapter(folder, replace_trained_weights(start, model), validate)

@@ -54,6 +54,7 @@ _SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights"
 
 
 def _switch(help: str) -> Any:
+    """Declare a setting that is off, and is an option without a value; `help` describes it."""
     return field(default=False, metadata={"help": help})
 
 
@@ -86,6 +87,9 @@ class HeadSettings:
     )
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is out of bounds, or does not go with
+        another.
+        """
         check_settings(self, do="correct the option")
         layers = "1 or more with --share-lm-head, or nothing would be trained"
         widths = f"{self.num_heads} numbers of 1 or more, one a head"
@@ -135,6 +139,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
+    """Build the settings of the heads to train from the options.
+
+    Args:
+        args: the command's options.
+        init: heads to go on from, whose number and widths are taken; None for new ones.
+
+    Raises:
+        InputError: an option does not go with another.
+    """
     for kind in {*_ONLY} - {args.kind}:
         reject(args, _ONLY[kind], f"--kind {kind}")
     require(
@@ -156,6 +169,14 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
 def head_config(
     settings: HeadSettings, vocab_size: int, width: int, draft_vocab_size: int
 ) -> HeadConfig:
+    """Return the settings that new heads of a kind are built from.
+
+    Args:
+        settings: of the training.
+        vocab_size: V, of the base model.
+        width: D, its hidden size.
+        draft_vocab_size: Vd; 0 for none.
+    """
     from ssmlx.drafters.medusa import MedusaConfig
     from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 
@@ -180,7 +201,14 @@ def head_config(
 
 
 def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
-    """The data, the base model's folder, what is trained, and the heads to go on from."""
+    """Read the options, the data and the heads to go on from.
+
+    Returns:
+        The job, the base model's folder, what is trained, and the heads to go on from or None.
+
+    Raises:
+        InputError: something is missing, or does not fit.
+    """
     from ssmlx.prompts import read_lines
     from ssmlx.training.job import prepare_job, read_base
 
@@ -222,6 +250,10 @@ def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, Hea
 
 
 def train_heads(args: argparse.Namespace) -> None:
+    """Train Medusa heads or an MLP speculator, as the options say, and write them to --out.
+
+    A stopped run goes on from its last saved state.
+    """
     check_torch()
     import torch
 

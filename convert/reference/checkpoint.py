@@ -33,9 +33,17 @@ _LORA = "PEFT's LoRA weights"
 
 
 def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedReference:
-    """Read a PyTorch stream checkpoint: PEFT's two files and the two stream files.
+    """Load a PyTorch stream checkpoint on its base model.
 
-    Without either of PEFT's files the model has no LoRA.
+    Args:
+        base: of transformers; becomes part of the model, and is changed.
+        checkpoint_dir: with the two stream files, and PEFT's two where there is LoRA.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        InputError: a file is broken, or is for another base.
     """
     folder = Path(checkpoint_dir)
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
@@ -56,7 +64,14 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
 
 
 def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReference:
-    """A base model with the weights of an MLX adapter, none of them trained."""
+    """Build the PyTorch model of a base and an MLX adapter, in evaluation mode; nothing of it is
+    trained.
+
+    The adapter's task LoRA is added into the base's weights.
+
+    Raises:
+        InputError: the adapter is another model's, or its LoRA differs from layer to layer.
+    """
     adapter.base.require_same(
         base_identity(base),
         "the adapter belongs",
@@ -78,7 +93,9 @@ def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReferenc
 
 
 def train_part(model: StreamFusedReference, part: Part | None) -> None:
-    """Let training reach these of a model's parameters, see `trainable_weights`."""
+    """Let gradients reach the parameters of a part of a model; see `trainable_weights` for the
+    parts.
+    """
     parameters = dict(_stream_parameters(model))
     parameters.pop(_DRAFT_VOCAB, None)
     if model.config.adapter_scope == "streams":
@@ -88,7 +105,10 @@ def train_part(model: StreamFusedReference, part: Part | None) -> None:
 
 
 def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference) -> StreamAdapter:
-    """The adapter of `reference_of` with what was trained of the model in the place of its own."""
+    """Return the adapter with the model's trained parameters in the place of its own.
+
+    `model` is as `reference_of` has built it from this adapter.
+    """
     parameters = {**_stream_parameters(model), **_lora_parameters(model)}
     trained = {
         name: mx.array(parameter.detach().cpu().numpy())
@@ -104,7 +124,11 @@ def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference)
 
 
 def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
-    """`load_reference` of a checkpoint that changes what the model says."""
+    """Load a checkpoint that changes what the model says; arguments as for `load_reference`.
+
+    Raises:
+        InputError: its LoRA acts on streams alone, or a file is broken.
+    """
     model = load_reference(base, lora)
     if model.config.adapter_scope != "all":
         raise InputError(
@@ -116,7 +140,7 @@ def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
 
 
 def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
-    """Write what `load_reference` reads; PEFT can load the LoRA part."""
+    """Write the files that `load_reference` reads; PEFT can load the LoRA's."""
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
     _save(_stream_parameters(model), folder / STREAMS_WEIGHTS)
@@ -129,7 +153,9 @@ def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> N
 
 
 def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
-    """Lay the LoRA of a task beside streams that draft for it, where the converter finds it."""
+    """Copy a task's LoRA files into the folder `task_lora` of a checkpoint, where the converter
+    looks.
+    """
     target = Path(checkpoint_dir) / layout.TASK_LORA
     target.mkdir(parents=True, exist_ok=True)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS):
@@ -139,9 +165,16 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 @torch.no_grad()
 def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
-    """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them.
+    """Copy the weights of a checkpoint, LoRA and streams, into a model, as far as the checkpoint
+    has them.
 
-    `has_task` tells whether the model has the LoRA of a task.
+    Args:
+        model: is changed.
+        folder: the checkpoint.
+        has_task: whether the model has the LoRA of a task.
+
+    Raises:
+        InputError: the folder has no weights, or they do not fit the model.
     """
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     loses_task = (folder / layout.TASK_LORA).is_dir() and not has_task
@@ -162,10 +195,15 @@ def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool
 
 
 def merge_fine_tuning(base: Any, folder: Path) -> Any:
-    """`base`, in place, with LoRA added into its weights, whichever trainer wrote that LoRA.
+    """Add LoRA into the weights of a PyTorch base model, whichever trainer wrote the LoRA.
 
-    The folder is a checkpoint of `convert.train` of scope "all", or what `ssmlx.load` takes as an
-    adapter.
+    Args:
+        base: is changed.
+        folder: a checkpoint of `convert.train` of scope "all", or an adapter as `ssmlx.load` takes
+            it.
+
+    Returns:
+        The base model.
     """
     if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
         return merge_lora(load_fine_tuned(base, folder))
@@ -174,7 +212,7 @@ def merge_fine_tuning(base: Any, folder: Path) -> Any:
 
 
 def template_of(folder: Path) -> str | None:
-    """The prompt template that travels with a LoRA; None for the model's own chat template."""
+    """Return the prompt template in a LoRA's folder; None for the model's own chat template."""
     if not (folder / CONFIG_FILE).is_file():
         return None
     template: str | None = read_json(folder / CONFIG_FILE, "stream settings").get("prompt_template")
@@ -183,9 +221,9 @@ def template_of(folder: Path) -> str | None:
 
 @torch.no_grad()
 def merge_lora(model: StreamFusedReference) -> nn.Module:
-    """The base model, its linear modules as they were but with LoRA added to their weights.
+    """Add the LoRA of a reference, of scope "all", into its base model, and return that.
 
-    The reference is of no use afterwards. Its scope must be "all".
+    The reference cannot be used afterwards.
     """
     for path, wrapped in model.adapters.items():
         low = wrapped.adapter
@@ -200,7 +238,16 @@ def merge_lora(model: StreamFusedReference) -> nn.Module:
 
 @torch.no_grad()
 def merge_weights(base: Any, lora: Loras, source: Path) -> None:
-    """Add LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model."""
+    """Add LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model.
+
+    Args:
+        base: is changed.
+        lora: by module path.
+        source: named in messages.
+
+    Raises:
+        InputError: a module is missing, or of other sizes.
+    """
     decoder = getattr(base.model, "decoder", base.model)
     linears = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
     for path, weights in lora.items():
@@ -219,13 +266,15 @@ def merge_weights(base: Any, lora: Loras, source: Path) -> None:
 
 
 def to_tensor(array: mx.array) -> torch.Tensor:
-    """An MLX array as a tensor: int32 stays, floating types become float32."""
+    """Return an MLX array as a tensor on the CPU: int32 stays, other types become float32."""
     whole = array if array.dtype == mx.int32 else array.astype(mx.float32)
     return torch.from_numpy(np.array(whole))
 
 
 def base_identity(base: Any) -> BaseIdentity:
-    """What tells a PyTorch base model from another, as MLX's side knows it."""
+    """Return what tells a PyTorch base model from another: type, sizes and values of its final
+    norm.
+    """
     inner = getattr(base, "model", None)
     inner = getattr(inner, "decoder", inner)
     names = ("norm", "final_layernorm", "final_layer_norm")
@@ -242,7 +291,11 @@ def base_identity(base: Any) -> BaseIdentity:
 
 
 def _lora_settings(adapter: StreamAdapter) -> LoraSettings:
-    """Of an adapter's LoRA; rank 0 where it has none."""
+    """Return the settings of an adapter's trained LoRA; rank 0 where it has none.
+
+    Raises:
+        InputError: rank, scale or modules differ from layer to layer.
+    """
     lora = adapter.trained_lora
     if not lora:
         return LoraSettings()
@@ -261,12 +314,13 @@ def _lora_settings(adapter: StreamAdapter) -> LoraSettings:
 
 
 def _peft_name(name: str) -> str:
-    """What PEFT calls a tensor of `lora_tensors`, which is transposed there."""
+    """Return PEFT's name of a tensor that `lora_tensors` names; PEFT's is transposed."""
     path, _, part = name.rpartition(".lora_")
     return f"{layout.PEFT_PREFIX}{path}.lora_{part.upper()}.weight"
 
 
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
+    """Return the model's LoRA parameters by PEFT's names."""
     return {
         f"{layout.PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
         for path, module in model.adapters.items()
@@ -275,6 +329,9 @@ def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 
 
 def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
+    """Return the parameters of streams, and the draft vocabulary, by their names in a streams
+    file.
+    """
     own = ("stream_embeddings", "stream_init.", "root_init.", "prune_adapter.", "condition.")
     found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
     return found if model.draft_vocab is None else {**found, _DRAFT_VOCAB: model.draft_vocab}
@@ -284,13 +341,16 @@ def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 def _load_tensors(
     parameters: Mapping[str, torch.Tensor], arrays: Mapping[str, mx.array], source: Path
 ) -> None:
-    """Copy every array into the parameter of its name, and leave none over."""
+    """Copy every array into the parameter of its name; raise InputError where one is missing, spare
+    or misshapen.
+    """
     account_for(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
     for name, parameter in parameters.items():
         parameter.copy_(to_tensor(arrays[name]))
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors as a safetensors file, whole or not at all."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_whole(path, save(kept, metadata={"format": "pt"}))
 

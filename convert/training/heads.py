@@ -29,7 +29,14 @@ from .run import TorchObjective, autocast_for, freeze_base
 def build_heads(
     config: HeadConfig, draft_vocab: np.ndarray | None, seed: int, lm_head: torch.Tensor
 ) -> HeadReference:
-    """New heads: a speculator's drawn from the run's seed, Medusa's saying what `lm_head` does."""
+    """Build new drafting heads.
+
+    Args:
+        config: kind and sizes.
+        draft_vocab: [Vd] int32 tokens that they guess among; None for all.
+        seed: a speculator's weights are drawn from it.
+        lm_head: [V, D] of the base model, which Medusa's matrices start from.
+    """
     torch.manual_seed(seed)
     model = new_reference(config, None if draft_vocab is None else torch.from_numpy(draft_vocab))
     if isinstance(model, MedusaReference):
@@ -75,6 +82,7 @@ class HeadObjective(TorchObjective):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        """Freeze and move both models; `dtype` is that of the frozen weights and the arithmetic."""
         frozen.to(device).requires_grad_(False)
         freeze_base(frozen, dtype)
         vocab = None if model.draft_vocab is None else model.draft_vocab.cpu().numpy()
@@ -85,7 +93,7 @@ class HeadObjective(TorchObjective):
 
     @torch.no_grad()
     def lower(self, batch: Batch) -> torch.Tensor:
-        """[B, T, D] final-normed hidden states, the same however the heads change."""
+        """Return [B, T, D] final-normed hidden states, which do not depend on the heads."""
         tokens = self.index_tensor(batch.tokens)
         nothing = torch.arange(0, device=self.device)
         with autocast_for(self.device, self.dtype):
@@ -97,7 +105,11 @@ class HeadObjective(TorchObjective):
     def loss(
         self, batch: Batch, lower: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The weighted sum, and each head's mean in nats a token; `step` changes nothing."""
+        """Return the weighted sum of the heads' losses, and each head's mean as "head_N_loss", in
+        nats a token.
+
+        `step` changes nothing.
+        """
         heads = zip(self._rows(batch, lower), self.train.alphas, strict=True)
         found = []
         for number, ((states, *head), alpha) in enumerate(heads, 1):
@@ -108,7 +120,9 @@ class HeadObjective(TorchObjective):
         return self.weighted_loss(found)
 
     def _rows(self, batch: Batch, lower: torch.Tensor) -> list[Any]:
-        """Every head's states of a batch [B, K, W], and the matrix and bias that they go to."""
+        """Return, for each head, its states [B, K, W], and the matrix and bias that give logits of
+        them.
+        """
         levels = range(self.model.config.num_levels)
         # Where the text has ended there is no target either.
         text = torch.stack([self.index_tensor(batch.targets(level)) for level in levels], dim=-1)
@@ -119,14 +133,18 @@ class HeadObjective(TorchObjective):
             return [(row.to(self.dtype), weight.to(self.dtype), bias) for row, weight, bias in rows]
 
     def _anchor_states(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
-        """[B, K, D] the states that heads guess from."""
+        """Return the states [B, K, D] of the anchors, from which heads guess, in float32."""
         return lower[anchor_indices(torch.from_numpy(batch.anchors))].to(self.device).float()
 
     @torch.no_grad()
     def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[B, K, G, count] the likeliest tokens of every Medusa head, and log probabilities."""
+        """Return the `count` likeliest tokens of every head, given the text before them.
+
+        Returns:
+            [B, K, G, count] tokens, best first, and their log probabilities.
+        """
         found: list[Any] = []
         for row in self._rows(batch, lower):
             logits = nn.functional.linear(*row)
@@ -138,6 +156,10 @@ class HeadObjective(TorchObjective):
 
     @torch.no_grad()
     def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay | None:
+        """Count the target calls of decoding the batch's answers with trees of `size` nodes.
+
+        An MLP speculator's guesses depend on the path, so its answers are decoded side by side.
+        """
         if not isinstance(self.model, MlpSpeculatorReference):
             return super().replay(batch, lower, size)
         # All answers side by side: a stage's guesses depend on the path.
@@ -169,10 +191,14 @@ def accepted_depth(
     keep: int,
     following: Sequence[int],
 ) -> int:
-    """How far down the `keep` best nodes of a full tree, its root included, say what follows.
+    """Return how many of the next tokens the best nodes of a full tree have on one path.
 
-    `tokens` and the log probabilities of `edges` are of level i [widths[0] * ... * widths[i]],
-    path by path.
+    Args:
+        tokens: by level, [widths[0] * ... * widths[i]] guesses, path by path.
+        edges: their log probabilities given the node above, alike.
+        widths: children of a node, by level.
+        keep: nodes of the tree that are kept, the root included, the likeliest.
+        following: the text's next tokens.
     """
     sums = []
     above = np.zeros(1)
