@@ -28,6 +28,7 @@ manifest.json, report.json and the tokenizer. convert/export/README.md explains 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `python -m ssmlx.export`."""
     parser = make_parser(
         PROG, "Export a model that drafts for itself to Core ML or Core AI.", EPILOG
     )
@@ -86,6 +87,7 @@ def _options() -> list[Field[Any]]:
 
 
 def export_model(args: argparse.Namespace) -> None:
+    """Export as the options say, and print the report."""
     config = ExportConfig(
         tree=TreeConfig(kind=args.tree, width=args.tree_width, size=args.tree_size),
         **{one.name: getattr(args, one.name) for one in _options()},

@@ -66,6 +66,7 @@ class Graph(nn.Module):
     outputs: tuple[Tensor, ...]
 
     def __init__(self, profile: Profile, num_layers: int) -> None:
+        """Name the caches of `num_layers` layers, keys before values."""
         super().__init__()
         self.profile = profile
         self.num_layers = num_layers
@@ -80,6 +81,7 @@ class PrefillGraph(Graph):
     name = PREFILL
 
     def __init__(self, profile: Profile, num_layers: int) -> None:
+        """Describe inputs and outputs of a chunk of T tokens."""
         super().__init__(profile, num_layers)
         count = profile.sizes.chunk
         slots = profile.sizes.num_slots
@@ -89,6 +91,7 @@ class PrefillGraph(Graph):
         self.outputs = (Tensor("last_slot", (1,)),)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Write the tokens' keys and values into the caches; return the last slot [1]."""
         tokens, positions, slots, mask = tensors[:4]
         hidden = self.profile.embed(tokens, positions)
         self.profile.run(hidden, 0, self.num_layers, Rows(positions, slots, mask, tensors[4:]))
@@ -108,6 +111,7 @@ class DecodeGraph(Graph):
     def __init__(
         self, profile: Profile, num_layers: int, split: int, vocab: torch.Tensor | None
     ) -> None:
+        """Describe inputs and outputs, and make the mask among streams and their distances."""
         super().__init__(profile, num_layers)
         self.split = split
         sizes = profile.sizes
@@ -140,6 +144,9 @@ class DecodeGraph(Graph):
         )
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Verify the tree, prune it where asked for, and draft; inputs and outputs as the module
+        says.
+        """
         profile = self.profile
         sizes = self.profile.sizes
         tokens, positions, slots, mask, parents, depths, ancestors = tensors[:7]
@@ -170,7 +177,7 @@ class DecodeGraph(Graph):
     def _edges(
         self, hidden: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
     ) -> torch.Tensor:
-        """[N] early-exit log probability of each node's token given its parent."""
+        """Return [N], the early-exit log probability of each node's token given its parent."""
         profile = self.profile
         inner = profile.take(hidden, torch.arange(profile.sizes.num_parents))
         states = profile.exit_states(inner)
@@ -179,7 +186,9 @@ class DecodeGraph(Graph):
         return profile.head.logit_of(profile.as_rows(states)[above], tokens) - total
 
     def _upper(self, started: torch.Tensor, nodes: Rows, last: torch.Tensor) -> torch.Tensor:
-        """Streams of node `last` through the top layers, and the norm (eqs. 1 and 2)."""
+        """Run the streams of node `last` through the top layers and the final norm (eqs. 1 and
+        2).
+        """
         profile = self.profile
         streams = self.profile.sizes.num_streams
         seen = nodes.mask[:, :, last].expand(-1, -1, streams, -1)
@@ -191,7 +200,9 @@ class DecodeGraph(Graph):
     def _draft(
         self, streams: torch.Tensor, root: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Candidates of the streams of a node whose next token is `root` [1]."""
+        """Return the candidates of a node's streams and their log probabilities; `root` [1] is its
+        next token.
+        """
         profile = self.profile
         sizes = self.profile.sizes
         columns, logprobs = profile.draft_head.rank(streams, sizes.tree.num_candidates)
@@ -212,6 +223,7 @@ class Converted(nn.Module):
     """
 
     def __init__(self, graph: Graph, *, stateful: bool) -> None:
+        """Wrap a graph; `stateful` makes its caches buffers."""
         super().__init__()
         self.function = graph
         self.stateful = stateful
@@ -219,6 +231,9 @@ class Converted(nn.Module):
             self.register_buffer(name, torch.zeros(graph.cache_shape))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the graph on its inputs, with the caches as buffers, or as inputs and outputs behind
+        the others.
+        """
         graph = self.function
         if self.stateful:
             return graph(*tensors, *(getattr(self, name) for name in graph.caches))
@@ -231,9 +246,13 @@ class Converted(nn.Module):
 def surviving_nodes(
     edges: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, keep: int
 ) -> torch.Tensor:
-    """[M] int32 the `keep` nodes of the largest path probability, ascending.
+    """Return [M] int32, the `keep` nodes of the largest path probability, ascending.
 
-    `edges` [N] is the early-exit log probability of each node given its parent.
+    Args:
+        edges: [N] early-exit log probability of each node given its parent.
+        depths: [N]; -1 for nodes that only fill up, which are kept last.
+        ancestors: [N, N], 1 where the column's node is the row's or above it.
+        keep: M.
     """
     below_root = (depths > 0).to(edges.dtype)
     clipped = edges.clamp(MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB) * below_root
@@ -251,9 +270,14 @@ def last_accepted(
     depths: torch.Tensor,
     ancestors: torch.Tensor,
 ) -> torch.Tensor:
-    """[1] int32 the deepest node whose whole path carries the target's own tokens.
+    """Return [1] int32, the deepest node whose whole path has the target's own tokens.
 
-    All are of the M nodes that were kept; `targets` [M] is the target's token after each.
+    Args:
+        tokens: [M] of the kept nodes.
+        targets: [M] the target's token after each.
+        parents: [M].
+        depths: [M].
+        ancestors: [M, M].
     """
     agrees = torch.logical_or(tokens == targets[parents], depths == 0)
     faults = (ancestors * torch.logical_not(agrees).to(ancestors.dtype)).sum(dim=-1)

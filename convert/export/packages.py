@@ -26,6 +26,9 @@ _WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"
 
 @contextlib.contextmanager
 def silence_output() -> Iterator[None]:
+    """Keep warnings, logs below errors, and both output streams from being shown inside the
+    block.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -41,7 +44,11 @@ def silence_output() -> Iterator[None]:
 
 
 def import_coremltools() -> Any:
-    """The converter; refused where it is not installed, or not in a version that works."""
+    """Import Core ML's converter.
+
+    Raises:
+        InputError: it is not installed, or does not work with this NumPy.
+    """
     try:
         with silence_output():
             import coremltools
@@ -57,6 +64,7 @@ def import_coremltools() -> Any:
 
 
 def import_coreai() -> Any:
+    """Import Core AI's converter; raise InputError where it is not installed."""
     try:
         with silence_output():
             importlib.import_module("coreai")
@@ -68,7 +76,7 @@ def import_coreai() -> Any:
 
 @contextlib.contextmanager
 def explain_write_errors(target: Path) -> Iterator[None]:
-    """Tell a full or read-only disk in one line."""
+    """Turn a full or read-only disk in the block into an InputError of one line."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -82,9 +90,9 @@ def explain_write_errors(target: Path) -> Iterator[None]:
 
 
 def convert_graph(graph: Graph, config: ExportConfig) -> Any:
-    """One function as a Core ML model, its weights not compressed yet.
+    """Convert one function to a Core ML model, its weights not compressed yet.
 
-    In float16 the cache is state. Core ML's state is float16 alone, so in float32 the caches are
+    In float16 the cache is Core ML's state, which is float16 alone; in float32 the caches are
     inputs, and outputs of the same name with `NEW` behind.
     """
     ct = import_coremltools()
@@ -104,6 +112,7 @@ def convert_graph(graph: Graph, config: ExportConfig) -> Any:
 
 
 def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
+    """Return the inputs, outputs and states of a graph, as `ct.convert` takes them."""
     kinds = {"int": np.int32, "float": np.float16 if stateful else np.float32}
     inputs = [ct.TensorType(t.name, shape=t.shape, dtype=kinds[t.kind]) for t in graph.inputs]
     outputs = [ct.TensorType(t.name, dtype=kinds[t.kind]) for t in graph.outputs]
@@ -119,6 +128,9 @@ def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
 
 
 def _compute_precision(ct: Any, config: ExportConfig) -> Any:
+    """Return float32, float16, or for the profile `gpu` in float16 a choice by operation: squares
+    and sums of exponentials stay in float32.
+    """
     if config.precision == "float32":
         return ct.precision.FLOAT32
     if config.profile == "ane":
@@ -135,16 +147,20 @@ def _compute_precision(ct: Any, config: ExportConfig) -> Any:
 
 
 def _pass_pipeline(ct: Any) -> Any:
-    """The converter's own passes, and one of ours before those that place the cache's writes.
+    """Return the converter's passes, with one of ours that saves a copy of the cache a layer.
 
-    An assignment to a whole tensor is the new tensor: one copy of the cache less a layer.
+    An assignment to a whole tensor is replaced by the new tensor. The pass that holds whole numbers
+    in 16 bits, where tokens overflow, is left out.
     """
     with silence_output():
         from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
         from coremltools.converters.mil.mil.passes.pass_registry import register_pass
 
     class DropWholeUpdates(AbstractGraphPass):
+        """Replaces assignments to whole tensors by what is assigned."""
+
         def apply(self, prog: Any) -> None:
+            """Change every function of a program."""
             for block in prog.functions.values():
                 for op in list(block.operations):
                     if op.op_type == "slice_update" and op.x.shape == op.update.shape:
@@ -166,7 +182,11 @@ def _pass_pipeline(ct: Any) -> Any:
 
 
 def merge_functions(models: Mapping[str, Any], package: Path) -> None:
-    """Write `models`, by the names of their functions, as one package; equal weights once."""
+    """Write models, by the names of their functions, as one package that has equal weights once.
+
+    Raises:
+        InputError: the disk is full or read-only.
+    """
     ct = import_coremltools()
     with (
         explain_write_errors(package),
@@ -183,9 +203,12 @@ def merge_functions(models: Mapping[str, Any], package: Path) -> None:
 
 
 def write_coreai(graphs: Sequence[Graph], config: ExportConfig, package: Path) -> None:
-    """Convert `graphs` and write them as one package.
+    """Convert `graphs` with Core AI and write them as one package.
 
-    The cache is state in either precision. Nothing is compressed.
+    The cache is state in either precision; nothing is compressed.
+
+    Raises:
+        InputError: Core AI's converter is missing, or the disk is full or read-only.
     """
     coreai_torch = import_coreai()
     converter = coreai_torch.TorchConverter

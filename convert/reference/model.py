@@ -37,6 +37,8 @@ _PLAIN = "a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral"
 
 @dataclass(frozen=True)
 class ReferenceOutput:
+    """Logits of the main stream, of the speculative streams, and of the early exit."""
+
     main_logits: torch.Tensor  # [B, T, V] next token of every node row
     stream_logits: torch.Tensor  # [B, K, G, Vd]; entry j - 1 is stream j, j places further on
     early_exit_logits: torch.Tensor | None  # [B, T, V] as layer N - Ns sees it
@@ -53,9 +55,10 @@ class HiddenStates:
 
 
 class LowRank(nn.Module):
-    """x [..., in] -> B A x [..., out]; zero when new, as A is random and B is zero."""
+    """x [..., in] to B A x [..., out]: zero when new, as A is random and B is zero."""
 
     def __init__(self, in_features: int, out_features: int, rank: int, like: torch.Tensor) -> None:
+        """Draw A; type and device are those of `like`."""
         super().__init__()
         place = {"bias": False, "dtype": like.dtype, "device": like.device}
         self.lora_A = nn.Linear(in_features, rank, **place)
@@ -67,14 +70,17 @@ class LowRank(nn.Module):
 
 
 def scale_to_unit_rms(embedded: torch.Tensor) -> torch.Tensor:
-    """[..., D] scaled to an RMS of 1."""
+    """Scale embeddings [..., D] to a root mean square of 1."""
     return nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
 
 
 class Condition(nn.Module):
-    """`ssmlx.model.condition.Condition`; zero when new."""
+    """Corrects a stream by the token before its own, see `ssmlx.model.condition.Condition`; zero
+    when new.
+    """
 
     def __init__(self, size: int, rank: int, like: torch.Tensor) -> None:
+        """Draw embed and gate of this rank; type and device are those of `like`."""
         super().__init__()
         place = {"bias": False, "dtype": like.dtype, "device": like.device}
         self.embed, self.gate = (nn.Linear(size, rank, **place) for _ in range(2))
@@ -82,9 +88,13 @@ class Condition(nn.Module):
         nn.init.zeros_(self.out.weight)
 
     def forward(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the correction [..., D] of final-normed streams [..., D] by embeddings [..., D] of
+        the tokens before.
+        """
         return self.out(self.mix(normed, embedded))
 
     def mix(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return [..., rank], embeddings of the tokens before, gated by the streams."""
         return torch.sigmoid(self.gate(normed)) * self.embed(scale_to_unit_rms(embedded))
 
 
@@ -92,6 +102,7 @@ class LoraLinear(nn.Module):
     """A linear module with LoRA on stream rows, and on node rows too where `on_nodes`."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, on_nodes: bool) -> None:
+        """Wrap a linear module, with LoRA of this rank and scale that is zero yet."""
         super().__init__()
         self.linear = linear
         self.adapter = LowRank(linear.in_features, linear.out_features, rank, linear.weight)
@@ -100,6 +111,7 @@ class LoraLinear(nn.Module):
         self.rows_are_streams = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the linear module, with LoRA where the rows are streams or `on_nodes`."""
         if self.on_nodes or self.rows_are_streams:
             return self.linear(x) + self.scale * self.adapter(x)
         return self.linear(x)
@@ -107,6 +119,8 @@ class LoraLinear(nn.Module):
 
 @dataclass(frozen=True)
 class _Rows:
+    """Where rows stand, and what they see in layers of each sliding window."""
+
     positions: torch.Tensor  # [B, R]
     rotary: tuple[torch.Tensor, torch.Tensor] | None  # [B, R, Dh] each; None: learned positions
     masks: dict[int | None, torch.Tensor]  # [B, 1, R, keys], by sliding window
@@ -126,7 +140,7 @@ class _NodeKeys:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, Hkv, R, Dh] keys and values of new rows -> those that the rows may see."""
+        """Return the keys and values that the new rows may see, of theirs [B, Hkv, R, Dh]."""
         if self.nodes is None:
             self.nodes = keys, values
             return self.nodes
@@ -136,7 +150,7 @@ class _NodeKeys:
 
 
 class _Decoder:
-    """What of a model of transformers stands around its layers: embedding, positions, norm."""
+    """The parts of a transformers model around its layers: embedding, positions and final norm."""
 
     path = "model"  # of the decoder in the model, as PEFT's names of LoRA say it
     parts: tuple[tuple[str, ...], ...] = (
@@ -148,7 +162,7 @@ class _Decoder:
 
     @classmethod
     def lacking(cls, base: nn.Module) -> str | None:
-        """The path of the first part that `base` has not, or None."""
+        """Return the path of the first part that `base` lacks; None where it has all."""
         module: Any = base
         for name in cls.path.split("."):
             module = getattr(module, name, None)
@@ -164,24 +178,25 @@ class _Decoder:
 
     @property
     def like(self) -> torch.Tensor:
+        """The embedding table [V, D]; new parameters take its type and device."""
         return self.module.embed_tokens.weight
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[B, R, D] of tokens [B, R] that stand at positions [B, R]."""
+        """Return [B, R, D] embeddings of tokens [B, R] that stand at positions [B, R]."""
         return self.module.embed_tokens(tokens)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What turns queries and keys at positions [B, R]: cos and sin, [B, R, Dh] each."""
+        """Return cos and sin, [B, R, Dh] each, that rotate queries and keys at positions [B, R]."""
         return self.module.rotary_emb(self.like, positions)
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., D] after the layers to what the LM head takes."""
+        """Apply the final norm to [..., D]."""
         found = getattr(self.module, "norm", None)
         return (self.module.final_layernorm if found is None else found)(hidden)
 
 
 class _LearnedPositions(_Decoder):
-    """OPT: a table of positions is added to the embeddings, and nothing is turned.
+    """OPT's parts: a table of positions is added to the embeddings, and nothing is rotated.
 
     A stream starts from its node's hidden state, which has the node's position in it; nothing is
     added for the stream.
@@ -191,6 +206,7 @@ class _LearnedPositions(_Decoder):
     parts = (("embed_tokens",), ("layers",), ("final_layer_norm",), ("embed_positions",))
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return [B, R, D] embeddings of tokens [B, R], with those of positions [B, R] added."""
         embedded = self.module.embed_tokens(tokens)
         table = self.module.embed_positions
         return embedded + nn.functional.embedding(positions + table.offset, table.weight)
@@ -203,18 +219,29 @@ class _LearnedPositions(_Decoder):
 
 
 def _decoder_kind(base: nn.Module) -> type[_Decoder]:
+    """Return the class of parts that a model has: OPT's where it has a decoder inside, else the
+    usual.
+    """
     inner = getattr(base, "model", None)
     return _LearnedPositions if hasattr(inner, "decoder") else _Decoder
 
 
 class StreamFusedReference(nn.Module):
-    """A decoder model with speculative streams (section 3.2.1), its LoRA and its prune adapter.
+    """A decoder model with speculative streams (Speculative Streaming, arXiv 2402.11131, section
+    3.2.1), LoRA and a pruning adapter.
 
-    `base`, a causal language model of transformers, becomes part of the model: its weights are
-    frozen and its linear modules are wrapped in place. Called on its own it is the main stream.
-    `draft_vocab` [Vd] int32, strictly ascending, are the tokens that streams draft from, given
-    exactly where the settings have a `draft_vocab_size`. `lora` without layers is on those with
-    multi-stream attention.
+    Called on its own, `base` is the main stream.
+
+    Args:
+        base: a causal language model of transformers. It becomes part of the model: its weights are
+            frozen, and linear modules are wrapped in place.
+        config: the streams' settings.
+        lora: rank, scale, modules and layers; without layers, those with multi-stream attention.
+        draft_vocab: [Vd] int32, strictly ascending, the tokens that streams draft from; given
+            exactly where `config.draft_vocab_size` is not 0.
+
+    Raises:
+        InputError: the base cannot be driven layer by layer, or does not fit the settings.
     """
 
     def __init__(
@@ -225,6 +252,7 @@ class StreamFusedReference(nn.Module):
         lora: LoraSettings = _NO_LORA,
         draft_vocab: torch.Tensor | None = None,
     ) -> None:
+        """Check and freeze the base, draw new streams, and wrap the base's linear modules."""
         super().__init__()
         check_base(base, config)
         require(
@@ -294,9 +322,10 @@ class StreamFusedReference(nn.Module):
         )
 
     def draft_logits(self, hidden_streams: torch.Tensor) -> torch.Tensor:
-        """[..., Vd] logits of the tokens that streams draft from, of [..., D] after the norm.
+        """Return logits [..., Vd] of the tokens that streams draft from, of final-normed states
+        [..., D].
 
-        The head's rows are gathered anew by every call: give it many rows at a time.
+        The head's rows are gathered by every call: give it many states at a time.
         """
         head = self.base.lm_head
         vocab = self.draft_vocab
@@ -306,7 +335,7 @@ class StreamFusedReference(nn.Module):
         return nn.functional.linear(hidden_streams, head.weight[vocab], bias)
 
     def apply_condition(self, hidden_streams: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[..., D] streams after the norm, corrected by the tokens [...] before theirs."""
+        """Return final-normed streams [..., D], corrected by the tokens [...] before theirs."""
         assert self.condition is not None
         correction = self.condition(hidden_streams, self.decoder.module.embed_tokens(tokens))
         return (hidden_streams + correction).to(hidden_streams.dtype)
@@ -314,8 +343,13 @@ class StreamFusedReference(nn.Module):
     def pair_logits(
         self, streams: torch.Tensor, previous: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """[..., C', C] what tokens before [..., C'] add to the logits of candidates, whose rows of
-        the head are [..., C, D], of streams [..., D] after the norm."""
+        """Return [..., C', C], what each token before adds to the logits of candidates.
+
+        Args:
+            streams: [..., D] final-normed.
+            previous: [..., C'] tokens before.
+            rows: [..., C, D] the LM head's rows of the candidates.
+        """
         assert self.condition is not None
         embedded = self.decoder.module.embed_tokens(previous)
         mixed = self.condition.mix(streams[..., None, :], embedded)
@@ -328,12 +362,15 @@ class StreamFusedReference(nn.Module):
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> HiddenStates:
-        """`forward` without the LM head, for losses that apply it to a few rows at a time."""
+        """Return final-normed hidden states; arguments as in `forward`.
+
+        For losses that apply the LM head to a few rows at a time.
+        """
         nodes = self.lower_states(input_ids, **where)
         return self.upper_states(nodes, input_ids, stream_rows=stream_rows, **where)
 
     def lower_states(self, input_ids: torch.Tensor, **where: torch.Tensor | None) -> torch.Tensor:
-        """[B, T, D] node states before layer N - Ns; arguments as in `forward`."""
+        """Return node states [B, T, D] before layer N - Ns; arguments as in `forward`."""
         node_rows, _, anchors = self._plan(input_ids.shape, torch.arange(0), **where)
         nodes = self.decoder.embed(input_ids.to(anchors.device), node_rows.positions)
         for index in range(self.config.insertion_layer):
@@ -470,7 +507,9 @@ class StreamFusedReference(nn.Module):
     def _run_layer(
         self, index: int, hidden: torch.Tensor, rows: _Rows, keys: _NodeKeys | None
     ) -> torch.Tensor:
-        """[B, R, D] -> [B, R, D] through one of transformers' own layers."""
+        """Run rows [B, R, D] through one of transformers' own layers; `keys` None has no
+        streams.
+        """
         rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
         out: torch.Tensor = self.decoder.layers[index](
             hidden,
@@ -484,7 +523,7 @@ class StreamFusedReference(nn.Module):
 
     @contextmanager
     def adapting_streams(self) -> Iterator[None]:
-        """The rows that pass meanwhile are streams."""
+        """Put LoRA of scope "streams" on the rows that pass inside the block."""
         for adapter in self.adapters.values():
             adapter.rows_are_streams = True
         try:
@@ -494,7 +533,14 @@ class StreamFusedReference(nn.Module):
                 adapter.rows_are_streams = False
 
     def _wrap_linears(self) -> dict[str, LoraLinear]:
-        """Put LoRA on the chosen linear modules; path below the decoder to the new module."""
+        """Put LoRA on the chosen linear modules of the base.
+
+        Returns:
+            The new modules by their paths below the decoder.
+
+        Raises:
+            InputError: a layer's rows are never adapted, or a module is unknown.
+        """
         lora = self.lora
         scope = self.config.adapter_scope
         adapters = {}
@@ -518,7 +564,10 @@ class StreamFusedReference(nn.Module):
 
     @torch.no_grad()
     def _check_main_stream(self) -> None:
-        """Refuse models that do more around their layers (scaled embeddings, capped logits)."""
+        """Raise InputError where the base computes more than its layers, norm and LM head.
+
+        Logits of four tokens are compared, so scaled embeddings or capped logits are found.
+        """
         training = self.base.training
         device = self.decoder.like.device
         probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
@@ -539,10 +588,11 @@ class StreamFusedReference(nn.Module):
 
 
 def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.Tensor:
-    """Eq. 7: [B, Hkv, K * G, Dh] values of stream rows, those of stream n turned by n * step.
+    """Rotate the values of stream rows [B, Hkv, K * G, Dh]: those of stream n by n * `step` radians
+    (eq. 7).
 
     A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number: the
-    pairs of rotary embeddings' "rotate half". Every pair turns by the same angle.
+    pairs of rotary embeddings' "rotate half".
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     angles = step * torch.arange(1, num_streams + 1, dtype=dtype, device=values.device)[:, None]
@@ -578,14 +628,18 @@ def stream_visibility(
 
 
 def anchor_indices(rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Where in [B, T, ...] the rows [K] of every text stand, or [B, K] of each."""
+    """Return what indexes rows [K] of every text, or [B, K] of each, in a tensor [B, T, ...]."""
     if rows.dim() == 1:
         return slice(None), rows
     return torch.arange(len(rows), device=rows.device)[:, None], rows
 
 
 def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
-    """Each layer's sliding window, None where it sees everything."""
+    """Return each layer's sliding window in tokens; None where a layer sees everything.
+
+    Raises:
+        InputError: a layer has attention of another type.
+    """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -601,7 +655,9 @@ def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
 
 
 def check_base(base: nn.Module, config: StreamConfig) -> None:
-    """Check that a model can be driven layer by layer, and is the one that `config` is for."""
+    """Raise InputError where a model cannot be driven layer by layer, has LoRA already, or is not
+    the one that `config` is for.
+    """
     lacking = _decoder_kind(base).lacking(base)
     require(
         lacking is None,
