@@ -183,9 +183,10 @@ def grouped_attention(
 
     batch, heads, length, width = query.shape
     if length > 1:
-        return sdpa_attention_forward(
+        of_prompt: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+        return of_prompt
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], width)
     scores = grouped @ key.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
     if attention_mask is not None and attention_mask.dtype is not scores.dtype:

@@ -15,7 +15,8 @@ def main(argv: list[str] | None = None) -> int:
         if error.name != "ssmlx.convert":
             raise
         command = import_module("convert.export.__main__")
-    return command.main(argv)
+    exit_code: int = command.main(argv)
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from .graph import DECODE, Graph
+from ssmlx.exported.backends import DECODE
+
+from .graph import Graph
 from .packages import import_coremltools, silence_output
 
 MATRIX_OPS = ("linear", "conv")

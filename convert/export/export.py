@@ -22,6 +22,7 @@ from torch import nn
 from ssmlx import __version__
 from ssmlx.errors import require
 from ssmlx.exported.api import peak_bytes
+from ssmlx.exported.backends import DECODE
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, package_digest
 from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import StreamAdapter, load_streams
@@ -35,7 +36,7 @@ from ..reference.model import StreamFusedReference
 from . import compression, packages
 from .ane import AneProfile
 from .gpu import GpuProfile
-from .graph import DECODE, DecodeGraph, Graph, PrefillGraph
+from .graph import DecodeGraph, Graph, PrefillGraph
 from .settings import ExportConfig
 
 _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "transformers")

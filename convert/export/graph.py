@@ -31,12 +31,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
 from ssmlx.exported.backends import DECODE, PREFILL
 from ssmlx.exported.decode import MASKED
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
+from ..typed_torch import Module
 from .parts import Profile, Rows, renormalise_topk
 
 # Below every path that exists: less than any depth times the least edge, and a float16.
@@ -55,7 +55,7 @@ class Tensor:
         return torch.zeros(self.shape, dtype=torch.int32 if self.kind == "int" else torch.float32)
 
 
-class Graph(nn.Module):
+class Graph(Module):
     """A function of the exported model: `forward(*inputs, *caches) -> outputs`.
 
     The caches are written in place: keys and values, layer by layer, each of `cache_shape`.
@@ -215,7 +215,7 @@ class DecodeGraph(Graph):
         return tokens, logprobs
 
 
-class Converted(nn.Module):
+class Converted(Module):
     """A graph as a converter takes it.
 
     Its caches are buffers of its own, which are state to a converter, or else inputs and outputs
@@ -236,7 +236,9 @@ class Converted(nn.Module):
         """
         graph = self.function
         if self.stateful:
-            return graph(*tensors, *(getattr(self, name) for name in graph.caches))
+            caches = (getattr(self, name) for name in graph.caches)
+            outputs: tuple[torch.Tensor, ...] = graph(*tensors, *caches)
+            return outputs
         return (*graph(*tensors), *tensors[len(graph.inputs) :])
 
 

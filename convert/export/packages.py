@@ -156,7 +156,7 @@ def _pass_pipeline(ct: Any) -> Any:
         from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
         from coremltools.converters.mil.mil.passes.pass_registry import register_pass
 
-    class DropWholeUpdates(AbstractGraphPass):
+    class DropWholeUpdates(AbstractGraphPass):  # type: ignore[misc]  # mypy skips coremltools
         """Replaces assignments to whole tensors by what is assigned."""
 
         def apply(self, prog: Any) -> None:

@@ -18,6 +18,7 @@ from ssmlx.model.condition import EPSILON
 
 from ..reference.checkpoint import merge_lora
 from ..reference.model import StreamFusedReference
+from ..typed_torch import Module
 from .settings import GraphSizes
 
 
@@ -33,7 +34,7 @@ class Rows:
     caches: Sequence[torch.Tensor]  # keys and values of every layer, in turn
 
 
-class Head(nn.Module):
+class Head(Module):
     """Rows [V, D] of an LM head, multiplied in pieces of `piece` rows.
 
     Hidden states are [1, R, D], or where `channels_first` [1, D, 1, R].
@@ -125,7 +126,7 @@ def renormalise_topk(logprobs: torch.Tensor, more: torch.Tensor) -> torch.Tensor
     return scores - log_total(scores) + log_total(logprobs)[:, None]
 
 
-class Profile(nn.Module, ABC):
+class Profile(Module, ABC):
     """The layers, heads and layout of an exported model; `gpu.py` and `ane.py` have one each.
 
     The reference cannot be used afterwards: LoRA that acts on every row is merged into its weights.

@@ -159,7 +159,8 @@ def load_published(folder: Path, vocab_size: int | None = None) -> HeadReference
         for name, parameter in model.named_parameters():
             array = tensors[name.removeprefix("heads.")].astype(mx.float32)
             parameter.copy_(torch.from_numpy(np.array(array)))
-    return model.eval()
+    loaded: HeadReference = model.eval()
+    return loaded
 
 
 def save_published(

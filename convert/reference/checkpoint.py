@@ -23,6 +23,7 @@ from ssmlx.training.config import Part
 from ssmlx.training.job import check_init, check_scale, check_shapes
 from ssmlx.training.mlx_model import replace_weights
 
+from ..typed_torch import without_gradients
 from . import format as layout
 from .format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS, LoraSettings
 from .model import StreamFusedReference, check_base
@@ -60,7 +61,8 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
         path, tensors = layout.read_peft_tensors(folder)
         _load_tensors(_lora_parameters(model), tensors, path)
     _load_tensors(_stream_parameters(model), stream_tensors(streams), folder / STREAMS_WEIGHTS)
-    return model.eval()
+    loaded: StreamFusedReference = model.eval()
+    return loaded
 
 
 def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReference:
@@ -89,7 +91,8 @@ def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReferenc
     pairs = {_peft_name(name): array.T for name, array in trained.items()}
     _load_tensors(_lora_parameters(model), pairs, source)
     _load_tensors(_stream_parameters(model), stream_tensors(adapter.streams), source)
-    return model.eval().requires_grad_(False)
+    frozen: StreamFusedReference = model.eval().requires_grad_(False)
+    return frozen
 
 
 def train_part(model: StreamFusedReference, part: Part | None) -> None:
@@ -163,7 +166,7 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
             write_whole(target / name, (Path(source) / name).read_bytes())
 
 
-@torch.no_grad()
+@without_gradients
 def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
     """Copy the weights of a checkpoint, LoRA and streams, into a model, as far as the checkpoint
     has them.
@@ -219,7 +222,7 @@ def template_of(folder: Path) -> str | None:
     return template
 
 
-@torch.no_grad()
+@without_gradients
 def merge_lora(model: StreamFusedReference) -> nn.Module:
     """Add the LoRA of a reference, of scope "all", into its base model, and return that.
 
@@ -236,7 +239,7 @@ def merge_lora(model: StreamFusedReference) -> nn.Module:
     return model.base
 
 
-@torch.no_grad()
+@without_gradients
 def merge_weights(base: Any, lora: Loras, source: Path) -> None:
     """Add LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model.
 
@@ -337,7 +340,7 @@ def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
     return found if model.draft_vocab is None else {**found, _DRAFT_VOCAB: model.draft_vocab}
 
 
-@torch.no_grad()
+@without_gradients
 def _load_tensors(
     parameters: Mapping[str, torch.Tensor], arrays: Mapping[str, mx.array], source: Path
 ) -> None:

@@ -57,7 +57,7 @@ def _are_modules(value: Any) -> bool:
     """Whether a value is a list of names with one or more, or "all-linear"."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(name, str) for name in value)
-    return value == "all-linear"
+    return bool(value == "all-linear")
 
 
 # Settings of LoRA: PEFT's default, what is taken, and what to say of the rest. PEFT's other ways

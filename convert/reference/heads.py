@@ -14,6 +14,8 @@ from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import EPSILON, MlpSpeculatorConfig
 
+from ..typed_torch import Module, without_gradients
+
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 """A weight [V, D] and its bias [V], or None."""
 
@@ -21,7 +23,7 @@ Rows = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 """Of each head, [..., W] states, and the matrix [Vd, W] and bias that they are given to."""
 
 
-class HeadReference(nn.Module):
+class HeadReference(Module):
     """Heads of one kind; `draft_vocab` [Vd] int32 is there where `draft_vocab_size` is not 0."""
 
     draft_vocab: torch.Tensor | None
@@ -52,7 +54,7 @@ class HeadReference(nn.Module):
         return torch.stack([nn.functional.linear(*row) for row in rows])
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(Module):
     """x + SiLU(W x + b); the identity when new, as W and b are zero."""
 
     def __init__(self, width: int) -> None:
@@ -85,7 +87,7 @@ class MedusaReference(HeadReference):
 
         self.heads = nn.ModuleList([head(index) for index in range(config.num_heads)])
 
-    @torch.no_grad()
+    @without_gradients
     def copy_lm_head(self, lm_head: torch.Tensor) -> None:
         """Copy the base's `lm_head` [V, D] into every head's matrix, rows of the draft vocabulary
         where there is one.
@@ -106,7 +108,7 @@ class MedusaReference(HeadReference):
             yield state, weight, bias
 
 
-class _RmsNorm(nn.Module):
+class _RmsNorm(Module):
     """Division by the root mean square, then a weight and a bias."""
 
     def __init__(self, width: int) -> None:
@@ -202,4 +204,5 @@ class MlpSpeculatorReference(HeadReference):
 def new_reference(config: HeadConfig, draft_vocab: torch.Tensor | None) -> HeadReference:
     """Make new heads of the kind of `config`."""
     kinds: dict[str, Any] = {"medusa": MedusaReference, "mlp_speculator": MlpSpeculatorReference}
-    return kinds[config.kind](config, draft_vocab)
+    made: HeadReference = kinds[config.kind](config, draft_vocab)
+    return made

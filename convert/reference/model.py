@@ -28,6 +28,7 @@ from ssmlx.model.condition import EPSILON
 from ssmlx.model.lora import select_modules
 from ssmlx.settings import StreamConfig
 
+from ..typed_torch import Module, without_gradients
 from .format import CHECK_MODULES, LoraSettings, check_sizes
 
 EMBEDDING_STD = 0.02
@@ -54,7 +55,7 @@ class HiddenStates:
     early_exit: torch.Tensor | None  # [B, T, D]
 
 
-class LowRank(nn.Module):
+class LowRank(Module):
     """x [..., in] to B A x [..., out]: zero when new, as A is random and B is zero."""
 
     def __init__(self, in_features: int, out_features: int, rank: int, like: torch.Tensor) -> None:
@@ -74,7 +75,7 @@ def scale_to_unit_rms(embedded: torch.Tensor) -> torch.Tensor:
     return nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
 
 
-class Condition(nn.Module):
+class Condition(Module):
     """Corrects a stream by the token before its own, see `ssmlx.model.condition.Condition`; zero
     when new.
     """
@@ -98,7 +99,7 @@ class Condition(nn.Module):
         return torch.sigmoid(self.gate(normed)) * self.embed(scale_to_unit_rms(embedded))
 
 
-class LoraLinear(nn.Module):
+class LoraLinear(Module):
     """A linear module with LoRA on stream rows, and on node rows too where `on_nodes`."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, on_nodes: bool) -> None:
@@ -187,7 +188,8 @@ class _Decoder:
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return cos and sin, [B, R, Dh] each, that rotate queries and keys at positions [B, R]."""
-        return self.module.rotary_emb(self.like, positions)
+        tables: tuple[torch.Tensor, torch.Tensor] = self.module.rotary_emb(self.like, positions)
+        return tables
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the final norm to [..., D]."""
@@ -226,7 +228,7 @@ def _decoder_kind(base: nn.Module) -> type[_Decoder]:
     return _LearnedPositions if hasattr(inner, "decoder") else _Decoder
 
 
-class StreamFusedReference(nn.Module):
+class StreamFusedReference(Module):
     """A decoder model with speculative streams (Speculative Streaming, arXiv 2402.11131, section
     3.2.1), LoRA and a pruning adapter.
 
@@ -562,7 +564,7 @@ class StreamFusedReference(nn.Module):
                 adapters[f"layers.{index}.{path}"] = wrapped
         return adapters
 
-    @torch.no_grad()
+    @without_gradients
     def _check_main_stream(self) -> None:
         """Raise InputError where the base computes more than its layers, norm and LM head.
 

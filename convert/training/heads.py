@@ -23,6 +23,7 @@ from ..base import load_base
 from ..reference.checkpoint import merge_fine_tuning
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
 from ..reference.model import StreamFusedReference, anchor_indices
+from ..typed_torch import without_gradients
 from .run import TorchObjective, autocast_for, freeze_base
 
 
@@ -91,7 +92,7 @@ class HeadObjective(TorchObjective):
         self._widths = tuple(widths)
         self.model: Any = model.to(device)
 
-    @torch.no_grad()
+    @without_gradients
     def lower(self, batch: Batch) -> torch.Tensor:
         """Return [B, T, D] final-normed hidden states, which do not depend on the heads."""
         tokens = self.index_tensor(batch.tokens)
@@ -136,7 +137,7 @@ class HeadObjective(TorchObjective):
         """Return the states [B, K, D] of the anchors, from which heads guess, in float32."""
         return lower[anchor_indices(torch.from_numpy(batch.anchors))].to(self.device).float()
 
-    @torch.no_grad()
+    @without_gradients
     def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +155,7 @@ class HeadObjective(TorchObjective):
         tokens = tokens if self.draft_vocab is None else self.draft_vocab[tokens]
         return tokens, logprobs.cpu().numpy()
 
-    @torch.no_grad()
+    @without_gradients
     def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay | None:
         """Count the target calls of decoding the batch's answers with trees of `size` nodes.
 

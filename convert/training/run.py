@@ -23,6 +23,7 @@ from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, spli
 
 from ..reference.format import LoraSettings
 from ..reference.model import HiddenStates, StreamFusedReference, anchor_indices
+from ..typed_torch import Function, without_gradients
 
 STREAM_ATTENTION = "ssmlx_streams"
 IGNORED = -1
@@ -51,11 +52,14 @@ def freeze_base(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def autocast_for(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+def autocast_for(
+    device: torch.device, dtype: torch.dtype
+) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which PyTorch computes in `dtype`; one that does nothing for float32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype)
+    context: contextlib.AbstractContextManager[Any] = torch.autocast(device.type, dtype)
+    return context
 
 
 def choose_device(name: str) -> torch.device:
@@ -108,7 +112,7 @@ class TorchObjective(Objective):
         self.vocab_size, self.hidden_size = weight.shape
         self.state_bytes = dtype.itemsize
 
-    @torch.no_grad()
+    @without_gradients
     def lower(self, batch: Batch) -> torch.Tensor:
         """Return what the frozen layers give for a batch, [B, T, state_size]; see
         `Objective.lower`.
@@ -204,7 +208,7 @@ class TorchObjective(Objective):
             parts[f"{name}_loss"] = float(losses.mean()) if len(targets) else 0.0
         return total, parts
 
-    @torch.no_grad()
+    @without_gradients
     def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -249,14 +253,16 @@ class TorchObjective(Objective):
         mass = logprobs.logsumexp(-1)[:, :, None, None]
         return scores.log_softmax(-1) + mass
 
-    @torch.no_grad()
+    @without_gradients
     def mean_losses(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
         """Return the means of `loss`, by "NAME_loss"; nothing is learned."""
         return self.loss(batch, lower, 0)[1]
 
     def to_bits(self, states: torch.Tensor) -> np.ndarray:
         """Return states as integers of their width in NumPy, which has no bfloat16."""
-        return states.cpu().view(torch.int16 if self.state_bytes == 2 else torch.int32).numpy()
+        kind = torch.int16 if self.state_bytes == 2 else torch.int32
+        bits: np.ndarray = states.cpu().view(kind).numpy()
+        return bits
 
     def from_bits(self, bits: np.ndarray) -> torch.Tensor:
         """Return the states of which `to_bits` made these integers, on the CPU."""
@@ -331,7 +337,7 @@ class TorchTrainer(Trainer):
         state: dict[str, Any] = torch.load(path, "cpu", weights_only=True)
         return state["identity"], state
 
-    @torch.no_grad()
+    @without_gradients
     def restore(self, state: dict[str, Any]) -> None:
         """Set weights, optimiser and step to those of a state."""
         for name, parameter in self.named.items():
@@ -340,7 +346,7 @@ class TorchTrainer(Trainer):
         self.step = state["step"]
 
 
-class LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(Function):
     """The scaled sum of cross-entropies under a linear head, and each row's own [R] in nats.
 
     No gradient passes through the rows' losses. The logits are by far the largest arrays of a
@@ -425,9 +431,10 @@ def use_stream_attention(base: nn.Module, num_streams: int) -> None:
         rows than keys.
         """
         if attention_mask is None or query.shape[2] == key.shape[2]:
-            return sdpa_attention_forward(
+            of_nodes: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **settings
             )
+            return of_nodes
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         mixed = stream_attention(query, key, value, attention_mask, num_streams, scale)
         return mixed.transpose(1, 2), None

@@ -77,7 +77,8 @@ class CoreMLState:
         return self._models[DECODE].make_state()
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        return self._models[function].predict(dict(inputs), state=state)
+        outputs: Arrays = self._models[function].predict(dict(inputs), state=state)
+        return outputs
 
 
 def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None = None) -> Backend:

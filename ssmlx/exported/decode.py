@@ -138,7 +138,8 @@ def _positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
     """Return positions as int32, those beyond the last slot moved to it: rows that only fill up may
     have such.
     """
-    return np.minimum(positions, manifest.num_slots - 1).astype(np.int32)
+    clipped: np.ndarray = np.minimum(positions, manifest.num_slots - 1).astype(np.int32)
+    return clipped
 
 
 def decode_step(

@@ -125,7 +125,7 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
     """
     model, args = utils._get_classes(config)
 
-    class WithoutHeads(model):  # type: ignore[misc, valid-type]
+    class WithoutHeads(model):  # type: ignore[misc, valid-type]  # known at run time
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
             return super().sanitize(kept) if hasattr(model, "sanitize") else kept

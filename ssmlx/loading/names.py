@@ -151,7 +151,7 @@ def project_address() -> str:
         for entry in metadata("ssmlx").get_all("Project-URL", []):
             label, _, address = entry.partition(", ")
             if label == "Repository":
-                return address
+                return str(address)
     return "the project's repository"
 
 
@@ -324,10 +324,10 @@ def _matches_listing(path: Path, listed: Any) -> bool:
     """Whether a file's content is what the Hub has listed: by SHA-256, or by git's SHA-1."""
     with path.open("rb") as file:
         if listed.lfs:
-            return hashlib.file_digest(file, "sha256").hexdigest() == listed.lfs["sha256"]
+            return bool(hashlib.file_digest(file, "sha256").hexdigest() == listed.lfs["sha256"])
         content = file.read(listed.size + 1)
         git = hashlib.sha1(b"blob %d\0" % len(content) + content)
-        return git.hexdigest() == listed.blob_id
+        return bool(git.hexdigest() == listed.blob_id)
 
 
 def _expand_user(path: str | Path) -> Path:
@@ -478,7 +478,7 @@ def _byte_progress_bar(progress: Progress | None) -> type:
     """
     from huggingface_hub.utils import tqdm
 
-    class Telling(tqdm):  # type: ignore[misc]
+    class Telling(tqdm):  # type: ignore[misc]  # mypy skips the Hub's client
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             """Tell `progress` only where the bar counts the bytes of files."""
             # Beside it may stand a bar of files, and one of what came over the network for them.

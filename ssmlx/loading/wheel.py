@@ -156,7 +156,7 @@ def _find_wheel_url(wheel: Wheel, index: str, page: Any) -> str:
     it has none.
     """
     if "json" in page.headers.get("content-type", ""):
-        links = [file["url"] for file in page.json()["files"]]
+        links = [str(file["url"]) for file in page.json()["files"]]
     else:
         links = [html.unescape(link) for link in _LINK.findall(page.text)]
     for link in links:

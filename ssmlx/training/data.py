@@ -286,7 +286,8 @@ class Batch:
     def positions(self) -> np.ndarray:
         """[B, T] int32 position of each token in its text; 0 for padding."""
         columns = np.arange(self.tokens.shape[1])
-        return np.maximum(columns - self.pads[:, None], 0).astype(np.int32)
+        positions: np.ndarray = np.maximum(columns - self.pads[:, None], 0).astype(np.int32)
+        return positions
 
     @property
     def visible(self) -> np.ndarray:
@@ -296,7 +297,8 @@ class Batch:
         columns = np.arange(self.tokens.shape[1])
         causal = columns <= columns[:, None]
         own = columns[None, None, :] >= self.pads[:, None, None]
-        return (causal & own) | np.eye(len(columns), dtype=bool)
+        visible: np.ndarray = (causal & own) | np.eye(len(columns), dtype=bool)
+        return visible
 
     @property
     def stream_visible(self) -> np.ndarray:

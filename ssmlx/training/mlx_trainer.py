@@ -28,6 +28,7 @@ from .objective import GIVEN, MAIN, PRUNE, STREAM, Objective, Term, split_rows
 _BLOCK = 256
 _ROWS_AT_ONCE = 256
 _CACHE_BYTES = 1 << 31
+_clip_gradients: Callable[[Weights, float], tuple[Weights, mx.array]] = optim.clip_grad_norm
 
 LogitsOf = Callable[[mx.array], mx.array]
 """Hidden states [R, D] after the final norm to logits [R, V]: the LM head, packed or not."""
@@ -395,7 +396,7 @@ class MlxTrainer(Trainer):
         train = self.objective.train
         rate = train.rate(self.step, self.num_steps)
         gradients, means = self.gradients(batch, lower)
-        gradients, norm = optim.clip_grad_norm(gradients, train.clip_norm)
+        gradients, norm = _clip_gradients(gradients, train.clip_norm)
         self.weights = self.optimizer.update(gradients, self.weights, rate)
         mx.eval(self.weights, self.optimizer.state, means, norm)
         self.objective.model.bind(self.weights)

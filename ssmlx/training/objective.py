@@ -353,7 +353,7 @@ class LowerStore:
         for index, pad, length in zip(batch.indices, batch.pads, batch.lengths, strict=True):
             yield int(self._starts[index]), int(pad), int(length)
 
-    def _read_mark(self) -> dict:
+    def _read_mark(self) -> dict[str, Any]:
         """Read how much is done, and of which identity; empty where there is no whole note."""
         try:
             return dict(json.loads(self._mark.read_text()))

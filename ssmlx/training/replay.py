@@ -89,7 +89,8 @@ def depths_within(needed: Ints, limit: int) -> Ints:
     """Return [A] how many tokens the best tree of `limit` nodes has right behind each token;
     `needed` is as `needed_sizes` gives it.
     """
-    return (needed <= limit).sum(axis=1).astype(np.int32)
+    depths: Ints = (needed <= limit).sum(axis=1).astype(np.int32)
+    return depths
 
 
 def target_slots(guesses: Guesses) -> Ints:
