@@ -387,9 +387,16 @@ class StreamFusedReference(Module):
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> HiddenStates:
-        """From `lower_states` [B, T, D] to the final norm; arguments as in `forward`.
+        """Run node states from layer N - Ns to the final norm, with streams on the anchors.
 
-        `input_ids` are needed where streams start from the root too: the token after their node.
+        Args:
+            nodes: [B, T, D] as `lower_states` gives them.
+            input_ids: [B, T], needed where streams start from the token after their node too.
+            stream_rows: as in `forward`.
+            where: as in `forward`.
+
+        Raises:
+            InputError: a layer of the base left its cache aside.
         """
         norm = self.decoder.norm
         node_rows, speculative_rows, anchors = self._plan(nodes.shape[:2], stream_rows, **where)
@@ -422,23 +429,36 @@ class StreamFusedReference(Module):
         return HiddenStates(main, norm(grouped), early)
 
     def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        """[..., D] of `lower_states` as the pruning head sees them (section 3.2.3)."""
+        """Return final-normed states [..., D] for the pruning head, of `lower_states` [..., D]
+        (section 3.2.3).
+        """
         assert self.prune_adapter is not None
         return self.decoder.norm((nodes + self.prune_adapter(nodes)).to(nodes.dtype))
 
     def root_states(self, roots: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """[B, K, 2 D] what `root_init` takes: of roots [B, K] and the normed last hidden states
-        [B, K, D] that predicted them."""
+        """Return [B, K, 2 D], from which `root_init` starts streams.
+
+        Args:
+            roots: [B, K] the token after each anchor.
+            normed: [B, K, D] the anchors' final-normed states, which predicted these tokens.
+        """
         embedded = self.decoder.module.embed_tokens(roots.to(normed.device))
         return torch.cat([scale_to_unit_rms(embedded).to(normed.dtype), normed], dim=-1)
 
     def insert_streams(
         self, nodes: torch.Tensor, known: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Eq. 3: [B, K, D] node states before layer N - Ns -> [B, K * G, D] stream states.
+        """Start the streams of anchors (eq. 3).
 
-        `known` are `root_states`, where streams start from them too. Where values are rotated there
-        is no P_j: every stream of a node starts alike.
+        Where values are rotated, streams have no embeddings: those of an anchor start alike.
+
+        Args:
+            nodes: [B, K, D] the anchors' states before layer N - Ns.
+            known: [B, K, 2 D] as `root_states` gives them; None where streams do not start from
+                roots.
+
+        Returns:
+            [B, K * G, D], anchor by anchor.
         """
         started = nodes
         if self.stream_init is not None:
@@ -463,7 +483,14 @@ class StreamFusedReference(Module):
         visible: torch.Tensor | None = None,
         stream_visible: torch.Tensor | None = None,
     ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
-        """The node rows, the stream rows if any, and the node rows that carry streams."""
+        """Settle where rows stand and what they see; arguments as in `forward`, `shape` is (B, T).
+
+        Returns:
+            The node rows; the stream rows, or None without any; and the anchors, [K] or [B, K].
+
+        Raises:
+            ValueError: `positions` or `visible` has another shape.
+        """
         batch, length = shape
         device = self.decoder.like.device
         num_streams = self.config.num_streams
@@ -495,7 +522,9 @@ class StreamFusedReference(Module):
     def _rows(
         self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
     ) -> _Rows:
-        """Rotary tables and masks of rows at `positions` that see keys at `key_positions`."""
+        """Return rotary tables and masks of rows at `positions` [B, R] that see keys at
+        `key_positions`, where `visible` [B, R, keys] and their layers' windows allow it.
+        """
         masks = {}
         dtype = self.decoder.like.dtype
         for window in set(self.windows):
@@ -608,18 +637,21 @@ def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.
 def stream_visibility(
     visible: torch.Tensor, stream_rows: torch.Tensor, num_streams: int
 ) -> torch.Tensor:
-    """[B, K * G, T + K * G] bool: which stream row sees which key (eq. 2).
+    """Return [B, K * G, T + K * G] bool: which stream row sees which key (eq. 2).
 
     Stream j of a node sees what the node sees, and the node's streams 1 to j. With a root, its
     child and G = 2:
 
-            n0  n1  s01 s02 s11 s12
-        s01  x       x
-        s02  x       x   x
-        s11  x   x           x
-        s12  x   x           x   x
+                n0  n1  s01 s02 s11 s12
+            s01  x       x
+            s02  x       x   x
+            s11  x   x           x
+            s12  x   x           x   x
 
-    `visible` is [B, T, T], and `stream_rows` [K] or [B, K] the node rows that carry streams.
+    Args:
+        visible: [B, T, T], which node row (second axis) sees which.
+        stream_rows: [K] or [B, K], the anchors.
+        num_streams: G.
     """
     sees_nodes = visible[anchor_indices(stream_rows)].repeat_interleave(num_streams, dim=1)
     count = stream_rows.shape[-1] * num_streams
