@@ -36,6 +36,7 @@ class SlotCache:
     """
 
     def __init__(self, state: Any, num_slots: int) -> None:
+        """Begin with no token, and `num_slots` free slots."""
         self.state = state
         self.offset = 0
         self.text = list[int]()

@@ -40,7 +40,7 @@ class TreeShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a host needs to know of an exported model; all of it is in `manifest.json`."""
+    """What a host needs to know of an exported model: the content of `manifest.json`."""
 
     target: str  # "coreml" or "coreai"; `profile` is "gpu" or "ane"
     profile: str
@@ -142,7 +142,7 @@ class Manifest:
 
 
 def package_digest(package: Path) -> str:
-    """SHA-256 over the names and contents of a package's files."""
+    """Return the SHA-256 over the names and contents of a package's files."""
     digest = hashlib.sha256()
     for path in sorted(file for file in package.rglob("*") if file.is_file()):
         digest.update(path.relative_to(package).as_posix().encode())

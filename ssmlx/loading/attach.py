@@ -27,7 +27,7 @@ from .names import (
 
 
 def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
-    """Raises InputError where the adapter was made for another model than `backbone`."""
+    """Raise InputError where an adapter with streams was made for another model than `backbone`."""
     config = adapter.config
     base = adapter.base
     base.require_same(

@@ -104,10 +104,10 @@ def _rename_tensors(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
 
 
 def _unpermute(rows: mx.array, heads: int) -> mx.array:
-    """Rows [heads * head_dim, ...] with each head's rotary pairs split into halves.
+    """Return rows [heads * head_dim, ...] with each head's rotary pairs half a head apart.
 
-    llama.cpp puts the two values that one angle rotates side by side; Hugging Face, and mlx-lm
-    with it, puts them half a head apart. Scales and biases go by rows too.
+    llama.cpp puts the two values that one angle rotates side by side; Hugging Face, and mlx-lm with
+    it, half a head apart. Scales and biases of packed weights go by rows too.
     """
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)

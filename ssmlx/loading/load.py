@@ -55,10 +55,16 @@ def resolve_dtype(name: str) -> str:
 
 
 def resolve_draft_bits(name: str) -> int | None:
-    """Bits of the draft head's weights for one of `DRAFT_HEADS`; None leaves them as stored.
+    """Return the bits that the draft head's weights are packed in; None leaves them as stored.
 
-    "auto" packs them on a GPU, where a step of few rows takes as long as its weights take to
-    read. MLX's CPU backend multiplies packed weights slowly.
+    "auto" packs them on a GPU, where a call of few rows takes as long as its weights take to read.
+    MLX's CPU backend multiplies packed weights slowly.
+
+    Args:
+        name: one of `DRAFT_HEADS`.
+
+    Raises:
+        InputError: it is none of these.
     """
     check_choice("--draft-head", name, DRAFT_HEADS)
     is_packed = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
@@ -71,7 +77,11 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def cast_model(model: nn.Module, dtype: str) -> nn.Module:
-    """The model with floating weights of `dtype`, unpacking quantised ones; "stored" keeps it."""
+    """Return the model with floating weights of `dtype`, quantised ones unpacked; "stored" changes
+    nothing.
+
+    The model given may be changed.
+    """
     if dtype == "stored":
         return model
     # Unpack in float32: scales multiplied in half precision would not be the stored weights.

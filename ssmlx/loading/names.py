@@ -99,7 +99,10 @@ ALIASES = {"smollm2-135m": _SMOLLM2, "smollm2-135m-q4_1": _SMOLLM2}
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: $SSMLX_CACHE, or ssmlx in the user's cache folder."""
+    """Return the folder of converted models: $SSMLX_CACHE, or `ssmlx` in the user's cache folder.
+
+    It is not made.
+    """
     if own := os.environ.get("SSMLX_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -138,7 +141,9 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
 
 
 def bundled_adapters() -> dict[str, Path]:
-    """Folders of the adapters that ship with the package, or lie in its checkout, by name."""
+    """Return the folders of adapters that ship with the package, or lie in its checkout, by
+    name.
+    """
     found = (folder.parent for root in ADAPTERS_FOLDERS for folder in root.glob(f"*/{CONFIG_FILE}"))
     return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
 
@@ -181,15 +186,24 @@ def is_adapter(folder: Path) -> bool:
 
 
 def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | None:
-    """The folder of an adapter; None for "none", which means to decode without one.
+    """Find the folder of an adapter, fetching it from the Hub where it is not here yet.
+
+    A bare name (without a path separator) is looked for in the working directory first, then among
+    the adapters that were made here or ship; where both have it, the choice is logged. A folder of
+    that name without an adapter, such as a model's, is passed over.
 
     Args:
-        adapter: "none"; a bundled adapter's name; a folder, of an adapter or of a training run; or
-            a name on the Hub, as `resolve_model` takes it. A bare name (without a path separator)
-            is looked for in the working directory first, then among the adapters that were made
-            here or ship; where both have it, the choice is logged. A folder there without an
-            adapter, such as a model's, is none of that name. A `Path` is always a folder.
-        fetch: how to download.
+        adapter: "none"; the name of an adapter that was made here or ships; a folder, of an adapter
+            or of a training run; or a name on the Hub, as `resolve_model` takes it. A `Path` is
+            always a folder.
+        fetch: how to download; None for the usual way.
+
+    Returns:
+        The folder, of a run that of its adapter, which may not exist; None for "none", which means
+        to decode without one.
+
+    Raises:
+        InputError: no adapter has this name, or it cannot be fetched.
     """
     if adapter == NO_ADAPTER:
         return None

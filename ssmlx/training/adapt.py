@@ -144,7 +144,9 @@ def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
 
 
 def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str, int | None]:
-    """Plan what is not planned yet, and make every round that has not ended.
+    """Load the model, plan what is not planned yet, and make every round that has not ended.
+
+    The plan is written to the run's folder before the first round and after each.
 
     Returns:
         The plan; how the weights are held, as `load` takes `dtype`; bits of packed weights, None

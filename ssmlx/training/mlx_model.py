@@ -138,6 +138,7 @@ class _LayerCache:
     def __init__(
         self, rows: Rows, nodes: _LayerCache | None = None, rotation: ValueRotation | None = None
     ) -> None:
+        """Begin with nothing kept, for rows at `rows.positions`."""
         self.offset = rows.positions
         self.kept: tuple[mx.array, mx.array] | None = None
         self._nodes = nodes

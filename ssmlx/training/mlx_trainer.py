@@ -87,11 +87,15 @@ def linear_cross_entropy(
 
 
 def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """[R] losses and [R, V] probabilities of float32 logits [R, V], by one exponential of each.
+    """Return cross-entropies [R] in nats and probabilities [R, V] of float32 logits [R, V].
 
     Sums are taken a block of tokens at a time. MLX's CPU backend adds one number after the other:
-    over a whole vocabulary the small ones are lost, losses come out some 1e-4 too low, and
-    gradients of likely tokens are off by percents.
+    over a whole vocabulary small ones are lost, losses come out some 1e-4 too low, and gradients of
+    likely tokens are off by percents.
+
+    Args:
+        logits: [R, V] float32.
+        targets: [R] token ids.
     """
     rows = len(logits)
     whole = logits.shape[1] // _BLOCK * _BLOCK
