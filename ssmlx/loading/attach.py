@@ -173,7 +173,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
 def swap_adapter(
     model: StreamFusedModel, adapter: Adapter | str | Path | None, *, merge_lora: bool = True
 ) -> StreamFusedModel:
-    """The same base model with another adapter, without loading the base again.
+    """Return the same base model with another adapter, without loading the base again.
 
     Only the layers that LoRA was merged into are read again, from the model's folder. `model`
     stays as it is, and both share what the adapters leave alone; what is no longer used is freed.

@@ -199,8 +199,8 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
         fetch: how to download; None for the usual way.
 
     Returns:
-        The folder, of a run that of its adapter, which may not exist; None for "none", which means
-        to decode without one.
+        The folder; of a training run, that of its adapter. Whether a path exists is not checked.
+        None for "none", which means to decode without an adapter.
 
     Raises:
         InputError: no adapter has this name, or it cannot be fetched.
