@@ -25,4 +25,4 @@ def check_installed(names: Sequence[str], extra: str, install: str) -> None:
 
 
 def check_torch() -> None:
-    check_installed(["torch"], "torch", 'pip install -e ".[torch]"')
+    check_installed(["torch"], "torch", 'pip install "ssmlx[torch]"')

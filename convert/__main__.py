@@ -1,20 +1,20 @@
-"""`python -m convert`: a PyTorch checkpoint becomes an MLX adapter folder."""
+"""`python -m ssmlx.convert`: a PyTorch checkpoint becomes an MLX adapter folder."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from ssmlx.commands.options import add_options, command, make_parser, reject
+from ssmlx.commands.options import add_options, make_main, make_parser, reject_options
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES
 
-PROG = "convert"
+PROG = "ssmlx.convert"
 EPILOG = """examples:
-  python -m convert --lora CHECKPOINT --streams CHECKPOINT/streams.safetensors \\
+  python -m ssmlx.convert --lora CHECKPOINT --streams CHECKPOINT/streams.safetensors \\
       --out adapters/sql
   python -m ssmlx.chat --adapter adapters/sql
-  python -m convert --heads MEDUSA --base MODEL --out heads/medusa
+  python -m ssmlx.convert --heads MEDUSA --base MODEL --out heads/medusa
 
 LoRA is read as PEFT writes it (safetensors, or .bin without running pickled code), the streams
 from a safetensors file with streams_config.json beside it. Every tensor is accounted for, and
@@ -23,8 +23,8 @@ FOLDER is written whole or not at all. Folders of scope "all" also load in mlx-l
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m convert`."""
-    parser = make_parser("convert", "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
+    """Parse the options of `python -m ssmlx.convert`."""
+    parser = make_parser(PROG, "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
     add_options(
         parser,
         (
@@ -134,7 +134,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
     from .formats.heads import convert_heads
 
-    reject(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
+    reject_options(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
     with new_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
@@ -166,7 +166,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         path = resolve_model(args.base)
         backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
         if _is_adapter(args.lora):
-            reject(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
+            reject_options(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
             adapter = load_streams(args.lora)
         else:
             adapter = read_checkpoint(
@@ -203,7 +203,7 @@ def convert_checkpoint(args: argparse.Namespace) -> None:
     (_convert_heads if args.heads else _convert_streams)(args)
 
 
-main = command(PROG, parse_args, convert_checkpoint)
+main = make_main(PROG, parse_args, convert_checkpoint)
 
 if __name__ == "__main__":
     raise SystemExit(main())

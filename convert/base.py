@@ -2,7 +2,7 @@
 
 OPT is published as `pytorch_model.bin` alone, which is a pickle, and which MLX does not read:
 
-    python -m convert.base FOLDER OUT
+    python -m ssmlx.convert.base FOLDER OUT
 
 writes a folder that mlx-lm, `ssmlx` and transformers load. No pickled code is run.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import make_parser, run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import new_folder, read_tensors
@@ -31,7 +31,7 @@ from . import check_torch
 if TYPE_CHECKING:
     import torch
 
-PROG = "convert.base"
+PROG = "ssmlx.convert.base"
 PICKLES = "pytorch_model*.bin"
 _PACKING = ("group_size", "bits", "mode")
 
@@ -222,14 +222,14 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `python -m convert.base`, and return its exit code."""
+    """Run `python -m ssmlx.convert.base`, and return its exit code."""
     description = "Write a model folder whose weights are .bin files with safetensors instead."
-    epilog = "example:\n  python -m convert.base opt-125m opt-125m-safetensors"
+    epilog = "example:\n  python -m ssmlx.convert.base opt-125m opt-125m-safetensors"
     parser = make_parser(PROG, description, epilog)
     parser.add_argument("source", type=Path, metavar="FOLDER", help=f"has {PICKLES}")
     parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write")
     args = parser.parse_args(argv)
-    return run(lambda: write_safetensors(args.source, args.target), PROG)
+    return run_command(lambda: write_safetensors(args.source, args.target), PROG)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m convert.continuations`: a model's own answers to a file of prompts."""
+"""`python -m ssmlx.convert.continuations`: a model's own answers to a file of prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssmlx.commands.options import add_counts, add_options, command, make_parser
+from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import PartFile, folder_digest, make_folder, write_whole
 from ssmlx.prompts import asked_tokens, read_prompts, turns_key
@@ -23,10 +23,10 @@ from . import check_torch
 if TYPE_CHECKING:
     import torch
 
-PROG = "convert.continuations"
+PROG = "ssmlx.convert.continuations"
 EPILOG = """examples:
-  python -m convert.continuations --prompts prompts.jsonl --out train.jsonl --max-tokens 256
-  python -m convert.continuations --lora runs/sql --prompts data/sql/train.jsonl \\
+  python -m ssmlx.convert.continuations --prompts prompts.jsonl --out train.jsonl --max-tokens 256
+  python -m ssmlx.convert.continuations --lora runs/sql --prompts data/sql/train.jsonl \\
       --out data/sql-own/train.jsonl
 
 A line of the prompts file is a JSON object with "prompt" (a text) or "messages" (a list of role
@@ -329,7 +329,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m convert.continuations`."""
+    """Parse the options of `python -m ssmlx.convert.continuations`."""
     parser = make_parser(PROG, "Let a model answer a file of prompts, in batches.", EPILOG)
     for flag, count in (("--prompts", "+"), ("--out", None)):
         told = {"metavar": "FILE", "help": "JSON lines"}
@@ -346,7 +346,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--temp", None, "sampling temperature; 0 is greedy (default: 0)", 0.0),
     )
-    add_counts(
+    add_int_options(
         parser,
         ("max-tokens", 160, "longest answer"),
         ("seed", 0, "seed of the sampler"),
@@ -453,7 +453,7 @@ def write_continuations(args: argparse.Namespace) -> None:
     print(f"{args.out}: {told}", file=sys.stderr)
 
 
-main = command(PROG, parse_args, write_continuations)
+main = make_main(PROG, parse_args, write_continuations)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,37 +1,38 @@
-"""`python -m convert.train`: train streams, LoRA and pruning adapter in PyTorch."""
+"""`python -m ssmlx.convert.train`: train streams, LoRA and pruning adapter in PyTorch."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, alone, command
+from ssmlx.commands.options import add_options, make_main, with_folder_lock
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_cache_option,
-    run_options,
-    train_config,
-    training_parser,
+    make_training_parser,
+    read_run_options,
+    read_train_config,
 )
 from ssmlx.training.config import TrainConfig
 
 from . import check_torch
 
-PROG = "convert.train"
+PROG = "ssmlx.convert.train"
 STORE_FILE = "lower.states"
 EPILOG = """examples:
-  python -m convert.train --data data/sql --out runs/sql --num-streams 5
-  python -m convert --lora runs/sql --out adapters/sql
+  python -m ssmlx.convert.train --data data/sql --out runs/sql --num-streams 5
+  python -m ssmlx.convert --lora runs/sql --out adapters/sql
 
   # lossless: LoRA on streams alone, learnt from the model's own continuations
-  python -m convert.continuations --prompts prompts.jsonl --out data/chat/train.jsonl
-  python -m convert.continuations --prompts others.jsonl --out data/chat/valid.jsonl
-  python -m convert.train --adapter-scope streams --data data/chat --out runs/chat
+  python -m ssmlx.convert.continuations --prompts prompts.jsonl --out data/chat/train.jsonl
+  python -m ssmlx.convert.continuations --prompts others.jsonl --out data/chat/valid.jsonl
+  python -m ssmlx.convert.train --adapter-scope streams --data data/chat --out runs/chat
 
   # beside a task's LoRA (--num-streams 0), learnt from what that model answers
-  python -m convert.train --adapter-scope streams --task-lora runs/task --data own --out runs/sql
+  python -m ssmlx.convert.train --adapter-scope streams --task-lora runs/task --data own \\
+      --out runs/sql
 
 The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
-with the same weights. OUT then holds a checkpoint for `python -m convert`, log.jsonl, and
+with the same weights. OUT then holds a checkpoint for `python -m ssmlx.convert`, log.jsonl, and
 curves.png."""
 
 DEFAULTS: dict[str, Any] = {
@@ -42,10 +43,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m convert.train`."""
+    """Parse the options of `python -m ssmlx.convert.train`."""
     description = "Train a model to draft for itself, in PyTorch."
     task_lora = "a checkpoint of this command with --num-streams 0: the LoRA of a task"
-    parser = training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
+    parser = make_training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
     add_machine_options(parser, "the frozen lower layers' results")
     return parser.parse_args(argv)
 
@@ -84,8 +85,8 @@ def train_streams(args: argparse.Namespace) -> None:
     A stopped run goes on from its last saved state.
     """
     check_torch()
-    options = run_options(args)
-    train = train_config(args)
+    options = read_run_options(args)
+    train = read_train_config(args)
 
     import torch
 
@@ -164,7 +165,7 @@ def train_streams(args: argparse.Namespace) -> None:
     )
 
 
-main = command(PROG, parse_args, alone(train_streams))
+main = make_main(PROG, parse_args, with_folder_lock(train_streams))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -53,7 +53,7 @@ class Comparison:
 
     Attributes:
         same_tokens: whether all of them are the same, token for token.
-        streaming: the last response of a drafting answer.
+        speculative: the last response of a drafting answer.
         plain: the last response of a plain one.
         ratios: seconds of a whole plain answer over those of the drafting one next to it, a pair
             each.
@@ -61,10 +61,15 @@ class Comparison:
     """
 
     same_tokens: bool
-    streaming: GenerationResponse
+    speculative: GenerationResponse
     plain: GenerationResponse
     ratios: Sequence[float]
     divergence: Divergence | None = None
+
+    @property
+    def streaming(self) -> GenerationResponse:
+        """`speculative` by its earlier name."""
+        return self.speculative
 
     @property
     def speed_up(self) -> float:
@@ -352,7 +357,7 @@ class ChatSession:
         require(bool(users), found, expected="a message to answer", do=do)
         prompt = self._prompt(self.messages[: users[-1] + 1])
         config = with_seed(self.config)  # the same for both, or two samples would be compared
-        drafting = replace(config, decoding="streaming") if config.decoding == "plain" else config
+        drafting = replace(config, decoding="speculative") if config.decoding == "plain" else config
         configs = {"A": drafting, "B": replace(config, decoding="plain")}
         lasts: dict[str, list[GenerationResponse]] = {"A": [], "B": []}
         answers: dict[str, list[list[int]]] = {"A": [], "B": []}

@@ -20,7 +20,7 @@ import ssmlx
 from ssmlx.commands import adapt as adapt_command
 from ssmlx.commands import machine, upload
 from ssmlx.commands.adapt import PROG, main
-from ssmlx.commands.options import os_fault
+from ssmlx.commands.options import file_error
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.attach import adapters_for, default_adapter
 from ssmlx.loading.files import PartFile, exclusive_folder, folder_digest
@@ -129,7 +129,7 @@ def test_streams_are_learned_for_the_model_as_a_lora_tunes_it(packed, tmp_path):
     assert model.num_streams > 0 and model.is_fine_tuned
     prompt = ssmlx.prompt_tokens("w1 w2 w3", model, tokenizer)
     expected = answer(tuned, tokenizer, prompt, max_tokens=LENGTH)[0]
-    found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="streaming")
+    found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="speculative")
     assert found == expected and last.drafted_tokens > 0
     plain, _ = ssmlx.load(packed, dtype="float32")
     assert answer(plain, tokenizer, prompt, max_tokens=LENGTH)[0] != expected
@@ -322,7 +322,7 @@ def test_a_full_disk_is_named(packed, monkeypatch):
         patch.setattr("os.fsync", full)
         adapted(packed)
     part = adapters_home() / "mine" / "round-1" / "questions.part"
-    assert str(os_fault(caught.value)).startswith(f"{part}: No space left on device; expected")
+    assert str(file_error(caught.value)).startswith(f"{part}: No space left on device; expected")
     adapted(packed)  # once there is room
 
 
@@ -557,17 +557,17 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
     monkeypatch.setattr(adapt_command, "time", now)
     monkeypatch.setattr(machine, "power_source", lambda: next(sources))
     monkeypatch.setattr(os, "getloadavg", lambda: next(free))
-    adapt_command.waiting(True)()
+    adapt_command.make_wait(True)()
     assert len(slept) == waits
-    adapt_command.waiting(False)()
+    adapt_command.make_wait(False)()
     assert len(slept) == waits
 
 
 def test_names_of_models_become_names_of_adapters():
     for model, name in (("org/Some-Model_4bit@refs/pr/3", "some-model_4bit"), ("a/b c", "b-c")):
-        assert adapt_command.name_of(Namespace(model=model, name=None, adapter=None)) == name
+        assert adapt_command.adapter_name(Namespace(model=model, name=None, adapter=None)) == name
     asked = Namespace(model="org/Qwen3-4B", name=None, adapter="you/My-LoRA@main")
-    assert adapt_command.name_of(asked) == "qwen3-4b-my-lora"
+    assert adapt_command.adapter_name(asked) == "qwen3-4b-my-lora"
 
 
 @pytest.mark.slow
@@ -578,4 +578,4 @@ def test_families_draft_for_themselves(name, tmp_path):
     assert model.num_streams > 0 and model.backbone.base().model.model_type == name
     prompt = ssmlx.prompt_tokens(words(40), model, tokenizer)
     plain, _ = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="plain")
-    assert answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="streaming")[0] == plain
+    assert answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="speculative")[0] == plain

@@ -19,7 +19,7 @@ import ssmlx
 from convert.__main__ import main as convert
 from ssmlx import GenerateConfig
 from ssmlx.commands import train
-from ssmlx.commands.options import run
+from ssmlx.commands.options import run_command
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import ContextLengthError, InputError
@@ -28,7 +28,7 @@ from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.files import exclusive_folder, save_tensors
 from ssmlx.loading.lora_files import LORA_FILE
 from ssmlx.prompts import read_prompts
-from ssmlx.server.asks import RequestError
+from ssmlx.server.requests import RequestError
 from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, read_examples
@@ -171,14 +171,17 @@ class Full(io.StringIO):
 
 def test_a_full_disk_is_told(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Full())
-    assert run(lambda: print("answer"), "prog") == 2
+    assert run_command(lambda: print("answer"), "prog") == 2
     assert capsys.readouterr().err.startswith("prog: error: standard output: No space left")
 
 
 def test_streams_that_a_shell_closed(monkeypatch):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    assert run(lambda: sys.stdin.read() + print("a") if sys.stdin.isatty() else None, "prog") == 0
+    assert (
+        run_command(lambda: sys.stdin.read() + print("a") if sys.stdin.isatty() else None, "prog")
+        == 0
+    )
     assert sys.stdout is None
 
 

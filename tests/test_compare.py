@@ -417,7 +417,7 @@ def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
         assert (found["token"], found["near_tie"]) == (0, tie)
         assert found["gap"] == pytest.approx(abs(float(logits[pair[0]] - logits[pair[1]])))
         row = {"name": "x", "kind": "streams", "differences": [found]}
-        failed = figures.failures({"tasks": [{"task": "sql", "systems": [row]}]})
+        failed = figures.differing_systems({"tasks": [{"task": "sql", "systems": [row]}]})
         assert failed == ([] if tie else ["sql, x"])
     exact = replace(plan, weights=replace(plan.weights, dtype="float32"))
     pair = [order[close]], [order[close + 1]]

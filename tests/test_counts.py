@@ -175,7 +175,7 @@ def test_sampling_reads_the_logits_three_times(filters, dtype):
     assert "Log" not in names and any("Log" in name for name in names if "Compiled" in name)
 
 
-@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+@pytest.mark.parametrize("decoding", ["plain", "speculative"])
 def test_outgrown_buffers_are_freed_every_256_tokens(decoding, monkeypatch):
     model = make_model("llama", "streams", num_hidden_layers=2)
     freed = []

@@ -363,7 +363,7 @@ def test_prompt_lookup_with_latent_attention(architecture, sampling):
         first_tokens(token_steps(model, prompt, model.make_cache(), **settings, **sampling), 300)
         for settings in (
             {"decoding": "plain"},
-            {"decoding": "streaming", "drafter": "prompt-lookup"},
+            {"decoding": "speculative", "drafter": "prompt-lookup"},
         )
     )
     assert drafted[0] == plain[0] and len(drafted[1]) < 300
@@ -412,7 +412,7 @@ KINDS = {
 @pytest.mark.parametrize("adapter", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_streaming_equals_plain_and_mlx_lm(architecture, scope, adapter):
+def test_speculative_equals_plain_and_mlx_lm(architecture, scope, adapter):
     model = make_model(architecture, scope, adapter=adapter)
     expected = mlx_lm_tokens(target_of(architecture, scope), PROMPT, 24)
     assert first_tokens(plain_decode(model, PROMPT, model.make_cache()), 24)[0] == expected
@@ -495,7 +495,7 @@ def test_an_end_token_stops_anywhere(source):
             model = make_model(adapter={"end_token_ids": (end,)})
             options = {}
         expected = plain[: plain.index(end) + 1]
-        for decoding in ("plain", "streaming"):
+        for decoding in ("plain", "speculative"):
             settings = {"decoding": decoding, "max_tokens": 30}
             tokens, found = answer(model, **options, **settings, **WIDE)
             assert tokens == expected
@@ -514,7 +514,7 @@ def test_the_context_ends_an_answer():
     expected = greedy_of_shared(30)
     for length in (1, 5, 13, 14, 15):
         prompt = (PROMPT + expected)[:length]
-        for decoding in ("plain", "streaming"):
+        for decoding in ("plain", "speculative"):
             tokens, found = answer(model, prompt, decoding=decoding, **WIDE)
             assert found[-1].finish_reason == "context"
             assert length + len(tokens) == 16
@@ -1087,7 +1087,7 @@ def test_penalties_are_mlx_lms(settings):
 
 
 @pytest.mark.parametrize("settings", PENALTIES)
-def test_penalised_streaming_plain_and_mlx_lm_agree(settings):
+def test_penalised_speculative_plain_and_mlx_lm_agree(settings):
     base = make_base()
     processors = make_logits_processors(**settings)
     answer = mlx_lm.stream_generate(

@@ -261,7 +261,7 @@ def test_operations_and_cost_are_counted_by_device():
     )
     costs = [("GPU", 3.0), ("CPU", 1.0), ("GPU", None), ("constant", None)]
     expected = ({"GPU": 2, "CPU": 1}, {"GPU": 0.75, "CPU": 0.25})
-    assert perf_export.placement(plan, costs) == expected
+    assert perf_export.device_placement(plan, costs) == expected
 
 
 @pytest.mark.parametrize(("profile", "kinds"), [

@@ -99,7 +99,7 @@ DRAFTS = [
     {"tree": TreeConfig(kind="full", width=3)},
     {"tree": TreeConfig(size=12)},
     {"tree": TreeConfig(kind="full", width=2), "stream_schedule": "fused"},
-    {"decoding": "streaming", "drafter": "prompt-lookup"},
+    {"decoding": "speculative", "drafter": "prompt-lookup"},
 ]
 SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
 
@@ -142,7 +142,7 @@ def test_decoding_is_mlx_lms(name, tied, bits):
         assert decoded(model, **draft, **SAMPLED)[0] == sampled
     assert min(calls) < LENGTH
     draft = DraftModel(make_base(name, tied, bits))
-    _, lengths = decoded(model, draft_model=draft, decoding="streaming")
+    _, lengths = decoded(model, draft_model=draft, decoding="speculative")
     assert {*lengths[1:]} == {4}  # the model itself guesses all
     second_pass = {**DRAFTS[2], "stream_schedule": "second-pass"}
     assert decoded(model, **second_pass)[1] == decoded(model, **DRAFTS[2])[1]
@@ -217,7 +217,7 @@ def test_what_cannot_take_tokens_back_decodes_plainly(name, bits):
     assert decoded(model, cache=cache)[0] == expected
     with pytest.raises(InputError, match="hidden states between layers; decode plainly"):
         model.backbone.append(mx.array(PROMPT), model.make_cache(), [0])
-    for draft in ({"drafter": "prompt-lookup"}, {"decoding": "streaming"}):
+    for draft in ({"drafter": "prompt-lookup"}, {"decoding": "speculative"}):
         with pytest.raises(InputError, match=r"ArraysCache, from which .* decode plainly"):
             decoded(model, **draft)
 
@@ -281,5 +281,5 @@ def test_the_table_has_the_families_that_are_tested():
     page = Path(__file__).parents[1] / "ssmlx/model/README.md"
     rows = re.findall(r"^\| `(\w+)`(.*)\|$", page.read_text(), re.MULTILINE)
     assert {name for name, _ in rows} == {*FAMILIES, *PLAIN}
-    assert {name for name, cells in rows if "plain decoding" in cells} == PLAIN.keys()
+    assert {name for name, cells in rows if "decodes plainly" in cells} == PLAIN.keys()
     assert {name for name, cells in rows if "past it" in cells} == WINDOWED

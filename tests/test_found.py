@@ -408,10 +408,10 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
 
     make_run(base, figures={"speed_up": 1.5})
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
-    monkeypatch.setattr(check, "head_start", lambda *_: None)
+    monkeypatch.setattr(check, "time_costs_first", lambda *_: None)
     for command in (chat, server):
-        monkeypatch.setattr(command, "head_start", lambda *_: None)
-    monkeypatch.setattr(check, "time_costs", lambda *_: [])
+        monkeypatch.setattr(command, "time_costs_first", lambda *_: None)
+    monkeypatch.setattr(check, "time_stream_costs", lambda *_: [])
     given = ("--model", base, "--dtype", "float32")
     told = {}
     for option in ((), ("--adapter", "none")):
@@ -427,9 +427,11 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
     ):
         same = {tuple(told[command.PROG, option]) for command in (chat, check, server)}
         assert len(same) == 1 and next(iter(same))[0].startswith(begins)
-    assert server.models_of("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
-    assert server.models_of("m", ["auto"]) == server.models_of("m", []) == {"m": None}
-    assert "--adapter none and --adapter auto" in refusal(server.models_of, "m", ["none", "auto"])
+    assert server.models_by_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
+    assert server.models_by_name("m", ["auto"]) == server.models_by_name("m", []) == {"m": None}
+    assert "--adapter none and --adapter auto" in refusal(
+        server.models_by_name, "m", ["none", "auto"]
+    )
 
 
 def test_check_times_what_a_model_s_own_streams_would_cost(base, capsys):

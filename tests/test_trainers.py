@@ -98,7 +98,8 @@ class Command:
         """The one line that a run is refused with."""
         capsys.readouterr()
         assert self.main(self.argv(base, data, out, *more)) == 2
-        return real.one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], self.prog)
+        prog = self.prog.replace("convert.", "ssmlx.convert.")
+        return real.one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], prog)
 
     def weights(self, out):
         """The bytes of what was trained, by name."""
@@ -619,7 +620,7 @@ def test_what_it_learns_shows_when_it_decodes(base, data, tmp_path, command, sco
     line = json.loads((data / "train.jsonl").read_text().splitlines()[3])
     prompt = line.get("prompt_tokens") or line["prompt"]
     adapter = adapter_of(command, base, result, tmp_path)
-    tokens, calls = answer_of(base, adapter, prompt, "streaming")
+    tokens, calls = answer_of(base, adapter, prompt, "speculative")
     plain, plain_calls = answer_of(base, adapter, prompt, "plain")
     assert tokens == plain
     _, tokenizer = ssmlx.load(str(base), adapter="none")
@@ -643,7 +644,7 @@ def test_every_kind_of_adapter_loads(base, data, tmp_path, command, more):
     plain, calls = answer_of(base, adapter, real.words(3), "plain")
     assert len(plain) == calls == 8
     if more is not ALONE:
-        assert answer_of(base, adapter, real.words(3), "streaming")[0] == plain
+        assert answer_of(base, adapter, real.words(3), "speculative")[0] == plain
     if command is TORCH:
         streams = load_reference(load_torch_base(base), run).config.num_streams
         assert streams == (0 if more is ALONE else 2)
@@ -714,7 +715,7 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
     assert [name for name in log[0] if "loss" in name] == ["given_1_loss", "given_2_loss"]
     assert log[-1]["given_2_loss"] < log[0]["given_2_loss"]
     assert (
-        answer_of(base, whole, real.words(3), "streaming")[0]
+        answer_of(base, whole, real.words(3), "speculative")[0]
         == answer_of(base, "none", real.words(3), "plain")[0]
     )
     packed = ("--pack", "32", "--max-steps", "1")
@@ -917,7 +918,7 @@ def test_streams_learn_to_draft_for_a_fine_tuned_model(
     prompt = real.words(2, first=3)
     expected, _ = answer_of(folder, task, prompt, "plain")
     assert answer_of(folder, result, prompt, "plain")[0] == expected
-    assert answer_of(folder, result, prompt, "streaming")[0] == expected
+    assert answer_of(folder, result, prompt, "speculative")[0] == expected
     assert answer_of(folder, "none", prompt, "plain")[0] != expected
 
 

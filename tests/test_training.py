@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from ssmlx.commands.train_options import train_config, training_parser
+from ssmlx.commands.train_options import make_training_parser, read_train_config
 from ssmlx.errors import InputError
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.prompts import ChatFrame
@@ -246,9 +246,9 @@ OF_STREAMS = {"num_streams": 2, "stream_init": "identity", "stream_init_rank": 0
 )  # fmt: skip
 def test_f_follows_from_the_other_options_and_the_start(tmp_path, start, given, expected):
     (tmp_path / CONFIG_FILE).write_text(json.dumps(start))
-    parser = training_parser("x.train", "Train.", "", "an adapter", "a LoRA")
+    parser = make_training_parser("x.train", "Train.", "", "an adapter", "a LoRA")
     options = ["--data", "d", "--out", "o", "--init", str(tmp_path), *given.split()]
-    train = train_config(parser.parse_args(options))
+    train = read_train_config(parser.parse_args(options))
     assert (train.stream_init, train.stream_init_rank) == expected
 
 

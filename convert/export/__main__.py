@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, command, make_parser
+from ssmlx.commands.options import add_options, make_main, make_parser
 from ssmlx.settings import DEFAULT_MODEL, TreeConfig
 
 from .. import check_installed
@@ -99,7 +99,7 @@ def export_model(args: argparse.Namespace) -> None:
     print(f"{args.out}: {report}", file=sys.stderr)
 
 
-main = command(PROG, parse_args, export_model)
+main = make_main(PROG, parse_args, export_model)
 
 if __name__ == "__main__":
     raise SystemExit(main())

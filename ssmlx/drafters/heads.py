@@ -59,7 +59,7 @@ def read_heads(folder: Path) -> Heads:
     require(
         folder.is_dir(),
         f"no heads folder {folder}",
-        expected="a folder that `python -m convert --heads` wrote",
+        expected="a folder that `python -m ssmlx.convert --heads` wrote",
         do="check the path, or convert published heads",
     )
     values = read_json(folder / CONFIG_FILE, "the settings of drafting heads")
@@ -68,7 +68,7 @@ def read_heads(folder: Path) -> Heads:
         values.get("format") == FORMAT and kind in _KINDS,
         f"{folder} has the format {values.get('format')!r} and kind {kind!r}",
         expected=f"{FORMAT}, {' or '.join(_KINDS)}",
-        do="convert the published heads with `python -m convert --heads` first",
+        do="convert the published heads with `python -m ssmlx.convert --heads` first",
     )
     config = _KINDS[kind][0].read(folder / CONFIG_FILE, values)
     base = BaseIdentity.read(folder / CONFIG_FILE, values)
@@ -82,7 +82,7 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
     """The heads of a folder, ready to draft for `model`, in its dtype.
 
     Args:
-        folder: as `python -m convert --heads` wrote it.
+        folder: as `python -m ssmlx.convert --heads` wrote it.
         model: as `ssmlx.load` returns it, or its backbone. Of an adapter on it, the heads know
             nothing: those that were trained with one draft best with it.
 

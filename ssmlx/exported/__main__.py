@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from ..commands.options import (
-    add_counts,
+    add_int_options,
     add_options,
     add_prompt_options,
-    command,
+    make_main,
     make_parser,
     print_json,
 )
@@ -28,7 +28,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     told = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
     parser.add_argument("--package", type=Path, required=True, **told)
     add_prompt_options(parser.add_argument_group("prompts"))
-    add_counts(parser, ("max-tokens", 256, "longest answer"))
+    add_int_options(parser, ("max-tokens", 256, "longest answer"))
     add_options(
         parser,
         (
@@ -66,7 +66,7 @@ def answer_prompts(args: argparse.Namespace) -> None:
             print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
 
 
-main = command(PROG, parse_args, answer_prompts)
+main = make_main(PROG, parse_args, answer_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

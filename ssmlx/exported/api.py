@@ -14,7 +14,7 @@ from ..json_files import read_json
 from ..loading.load import load_tokenizer
 from ..prompts import Prompt, asked_tokens, encode
 from .backends import Backend, coreai_backend, coreml_backend
-from .decode import SlotCache, streaming_decode
+from .decode import SlotCache, speculative_decode
 from .manifest import Manifest
 
 
@@ -111,7 +111,7 @@ def stream_generate(
     ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
     text = Text(model.tokenizer)
     return responses_of(
-        streaming_decode(model.backend, manifest, tokens, cache),
+        speculative_decode(model.backend, manifest, tokens, cache),
         Budget(text, ends, max_tokens, is_full=lambda: cache.offset > room),
         num_cached + len(tokens),
         num_cached,

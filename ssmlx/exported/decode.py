@@ -180,7 +180,7 @@ def decode_step(
     return tokens, grow_tree(mx.array(tokens[-1:]), *guesses, manifest.tree.config)
 
 
-def streaming_decode(
+def speculative_decode(
     backend: Backend, manifest: Manifest, prompt: list[int], cache: SlotCache
 ) -> Iterator[list[int]]:
     """Yield the tokens of each target call, until the cache is full.

@@ -34,7 +34,7 @@ from ..errors import InputError, quoted, require
 from ..json_files import read_json
 from ..model.backbone import BaseIdentity
 from ..model.condition import Condition
-from ..model.lora import LoraWeights
+from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig
 from .files import account_for, read_tensors, save_tensors
@@ -42,7 +42,6 @@ from .lora_files import (
     SCALE,
     Loras,
     describe_lora,
-    in_layer,
     read_lora,
     read_lora_file,
     shared_scale,
@@ -351,7 +350,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         values.get("format") == FORMAT,
         f"{folder} has the format {values.get('format')!r}",
         expected=FORMAT,
-        do="turn a PyTorch checkpoint into an adapter with `python -m convert` first",
+        do="turn a PyTorch checkpoint into an adapter with `python -m ssmlx.convert` first",
     )
     fused = values.setdefault("fused", False)
     what = f"{folder / CONFIG_FILE} has fused {quoted(fused)}"

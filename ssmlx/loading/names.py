@@ -369,7 +369,7 @@ def _require_model_folder(path: Path) -> Path:
         raise InputError(f"{path} {found}", expected="a model folder", do=do)
     if missing := _missing_model_file(path):
         if any(path.glob("pytorch_model*.bin")):
-            do = f"write one with safetensors: python -m convert.base {path} OUT"
+            do = f"write one with safetensors: python -m ssmlx.convert.base {path} OUT"
         raise InputError(
             f"{path} has no {missing}", expected="config.json and model*.safetensors", do=do
         )
