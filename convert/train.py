@@ -43,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `python -m ssmlx.convert.train`."""
     description = "Train a model to draft for itself, in PyTorch."
     task_lora = "a checkpoint of this command with --num-streams 0: the LoRA of a task"
     parser = make_training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
@@ -51,7 +52,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = None) -> None:
-    """What PyTorch runs on, and in; `cached` is what it keeps on disk, if anything."""
+    """Add --device and --dtype to a trainer's options; and --cache-gb, where it keeps `cached` on
+    disk.
+    """
     group = parser.add_argument_group("machine")
     add_options(
         group,
@@ -75,7 +78,12 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = No
         add_cache_option(group, cached)
 
 
-def _main(args: argparse.Namespace) -> None:
+def train_streams(args: argparse.Namespace) -> None:
+    """Train streams, LoRA and pruning adapter in PyTorch, as the options say, and write them to
+    --out.
+
+    A stopped run goes on from its last saved state.
+    """
     check_torch()
     options = read_run_options(args)
     train = read_train_config(args)
@@ -85,20 +93,20 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.loading.adapter import load_streams
     from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
-    from ssmlx.training.job import prepare, run_to_end
-    from ssmlx.training.mlx_model import with_new_parts, write_trained
+    from ssmlx.training.job import prepare_job, run_to_end
+    from ssmlx.training.mlx_model import add_new_weights, write_validated_adapter
     from ssmlx.training.objective import Validation
 
     from .base import load_base
     from .reference.checkpoint import (
         copy_task_lora,
+        initialise_from,
         load_fine_tuned,
         merge_lora,
         reference_of,
+        replace_trained_weights,
         save_reference,
-        start_from,
         train_part,
-        with_weights_of,
     )
     from .training.run import (
         TorchObjective,
@@ -111,8 +119,8 @@ def _main(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    start = with_new_parts(load_streams(args.init), train) if train.train_only else None
-    job, path = prepare(options, train, start)
+    start = add_new_weights(load_streams(args.init), train) if train.train_only else None
+    job, path = prepare_job(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []
     if args.task_lora is not None:
@@ -126,7 +134,7 @@ def _main(args: argparse.Namespace) -> None:
         task = [folder_digest(args.init)]
         train_part(model, train.train_only)
     if args.init is not None and start is None:
-        start_from(model, args.init, has_task=args.task_lora is not None)
+        initialise_from(model, args.init, has_task=args.task_lora is not None)
     freeze_base(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
@@ -135,9 +143,12 @@ def _main(args: argparse.Namespace) -> None:
     lower_identity = job.lower_identity(args.dtype, *task)
 
     def write(validate: Validation) -> Path | None:
+        """Write the checkpoint, or where a part is trained, the adapter; return the adapter's
+        folder.
+        """
         if start is not None:
             folder = options.out / TRAINED_FOLDER
-            return write_trained(folder, with_weights_of(start, model), validate)
+            return write_validated_adapter(folder, replace_trained_weights(start, model), validate)
         save_reference(model, options.out)
         if args.task_lora is not None:
             copy_task_lora(args.task_lora, options.out)
@@ -154,7 +165,7 @@ def _main(args: argparse.Namespace) -> None:
     )
 
 
-main = make_main(PROG, parse_args, with_folder_lock(_main))
+main = make_main(PROG, parse_args, with_folder_lock(train_streams))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -65,6 +65,7 @@ _SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights"
 
 
 def _switch(help: str) -> Any:
+    """Declare a setting that is off, and is an option without a value; `help` describes it."""
     return field(default=False, metadata={"help": help})
 
 
@@ -97,6 +98,9 @@ class HeadSettings:
     )
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is out of bounds, or does not go with
+        another.
+        """
         check_settings(self, do="correct the option")
         layers = "1 or more with --share-lm-head, or nothing would be trained"
         widths = f"{self.num_heads} numbers of 1 or more, one a head"
@@ -148,6 +152,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
+    """Build the settings of the heads to train from the options.
+
+    Args:
+        args: the command's options.
+        init: heads to go on from, whose number and widths are taken; None for new ones.
+
+    Raises:
+        InputError: an option does not go with another.
+    """
     for kind in {*_ONLY} - {args.kind}:
         reject_options(args, _ONLY[kind], f"--kind {kind}")
     require(
@@ -169,6 +182,14 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
 def head_config(
     settings: HeadSettings, vocab_size: int, width: int, draft_vocab_size: int
 ) -> HeadConfig:
+    """Return the settings that new heads of a kind are built from.
+
+    Args:
+        settings: of the training.
+        vocab_size: V, of the base model.
+        width: D, its hidden size.
+        draft_vocab_size: Vd; 0 for none.
+    """
     from ssmlx.drafters.medusa import MedusaConfig
     from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 
@@ -192,10 +213,17 @@ def head_config(
     )
 
 
-def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
-    """The data, the base model's folder, what is trained, and the heads to go on from."""
+def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
+    """Read the options, the data and the heads to go on from.
+
+    Returns:
+        The job, the base model's folder, what is trained, and the heads to go on from or None.
+
+    Raises:
+        InputError: something is missing, or does not fit.
+    """
     from ssmlx.prompts import read_lines
-    from ssmlx.training.job import prepare, read_base
+    from ssmlx.training.job import prepare_job, read_base
 
     from .formats.heads import load_published
 
@@ -230,11 +258,15 @@ def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadRefere
         draft_vocab_size=(args.draft_vocab_size or 0) if vocab is None else len(vocab),
         **values,
     )
-    job, folder = prepare(options, train)
+    job, folder = prepare_job(options, train)
     return job if init is None else replace(job, draft_vocab=vocab), folder, settings, init
 
 
-def _main(args: argparse.Namespace) -> None:
+def train_heads(args: argparse.Namespace) -> None:
+    """Train Medusa heads or an MLP speculator, as the options say, and write them to --out.
+
+    A stopped run goes on from its last saved state.
+    """
     check_torch()
     import torch
 
@@ -247,7 +279,7 @@ def _main(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    job, path, settings, init = _read(args)
+    job, path, settings, init = _read_inputs(args)
     out = job.options.out
     train = job.train
     lora = folder_digest(args.lora)
@@ -276,7 +308,7 @@ def _main(args: argparse.Namespace) -> None:
     )
 
 
-main = make_main(PROG, parse_args, with_folder_lock(_main))
+main = make_main(PROG, parse_args, with_folder_lock(train_heads))
 
 if __name__ == "__main__":
     raise SystemExit(main())

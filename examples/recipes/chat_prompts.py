@@ -21,11 +21,11 @@ from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts
 from ssmlx.training.questions import (
     is_good_prompt,
-    normalised,
-    opening,
+    normalise_prompt,
+    opening_words,
     split_lists,
     user_prefix,
-    written_prompts,
+    write_shipped_prompts,
 )
 
 PROG = "examples.recipes.chat_prompts"
@@ -94,10 +94,10 @@ def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict
     Raises:
         InputError: too few are left.
     """
-    seen = {opening(text) for texts in written.values() for text in texts}
+    seen = {opening_words(text) for texts in written.values() for text in texts}
     fresh = []
     for text in found:
-        if (key := opening(text)) not in seen:
+        if (key := opening_words(text)) not in seen:
             seen.add(key)
             fresh.append(text)
     splits = {}
@@ -135,7 +135,7 @@ def sample_prompts(
                 text = tokenizer.decode(answer.tokens[:-1]).strip()
                 # One that came to its own end.
                 if answer.finish_reason == "stop" and is_good_prompt(text):
-                    found.setdefault(normalised(text), text)
+                    found.setdefault(normalise_prompt(text), text)
             bar.update(min(len(found), count) - bar.n)
             if len(found) >= count:
                 break
@@ -157,7 +157,7 @@ def _main(args: argparse.Namespace) -> None:
 
     check_torch()
     continuations.check_batch_size(args.batch_size)
-    written = written_prompts(args.seed)
+    written = write_shipped_prompts(args.seed)
     make_folder(args.out)
     model, tokenizer = continuations.load_generator(
         resolve_model(args.model), args.dtype, args.device

@@ -126,8 +126,9 @@ def _adapt(args: argparse.Namespace) -> None:
 
     Without --name, a run that was made from the same weights is continued, whatever its name.
     """
-    from ..loading.files import alone_in
-    from ..training.adapt import AdaptOptions, adapt, folder_of_same
+    from ..loading.files import exclusive_folder
+    from ..training.adapt import adapt
+    from ..training.adapt_run import AdaptOptions, find_run_folder
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
@@ -146,10 +147,10 @@ def _adapt(args: argparse.Namespace) -> None:
     )
     if args.name is None:
         with busy("reading the weights"):
-            options = replace(options, out=folder_of_same(options))
+            options = replace(options, out=find_run_folder(options))
         if options.out != out:
             print_line(f"{options.out.name} was made from these weights")
-    with alone_in(options.out):
+    with exclusive_folder(options.out):
         adapt(options, prog=PROG, say=print_line, wait=make_wait(args.give_way))
 
 

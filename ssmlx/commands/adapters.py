@@ -98,7 +98,7 @@ def _list_or_change(args: argparse.Namespace) -> None:
     Raises:
         InputError: there is no such adapter, a run writes to it now, or the new name is taken.
     """
-    from ..loading.files import alone_in
+    from ..loading.files import exclusive_folder
     from ..loading.found import runs
 
     if args.act == "list":
@@ -109,7 +109,7 @@ def _list_or_change(args: argparse.Namespace) -> None:
         return
     folder = _run_folder(args.names[0])
     try:
-        with alone_in(folder):  # refused while a run writes there
+        with exclusive_folder(folder):  # refused while a run writes there
             if args.act == "remove":
                 shutil.rmtree(folder)
                 print(f"removed {folder}")

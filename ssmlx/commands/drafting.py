@@ -63,7 +63,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: Found) -
     """Say which adapter or command would make drafting faster, or why nothing would."""
     from ..loading.attach import adapters_for
     from ..loading.found import PAYS
-    from ..training.sizing import forecast
+    from ..training.sizing import forecast_speedup
 
     backbone = model.backbone
     lacking = backbone.capabilities.reason("trees") or backbone.capabilities.reason("stages")
@@ -85,7 +85,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: Found) -
         return f"nothing that is here; more hours may: {adapt}{_hours_option(2 * own.hours)}"
     if model.num_streams:
         return f"nothing that is here; streams for prompts like yours may: {adapt} --data FILE"
-    speed = forecast(model)
+    speed = forecast_speedup(model)
     if speed is None:
         return f"{adapt}, which says within minutes what that would bring here"
     if speed < PAYS:
@@ -122,9 +122,9 @@ def _hours_option(hours: float) -> str:
 
 def _progress_text(run: Run) -> str:
     """Say what speed an unfinished run has reached, if that is known."""
-    from ..training.sizing import run_forecast
+    from ..training.sizing import forecast_run_speedup
 
-    speed = run_forecast(run)
+    speed = forecast_run_speedup(run)
     if speed is None:
         return "goes on with a run that was begun"
     return f"goes on with a run that came to {speed:.2f} times plain decoding's speed so far"

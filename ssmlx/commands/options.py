@@ -841,9 +841,9 @@ def with_folder_lock(
     """
 
     def held(args: argparse.Namespace) -> int | None:
-        from ..loading.files import alone_in
+        from ..loading.files import exclusive_folder
 
-        with alone_in(args.out):
+        with exclusive_folder(args.out):
             return act(args)
 
     return held
