@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssmlx.loading.adapter import BaseIdentity, StreamAdapter
+from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.condition import Condition
@@ -123,7 +123,7 @@ def make_adapter(
         mx.array([*draft_vocab], mx.int32) if draft_vocab else None,
         make_condition(config.condition_rank, size, seed) if config.condition_rank else None,
     )
-    base = BaseIdentity.of(backbone)
+    base = backbone.identity
     return StreamAdapter(config=config, streams=streams, base=base).with_trained(lora)
 
 

@@ -96,7 +96,7 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
     """Heads ready to draft, in the dtype of `backbone`; raises InputError where it is another's."""
     heads.base.require_same(
-        BaseIdentity.of(backbone),
+        backbone.identity,
         "the heads belong",
         expected=heads.base_model or "the model they were converted for",
         do="choose that model with --model, or other heads",

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import InputError, require
-from ..model.backbone import Backbone, BaseIdentity, digest_of
+from ..model.backbone import Backbone, digest_of
 from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
@@ -31,7 +31,7 @@ def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     config = adapter.config
     base = adapter.base
     base.require_same(
-        BaseIdentity.of(backbone),
+        backbone.identity,
         "the adapter belongs",
         expected=f"{config.base_model or 'the model it was converted for'}, not {backbone.name}",
         do="choose that model with --model, or another --adapter",
@@ -195,7 +195,7 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
 
     Reads their settings, no weights. One whose settings cannot be read belongs to no model.
     """
-    identity = BaseIdentity.of(model.backbone)
+    identity = model.backbone.identity
     found = {}
     for name, folder in {**own_adapters(), **bundled_adapters()}.items():
         with suppress(InputError):

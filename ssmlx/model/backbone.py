@@ -182,18 +182,6 @@ class BaseIdentity:
     norm_probe: tuple[float, ...]
 
     @classmethod
-    def of(cls, backbone: Backbone) -> BaseIdentity:
-        """The identity of a loaded model."""
-        probe = backbone.final_norm_weight[:PROBE_LENGTH].astype(mx.float32)
-        return cls(
-            str(getattr(backbone.model, "model_type", "")),
-            len(backbone.layers),
-            backbone.hidden_size,
-            backbone.vocab_size,
-            tuple(round(value, 6) for value in to_list(probe)),
-        )
-
-    @classmethod
     def read(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
         """The identity in the settings `values` of the file `path`."""
         base: Any = values.get("base")
@@ -335,6 +323,18 @@ class Backbone:
     def dtype(self) -> mx.Dtype:
         """Type of the activations."""
         return self._embed_one().dtype
+
+    @property
+    def identity(self) -> BaseIdentity:
+        """What tells this base model from another, whatever precision it is stored in."""
+        probe = self.final_norm_weight[:PROBE_LENGTH].astype(mx.float32)
+        return BaseIdentity(
+            str(getattr(self.model, "model_type", "")),
+            len(self.layers),
+            self.hidden_size,
+            self.vocab_size,
+            tuple(round(value, 6) for value in to_list(probe)),
+        )
 
     @cached_property
     def digest(self) -> str:

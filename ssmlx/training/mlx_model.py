@@ -23,7 +23,6 @@ import numpy as np
 
 from ..drafters.streams import DraftVocab
 from ..loading.adapter import (
-    BaseIdentity,
     StreamAdapter,
     stream_tensors,
     streams_of,
@@ -370,7 +369,7 @@ def new_adapter(
     adapter = StreamAdapter(
         config=config,
         streams=streams,
-        base=BaseIdentity.of(backbone),
+        base=backbone.identity,
         lora=task_lora or {},
         base_model=config.base_model,
     )
