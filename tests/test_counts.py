@@ -27,7 +27,7 @@ from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.loading.load import load
 from ssmlx.model import shapes
-from ssmlx.model.backbone import arrays_of
+from ssmlx.model.backbone import module_arrays
 from ssmlx.settings import DraftModelConfig, SamplingConfig, SpeculatorTreeConfig, TreeConfig
 
 # --- Sorts, and passes over all logits ---
@@ -348,4 +348,4 @@ def test_bytes_of_a_call(monkeypatch):
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention_as_one)
     least = bytes_moved(plain, mx.array([5], mx.int32))
     assert bytes_moved(verified_and_drafted, tree.tokens) <= 1.37 * least
-    assert least <= 1.06 * sum(array.nbytes for array in arrays_of(model.backbone.model))
+    assert least <= 1.06 * sum(array.nbytes for array in module_arrays(model.backbone.model))

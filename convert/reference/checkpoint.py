@@ -17,7 +17,7 @@ from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_streams, str
 from ssmlx.loading.files import account_for, read_tensors, write_whole
 from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.model.backbone import PROBE_LENGTH, BaseIdentity
+from ssmlx.model.backbone import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import layer_of
 from ssmlx.training.config import Part
 from ssmlx.training.job import check_init, check_scale, check_shapes
@@ -237,7 +237,7 @@ def base_identity(base: Any) -> BaseIdentity:
         config.num_hidden_layers,
         config.hidden_size,
         config.vocab_size,
-        tuple(round(value, 6) for value in weight[:PROBE_LENGTH].float().tolist()),
+        tuple(round(value, 6) for value in weight[:NORM_PROBE_LENGTH].float().tolist()),
     )
 
 

@@ -30,7 +30,7 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_streams
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
-from ssmlx.model.backbone import Backbone, on_same_arrays
+from ssmlx.model.backbone import Backbone, clone_sharing_arrays
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
@@ -104,7 +104,7 @@ class Target:
         adapter = weights.adapter
         model, settings = load_in(weights.dtype, weights.base)
         self.tokenizer = load_tokenizer(weights.base, settings)
-        backbone = Backbone(self._computing(on_same_arrays(model)))
+        backbone = Backbone(self._computing(clone_sharing_arrays(model)))
         if adapter is not None:
             check_base(adapter, backbone)
         lora = {} if adapter is None else adapter.lora
@@ -205,7 +205,7 @@ class Target:
 
     def _backbone(self) -> Backbone:
         bits = resolve_draft_bits(self.weights.draft_head)
-        backbone = Backbone(on_same_arrays(self.mlx_model), None, bits)
+        backbone = Backbone(clone_sharing_arrays(self.mlx_model), None, bits)
         backbone.cache_dir = self.weights.costs
         return backbone
 

@@ -183,7 +183,7 @@ def prune_tree(
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
     if noise is not None:
         exit_logits = with_noise(exit_logits, noise[tree.depths[: tree.num_internal]])
-    (edges,) = model.backbone.agreed(transition_logprobs(tree, exit_logits))
+    (edges,) = model.backbone.broadcast_from_rank0(transition_logprobs(tree, exit_logits))
     keep = surviving_nodes(tree, edges, config)
     return tree.select(keep), hidden[:, keep], keep
 
@@ -192,7 +192,7 @@ def choose(
     model: StreamFusedModel, logits: mx.array, sampler: Sampling, places: Places
 ) -> mx.array:
     """[R] the target's token after each row of `logits` [R, V], see `Sampling.choose`."""
-    return model.backbone.agreed(sampler.choose(logits, places))[0]
+    return model.backbone.broadcast_from_rank0(sampler.choose(logits, places))[0]
 
 
 def settle(
@@ -206,7 +206,7 @@ def settle(
     """What `choose` gave, with the token of `row` [1] decided where it was left open."""
     if not sampler.leaves_open:
         return tokens
-    return model.backbone.agreed(sampler.settle(tokens, logits, places, row))[0]
+    return model.backbone.broadcast_from_rank0(sampler.settle(tokens, logits, places, row))[0]
 
 
 def verify(
@@ -228,7 +228,9 @@ def verify(
     logprobs = sampler.logprobs(logits, places)
     target_tokens = mx.argmax(sampler.perturb(logprobs, places), axis=-1).astype(mx.int32)
     found = accept_typical(tree, target_tokens, logprobs, acceptance)
-    agreed = model.backbone.agreed(target_tokens, found.path, found.new_tokens, found.num_accepted)
+    agreed = model.backbone.broadcast_from_rank0(
+        target_tokens, found.path, found.new_tokens, found.num_accepted
+    )
     return agreed[0], Acceptance(*agreed[1:])
 
 

@@ -96,7 +96,7 @@ class DraftingText:
         backbone = self.model.backbone
         if backbone.group is None:
             return tree
-        tokens, depths, paths = backbone.agreed(tree.tokens, tree.depths, tree.paths)
+        tokens, depths, paths = backbone.broadcast_from_rank0(tree.tokens, tree.depths, tree.paths)
         return replace(tree, tokens=tokens, depths=depths, paths=paths)
 
     def note_seen(self, name: str) -> None:

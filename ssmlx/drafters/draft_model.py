@@ -19,7 +19,7 @@ from ..decoding.sampling import Places, Sampling, last_tokens
 from ..errors import require
 from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import Fetch, resolve_model
-from ..model.backbone import arrays_of
+from ..model.backbone import module_arrays
 from ..model.shapes import to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, comb_topology
@@ -53,7 +53,7 @@ class DraftModel:
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
         self.model = model
         self.name = name
-        mx.eval(arrays_of(model))
+        mx.eval(module_arrays(model))
         for layer, cache in enumerate(_make_cache(model)):
             require(
                 type(cache) is KVCache,
@@ -71,7 +71,7 @@ class DraftModel:
     @property
     def nbytes(self) -> int:
         """Bytes of its weights and its caches."""
-        return sum(array.nbytes for array in arrays_of(self.model)) + self.cache_bytes
+        return sum(array.nbytes for array in module_arrays(self.model)) + self.cache_bytes
 
     @property
     def cache_bytes(self) -> int:

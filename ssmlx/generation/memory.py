@@ -92,7 +92,7 @@ def memory_of(
     apart = {id(array) for array in lora}
     used = {id(array): array for array in arrays_in(model.backbone.model.parameters())}
     # Weights that merged ones stand in for.
-    kept = arrays_in([module.parameters() for module in model.backbone.kept.values()])
+    kept = arrays_in([module.parameters() for module in model.backbone.replaced_in_memory.values()])
     # In the cache's buffers, the rows of a step stand behind those that are committed.
     rows = cache.scratch + cache.capacity
     scratch = cache.nbytes * cache.scratch // rows if rows else 0

@@ -49,7 +49,7 @@ _WINDOW_NAMES = ("sliding_window", "window_size")
 _NORM_NAMES = ("norm", "final_layernorm", "embedding_norm")
 PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 _HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS, RowLora, EmbeddingLora)
-PROBE_LENGTH = 32
+NORM_PROBE_LENGTH = 32
 _PROBE_TOLERANCE = 0.02
 _DIGEST_VALUES = 64
 _log = logging.getLogger("ssmlx")
@@ -76,7 +76,7 @@ class Head:
         return self.model(normed)
 
 
-def with_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
+def replace_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
     """A module like `module`, on the same arrays, with some other parts, and maybe another call."""
     twin = copy.copy(module)
     kind = type(module)
@@ -96,32 +96,32 @@ def _in_float32(self: Any, tokens: mx.array) -> Any:
     return kind.__call__(self, tokens).astype(mx.float32)
 
 
-def arrays_of(model: nn.Module) -> list[mx.array]:
+def module_arrays(model: nn.Module) -> list[mx.array]:
     """Every array of a model, such as a rotary embedding's frequencies, which count as no
     parameters."""
     held = (value for module in model.modules() for value in module.values())
     return [value for value in held if isinstance(value, mx.array)]
 
 
-def on_same_arrays(model: nn.Module) -> nn.Module:
+def clone_sharing_arrays(model: nn.Module) -> nn.Module:
     """A copy of a model's modules, whose arrays are the very arrays of `model`."""
-    twin: nn.Module = _copied(model, {})
+    twin: nn.Module = _clone(model, {})
     return twin
 
 
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
+def _clone(value: Any, copies: dict[int, Any]) -> Any:
     """`value` with its modules copied; one that stands in two places stays one."""
     if isinstance(value, nn.Module):
         if id(value) not in copies:
             twin: Any = copy.copy(value)
             copies[id(value)] = twin
             for name, part in value.items():
-                twin[name] = _copied(part, copies)
+                twin[name] = _clone(part, copies)
         return copies[id(value)]
     if isinstance(value, dict):
-        return {name: _copied(part, copies) for name, part in value.items()}
+        return {name: _clone(part, copies) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(part, copies) for part in value)
+        return type(value)(_clone(part, copies) for part in value)
     return value
 
 
@@ -144,18 +144,18 @@ def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
 
 def head_bytes(head: LMHead | None) -> int:
     """Bytes of the weights behind an LM head, such as `Backbone.draft_head` made."""
-    layer = _layer_of(head)
+    layer = head_layer(head)
     arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
     return sum(array.nbytes for array in arrays)
 
 
-def _layer_of(head: LMHead | None) -> Any:
+def head_layer(head: LMHead | None) -> Any:
     """The module that has a row for each token."""
     # A tied head is its embedding's own method.
     return head.layer if isinstance(head, Head) else getattr(head, "__self__", head)
 
 
-def digest_of(tensors: Iterable[tuple[str, mx.array]]) -> str:
+def digest_tensors(tensors: Iterable[tuple[str, mx.array]]) -> str:
     """A digest of arrays that costs milliseconds: of names, shapes, types, and some values each."""
     samples = []
     for name, array in tensors:
@@ -270,7 +270,7 @@ class Backbone:
         try:
             self._take_parts()
             self._position_ropes(own_ropes)
-            mx.eval(arrays_of(model))
+            mx.eval(module_arrays(model))
             self._check_stages()
         except Exception as error:  # of many kinds, where a class is built in a way of its own
             _log.debug("the stages of a model cannot be run", exc_info=True)
@@ -282,14 +282,14 @@ class Backbone:
                 )
             self._take_whole(error.found)
 
-    def twin(self) -> Backbone:
+    def clone_sharing_weights(self) -> Backbone:
         """The same model with modules of its own, to be exchanged, on the very same arrays."""
         twin = copy.copy(self)
-        twin.model = on_same_arrays(self.model)
-        twin.take_modules()
+        twin.model = clone_sharing_arrays(self.model)
+        twin.refresh_parts()
         return twin
 
-    def take_modules(self) -> None:
+    def refresh_parts(self) -> None:
         """Know the model's modules, some of which were exchanged."""
         if self._no_stages is None:
             self._take_parts()
@@ -308,14 +308,14 @@ class Backbone:
             return self
         dropped = [path for path, module in self.replaced.items() if module is None]
         read = self.reload(dropped) if dropped and self.reload is not None else {}
-        base = self.twin()
-        base.model.update_modules(tree_unflatten([*self.kept.items(), *read.items()]))
-        base.take_modules()
+        base = self.clone_sharing_weights()
+        base.model.update_modules(tree_unflatten([*self.replaced_in_memory.items(), *read.items()]))
+        base.refresh_parts()
         base.replaced = {}
         return base
 
     @property
-    def kept(self) -> dict[str, nn.Module]:
+    def replaced_in_memory(self) -> dict[str, nn.Module]:
         """Those of `replaced` that are in memory."""
         return {path: module for path, module in self.replaced.items() if module is not None}
 
@@ -327,7 +327,7 @@ class Backbone:
     @property
     def identity(self) -> BaseIdentity:
         """What tells this base model from another, whatever precision it is stored in."""
-        probe = self.final_norm_weight[:PROBE_LENGTH].astype(mx.float32)
+        probe = self.final_norm_weight[:NORM_PROBE_LENGTH].astype(mx.float32)
         return BaseIdentity(
             str(getattr(self.model, "model_type", "")),
             len(self.layers),
@@ -343,7 +343,7 @@ class Backbone:
         Of the base model: it is asked for before an adapter changes layers.
         """
         settings = json.dumps(getattr(self.args, "__dict__", {}), sort_keys=True, default=str)
-        return digest_of([(settings, mx.array(0)), *tree_flatten(self.model.parameters())])
+        return digest_tensors([(settings, mx.array(0)), *tree_flatten(self.model.parameters())])
 
     @property
     def hidden_size(self) -> int:
@@ -448,15 +448,15 @@ class Backbone:
             return layer.as_linear if self._head is None else layer  # type: ignore[no-any-return]
         body = {} if self._head is not None else {"embed_tokens": layer}
         parts = {} if self._head is None else {"lm_head": layer}
-        parts["model"] = with_parts(self._outer.model, _given_back, **body)
-        return Head(layer, with_parts(self._outer, **parts))
+        parts["model"] = replace_parts(self._outer.model, _given_back, **body)
+        return Head(layer, replace_parts(self._outer, **parts))
 
     def draft_head(self, tokens: mx.array) -> LMHead:
         """The LM head of `tokens` [Vd] alone, with its own copy of their rows.
 
         It only guesses, so its weights may be packed to `draft_bits`: an answer does not change.
         """
-        head: Any = _layer_of(self.lm_head)
+        head: Any = head_layer(self.lm_head)
         self._require_rows(head, "a draft vocabulary")
         if isinstance(head, EmbeddingLora | RowLora):
             rows: Any = head.rows(tokens)
@@ -470,9 +470,9 @@ class Backbone:
         mx.eval(rows.parameters())
         return self._head_of(rows)
 
-    def head_rows(self, tokens: mx.array) -> mx.array:
+    def head_weights(self, tokens: mx.array) -> mx.array:
         """[..., D] unpacked weights of `tokens` [...] of the LM head."""
-        layer = _layer_of(self.lm_head)
+        layer = head_layer(self.lm_head)
         self._require_rows(layer, "a condition")
         if isinstance(layer, EmbeddingLora | RowLora):
             return mx.unflatten(layer.rows(tokens.flatten()).weight, 0, tokens.shape)
@@ -485,13 +485,13 @@ class Backbone:
         if not self._bends_logits:
             return 1.0
         hidden = 1e-3 * mx.ones((1, self.hidden_size), self.dtype)
-        layer: Any = _layer_of(self.lm_head)
+        layer: Any = head_layer(self.lm_head)
         plain = (layer.as_linear if self._head is None else layer)(hidden)
         scaled = self.lm_head(hidden)
         most = mx.argmax(mx.abs(plain))
         return to_float(scaled.flatten()[most]) / to_float(plain.flatten()[most])
 
-    def agreed(self, *arrays: mx.array) -> list[mx.array]:
+    def broadcast_from_rank0(self, *arrays: mx.array) -> list[mx.array]:
         """What rank 0 has for `arrays`, where the model is split over ranks; else themselves."""
         return from_first(arrays, self.group)
 
@@ -524,7 +524,7 @@ class Backbone:
             return self._embedded
         return self.embed(mx.array([0]), mx.array([0]))
 
-    def make_own_cache(self) -> list[Any]:
+    def make_model_cache(self) -> list[Any]:
         """Caches by layer, of the model's own kinds."""
         return list(make_prompt_cache(self._outer))
 
@@ -545,9 +545,9 @@ class Backbone:
         self.args = _settings_of(self._outer)
         self._outer = self.model
         try:
-            logits = self._outer(mx.array([_PROBE_TOKENS]), cache=self.make_own_cache())
+            logits = self._outer(mx.array([_PROBE_TOKENS]), cache=self.make_model_cache())
             self._embedded = mx.zeros((1, 1, getattr(self.args, "hidden_size", 1)), logits.dtype)
-            mx.eval(logits, self._embedded, arrays_of(self.model))
+            mx.eval(logits, self._embedded, module_arrays(self.model))
         except Exception as error:  # a class of mlx-lm's raises many kinds
             raise InputError(
                 f"the model type {self._type!r} does not run ({first_line(error)})",
@@ -621,7 +621,7 @@ class Backbone:
         if self.embeds_positions:
             return
         tokens = mx.array([[1, 2]])
-        front = with_parts(self._decoder, layers=[], **{norm: nn.Identity()})
+        front = replace_parts(self._decoder, layers=[], **{norm: nn.Identity()})
         embedded = front(tokens, cache=[_NoCache()] * len(self.layers))
         plain = self._decoder.embed_tokens(tokens)
         self._front = None if mx.array_equal(embedded, plain) else front
@@ -664,7 +664,7 @@ class Backbone:
     def _with_short_windows(self) -> Backbone:
         """The same weights in float32, with windows of a few tokens where they can be set."""
         probe = copy.copy(self)
-        twin: Any = on_same_arrays(self.model)
+        twin: Any = clone_sharing_arrays(self.model)
         probe.model = twin
         outer = getattr(twin, "language_model", twin)
         decoder = getattr(outer.model, "decoder", outer.model)
@@ -677,7 +677,7 @@ class Backbone:
                     if isinstance(getattr(one, name, None), int):
                         setattr(one, name, size)
         if self.dtype != mx.float32:
-            decoder.embed_tokens = with_parts(decoder.embed_tokens, _in_float32)
+            decoder.embed_tokens = replace_parts(decoder.embed_tokens, _in_float32)
         probe._take_parts()
         return probe
 

@@ -157,7 +157,7 @@ class StreamFusedModel:
             expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
             self.draft_head = backbone.draft_head(streams.draft_vocab)
         if streams.condition is not None:
-            backbone.head_rows(indices(1))  # refuses a head without rows
+            backbone.head_weights(indices(1))  # refuses a head without rows
 
     @property
     def is_fine_tuned(self) -> bool:
@@ -208,7 +208,7 @@ class StreamFusedModel:
     def make_cache(self, scratch: int = 0) -> TreeCache:
         """An empty cache; `scratch` is the most rows that a step will have, if known."""
         if not self.backbone.capabilities.has("stages"):
-            return StateCache(self.backbone.make_own_cache)
+            return StateCache(self.backbone.make_model_cache)
         return TreeCache(self.num_layers, scratch=scratch)
 
     def node_rows(self, tree: Tree, cache: TreeCache) -> NodeRows:
@@ -265,7 +265,7 @@ class StreamFusedModel:
         assert self.streams is not None and self.streams.condition is not None
         condition = self.streams.condition
         embedded = self.backbone.token_embeddings(previous)
-        rows = self.backbone.head_rows(tokens)
+        rows = self.backbone.head_weights(tokens)
         mixed = condition.mix(normed[..., None, :], embedded)
         scores = mixed @ (rows @ condition.out).swapaxes(-1, -2)
         scale = self.backbone.logit_scale

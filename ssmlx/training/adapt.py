@@ -757,7 +757,7 @@ def train_round(
     say(f"training {num_steps:,} steps ...")
     with busy("reading"):
         job, _ = prepare(run, train, start)
-    twin = source.backbone.twin()
+    twin = source.backbone.clone_sharing_weights()
     adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)
     objective = MlxObjective(model, train, job.draft_vocab)

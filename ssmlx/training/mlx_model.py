@@ -159,7 +159,7 @@ class TrainedModel:
         backbone.replaced = attach_lora(
             backbone.model, lora, self._scope, merge=False, dtype=mx.float32, fixed=False
         )
-        backbone.take_modules()
+        backbone.refresh_parts()
         modules: Mapping[str, Any] = dict(backbone.model.named_modules())
         self._loras: dict[str, RowLora] = {path: modules[path] for path in lora}
         self._fused = StreamFusedModel(backbone, self.config, adapter.streams)
