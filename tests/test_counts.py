@@ -27,7 +27,7 @@ from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.loading.load import load
 from ssmlx.model import shapes
-from ssmlx.model.backbone import module_arrays
+from ssmlx.model.modules import module_arrays
 from ssmlx.settings import DraftModelConfig, SamplingConfig, SpeculatorTreeConfig, TreeConfig
 
 # --- Sorts, and passes over all logits ---

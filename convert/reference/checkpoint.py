@@ -17,7 +17,7 @@ from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_streams, str
 from ssmlx.loading.files import account_for, read_tensors, write_whole
 from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.model.backbone import NORM_PROBE_LENGTH, BaseIdentity
+from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import layer_of
 from ssmlx.training.config import Part
 from ssmlx.training.job import check_init, check_scale, check_shapes

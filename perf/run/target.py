@@ -30,8 +30,9 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_streams
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
-from ssmlx.model.backbone import Backbone, clone_sharing_arrays
+from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowScope, attach_lora
+from ssmlx.model.modules import clone_sharing_arrays
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 

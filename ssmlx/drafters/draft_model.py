@@ -19,7 +19,7 @@ from ..decoding.sampling import Places, Sampling, last_tokens
 from ..errors import require
 from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import Fetch, resolve_model
-from ..model.backbone import module_arrays
+from ..model.modules import module_arrays
 from ..model.shapes import to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, comb_topology

@@ -9,8 +9,8 @@ import mlx.core as mx
 from ..decoding.drafter import Drafter
 from ..drafters.registry import Loaded
 from ..loading.adapter import stream_tensors
-from ..model.backbone import head_bytes
 from ..model.cache import TreeCache
+from ..model.lm_head import head_bytes
 from ..model.lora import LoraLayer
 from ..model.shapes import arrays_in
 from ..model.streams import StreamFusedModel

@@ -8,7 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import InputError, require
-from ..model.backbone import Backbone, digest_tensors
+from ..model.backbone import Backbone
+from ..model.identity import digest_tensors
 from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel

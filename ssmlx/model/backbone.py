@@ -14,48 +14,38 @@ node's position, and gets no other: its stream embedding alone says how far ahea
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from inspect import signature
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from ..errors import InputError, first_line, require
+from ..errors import InputError, first_line
 from .cache import StateCache, TreeCache
 from .capabilities import Capabilities, Reason
+from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_tensors
 from .latent import run_rows_as_texts
+from .lm_head import HEAD_KINDS, PACKED_KINDS, Head, LMHead, give_back, head_layer, pack_rows
 from .lora import EmbeddingLora, RowLora
 from .masks import CausalMasks, WindowMasks
 from .metal import TreeMask, calls_attention, hook_layers
+from .modules import clone_sharing_arrays, module_arrays, replace_parts
 from .ranks import Group, from_first
 from .rope import PositionedRope, Positions
-from .shapes import arrays_in, to_float, to_list
+from .shapes import to_float, to_list
 
 _PROBE_TOKENS = (1, 2, 3, 5, 1, 4, 2, 6, 3, 1, 5, 2)
 _PROBE_WINDOW = 4
 _WINDOW_NAMES = ("sliding_window", "window_size")
 _NORM_NAMES = ("norm", "final_layernorm", "embedding_norm")
-PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
-_HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS, RowLora, EmbeddingLora)
-NORM_PROBE_LENGTH = 32
-_PROBE_TOLERANCE = 0.02
-_DIGEST_VALUES = 64
 _log = logging.getLogger("ssmlx")
-
-LMHead = Callable[[mx.array], mx.array]
-"""Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
 
 Tapped = dict[int, mx.array | None]
 """Hidden states [1, R, D] by the layer that they enter; None until a run fills them in."""
@@ -65,158 +55,13 @@ Mask = mx.array | TreeMask | WindowMasks | CausalMasks
 these for each layer."""
 
 
-@dataclass(frozen=True, eq=False)
-class Head:
-    """An LM head of whose logits its model makes others: it scales them, or caps them."""
-
-    layer: nn.Module  # with a row for each token
-    model: nn.Module  # with that head, and a body that gives back what it takes
-
-    def __call__(self, normed: mx.array) -> mx.array:
-        return self.model(normed)
-
-
-def replace_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
-    """A module like `module`, on the same arrays, with some other parts, and maybe another call."""
-    twin = copy.copy(module)
-    kind = type(module)
-    for name, part in parts.items():
-        setattr(twin, name, part)
-    if call is not None:
-        twin.__class__ = type(kind.__name__, (kind,), {"__call__": call})
-    return twin
-
-
-def _given_back(_self: nn.Module, hidden: mx.array, *_more: Any, **_others: Any) -> mx.array:
-    return hidden
-
-
 def _in_float32(self: Any, tokens: mx.array) -> Any:
     kind: Any = type(self).__base__
     return kind.__call__(self, tokens).astype(mx.float32)
 
 
-def module_arrays(model: nn.Module) -> list[mx.array]:
-    """Every array of a model, such as a rotary embedding's frequencies, which count as no
-    parameters."""
-    held = (value for module in model.modules() for value in module.values())
-    return [value for value in held if isinstance(value, mx.array)]
-
-
-def clone_sharing_arrays(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules, whose arrays are the very arrays of `model`."""
-    twin: nn.Module = _clone(model, {})
-    return twin
-
-
-def _clone(value: Any, copies: dict[int, Any]) -> Any:
-    """`value` with its modules copied; one that stands in two places stays one."""
-    if isinstance(value, nn.Module):
-        if id(value) not in copies:
-            twin: Any = copy.copy(value)
-            copies[id(value)] = twin
-            for name, part in value.items():
-                twin[name] = _clone(part, copies)
-        return copies[id(value)]
-    if isinstance(value, dict):
-        return {name: _clone(part, copies) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_clone(part, copies) for part in value)
-    return value
-
-
 Reload = Callable[[Collection[str]], dict[str, nn.Module]]
 """Paths of modules to the modules as the base model has them."""
-
-
-def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
-    """A linear layer or embedding with its weights packed to `bits` bits, mlx-lm's affine format.
-
-    As it is where it is packed already, or no group size of MLX's divides its width.
-    """
-    width = int(layer.weight.shape[-1])
-    sizes = [size for size in (64, 32) if width % size == 0]
-    if isinstance(layer, PACKED_KINDS) or not sizes:
-        return layer
-    packable: Any = layer
-    return packable.to_quantized(group_size=sizes[0], bits=bits)
-
-
-def head_bytes(head: LMHead | None) -> int:
-    """Bytes of the weights behind an LM head, such as `Backbone.draft_head` made."""
-    layer = head_layer(head)
-    arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
-    return sum(array.nbytes for array in arrays)
-
-
-def head_layer(head: LMHead | None) -> Any:
-    """The module that has a row for each token."""
-    # A tied head is its embedding's own method.
-    return head.layer if isinstance(head, Head) else getattr(head, "__self__", head)
-
-
-def digest_tensors(tensors: Iterable[tuple[str, mx.array]]) -> str:
-    """A digest of arrays that costs milliseconds: of names, shapes, types, and some values each."""
-    samples = []
-    for name, array in tensors:
-        stride = max(1, array.size // _DIGEST_VALUES) | 1  # odd, to meet every column
-        values = array.flatten()[::stride]
-        exact = values.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else values
-        samples.append((f"{name} {array.dtype} {array.shape}", mx.contiguous(exact)))
-    mx.eval([values for _, values in samples])
-    digest = hashlib.sha256()
-    for name, values in samples:
-        digest.update(name.encode() + np.asarray(values).tobytes())
-    return digest.hexdigest()[:32]
-
-
-@dataclass(frozen=True)
-class BaseIdentity:
-    """What tells one base model from another, in whatever precision it is stored."""
-
-    model_type: str  # mlx-lm's name of the architecture
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    # the first weights of its final norm, which no quantisation touches
-    norm_probe: tuple[float, ...]
-
-    @classmethod
-    def read(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
-        """The identity in the settings `values` of the file `path`."""
-        base: Any = values.get("base")
-        sizes = ("num_layers", "hidden_size", "vocab_size")
-        try:
-            probe = tuple(map(float, base["norm_probe"]))
-            if not all(map(math.isfinite, probe)) or any(
-                type(base[one]) is not int for one in sizes
-            ):
-                raise ValueError
-            return cls(**{**base, "norm_probe": probe})
-        except (TypeError, KeyError, ValueError, OverflowError) as error:
-            raise InputError(
-                f"{path} does not say which base model it is for",
-                expected="an entry `base`",
-                do="convert it again",
-            ) from error
-
-    def require_same(self, other: BaseIdentity, found: str, *, expected: str, do: str) -> None:
-        """Refuse what this is the identity of, as in "the heads belong", for the model `other`."""
-        difference = self.difference(other)
-        found += f" to another base model: this one has {difference}"
-        require(difference is None, found, expected=expected, do=do)
-
-    def difference(self, other: BaseIdentity) -> str | None:
-        """What tells `other` apart, in words; None if they are one model."""
-        for name in ("model_type", "num_layers", "hidden_size", "vocab_size"):
-            mine = getattr(self, name)
-            theirs = getattr(other, name)
-            if mine != theirs:
-                return f"{name} {theirs!r} instead of {mine!r}"
-        pairs = zip_longest(self.norm_probe, other.norm_probe, fillvalue=math.nan)
-        if not all(abs(a - b) <= _PROBE_TOLERANCE * max(1.0, abs(a)) for a, b in pairs):
-            return "other weights (its final norm differs)"
-        return None
 
 
 class Backbone:
@@ -448,7 +293,7 @@ class Backbone:
             return layer.as_linear if self._head is None else layer  # type: ignore[no-any-return]
         body = {} if self._head is not None else {"embed_tokens": layer}
         parts = {} if self._head is None else {"lm_head": layer}
-        parts["model"] = replace_parts(self._outer.model, _given_back, **body)
+        parts["model"] = replace_parts(self._outer.model, give_back, **body)
         return Head(layer, replace_parts(self._outer, **parts))
 
     def draft_head(self, tokens: mx.array) -> LMHead:
@@ -560,7 +405,7 @@ class Backbone:
         self.windows = [None] * len(self.layers)
 
     def _require_rows(self, head: Any, taker: str) -> None:
-        if not isinstance(head, _HEAD_KINDS):
+        if not isinstance(head, HEAD_KINDS):
             kind = type(head).__name__
             raise self._unsupported(f"its LM head is a {kind}, of which {taker} takes rows")
 

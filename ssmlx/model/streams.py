@@ -13,10 +13,11 @@ import mlx.core as mx
 
 from ..errors import require
 from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
-from .backbone import Backbone, LMHead, Mask, Tapped
+from .backbone import Backbone, Mask, Tapped
 from .cache import RowsCache, StateCache, StreamCache, TreeCache
 from .condition import Condition, unit
 from .latent import is_latent
+from .lm_head import LMHead
 from .lora import RowScope
 from .masks import (
     SINKS,

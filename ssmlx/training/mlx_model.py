@@ -31,8 +31,9 @@ from ..loading.adapter import (
 from ..loading.attach import check_base
 from ..loading.files import new_folder
 from ..loading.lora_files import Loras, lora_tensors
-from ..model.backbone import Backbone, LMHead
+from ..model.backbone import Backbone
 from ..model.condition import Condition
+from ..model.lm_head import LMHead
 from ..model.lora import (
     LoraWeights,
     RowLora,
