@@ -16,7 +16,6 @@ from real import answer, refusal
 from tiny import make_tokenizer, mlx_lm_tokens
 
 from ssmlx.loading.load import load_base
-from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 
 VOCAB = 64
@@ -266,7 +265,10 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
     assert len({*mx.argmax(logits, axis=-1).tolist()}) > 1 and bool(mx.isfinite(logits).any())
 
 
-@pytest.mark.parametrize("stage", ["_take_ends", "_position_ropes", "_check_stages"])
+@pytest.mark.parametrize(
+    "stage",
+    ["stages.Stages._find_ends", "backbone.make_ropes_take_positions", "backbone.check_stages"],
+)
 @pytest.mark.parametrize("kind", [KeyError, RuntimeError, AssertionError])
 def test_an_error_of_ours_is_no_fault_of_the_files(stage, kind, tmp_path, monkeypatch):
     folder = write_model("qwen3", tmp_path)
@@ -276,7 +278,7 @@ def test_an_error_of_ours_is_no_fault_of_the_files(stage, kind, tmp_path, monkey
     def fails(*_given):
         raise kind("a hole")
 
-    monkeypatch.setattr(Backbone, stage, fails)
+    monkeypatch.setattr(f"ssmlx.model.{stage}", fails)
     model = StreamFusedModel(load_base(folder, "float32")[0])
     assert answer(model, make_tokenizer(VOCAB), PROMPT, max_tokens=LENGTH)[0] == expected
     assert "a hole" in model.backbone.capabilities.stages

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..model.backbone import Tapped
 from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
+from ..model.stages import Tapped
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from ..model import metal
-from ..model.backbone import Tapped
 from ..model.cache import TreeCache
+from ..model.stages import Tapped
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..errors import require
 from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
-from .backbone import Backbone, Mask, Tapped
+from .backbone import Backbone
 from .cache import RowsCache, StateCache, StreamCache, TreeCache
 from .condition import Condition, unit
 from .latent import is_latent
@@ -31,6 +31,7 @@ from .masks import (
 from .metal import TreeMask
 from .rope import Positions
 from .shapes import evaluated, expect_shape, indices
+from .stages import Mask, Tapped
 from .tree import Tree
 
 
