@@ -18,9 +18,9 @@ from ..model.layer_state import join, split
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import root_tree
-from .call import choose, settle
+from .call import resample_full_vocab, sample
 from .loop import Stops, never_stops
-from .sampling import Sampling, TokenLogprobs, last_tokens, places_of, record_logprobs
+from .sampling import Sampling, TokenLogprobs, last_tokens, record_logprobs, row_positions
 
 MOST_UNREAD = 32
 """Tokens that a reader may be behind its row."""
@@ -33,7 +33,7 @@ Chosen = tuple[mx.array, mx.array | None]
 
 @dataclass(eq=False)
 class Row:
-    """An endless text that a batch decodes."""
+    """An answer that a batch decodes, endlessly; `unread` holds what its reader has not taken yet."""
 
     model: StreamFusedModel
     sampler: Sampling
@@ -45,24 +45,34 @@ class Row:
     unread: deque[tuple[int, list[TokenLogprobs]]] = field(default_factory=deque)
     place: int = 0  # of the token that the next call of a batch decides behind
     tail: mx.array | None = None  # [C] the last tokens before it
-    rests: bool = False  # nobody reads it, or it is over
+    is_paused: bool = False  # nobody reads it, or it is over
     error: Exception | None = None
 
-    def choose(self, token: mx.array, logits: mx.array) -> Chosen:
-        """What follows `token` [1], of `logits` [1, V]."""
+    def sample(self, token: mx.array, logits: mx.array) -> Chosen:
+        """Decide the token after `token`, and move on by one position.
+
+        Args:
+            token: [1] the row's newest token.
+            logits: [1, V] of the target after it.
+
+        Returns:
+            The next token [1], and its log probabilities where the settings ask for them.
+        """
         sampler = self.sampler
         only = indices(1)
         assert self.tail is not None
-        places = places_of(root_tree(token), mx.array([self.place], mx.int32), self.tail)
+        positions = row_positions(root_tree(token), mx.array([self.place], mx.int32), self.tail)
         if self.mask is not None:
             logits = self.mask(self.text[self.first :], logits)
-        chosen = choose(self.model, logits, sampler, places)
-        chosen = settle(self.model, chosen, logits, sampler, places, only)
-        self.tail = places.tail_at(only)
-        return chosen, sampler.token_logprobs(logits, places, only, chosen)
+        chosen = sample(self.model, logits, sampler, positions)
+        chosen = resample_full_vocab(self.model, chosen, logits, sampler, positions, only)
+        self.tail = positions.tail_at(only)
+        return chosen, sampler.token_logprobs(logits, positions, only, chosen)
 
     def key_values(self) -> list[KVCache]:
-        """What its cache holds, as mlx-lm keeps it for each layer."""
+        """Its committed keys and values as mlx-lm's cache of each layer; empty ones of a text of
+        one token.
+        """
         caches: list[KVCache] = []
         if not self.cache.offset:  # of a text of one token
             return [KVCache() for _ in self.cache.layers]
@@ -73,7 +83,10 @@ class Row:
 
 
 class Batch:
-    """Calls of a row for each of several texts that one model decodes plainly."""
+    """Plain decoding of several texts by one model, with one call for a token of each.
+
+    Where the model cannot keep texts of different lengths apart, each text has calls of its own.
+    """
 
     def __init__(self, model: StreamFusedModel) -> None:
         self._model = model
@@ -81,6 +94,7 @@ class Batch:
         self._clear()
 
     def _clear(self) -> None:
+        """Forget all rows, their caches and the calls under way."""
         self._rows: list[Row] = []
         self._caches: list[BatchKVCache] = []
         self._newest = indices(0)  # [b] the newest token of each row
@@ -89,18 +103,19 @@ class Batch:
 
     @property
     def shares_calls(self) -> bool:
-        """Whether rows share calls; else each has its own, and keeps its cache."""
+        """Whether one call has a row for each text; else each text has calls and a cache of its
+        own.
+        """
         return self._model.backbone.capabilities.has("batches")
 
     @property
     def members(self) -> list[Row]:
-        """Those that the next call has a row for."""
+        """The answers that the next call has a row for, those that are joining among them."""
         return self._rows + self._joining
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes that its rows take beside what their texts would alone: all are as long as the
-        longest."""
+        """Bytes that padding takes: all rows of the shared caches are as long as the longest text."""
         keys = self._caches[0].keys if self._caches else None
         if keys is None or not self._rows:
             return 0
@@ -110,14 +125,18 @@ class Batch:
         return int(num_bytes * (1 - filled / (length * len(self._rows))))
 
     def join(self, row: Row) -> None:
-        """Give an answer a row in the calls to come."""
-        row.rests = False
+        """Give an answer a row in the calls to come: it is admitted at the next `step`."""
+        row.is_paused = False
         row.place = len(row.text) - 1
         row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
         self._joining.append(row)
 
     def leave(self, row: Row) -> None:
-        """Give it its cache back, if it has a row."""
+        """Take an answer out of the batch; its cache holds its text but the last token again.
+
+        Does nothing for an answer that is not in the batch. Its tokens of calls under way are
+        dropped.
+        """
         if row in self._joining:
             self._joining.remove(row)
         if row not in self._rows:
@@ -141,7 +160,10 @@ class Batch:
             cache.filter(keep)
 
     def step(self) -> None:
-        """A token for every row; where that fails, each of them will say so."""
+        """Decode one more token of every row.
+
+        An error is noted in each row's `error`, and the batch is empty then.
+        """
         try:
             self._step()
         except Exception as error:
@@ -152,6 +174,11 @@ class Batch:
 
     def _step(self) -> None:
         # A first token is waited for, and a mask has to know the tokens before it.
+        """Admit those that join, launch calls, and read the oldest.
+
+        Mostly a call runs while the one before it is read. Where a text has just joined, a row has
+        a mask, or calls are not shared, each call is read at once.
+        """
         waits = bool(self._joining) or any(row.mask for row in self._rows) or not self.shares_calls
         self._admit()
         if waits or not self._calls:
@@ -162,6 +189,7 @@ class Batch:
             self._read()
 
     def _admit(self) -> None:
+        """Move the keys and values of those that join into the shared caches, and add their rows."""
         rows = self._joining
         if not rows:
             return
@@ -179,6 +207,7 @@ class Batch:
         self._joining = []
 
     def _launch(self) -> None:
+        """Build the next call of all rows, decide its tokens, and start computing them."""
         rows = self._rows
         newest = self._newest
         backbone = self._model.backbone
@@ -193,7 +222,7 @@ class Batch:
             self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)
         else:
             pairs = zip(mx.split(newest, len(rows)), mx.split(logits, len(rows)), strict=True)
-            chosen = [row.choose(*pair) for row, pair in zip(rows, pairs, strict=True)]
+            chosen = [row.sample(*pair) for row, pair in zip(rows, pairs, strict=True)]
             self._newest = mx.concatenate([token for token, _ in chosen])
             told = [more for _, more in chosen]
         mx.async_eval(self._newest, [more for more in told if more is not None])
@@ -202,6 +231,10 @@ class Batch:
         self._calls.append(([*rows], self._newest, told))
 
     def _read(self) -> None:
+        """Wait for the oldest call, and add its tokens to the rows' texts and to `unread`.
+
+        Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind, leave the batch.
+        """
         rows, tokens, told = self._calls.popleft()
         for row, token, more in zip(rows, to_list(tokens), told, strict=True):
             if row is None:
@@ -212,6 +245,6 @@ class Batch:
             row.unread.append((token, logprobs))
             # Of one token alone `stops` may be asked before it is read.
             is_over = len(row.unread) == 1 and row.stops([token])
-            row.rests = is_over or len(row.unread) >= MOST_UNREAD
-        for row in [row for row in self._rows if row.rests]:
+            row.is_paused = is_over or len(row.unread) >= MOST_UNREAD
+        for row in [row for row in self._rows if row.is_paused]:
             self.leave(row)

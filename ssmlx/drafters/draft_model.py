@@ -15,7 +15,7 @@ from mlx_lm.utils import get_total_parameters
 from ..bars import Progress
 from ..decoding.controller import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
-from ..decoding.sampling import Places, Sampling, last_tokens
+from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require
 from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import Fetch, resolve_model
@@ -217,8 +217,8 @@ class DraftModelDrafter:
             logits = self._cache.logits(tokens)
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])
-            places = Places(first, mx.zeros(1, mx.int32), 1, recent)
-            row = sampling.rank(logits, places, self._width)[0][0].astype(mx.int32)
+            places = RowPositions(first, mx.zeros(1, mx.int32), 1, recent)
+            row = sampling.rank_tokens(logits, places, self._width)[0][0].astype(mx.int32)
             rows.append(row)
             tokens = row[:1]
             if size:
