@@ -840,7 +840,7 @@ def test_caches_are_written_in_place(schedule, someone_holds_it):
     before = mx.get_active_memory()
     for _ in range(12):
         next(steps)
-        held = cache.hold() if someone_holds_it else None
+        held = cache.snapshot() if someone_holds_it else None
     del held
     layer = cache.nbytes / model.num_layers
     assert (mx.get_peak_memory() - before > layer) == someone_holds_it
@@ -866,7 +866,7 @@ def test_latent_caches_are_written_in_place(decoding, someone_holds_it):
     assert len(set(before)) == 2 * LAYERS
     held = []  # all of them, or a buffer that was left would be used again
     for _ in range(6):
-        held += [cache.hold()] if someone_holds_it else []
+        held += [cache.snapshot()] if someone_holds_it else []
         next(steps)
     mx.synchronize()
     assert (addresses_of(cache) != before) == someone_holds_it

@@ -18,7 +18,7 @@ from ssmlx.loading.files import account_for, read_tensors, write_whole
 from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
-from ssmlx.model.lora import layer_of
+from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
 from ssmlx.training.job import check_init, check_scale, check_shapes
 from ssmlx.training.mlx_model import with_weights
@@ -247,7 +247,7 @@ def _lora_settings(adapter: StreamAdapter) -> LoraSettings:
     if not lora:
         return LoraSettings()
     sizes = {(weights.rank, weights.scale) for weights in lora.values()}
-    places = [layer_of(path) for path in lora]
+    places = [split_layer_path(path) for path in lora]
     modules = sorted({m for _, m in places})
     layers = sorted({n for n, _ in places})
     require(

@@ -512,10 +512,10 @@ def load_all(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
 
     Where something else than streams is to draft, no adapter is looked for.
     """
-    from ..model.ranks import launched
+    from ..model.ranks import launched_group
 
     drafter: DrafterOption = args.drafter
-    group = launched()
+    group = launched_group()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         _refuse("--prompt-cache", "a model that is not split over processes")
     model, tokenizer = load_target(

@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> None:
     from ..loading.adapter import load_streams
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest
-    from ..model.ranks import launched
+    from ..model.ranks import launched_group
     from ..training.job import STORE_FILE, prepare, run_to_end
     from ..training.mlx_model import TrainedModel, new_adapter, start_from, with_new_parts
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.init is not None and start is None:
         start_from(model, load_streams(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
-    trainer = MlxTrainer(objective, job.num_steps, launched())
+    trainer = MlxTrainer(objective, job.num_steps, launched_group())
     kept = [folder_digest(args.init)] if start else []
     task = [folder_digest(args.task_lora)] if args.task_lora else []
     lower_identity = job.lower_identity(str(backbone.dtype), *kept, *task)

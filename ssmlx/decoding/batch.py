@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from ..model.cache import TreeCache
-from ..model.layer_state import join, split
+from ..model.layer_state import join_key_values, split_key_values
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import root_tree
@@ -78,7 +78,7 @@ class Row:
             return [KVCache() for _ in self.cache.layers]
         for rows in self.cache.rows(self.cache.offset):
             caches.append(KVCache())
-            caches[-1].state = *split(rows), self.cache.offset
+            caches[-1].state = *split_key_values(rows), self.cache.offset
         return caches
 
 
@@ -144,7 +144,7 @@ class Batch:
         number = self._rows.index(row)
         if self.shares_calls:
             found = [cache.extract(number) for cache in self._caches]
-            own = TreeCache.of_rows([join(one.keys, one.values) for one in found])
+            own = TreeCache.of_rows([join_key_values(one.keys, one.values) for one in found])
             row.cache.restore(own)
         row.cache.trim(len(row.text) - 1)
         mx.eval(row.cache.state)

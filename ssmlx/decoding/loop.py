@@ -336,7 +336,7 @@ class _SpeculativeLoop:
                 yield from self.launch_behind(call, following, len(tokens))
                 if not is_given:
                     yield from self.watch.yield_untimed(tokens)
-            metal.settle()
+            metal.time_pending_shape()
             free_outgrown_buffers(self.cache, len(tokens))
             assert following.call is not None and following.pending is not None
             call = following.call
@@ -400,7 +400,7 @@ class _SpeculativeLoop:
             yield from self.text.bring_up_to_date(drafts.drafter)
             following.tree = self.text.propose(call, drafts)
             if may_launch and self.prune.kind != "threshold":
-                following.before = self.cache.hold()
+                following.before = self.cache.snapshot()
                 following.call = self.build_call(following.tree, call.tail)
                 mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied
                 self.drafting = following.tree.arrays

@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from ..errors import InputError, quoted, require
 from ..json_files import read_json
-from ..model.lora import LoraWeights, layer_of
+from ..model.lora import LoraWeights, split_layer_path
 from ..settings import Allowed
 from .files import account_for, read_tensors, save_tensors
 from .names import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
@@ -128,7 +128,7 @@ def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
     """
     write_lora_file(folder / LORA_FILE, lora)
     weights = next(iter(lora.values()))
-    places = [layer_of(path) for path in lora if in_layer(path)]
+    places = [split_layer_path(path) for path in lora if in_layer(path)]
     others = [path for path in lora if not in_layer(path)]
     settings = {
         "fine_tune_type": "lora" if weights.magnitude is None else "dora",
@@ -293,7 +293,7 @@ def _check_module(path: Path, module: str, weights: LoraWeights, rank: Any, keys
     found = f"LoRA of rank {weights.rank} for {module}"
     expected = f"rank {quoted(rank)}, as {path} says"
     require(rank is None or rank == weights.rank, found, expected=expected, do=do)
-    names = {module, layer_of(module)[1]} if in_layer(module) else {module}
+    names = {module, split_layer_path(module)[1]} if in_layer(module) else {module}
     is_named = keys is None or (isinstance(keys, list) and bool(names & {*map(str, keys)}))
     found = f"LoRA for {module}, which the keys of {path} do not name"
     require(is_named, found, expected="modules of these keys", do=do)

@@ -28,7 +28,7 @@ from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_tensors
 from .lm_head import HEAD_KINDS, LMHead, head_layer, pack_rows, row_weights, select_rows
 from .modules import clone_sharing_arrays, module_arrays
 from .probe import PROBE_TOKENS, check_stages, try_batches, try_tree_masks
-from .ranks import Group, from_first
+from .ranks import Group, from_rank0
 from .shapes import to_float, to_list
 from .stages import Stages, Tapped, make_ropes_take_positions
 
@@ -240,7 +240,7 @@ class Backbone(Stages):
 
     def broadcast_from_rank0(self, *arrays: mx.array) -> list[mx.array]:
         """Rank 0's values of `arrays`, where the model is split over ranks; else `arrays`."""
-        return from_first(arrays, self.group)
+        return from_rank0(arrays, self.group)
 
     def make_model_cache(self) -> list[Any]:
         """mlx-lm's own caches for the model, one for each layer and of the kind that it needs."""

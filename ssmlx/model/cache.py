@@ -29,8 +29,8 @@ from .layer_state import (
     PathIndices,
     Rows,
     ValueMap,
-    num_rows,
-    without,
+    count_rows,
+    drop_rows,
 )
 from .masks import SINKS, StepMasks
 from .rope import Positions
@@ -90,7 +90,7 @@ class RowsCache:
         """The position behind the committed tokens."""
         return self._skipped + self._offset
 
-    def places(self, own: mx.array, window: int) -> tuple[mx.array, int]:
+    def key_positions(self, own: mx.array, window: int) -> tuple[mx.array, int]:
         """Positions of what attention reads for a step's rows at `own` [R], and how many of the
         committed tokens are not among them: those that a `window` hides from any row."""
         first = max(0, self.end + 1 - window)
@@ -206,7 +206,7 @@ class TreeCache(RowsCache):
         expect_shape("upper path", upper_path, lower_path.shape[0])
         known: PathIndices = {}
         rows = [
-            state.take(lower_path if layer < split else upper_path, count, known)
+            state.gather_path(lower_path if layer < split else upper_path, count, known)
             for layer, state in self._states.items()
         ]
         self._paths.append(Path(rows, count, lower_path.shape[0]))
@@ -228,7 +228,7 @@ class TreeCache(RowsCache):
         else:
             self._offset += num_tokens
 
-    def hold(self) -> TreeCache:
+    def snapshot(self) -> TreeCache:
         """What the cache holds now, to `restore` should the step built next not be run.
 
         MLX cannot write in place into what someone holds: let go of it before evaluating.
@@ -247,7 +247,7 @@ class TreeCache(RowsCache):
         """A cache of L committed tokens alone, from their keys and values by layer."""
         cache = cls(len(rows))
         cache._states = {layer: AttentionState.of(own) for layer, own in enumerate(rows)}
-        cache.capacity = cache._offset = num_rows(rows[0])
+        cache.capacity = cache._offset = count_rows(rows[0])
         return cache
 
     def rows(self, num_tokens: int, layers: range | None = None) -> list[Rows]:
@@ -271,9 +271,9 @@ class TreeCache(RowsCache):
         fork._offset = num_tokens
         return fork
 
-    def back_to(self, num_tokens: int) -> int:
+    def longest_trim(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` committed tokens `trim` can keep."""
-        found = [state.back_to(num_tokens, self._offset) for state in self._states.values()]
+        found = [state.longest_trim(num_tokens, self._offset) for state in self._states.values()]
         return min(found, default=num_tokens)
 
     def trim(self, num_tokens: int) -> None:
@@ -306,11 +306,11 @@ class StateCache(TreeCache):
     def advance(self, num_tokens: int) -> None:
         self._offset += num_tokens
 
-    def back_to(self, num_tokens: int) -> int:
+    def longest_trim(self, num_tokens: int) -> int:
         return num_tokens if num_tokens == self._offset else 0
 
     def trim(self, num_tokens: int) -> None:
-        if num_tokens != self.back_to(num_tokens):
+        if num_tokens != self.longest_trim(num_tokens):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         if num_tokens != self._offset:
             self.own = self._make()
@@ -348,7 +348,7 @@ class StreamCache(RowsCache):
             self._offset = cache.offset - skipped
             rows = cache.rows(cache.offset, self.layers)
             for layer, own in zip(self.layers, rows, strict=True):
-                kept = tuple([without(array, SINKS, SINKS + skipped) for array in own])
+                kept = tuple([drop_rows(array, SINKS, SINKS + skipped) for array in own])
                 self._states[layer] = AttentionState.of(kept)
                 self._states[layer].resize(self.scratch, self.capacity)
         else:

@@ -26,7 +26,7 @@ RESCORED = 16
 """The likeliest candidates of a stream, which alone are scored again when decoding."""
 
 
-def unit(embeddings: mx.array) -> mx.array:
+def scale_to_unit_rms(embeddings: mx.array) -> mx.array:
     """[..., D] scaled to an RMS of 1."""
     return mx.fast.rms_norm(embeddings, None, EPSILON)
 
@@ -53,4 +53,6 @@ class Condition:
 
     def mix(self, normed: mx.array, previous_embeddings: mx.array) -> mx.array:
         """[..., r] what `out` makes a correction of."""
-        return mx.sigmoid(normed @ self.gate.T) * (unit(previous_embeddings) @ self.embed.T)
+        return mx.sigmoid(normed @ self.gate.T) * (
+            scale_to_unit_rms(previous_embeddings) @ self.embed.T
+        )

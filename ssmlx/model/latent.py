@@ -38,11 +38,11 @@ def run_rows_as_texts(layers: Iterable[Any]) -> None:
     for layer in layers:
         if is_latent(layer) and not isinstance(layer.self_attn, RowsAsTexts):
             kind = type(layer.self_attn)
-            call = {"__call__": _as_texts(kind.__call__)}
+            call = {"__call__": _run_each_row_as_a_text(kind.__call__)}
             layer.self_attn.__class__ = type(kind.__name__, (kind, RowsAsTexts), call)
 
 
-def _as_texts(own: Any) -> Any:
+def _run_each_row_as_a_text(own: Any) -> Any:
     def call(attention: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
         # As the layers call it: `attn_scale` where there is one, the mask, the cache.
         *scales, mask, cache = given if len(given) > 1 else (None, None)
@@ -51,20 +51,20 @@ def _as_texts(own: Any) -> Any:
         rows = x.shape[1]
         scales = [scale.swapaxes(0, 2) for scale in scales]
         mask = None if mask is None else mask[:, None, None]
-        view = LayerView(_positions(cache.offset, rows), _folded(cache, rows))
+        view = LayerView(_positions_of_rows(cache.offset, rows), _view_of_texts(cache, rows))
         texts = own(attention, x.swapaxes(0, 1), *scales, mask, view, **named)
         return texts.swapaxes(0, 1)  # type: ignore[no-any-return]
 
     return call
 
 
-def _positions(offset: mx.array | Positions, rows: int) -> mx.array:
+def _positions_of_rows(offset: mx.array | Positions, rows: int) -> mx.array:
     """[R] of the rows."""
     array = offset.array if isinstance(offset, Positions) else offset
     return array if array.size == rows else array + indices(rows)
 
 
-def _folded(view: LayerView, rows: int) -> Any:
+def _view_of_texts(view: LayerView, rows: int) -> Any:
     """What `view` does, for [R, 1, 1, Dh] of texts of one row each."""
 
     def update_and_fetch(latent: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:

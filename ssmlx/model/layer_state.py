@@ -26,14 +26,14 @@ PathIndices = dict[tuple[int, ...], mx.array]
 """Where the rows of a path are in buffers: once for all layers whose buffers are alike."""
 
 
-def join(keys: mx.array, values: mx.array) -> Rows:
+def join_key_values(keys: mx.array, values: mx.array) -> Rows:
     """Keys and values [1, H, R, Dh] as a layer's buffers hold them."""
     if keys.shape == values.shape:
         return (mx.concatenate([keys, values], axis=0),)
     return keys, values
 
 
-def split(rows: Rows) -> tuple[mx.array, mx.array]:
+def split_key_values(rows: Rows) -> tuple[mx.array, mx.array]:
     """Keys and values as attention takes them."""
     if len(rows) == 1:
         return rows[0][:1], rows[0][1:]
@@ -41,12 +41,12 @@ def split(rows: Rows) -> tuple[mx.array, mx.array]:
     return keys, values
 
 
-def num_rows(rows: Rows) -> int:
+def count_rows(rows: Rows) -> int:
     """R."""
     return int(rows[0].shape[2])
 
 
-def without(array: mx.array, first: int, last: int) -> mx.array:
+def drop_rows(array: mx.array, first: int, last: int) -> mx.array:
     """`array` [B, H, R, Dh] before row `first`, and from row `last` on."""
     if first == last:
         return array
@@ -64,14 +64,14 @@ class LayerView:
     # keys and values of the rows, to those that attention reads
     update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 
-    def without(self, first: int, last: int) -> LayerView:
+    def hide_keys(self, first: int, last: int) -> LayerView:
         """The same, where attention does not read the keys from `first` up to `last`."""
         if first == last:
             return self
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             keys, values = self.update_and_fetch(keys, values)
-            return without(keys, first, last), without(values, first, last)
+            return drop_rows(keys, first, last), drop_rows(values, first, last)
 
         return LayerView(self.offset, write)
 
@@ -79,15 +79,15 @@ class LayerView:
 class LayerState(Protocol):
     """What a cache asks of a layer's state.
 
-    In a step: `step_view` is what the decoder layer is handed, `take` what an accepted path
+    In a step: `step_view` is what the decoder layer is handed, `gather_path` what an accepted path
     leaves, and `commit` counts that as text, once the host knows how many tokens it is.
     Paths that are taken and not committed yet are handed to the next step.
 
     A recurrent state, which has no rows, would fit in so. `step_view` gives its layer the state
     that the newest path left, or the committed one, and keeps the inputs of the step's rows.
-    `take` runs the recurrence again over the accepted rows: what a path leaves is the state
+    `gather_path` runs the recurrence again over the accepted rows: what a path leaves is the state
     behind it, and `commit` puts that in the place of the committed one. As arrays are never
-    written into, `copy` is a snapshot that costs nothing. `resize` does nothing, and `back_to`
+    written into, `copy` is a snapshot that costs nothing. `resize` does nothing, and `longest_trim`
     knows no place but the committed tokens' end, its snapshots, and the beginning.
     """
 
@@ -117,7 +117,7 @@ class LayerState(Protocol):
     def append_view(self, offset: int) -> LayerView:
         """What to hand to the layer for tokens that follow `offset` committed ones."""
 
-    def take(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
+    def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
         """What the first `count` [1] of the rows `path` [P] of the step in hand leave.
 
         `known` is shared by the layers of a step.
@@ -132,7 +132,7 @@ class LayerState(Protocol):
     def copy(self) -> Self:
         """The same on the same arrays; what becomes of the one is not seen by the other."""
 
-    def back_to(self, num_tokens: int, offset: int) -> int:
+    def longest_trim(self, num_tokens: int, offset: int) -> int:
         """How many of the first `num_tokens` of `offset` committed tokens `trim` can keep."""
 
     def trim(self, num_tokens: int, offset: int) -> None:
@@ -168,7 +168,7 @@ class AttentionState:
     @classmethod
     def of(cls, rows: Rows) -> AttentionState:
         """The state of committed tokens alone, whose keys and values are `rows`."""
-        return cls(0, num_rows(rows), rows)
+        return cls(0, count_rows(rows), rows)
 
     @property
     def arrays(self) -> Sequence[mx.array]:
@@ -200,11 +200,11 @@ class AttentionState:
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             if map_values is not None:
                 values = map_values(values)
-            rows = join(keys, values)
+            rows = join_key_values(keys, values)
             if paths:
                 each = zip(rows, *paths, strict=True)
                 rows = tuple([mx.concatenate(list(parts), axis=2) for parts in each])
-            self._step_first = self._scratch - num_rows(rows)
+            self._step_first = self._scratch - count_rows(rows)
             self._write(self._step_first, rows)
             return self._read(self._step_first, self._scratch + offset)
 
@@ -213,12 +213,12 @@ class AttentionState:
     def append_view(self, offset: int) -> LayerView:
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             first = self._scratch + offset
-            self._write(first, join(keys, values))
+            self._write(first, join_key_values(keys, values))
             return self._read(self._scratch, first + keys.shape[2])
 
         return LayerView(offset, write)
 
-    def take(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
+    def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
         """All P rows: a mask hides those that do not count."""
         rows = []
         for buffer in self._buffers:
@@ -244,14 +244,14 @@ class AttentionState:
         twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])
         return twin
 
-    def back_to(self, num_tokens: int, offset: int) -> int:
+    def longest_trim(self, num_tokens: int, offset: int) -> int:
         return num_tokens
 
     def trim(self, num_tokens: int, offset: int) -> None:
         """Nothing: rows behind the committed ones are free room."""
 
     def _write(self, first: int, rows: Rows) -> None:
-        last = first + num_rows(rows)
+        last = first + count_rows(rows)
         size = self._scratch + self._capacity
         if first < 0 or last > size:
             raise ValueError(f"rows {first} to {last} of {size}: reserve more")

@@ -18,7 +18,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import require
-from .ranks import LINEARS, SPLIT_INPUTS, SPLIT_OUTPUTS, UNPACKED_LINEARS, own_product
+from .ranks import LINEARS, SPLIT_INPUTS, SPLIT_OUTPUTS, UNPACKED_LINEARS, partial_product
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -85,7 +85,7 @@ class LoraWeights:
         return [self.a, self.b, *([] if self.magnitude is None else [self.magnitude])]
 
 
-def layer_of(path: str) -> tuple[int, str]:
+def split_layer_path(path: str) -> tuple[int, str]:
     """Layer and path inside it of `model.layers.22.mlp.up_proj`."""
     _, _, inside = path.partition("layers.")
     layer, _, module = inside.partition(".")
@@ -118,7 +118,7 @@ def linear_paths(
     found: dict[int, dict[str, str]] = {layer: {} for layer in layers}
     for path, module in model.named_modules():
         if isinstance(module, LINEARS) and "layers." in path:
-            layer, inside = layer_of(path)
+            layer, inside = split_layer_path(path)
             if layer in found:
                 found[layer][inside] = path
     return [
@@ -178,16 +178,16 @@ class RowLora(LoraLayer):
         """[..., R, out] of `x` [..., R, in]: where inputs are split over ranks, this rank's own."""
         first = self._scope.first
         if first is None:
-            return self.product(x)
+            return self.base_product(x)
         rows, z = self._low_rank(x, first)
-        y = self.product(rows)
+        y = self.base_product(rows)
         # A cast only in training, where LoRA stays in float32.
         b = self.lora_b.astype(x.dtype)
         tail = mx.addmm(y[first:] if first else y, z, b, alpha=self.scale)
         y = mx.concatenate([y[:first], tail]) if first else tail
         return y if x.ndim == 2 else mx.unflatten(y, 0, x.shape[:-1])
 
-    def product(self, x: mx.array) -> mx.array:
+    def base_product(self, x: mx.array) -> mx.array:
         """[..., out] what `summand` adds LoRA to."""
         y = self.linear(x)
         if "gain" in self:
@@ -196,7 +196,7 @@ class RowLora(LoraLayer):
 
     def rows(self, tokens: mx.array) -> nn.Module:
         """A layer with the rows of `tokens` [Vd] alone, LoRA merged into them."""
-        weight = weight_of(self.linear, tokens)
+        weight = unpacked_weight(self.linear, tokens)
         if "gain" in self:
             weight = self.gain[tokens][:, None] * weight
         weight = weight + self.scale * (self.lora_a @ self.lora_b[:, tokens]).T
@@ -222,8 +222,8 @@ class SummedLora(RowLora):
         y = mx.distributed.all_sum(self.summand(x), group=linear.group)
         return y + linear.bias if "bias" in linear else y
 
-    def product(self, x: mx.array) -> mx.array:
-        return own_product(self.linear, x)
+    def base_product(self, x: mx.array) -> mx.array:
+        return partial_product(self.linear, x)
 
 
 class EmbeddingLora(LoraLayer):
@@ -258,7 +258,7 @@ class EmbeddingLora(LoraLayer):
 
     def rows(self, tokens: mx.array) -> nn.Module:
         """The head's rows of `tokens` [Vd] alone, LoRA merged into them."""
-        weight = weight_of(self.embedding, tokens)
+        weight = unpacked_weight(self.embedding, tokens)
         if self.acts_on_head:
             weight = weight + self.scale * (self.lora_a[tokens] @ self.lora_b)
             if "gain" in self:
@@ -357,7 +357,7 @@ def lora_shapes(layer: nn.Module | None, weights: LoraWeights) -> dict[str, tupl
     return {"lora_a": (out_size, rank), "lora_b": (rank, in_size), **norms}
 
 
-def weight_of(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
+def unpacked_weight(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
     """The weight of a layer in float32, unpacked; of these rows alone, if told."""
     parts: list[Any] = [layer.get(name) for name in ("weight", "scales", "biases")]
     if rows is not None:
@@ -369,7 +369,7 @@ def weight_of(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
     return weight.astype(mx.float32)
 
 
-def _sum_of(layer: nn.Module, weights: LoraWeights) -> mx.array:
+def _weight_with_lora(layer: nn.Module, weights: LoraWeights) -> mx.array:
     """A layer's weight with LoRA added, in float32."""
     a, b = (array.astype(mx.float32) for array in (weights.a, weights.b))
     if isinstance(layer, EXPERTS):
@@ -378,7 +378,7 @@ def _sum_of(layer: nn.Module, weights: LoraWeights) -> mx.array:
         delta = a @ b
     else:
         delta = b.T @ a.T
-    return weight_of(layer) + weights.scale * delta
+    return unpacked_weight(layer) + weights.scale * delta
 
 
 def dora_gain(layer: nn.Module, weights: LoraWeights) -> mx.array | None:
@@ -389,13 +389,13 @@ def dora_gain(layer: nn.Module, weights: LoraWeights) -> mx.array | None:
     if weights.magnitude is None:
         return None
     of_columns = isinstance(layer, EMBEDDINGS) and not weights.acts_on_head
-    norms = mx.linalg.norm(_sum_of(layer, weights), axis=0 if of_columns else 1)
+    norms = mx.linalg.norm(_weight_with_lora(layer, weights), axis=0 if of_columns else 1)
     gain = weights.magnitude.astype(mx.float32) / norms
     mx.eval(gain)
     return gain
 
 
-def own_part(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
+def shard_lora(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
     """What of the LoRA of a linear layer belongs to this rank's part of the layer."""
     if isinstance(linear, SPLIT_OUTPUTS):
         parts = mx.split(weights.b, linear.group.size(), axis=1)
@@ -406,10 +406,10 @@ def own_part(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
     return weights
 
 
-def merged(layer: nn.Module, weights: LoraWeights) -> nn.Module:
+def merge_lora(layer: nn.Module, weights: LoraWeights) -> nn.Module:
     """A layer, not quantised, with the LoRA or DoRA in its weight."""
     twin = copy.copy(layer)
-    weight = _sum_of(layer, weights)
+    weight = _weight_with_lora(layer, weights)
     gain = dora_gain(layer, weights)
     if gain is not None:
         weight = weight * (gain[:, None] if weights.acts_on_head else gain)
@@ -424,7 +424,7 @@ def is_mergeable(layer: nn.Module, weights: LoraWeights) -> bool:
     return isinstance(layer, (*UNPACKED_LINEARS, SwitchLinear))
 
 
-def with_lora(
+def wrap_with_lora(
     layer: nn.Module, weights: LoraWeights, scope: RowScope, dtype: mx.Dtype | None
 ) -> LoraLayer:
     """A layer with LoRA beside its weight, of the class for its kind."""
@@ -457,11 +457,11 @@ def attach_lora(
     updates: dict[str, nn.Module] = {}
     for path, weights in lora.items():
         layer = modules[path]
-        own = own_part(weights, layer)
+        own = shard_lora(weights, layer)
         if merge and is_mergeable(layer, own):
-            updates[path] = merged(layer, own)
+            updates[path] = merge_lora(layer, own)
         else:
-            updates[path] = with_lora(layer, own, scope, dtype)
+            updates[path] = wrap_with_lora(layer, own, scope, dtype)
     if fixed:
         share_inputs({path: one for path, one in updates.items() if isinstance(one, RowLora)})
     model.update_modules(tree_unflatten(list(updates.items())))

@@ -100,7 +100,7 @@ class Columns(Protocol):
 
     def path_masks(self, num_rows: int) -> list[mx.array]: ...
 
-    def places(self, own: mx.array, window: int) -> tuple[mx.array, int]: ...
+    def key_positions(self, own: mx.array, window: int) -> tuple[mx.array, int]: ...
 
 
 LayerMask = tuple[mx.array | metal.TreeMask | str | None, int, int]
@@ -128,7 +128,7 @@ class WindowMasks:
         self._rows = positions if positions.size == num_rows else positions + indices(num_rows)
         self._made: dict[int, LayerMask] = {}
 
-    def of(self, window: int | None) -> LayerMask:
+    def for_window(self, window: int | None) -> LayerMask:
         if window is None:
             return self._whole, 0, 0
         if window not in self._made:
@@ -136,7 +136,7 @@ class WindowMasks:
         return self._made[window]
 
     def _make(self, window: int) -> LayerMask:
-        columns, dropped = self._cache.places(self._rows, window)
+        columns, dropped = self._cache.key_positions(self._rows, window)
         first = columns.size + dropped - self._cache.offset
         if self._cache.end + first <= window:
             return self._whole, 0, 0
@@ -154,7 +154,7 @@ class CausalMasks:
         self._offset = offset
         self._dense = dense
 
-    def of(self, window: int | None) -> LayerMask:
+    def for_window(self, window: int | None) -> LayerMask:
         known = self._offset if window is None else min(self._offset, window - 1)
         if self._count == 1:
             return None, 0, self._offset - known
@@ -201,7 +201,7 @@ class StepMasks:
         """
         takes_bits_here = metal.is_on() and takes_bits()
         require(
-            takes_bits_here or metal.in_use() != "fused",
+            takes_bits_here or metal.chosen_attention() != "fused",
             "attention=fused, for a model with an attention of its own",
             expected="layers that call mlx-lm's scaled_dot_product_attention",
             do="use attention=auto",

@@ -1,7 +1,7 @@
 """A model over several machines, tensor-parallel as mlx-lm splits it.
 
 Each process, a rank, holds its part of every layer and of every key/value cache. All run the same
-steps; rank 0 decides for all (`from_first`), as other chips may round in another way.
+steps; rank 0 decides for all (`from_rank0`), as other chips may round in another way.
 """
 
 import os
@@ -22,7 +22,7 @@ UNPACKED_LINEARS = (nn.Linear, nn.AllToShardedLinear, nn.ShardedToAllLinear)
 LINEARS = (nn.Linear, nn.QuantizedLinear, *SPLIT_OUTPUTS, *SPLIT_INPUTS)
 
 
-def launched() -> Group | None:
+def launched_group() -> Group | None:
     """The processes that `mlx.launch` started beside this one, and it; None where it is alone."""
     # Only then: looking for MPI, say, takes time, and may fail.
     group = mx.distributed.init() if "MLX_RANK" in os.environ else None
@@ -59,7 +59,7 @@ def shard(model: nn.Module, group: Group) -> None:
         ) from error
 
 
-def own_product(linear: nn.Module, x: mx.array) -> mx.array:
+def partial_product(linear: nn.Module, x: mx.array) -> mx.array:
     """[..., out] this rank's summand of a layer whose inputs are split, without its bias."""
     if isinstance(linear, nn.ShardedToAllLinear):
         return x @ linear.weight.T
@@ -67,7 +67,7 @@ def own_product(linear: nn.Module, x: mx.array) -> mx.array:
     return mx.quantized_matmul(x, linear.weight, linear.scales, linear.get("biases"), **form)
 
 
-def summed(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
+def sum_over_ranks(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
     """The sums of all ranks' arrays, in one message: sums must come in one order on every rank."""
     flat = mx.concatenate([array.flatten() for array in arrays])
     flat = mx.distributed.all_sum(flat, group=group)
@@ -76,11 +76,11 @@ def summed(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
     return [part.reshape(array.shape).astype(array.dtype) for part, array in parts]
 
 
-def from_first(arrays: Sequence[mx.array], group: Group | None) -> list[mx.array]:
+def from_rank0(arrays: Sequence[mx.array], group: Group | None) -> list[mx.array]:
     """Rank 0's arrays on every rank."""
     if group is None:
         return list(arrays)
     if group.rank() > 0:
         # Behind what they stand for, as on rank 0.
         arrays = mx.depends([mx.zeros_like(array) for array in arrays], list(arrays))
-    return summed(arrays, group)
+    return sum_over_ranks(arrays, group)

@@ -162,8 +162,8 @@ class Stages:
         layer_mask: Any = mask
         for number, view in enumerate(views, first):
             if isinstance(mask, WindowMasks | CausalMasks):
-                layer_mask, *hidden_keys = mask.of(self.windows[number])
-                view = view.without(*hidden_keys)
+                layer_mask, *hidden_keys = mask.for_window(self.windows[number])
+                view = view.hide_keys(*hidden_keys)
             if tapped is not None and number in tapped:
                 tapped[number] = hidden
             hidden = self.layers[number](hidden, mask=layer_mask, cache=view, **more)

@@ -15,7 +15,7 @@ from ..errors import require
 from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
 from .backbone import Backbone
 from .cache import RowsCache, StateCache, StreamCache, TreeCache
-from .condition import Condition, unit
+from .condition import Condition, scale_to_unit_rms
 from .latent import is_latent
 from .lm_head import LMHead
 from .lora import RowScope
@@ -332,7 +332,7 @@ class StreamFusedModel:
             last_hidden: [B, M, D] the nodes' last hidden states.
         """
         normed = self.backbone.final_norm(last_hidden)
-        embedded = unit(self.backbone.token_embeddings(roots))
+        embedded = scale_to_unit_rms(self.backbone.token_embeddings(roots))
         return mx.concatenate([embedded.astype(normed.dtype), normed], axis=-1)
 
     def insert(self, hidden: mx.array, num_streams: int, known: mx.array | None = None) -> mx.array:

@@ -138,7 +138,7 @@ def clip_edges(logprobs: mx.array) -> mx.array:
     return mx.clip(logprobs.astype(mx.float32), MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
 
 
-def number_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
+def topology_of_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
     """Number rank paths, given breadth first, as the nodes of a tree."""
     index = {path: node for node, path in enumerate(ranks)}
     depths = np.array([len(path) for path in ranks], np.int32)
@@ -159,7 +159,7 @@ def number_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
 def full_topology(width: int, levels: int) -> Topology:
     """Every combination of `width` candidates in `levels` levels: 1 + k + ... + k^levels nodes."""
     ranks = [path for depth in range(levels + 1) for path in product(range(width), repeat=depth)]
-    return number_paths(ranks, width)
+    return topology_of_paths(ranks, width)
 
 
 @lru_cache(maxsize=64)
@@ -181,14 +181,14 @@ def contender_topology(size: int, width: int | None, levels: int) -> Topology:
             for rank in range(limit)
             if total + outscored * (rank + 1) <= size
         ]
-    return number_paths(ranks, limit)
+    return topology_of_paths(ranks, limit)
 
 
 @lru_cache(maxsize=64)
 def comb_topology(width: int, levels: int) -> Topology:
     """A chain of each level's first candidate, with its other `width` - 1 candidates as leaves."""
     ranks = [(0,) * depth + (rank,) for depth in range(levels) for rank in range(width)]
-    return number_paths([(), *ranks], width)
+    return topology_of_paths([(), *ranks], width)
 
 
 def draft_topology(config: TreeConfig, num_streams: int) -> Topology:
@@ -258,7 +258,9 @@ def grow_conditional(
     if levels == 0:
         return root_tree(root)
     if config.kind == "full" or width == 1:
-        return _ranked_tree(root, tokens, _ranked(logprobs, width), full_topology(width, levels))
+        return _full_conditional_tree(
+            root, tokens, _best_children(logprobs, width), full_topology(width, levels)
+        )
     nodes, depths, paths, ancestors = _beam(root, tokens, logprobs, levels, config.size, width)
     tree = Tree(nodes, depths, paths, nodes.size)
     vars(tree)["ancestors"] = ancestors
@@ -273,11 +275,11 @@ def _beam(
     count = tokens.shape[1]
     children = []
     if width < count:
-        ranked = _ranked(logprobs, width)
+        ranked = _best_children(logprobs, width)
         logprobs = mx.take_along_axis(logprobs, ranked, axis=-1)
-        children = _by_level(ranked)
-    edges = _by_level(clip_edges(logprobs))
-    layout = _layout(levels, size, count, width)
+        children = _split_levels(ranked)
+    edges = _split_levels(clip_edges(logprobs))
+    layout = _beam_layout(levels, size, count, width)
     chosen = [layout.nodes[:1]]
     slots = [layout.nodes[:1]]
     scores = [layout.root_score]
@@ -301,23 +303,25 @@ def _beam(
     return tree.tokens, tree.depths, tree.paths, tree.ancestors
 
 
-def _ranked(logprobs: mx.array, width: int) -> mx.array:
+def _best_children(logprobs: mx.array, width: int) -> mx.array:
     """[G, K, width] every candidate's best children, of log probabilities [G, K, K]."""
     if width == 1:
         return mx.argmax(logprobs, axis=-1, keepdims=True)
     return mx.argsort(-logprobs, axis=-1)[:, :, :width]
 
 
-def _by_level(array: mx.array) -> list[mx.array]:
+def _split_levels(array: mx.array) -> list[mx.array]:
     """Its rows: brackets would gather them."""
     return [one.squeeze(0) for one in mx.split(array, array.shape[0])]
 
 
-def _ranked_tree(root: mx.array, tokens: mx.array, ranked: mx.array, topology: Topology) -> Tree:
+def _full_conditional_tree(
+    root: mx.array, tokens: mx.array, ranked: mx.array, topology: Topology
+) -> Tree:
     """Of every node the best children, as a fixed topology; arrays as in `grow_conditional`."""
     slots = indices(1)
     nodes = [root]
-    rows = zip(_by_level(ranked), _by_level(tokens), strict=True)
+    rows = zip(_split_levels(ranked), _split_levels(tokens), strict=True)
     for children, own_tokens in list(rows)[: topology.paths.shape[1] - 1]:
         slots = children[slots].flatten()
         nodes.append(take(own_tokens, slots))
@@ -326,7 +330,7 @@ def _ranked_tree(root: mx.array, tokens: mx.array, ranked: mx.array, topology: T
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class _BeamLayout:
     """What is known beforehand of a beam's nodes, the root among them."""
 
     counts: list[int]  # of each depth below the root
@@ -339,7 +343,7 @@ class _Layout:
 
 
 @lru_cache(maxsize=64)
-def _layout(levels: int, size: int, num_candidates: int, width: int) -> _Layout:
+def _beam_layout(levels: int, size: int, num_candidates: int, width: int) -> _BeamLayout:
     counts = [1]
     for level in range(levels):
         counts.append(min(size - 1 - level, counts[-1] * width))
@@ -349,6 +353,6 @@ def _layout(levels: int, size: int, num_candidates: int, width: int) -> _Layout:
     slots = (depths[1:] - 1) * num_candidates
     found = (np.arange(len(depths)), above, up, slots)
     arrays = [evaluated(mx.array(one.astype(np.uint32))) for one in found]
-    return _Layout(
+    return _BeamLayout(
         counts[1:], evaluated(mx.array(depths, mx.int32)), evaluated(mx.zeros(1)), *arrays
     )

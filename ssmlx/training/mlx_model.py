@@ -39,9 +39,9 @@ from ..model.lora import (
     RowLora,
     RowScope,
     attach_lora,
-    layer_of,
     linear_paths,
     linear_shape,
+    split_layer_path,
 )
 from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotation
 from ..settings import StreamConfig
@@ -363,7 +363,7 @@ def new_adapter(
     modules: Mapping[str, Any] = dict(backbone.model.named_modules())
     lora = {}
     paths = linear_paths(backbone.model, layers, train.lora_modules, "correct --lora-modules")
-    for path in sorted(paths, key=layer_of):
+    for path in sorted(paths, key=split_layer_path):
         out_size, in_size = linear_shape(modules[path])
         a = _uniform(rng, in_size, train.lora_rank, in_size)
         lora[path] = LoraWeights(a, mx.zeros((train.lora_rank, out_size)), scale)

@@ -33,7 +33,7 @@ def use(attention: Attention) -> None:
     """Choose what computes the attention of tree and stream rows, from the next step on.
 
     Args:
-        attention: "auto", the fused kernel at the shapes where `settle` found it right and clearly
+        attention: "auto", the fused kernel at the shapes where `time_pending_shape` found it right and clearly
             faster; "mlx", never; "fused", wherever its head sizes allow. Without Metal, "auto" is
             "mlx".
 
@@ -51,7 +51,7 @@ def use(attention: Attention) -> None:
     _chosen = attention
 
 
-def in_use() -> Attention:
+def chosen_attention() -> Attention:
     """The last choice."""
     return _chosen
 
@@ -106,11 +106,11 @@ def hook_layers(layers: Iterable[Any]) -> bool:
         call: Any = type(layer.self_attn).__call__
         original = call.__globals__[_NAME]
         if not hasattr(original, _HOOKED):
-            call.__globals__[_NAME] = _taking_tree_masks(original)
+            call.__globals__[_NAME] = _wrap_attention(original)
     return True
 
 
-def _taking_tree_masks(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @wraps(original)
     def attention(
         queries: mx.array,
@@ -135,18 +135,18 @@ def _taking_tree_masks(original: Callable[..., mx.array]) -> Callable[..., mx.ar
 def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
     """How the fused kernel does attention of queries [1, H, R, Dh] over keys [1, Hkv, C + L, Dh].
 
-    None where MLX's own is to do it, as it does until `settle` has compared them.
+    None where MLX's own is to do it, as it does until `time_pending_shape` has compared them.
     """
     if not is_on():
         return None
     shape = AttentionShape.of(queries.shape, keys.shape, queries.dtype)
     is_auto = _chosen == "auto"
-    (plan, bucket), trial = _planned(shape), Trial(agrees=False)
+    (plan, bucket), trial = _plan_and_bucket(shape), Trial(agrees=False)
     if is_supported(shape):
         if bucket not in _trials and is_auto:
             _wanted.setdefault(bucket, shape)
             return None
-        trial = _trials.get(bucket) or _compare(bucket, shape, plan)
+        trial = _trials.get(bucket) or _record_trial(bucket, shape, plan)
     require(
         trial.agrees or is_auto,
         f"attention=fused, for heads of {shape.head_size} in {shape.dtype}",
@@ -158,27 +158,27 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
 
 # The layers of a step ask for the same.
 @lru_cache(maxsize=16)
-def _planned(shape: AttentionShape) -> tuple[Plan, Bucket]:
+def _plan_and_bucket(shape: AttentionShape) -> tuple[Plan, Bucket]:
     plan = make_plan(shape, this_chip())
     return plan, Bucket.of(shape, plan)
 
 
 def trials() -> Mapping[Bucket, Trial]:
-    """What `settle` found."""
+    """What `time_pending_shape` found."""
     return _trials
 
 
-def settle() -> None:
+def time_pending_shape() -> None:
     """Compare the kernel with MLX's attention at one shape that steps had since the last time.
 
     For a moment when nobody waits: it takes some 50 ms, and longer where the kernel is compiled.
     """
     if _wanted and is_on():
         bucket, shape = _wanted.popitem()
-        _compare(bucket, shape, _planned(shape)[0])
+        _record_trial(bucket, shape, _plan_and_bucket(shape)[0])
 
 
-def _compare(bucket: Bucket, shape: AttentionShape, plan: Plan) -> Trial:
+def _record_trial(bucket: Bucket, shape: AttentionShape, plan: Plan) -> Trial:
     """Remember how a trial ends. After one whose values differ there are no others."""
     failed = any(not trial.agrees for trial in _trials.values())
     found = Trial(agrees=False) if failed else try_kernel(shape, plan)
