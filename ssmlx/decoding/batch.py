@@ -33,7 +33,8 @@ Chosen = tuple[mx.array, mx.array | None]
 
 @dataclass(eq=False)
 class Row:
-    """An answer that a batch decodes, endlessly; `unread` holds what its reader has not taken yet."""
+    """An answer that a batch decodes, endlessly; `unread` holds what its reader has not taken
+    yet."""
 
     model: StreamFusedModel
     sampler: Sampling
@@ -115,7 +116,8 @@ class Batch:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes that padding takes: all rows of the shared caches are as long as the longest text."""
+        """Bytes that padding takes: all rows of the shared caches are as long as the longest
+        text."""
         keys = self._caches[0].keys if self._caches else None
         if keys is None or not self._rows:
             return 0
@@ -173,12 +175,12 @@ class Batch:
             self._clear()
 
     def _step(self) -> None:
-        # A first token is waited for, and a mask has to know the tokens before it.
         """Admit those that join, launch calls, and read the oldest.
 
         Mostly a call runs while the one before it is read. Where a text has just joined, a row has
         a mask, or calls are not shared, each call is read at once.
         """
+        # A first token is waited for, and a mask has to know the tokens before it.
         waits = bool(self._joining) or any(row.mask for row in self._rows) or not self.shares_calls
         self._admit()
         if waits or not self._calls:
@@ -189,7 +191,8 @@ class Batch:
             self._read()
 
     def _admit(self) -> None:
-        """Move the keys and values of those that join into the shared caches, and add their rows."""
+        """Move the keys and values of those that join into the shared caches, and add their
+        rows."""
         rows = self._joining
         if not rows:
             return

@@ -46,7 +46,8 @@ class TargetCall:
         return self.states
 
     def release(self) -> None:
-        """Drop the call's hidden states, so that MLX can free them; a tree was drafted from them."""
+        """Drop the call's hidden states, so that MLX can free them; a tree was drafted from
+        them."""
         self.states = None
 
     def arrays_to_read(self) -> list[mx.array]:
@@ -181,7 +182,8 @@ def verify_tree(
 
 
 def filled_taps(tapped: Tapped) -> Taps:
-    """The entries of `tapped` that a run of layers has set; layers that did not run are left out."""
+    """The entries of `tapped` that a run of layers has set; layers that did not run are left
+    out."""
     return {layer: rows for layer, rows in tapped.items() if rows is not None}
 
 

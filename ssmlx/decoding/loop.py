@@ -78,7 +78,8 @@ def free_outgrown_buffers(cache: TreeCache, added: int) -> None:
 
 
 def prefill(model: StreamFusedModel, tokens: list[int], cache: TreeCache) -> None:
-    """Run `tokens` through the model and commit them to the cache, in pieces of the default size."""
+    """Run `tokens` through the model and commit them to the cache, in pieces of the default
+    size."""
     for _ in prefill_in_pieces(model, tokens, cache, PREFILL_STEP_SIZE):
         pass
 

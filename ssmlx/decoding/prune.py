@@ -49,8 +49,9 @@ def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.ar
 
 
 def is_pruned(tree: Tree, config: PruneConfig) -> bool:
-    """Whether `config` may drop nodes of this tree: it is off, or its budget is N or more, where
-    not.
+    """Whether pruning is on, and may drop nodes of this tree.
+
+    A budget of N nodes or more drops none, and a bare root is never dropped.
     """
     if config.kind == "budget":
         return config.keep < tree.num_nodes

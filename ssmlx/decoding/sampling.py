@@ -166,7 +166,8 @@ class Sampling:
         return self.config.temp * to_gumbel(uniform if tokens is None else uniform[:, tokens])
 
     def process(self, logits: mx.array, positions: RowPositions) -> mx.array:
-        """[R, V] logits with logit bias and penalties, of `logits` [R, V] at `positions` of R rows."""
+        """[R, V] logits with logit bias and penalties, of `logits` [R, V] at `positions` of R
+        rows."""
         expect_shape("logits", logits, positions.depths.shape[0], None)
         if self._bias.size:
             logits = logits.at[:, self._bias_tokens].add(self._bias.astype(logits.dtype))
@@ -451,7 +452,8 @@ def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.a
 
 
 def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
-    """[R, V] how often each token stands in each row of `recent` [R, C]; PAD_TOKEN is not counted."""
+    """[R, V] how often each token stands in each row of `recent` [R, C]; PAD_TOKEN is not
+    counted."""
     rows = indices(recent.shape[0])[:, None]
     column = mx.where(recent == PAD_TOKEN, vocab_size, recent)
     counts = mx.zeros((recent.shape[0], vocab_size + 1), mx.int32)
@@ -459,7 +461,8 @@ def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
 
 
 def uniform_noise(seed: mx.array, at: mx.array, vocab_size: int) -> mx.array:
-    """[R, V] uniform numbers from 0 to 1: a function of `seed` [] and the positions `at` [R] alone."""
+    """[R, V] uniform numbers from 0 to 1: a function of `seed` [] and the positions `at` [R]
+    alone."""
     keys = mx.stack([mx.broadcast_to(seed, at.shape), at.astype(mx.uint32)], axis=1)
     return mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))(keys)
 

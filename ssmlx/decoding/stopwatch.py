@@ -90,7 +90,8 @@ class Stopwatch:
         self._untimed += now() - left
 
     def exclude(self, turns: Iterable[Result]) -> Iterator[Result]:
-        """Yield from `turns`, other work while no call is under way; its time counts for no call."""
+        """Yield from `turns`, other work while no call is under way; its time counts for no
+        call."""
         started = now()
         yield from turns
         self._last_read += now() - started

@@ -21,7 +21,16 @@ _DIGEST_VALUES = 64
 
 
 def digest_tensors(tensors: Iterable[tuple[str, mx.array]]) -> str:
-    """A digest of arrays that costs milliseconds: of names, shapes, types, and some values each."""
+    """A digest of named arrays, which costs milliseconds: of names, shapes, dtypes, and some values
+    each.
+
+    Args:
+        tensors: names and arrays; waits for the device to compute the values.
+
+    Returns:
+        32 hexadecimal digits. Weights that differ only in values that are not looked at get the
+        same.
+    """
     samples = []
     for name, array in tensors:
         stride = max(1, array.size // _DIGEST_VALUES) | 1  # odd, to meet every column
@@ -48,7 +57,15 @@ class BaseIdentity:
 
     @classmethod
     def read(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
-        """The identity in the settings `values` of the file `path`."""
+        """The identity of the base model that a settings file was written for.
+
+        Args:
+            path: of the file, for the message.
+            values: its content, in which `base` has the fields.
+
+        Raises:
+            InputError: `base` is missing, or a field is of another type.
+        """
         base: Any = values.get("base")
         sizes = ("num_layers", "hidden_size", "vocab_size")
         try:
@@ -66,13 +83,26 @@ class BaseIdentity:
             ) from error
 
     def require_same(self, other: BaseIdentity, found: str, *, expected: str, do: str) -> None:
-        """Refuse what this is the identity of, as in "the heads belong", for the model `other`."""
+        """Refuse something that was made for this model, when it is used with the model `other`.
+
+        Args:
+            other: the model in use.
+            found: the subject and verb of the message, such as "the heads belong".
+            expected: what was expected, for the message.
+            do: what the user can do, for the message.
+
+        Raises:
+            InputError: the models differ.
+        """
         difference = self.difference(other)
         found += f" to another base model: this one has {difference}"
         require(difference is None, found, expected=expected, do=do)
 
     def difference(self, other: BaseIdentity) -> str | None:
-        """What tells `other` apart, in words; None if they are one model."""
+        """The first difference of model `other`, in words; None if they are the same model.
+
+        Norm weights may differ by 2 %, for precision.
+        """
         for name in ("model_type", "num_layers", "hidden_size", "vocab_size"):
             mine = getattr(self, name)
             theirs = getattr(other, name)

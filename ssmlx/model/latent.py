@@ -21,7 +21,7 @@ from .shapes import indices
 
 
 class RowsAsTexts(nn.Module):
-    """Marks the classes that `run_rows_as_texts` makes."""
+    """A base of the classes that `run_rows_as_texts` makes, to know them by."""
 
 
 def is_latent(layer: Any) -> bool:
@@ -31,9 +31,11 @@ def is_latent(layer: Any) -> bool:
 
 
 def run_rows_as_texts(layers: Iterable[Any]) -> None:
-    """Let the latent attention among `layers` run a step's rows as texts; others stay as they are.
+    """Let the latent attention among `layers` run the rows of a step as texts of one row each, in
+    place.
 
-    Their modules get another class, and their own call for whatever is no step's.
+    Their attention modules get another class, whose call is their own for whatever is no step.
+    Other layers, and those that have it already, stay as they are.
     """
     for layer in layers:
         if is_latent(layer) and not isinstance(layer.self_attn, RowsAsTexts):
@@ -43,6 +45,10 @@ def run_rows_as_texts(layers: Iterable[Any]) -> None:
 
 
 def _run_each_row_as_a_text(own: Any) -> Any:
+    """The call of an attention module that runs a step's rows as a batch of texts through `own`,
+    its class's call.
+    """
+
     def call(attention: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
         # As the layers call it: `attn_scale` where there is one, the mask, the cache.
         *scales, mask, cache = given if len(given) > 1 else (None, None)
@@ -59,13 +65,15 @@ def _run_each_row_as_a_text(own: Any) -> Any:
 
 
 def _positions_of_rows(offset: mx.array | Positions, rows: int) -> mx.array:
-    """[R] of the rows."""
+    """[R] positions, R = `rows`, of an offset that has one for each row, or the first one's."""
     array = offset.array if isinstance(offset, Positions) else offset
     return array if array.size == rows else array + indices(rows)
 
 
 def _view_of_texts(view: LayerView, rows: int) -> Any:
-    """What `view` does, for [R, 1, 1, Dh] of texts of one row each."""
+    """A function like `view.update_and_fetch`, for a batch of R = `rows` texts of one row: [R, 1,
+    1, Dh].
+    """
 
     def update_and_fetch(latent: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
         latent, key = view.update_and_fetch(latent.swapaxes(0, 2), key.swapaxes(0, 2))

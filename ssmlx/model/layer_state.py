@@ -27,14 +27,14 @@ PathIndices = dict[tuple[int, ...], mx.array]
 
 
 def join_key_values(keys: mx.array, values: mx.array) -> Rows:
-    """Keys and values [1, H, R, Dh] as a layer's buffers hold them."""
+    """Keys and values [1, H, R, Dh] in the form of a layer's buffers, see `Rows`."""
     if keys.shape == values.shape:
         return (mx.concatenate([keys, values], axis=0),)
     return keys, values
 
 
 def split_key_values(rows: Rows) -> tuple[mx.array, mx.array]:
-    """Keys and values as attention takes them."""
+    """Keys [1, H, R, Dh] and values [1, H, R, Dh] out of the form of a layer's buffers."""
     if len(rows) == 1:
         return rows[0][:1], rows[0][1:]
     keys, values = rows
@@ -42,12 +42,12 @@ def split_key_values(rows: Rows) -> tuple[mx.array, mx.array]:
 
 
 def count_rows(rows: Rows) -> int:
-    """R."""
+    """R, how many tokens `rows` hold."""
     return int(rows[0].shape[2])
 
 
 def drop_rows(array: mx.array, first: int, last: int) -> mx.array:
-    """`array` [B, H, R, Dh] before row `first`, and from row `last` on."""
+    """`array` [B, H, R, Dh] without its rows from number `first` up to, not including, `last`."""
     if first == last:
         return array
     behind = array[:, :, last:]
@@ -56,7 +56,7 @@ def drop_rows(array: mx.array, first: int, last: int) -> mx.array:
 
 @dataclass(eq=False)
 class LayerView:
-    """The cache object that mlx-lm's decoder layer is handed."""
+    """The cache object that mlx-lm's decoder layer is handed: the two members that it uses."""
 
     # tokens before those that are appended; or the positions of a step's rows, as
     # `rope.PositionedRope` takes them
@@ -65,7 +65,10 @@ class LayerView:
     update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 
     def hide_keys(self, first: int, last: int) -> LayerView:
-        """The same, where attention does not read the keys from `first` up to `last`."""
+        """A view like this one, whose attention does not read the keys from `first` up to `last`.
+
+        They are still written. The view itself where `first` is `last`.
+        """
         if first == last:
             return self
 
@@ -100,7 +103,9 @@ class LayerState(Protocol):
         """Bytes of everything that it holds."""
 
     def resize(self, scratch: int, capacity: int) -> None:
-        """Have room for steps of `scratch` rows, and for `capacity` committed tokens."""
+        """Have room for `scratch` rows of a step and its paths, and for `capacity` committed
+        tokens.
+        """
 
     def step_view(
         self,
@@ -109,31 +114,39 @@ class LayerState(Protocol):
         paths: Sequence[Rows],
         map_values: ValueMap | None,
     ) -> LayerView:
-        """What to hand to the layer for a step's rows at rotary `positions`.
+        """The cache object for the rows of a step.
 
-        Behind `offset` committed tokens and `paths`, what each path not yet committed left.
+        Args:
+            positions: rotary positions of the rows, as `rope.PositionedRope` takes them.
+            offset: L, committed tokens.
+            paths: what each path that is not committed yet left, the oldest first.
+            map_values: changes the rows' values before attention reads them.
         """
 
     def append_view(self, offset: int) -> LayerView:
-        """What to hand to the layer for tokens that follow `offset` committed ones."""
+        """The cache object for tokens that follow `offset` committed ones; it commits their
+        rows."""
 
     def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
-        """What the first `count` [1] of the rows `path` [P] of the step in hand leave.
+        """The rows that an accepted path leaves.
 
-        `known` is shared by the layers of a step.
+        Args:
+            path: [P] row numbers in the step in hand.
+            count: [1] how many of them count.
+            known: indices by buffer shape, shared by the layers of a step, which fill it.
         """
 
     def commit(self, left: Rows, offset: int) -> None:
-        """Write what a path left behind `offset` committed tokens."""
+        """Write the rows `left` of a path behind `offset` committed tokens."""
 
     def committed(self, num_tokens: int) -> Rows:
         """The rows of the first `num_tokens` committed tokens."""
 
     def copy(self) -> Self:
-        """The same on the same arrays; what becomes of the one is not seen by the other."""
+        """A copy on the same arrays; what becomes of the one is not seen by the other."""
 
     def longest_trim(self, num_tokens: int, offset: int) -> int:
-        """How many of the first `num_tokens` of `offset` committed tokens `trim` can keep."""
+        """The most of the first `num_tokens` of `offset` committed tokens that `trim` can keep."""
 
     def trim(self, num_tokens: int, offset: int) -> None:
         """Forget all but the first `num_tokens` of `offset` committed tokens."""
@@ -167,7 +180,9 @@ class AttentionState:
 
     @classmethod
     def of(cls, rows: Rows) -> AttentionState:
-        """The state of committed tokens alone, whose keys and values are `rows`."""
+        """A state whose committed tokens have the keys and values `rows`, without scratch rows or
+        free room.
+        """
         return cls(0, count_rows(rows), rows)
 
     @property
@@ -179,7 +194,8 @@ class AttentionState:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def resize(self, scratch: int, capacity: int) -> None:
-        """Buffers are copied where they grow."""
+        """Change the room before and behind the committed rows; buffers are copied where it
+        grows."""
         front = scratch - self._scratch
         back = capacity - self._capacity
         if front or back:
@@ -195,7 +211,8 @@ class AttentionState:
         paths: Sequence[Rows],
         map_values: ValueMap | None,
     ) -> LayerView:
-        """Attention reads the values of the step's rows as `map_values` makes them."""
+        """As in `LayerState`; the rows are written at the end of the scratch when the layer
+        runs."""
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             if map_values is not None:
@@ -211,6 +228,8 @@ class AttentionState:
         return LayerView(positions, write)
 
     def append_view(self, offset: int) -> LayerView:
+        """As in `LayerState`; attention reads the committed tokens and the appended ones."""
+
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             first = self._scratch + offset
             self._write(first, join_key_values(keys, values))
@@ -219,7 +238,7 @@ class AttentionState:
         return LayerView(offset, write)
 
     def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
-        """All P rows: a mask hides those that do not count."""
+        """All P rows of `path`, those that do not count among them: a mask hides these."""
         rows = []
         for buffer in self._buffers:
             shape = (*buffer.shape[:2], path.shape[0], buffer.shape[3])
@@ -230,27 +249,36 @@ class AttentionState:
         return tuple(rows)
 
     def commit(self, left: Rows, offset: int) -> None:
-        """All rows are written, where there is room: those that do not count are free room."""
+        """Write all rows where there is room: those that do not count are free room again."""
         room = self._capacity - offset
         self._write(self._scratch + offset, tuple([array[:, :, :room] for array in left]))
 
     def committed(self, num_tokens: int) -> Rows:
+        """Slices of the buffers: the rows of the first `num_tokens` committed tokens."""
         last = self._scratch + num_tokens
         return tuple([buffer[:, :, self._scratch : last] for buffer in self._buffers])
 
     def copy(self) -> AttentionState:
+        """A copy on the same arrays; what becomes of the one is not seen by the other."""
         twin = copy.copy(self)
         # Arrays of their own, for `_write` changes the array objects.
         twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])
         return twin
 
     def longest_trim(self, num_tokens: int, offset: int) -> int:
+        """`num_tokens`: any number of tokens can be kept."""
         return num_tokens
 
     def trim(self, num_tokens: int, offset: int) -> None:
-        """Nothing: rows behind the committed ones are free room."""
+        """Nothing is done: rows behind the committed ones are free room."""
 
     def _write(self, first: int, rows: Rows) -> None:
+        """Write `rows` into the buffers from row number `first` on; the first call makes the
+        buffers.
+
+        Raises:
+            ValueError: they do not fit.
+        """
         last = first + count_rows(rows)
         size = self._scratch + self._capacity
         if first < 0 or last > size:
@@ -270,6 +298,6 @@ class AttentionState:
 
 
 def _empty(like: mx.array, size: int) -> mx.array:
-    """A buffer of `size` rows like those of `like` [B, H, R, Dh]."""
+    """Zeros [B, H, size, Dh] in the dtype of `like` [B, H, R, Dh]."""
     batch, num_heads, _, width = like.shape
     return mx.zeros((batch, num_heads, size, width), like.dtype)

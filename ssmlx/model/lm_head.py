@@ -74,7 +74,7 @@ def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
         weights = layer.rows(tokens.flatten()).weight
         return mx.unflatten(weights, 0, tokens.shape)
     # A linear layer has its weights under an embedding's names.
-    kind = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
+    kind: Any = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
     weights = kind.__call__(layer, tokens)
     return weights
 

@@ -10,7 +10,13 @@ import mlx.nn as nn
 
 
 def replace_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
-    """A module like `module`, on the same arrays, with some other parts, and maybe another call."""
+    """A copy of `module` on the same arrays, with some attributes replaced.
+
+    Args:
+        module: stays as it is.
+        call: becomes the copy's `__call__`, where given: the copy gets a subclass of its class.
+        parts: the attributes.
+    """
     twin = copy.copy(module)
     kind = type(module)
     for name, part in parts.items():
@@ -21,20 +27,26 @@ def replace_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
 
 
 def module_arrays(model: nn.Module) -> list[mx.array]:
-    """Every array of a model, such as a rotary embedding's frequencies, which count as no
-    parameters."""
+    """Every array that a model's modules hold, those that are no parameters among them, such as a
+    rotary embedding's frequencies.
+    """
     held = (value for module in model.modules() for value in module.values())
     return [value for value in held if isinstance(value, mx.array)]
 
 
 def clone_sharing_arrays(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules, whose arrays are the very arrays of `model`."""
+    """A copy of a model's modules, whose arrays are the very arrays of `model`.
+
+    A module that stands in two places is one module in the copy too.
+    """
     twin: nn.Module = _clone(model, {})
     return twin
 
 
 def _clone(value: Any, copies: dict[int, Any]) -> Any:
-    """`value` with its modules copied; one that stands in two places stays one."""
+    """`value` with the modules in it copied; `copies` has the copies so far, by `id` of the
+    original.
+    """
     if isinstance(value, nn.Module):
         if id(value) not in copies:
             twin: Any = copy.copy(value)

@@ -30,12 +30,13 @@ def is_available() -> bool:
 
 
 def use(attention: Attention) -> None:
-    """Choose what computes the attention of tree and stream rows, from the next step on.
+    """Choose what computes the attention of tree and stream rows, in this process, from the next
+    step on.
 
     Args:
-        attention: "auto", the fused kernel at the shapes where `time_pending_shape` found it right and clearly
-            faster; "mlx", never; "fused", wherever its head sizes allow. Without Metal, "auto" is
-            "mlx".
+        attention: "auto", the fused kernel at the shapes where `time_pending_shape` found it right
+            and clearly faster; "mlx", never; "fused", wherever its head sizes allow. Without Metal,
+            "auto" is "mlx".
 
     Raises:
         InputError: there is no such choice, or "fused" without Metal.
@@ -52,7 +53,7 @@ def use(attention: Attention) -> None:
 
 
 def chosen_attention() -> Attention:
-    """The last choice."""
+    """What `use` chose last; "auto" at first."""
     return _chosen
 
 
@@ -95,9 +96,13 @@ def calls_attention(layers: Iterable[Any]) -> bool:
 
 
 def hook_layers(layers: Iterable[Any]) -> bool:
-    """Let the attention of `layers` take a `TreeMask`; whether all of them can.
+    """Let the attention of `layers` take a `TreeMask`.
 
-    Only layers can that `calls_attention`.
+    The attention function that their modules call is replaced, in place and for good; masks of
+    other kinds go to the original.
+
+    Returns:
+        Whether all layers can: those that `calls_attention`. Nothing is replaced where not.
     """
     layers = list(layers)
     if not calls_attention(layers):
@@ -111,6 +116,8 @@ def hook_layers(layers: Iterable[Any]) -> bool:
 
 
 def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """A function like mlx-lm's attention `original`, which also takes a `TreeMask` as its mask."""
+
     @wraps(original)
     def attention(
         queries: mx.array,
@@ -133,9 +140,18 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
 
 
 def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
-    """How the fused kernel does attention of queries [1, H, R, Dh] over keys [1, Hkv, C + L, Dh].
+    """How the fused kernel is to compute an attention, or that MLX's own is to.
 
-    None where MLX's own is to do it, as it does until `time_pending_shape` has compared them.
+    Args:
+        queries: [1, H, R, Dh].
+        keys: [1, Hkv, C + L, Dh].
+
+    Returns:
+        The kernel's plan; None for MLX's own attention. With "auto" that is so until
+        `time_pending_shape` has compared both, for which the shape is noted here.
+
+    Raises:
+        InputError: with "fused", a shape or GPU that the kernel cannot do.
     """
     if not is_on():
         return None
@@ -159,17 +175,19 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
 # The layers of a step ask for the same.
 @lru_cache(maxsize=16)
 def _plan_and_bucket(shape: AttentionShape) -> tuple[Plan, Bucket]:
+    """The plan of a shape on this chip, and the bucket whose trial speaks for it."""
     plan = make_plan(shape, this_chip())
     return plan, Bucket.of(shape, plan)
 
 
 def trials() -> Mapping[Bucket, Trial]:
-    """What `time_pending_shape` found."""
+    """What trials found so far, by bucket of shapes."""
     return _trials
 
 
 def time_pending_shape() -> None:
-    """Compare the kernel with MLX's attention at one shape that steps had since the last time.
+    """Compare the kernel with MLX's attention at one shape that `plan_for` noted; does nothing if
+    none.
 
     For a moment when nobody waits: it takes some 50 ms, and longer where the kernel is compiled.
     """
@@ -179,7 +197,10 @@ def time_pending_shape() -> None:
 
 
 def _record_trial(bucket: Bucket, shape: AttentionShape, plan: Plan) -> Trial:
-    """Remember how a trial ends. After one whose values differ there are no others."""
+    """Try the kernel at `shape`, and keep the result for its bucket.
+
+    After one trial whose values differed the kernel is not tried again: the result says so.
+    """
     failed = any(not trial.agrees for trial in _trials.values())
     found = Trial(agrees=False) if failed else try_kernel(shape, plan)
     _trials[bucket] = found

@@ -32,7 +32,7 @@ AttentionFunction = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of one."""
+    """The result of a comparison of the kernel with MLX's own attention."""
 
     agrees: bool
     gain: float = 0.0  # times MLX's speed
@@ -66,7 +66,15 @@ def make_inputs(shape: AttentionShape) -> tuple[mx.array, KeyValues, mx.array]:
 def make_attentions(
     shape: AttentionShape, visible: mx.array, plan: Plan
 ) -> tuple[AttentionFunction, AttentionFunction]:
-    """MLX's and the kernel's; masks are made beforehand, as once for all layers of a step."""
+    """MLX's attention and the kernel's, for inputs of one shape.
+
+    Masks are made here, as once for all layers of a step.
+
+    Args:
+        shape: of the inputs.
+        visible: [R, C] bool, which row sees which of the first C keys.
+        plan: how the kernel divides its work.
+    """
     scale = shape.head_size**-0.5
     committed = mx.ones((shape.rows, shape.keys - visible.shape[1]), mx.bool_)
     mask = mx.concatenate([visible, committed], axis=1)
@@ -79,17 +87,25 @@ def make_attentions(
 
 
 def run_layers(queries: mx.array, key_values: list[KeyValues], way: AttentionFunction) -> mx.array:
-    """The output of layers one after the other, each fed by the one before."""
+    """The output of layers that run one after the other, each on the output of the one before."""
     for keys, values in key_values:
         queries = way(queries, keys, values)
     return queries
 
 
 def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
-    """Compare them, at first in values: the kernel was tested for meaning, not on every GPU and
-    compiler, and nobody's text may depend on that.
+    """Compare the kernel with MLX's attention: first their values, then their speed.
 
-    Both are timed in turns, and the best of each counts. What a GPU still does is waited for.
+    The kernel was tested for meaning, not on every GPU and compiler, and nobody's text may depend
+    on that. Both are timed by turns, and the best time of each counts.
+
+    Args:
+        shape: of the random inputs.
+        plan: how the kernel divides its work.
+
+    Returns:
+        What was found; where values differ or the kernel fails, `agrees` is False and a warning is
+        logged.
     """
     queries, layer_key_values, visible = make_inputs(shape)
     theirs, ours = make_attentions(shape, visible, plan)
