@@ -1,8 +1,8 @@
 """The base model as the rest of the package has it: its stages, or its own call alone.
 
-What the package must know of a model is small (`family`), and is checked when the model is wrapped
-(`probe`): the stages put together (`stages`) are the model. Where they are not, or a class is built
-otherwise than `family` takes it to be, the model decodes plainly, by its own call.
+What the package must know of a model is small (`family`). When the model is wrapped, it is checked
+(`capability_checks`) that the stages put together (`stages`) are the model. Where they are not, or
+a class is built otherwise than `family` takes it to be, the model decodes plainly, by its own call.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..errors import InputError, first_line
 from .cache import StateCache, TreeCache
 from .capabilities import Capabilities, Reason
+from .capability_checks import CHECK_TOKENS, check_stages, try_batches, try_tree_masks
 from .family import cannot_draft, model_type, whole_parts
 from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_tensors
 from .lm_head import HEAD_KINDS, LMHead, head_layer, pack_rows, row_weights, select_rows
 from .modules import clone_sharing_arrays, module_arrays
-from .probe import PROBE_TOKENS, check_stages, try_batches, try_tree_masks
 from .ranks import Group, from_rank0
 from .shapes import to_float, to_list
 from .stages import Stages, Tapped, make_ropes_take_positions
@@ -260,7 +260,7 @@ class Backbone(Stages):
 
     @cached_property
     def takes_tree_masks(self) -> bool:
-        """Whether every layer's attention takes a `metal.TreeMask`; see `probe.try_tree_masks`."""
+        """Whether every layer's attention takes a `metal.TreeMask`; tried when first asked for."""
         return try_tree_masks(self)
 
     @cached_property
@@ -281,7 +281,7 @@ class Backbone(Stages):
         self.parts = whole_parts(self.model, 0)
         outer = self.parts.outer
         try:
-            logits = outer(mx.array([PROBE_TOKENS]), cache=self.make_model_cache())
+            logits = outer(mx.array([CHECK_TOKENS]), cache=self.make_model_cache())
             size = getattr(self.args, "hidden_size", 1)
             self._hidden_like = mx.zeros((1, 1, size), logits.dtype)
             mx.eval(logits, self._hidden_like, module_arrays(self.model))

@@ -1,7 +1,7 @@
 """What the package must know of a family of mlx-lm: where a model has its parts.
 
-`find_parts` reads them off the model's modules by the names that mlx-lm's classes share. It takes
-a model for granted as little as it can: `probe` runs the parts against the model itself.
+`find_parts` reads them off the model's modules by the names that mlx-lm's classes share. Whether
+the parts put together are the model is tried by `capability_checks`.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ one row each, all of which read the one cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .layer_state import LayerView
+from .layer_state import LayerView, UpdateAndFetch
 from .rope import Positions
 from .shapes import indices
 
@@ -44,7 +44,7 @@ def run_rows_as_texts(layers: Iterable[Any]) -> None:
             layer.self_attn.__class__ = type(kind.__name__, (kind, RowsAsTexts), call)
 
 
-def _run_each_row_as_a_text(own: Any) -> Any:
+def _run_each_row_as_a_text(own: Any) -> Callable[..., mx.array]:
     """The call of an attention module that runs a step's rows as a batch of texts through `own`,
     its class's call.
     """
@@ -53,13 +53,15 @@ def _run_each_row_as_a_text(own: Any) -> Any:
         # As the layers call it: `attn_scale` where there is one, the mask, the cache.
         *scales, mask, cache = given if len(given) > 1 else (None, None)
         if x.shape[1] == 1 or not isinstance(cache, LayerView) or isinstance(cache.offset, int):
-            return own(attention, x, *given, **named)  # type: ignore[no-any-return]
+            return cast("mx.array", own(attention, x, *given, **named))
         rows = x.shape[1]
         scales = [scale.swapaxes(0, 2) for scale in scales]
         mask = None if mask is None else mask[:, None, None]
-        view = LayerView(_positions_of_rows(cache.offset, rows), _view_of_texts(cache, rows))
+        view = LayerView(
+            _positions_of_rows(cache.offset, rows), _update_and_fetch_texts(cache, rows)
+        )
         texts = own(attention, x.swapaxes(0, 1), *scales, mask, view, **named)
-        return texts.swapaxes(0, 1)  # type: ignore[no-any-return]
+        return cast("mx.array", texts.swapaxes(0, 1))
 
     return call
 
@@ -70,9 +72,13 @@ def _positions_of_rows(offset: mx.array | Positions, rows: int) -> mx.array:
     return array if array.size == rows else array + indices(rows)
 
 
-def _view_of_texts(view: LayerView, rows: int) -> Any:
-    """A function like `view.update_and_fetch`, for a batch of R = `rows` texts of one row: [R, 1,
-    1, Dh].
+def _update_and_fetch_texts(view: LayerView, rows: int) -> UpdateAndFetch:
+    """The update_and_fetch of a batch of texts of one row each, on the one cache that `view`
+    writes.
+
+    Returns:
+        Of latents and keys [R, 1, 1, Dh], R = `rows`: latents [R, 1, keys, Dh], and keys [1, 1,
+        keys, Dh].
     """
 
     def update_and_fetch(latent: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:

@@ -22,6 +22,9 @@ else keys [1, H, R, Dh] and values [1, H, R, Dh], each of its own heads and widt
 ValueMap = Callable[[mx.array], mx.array]
 """The values of a step's rows [1, Hkv, R, Dh], to those that attention sees."""
 
+UpdateAndFetch = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+"""Keys and values of a step's rows, to those that attention reads; it keeps the rows."""
+
 PathIndices = dict[tuple[int, ...], mx.array]
 """Where the rows of a path are in buffers: once for all layers whose buffers are alike."""
 
@@ -62,7 +65,7 @@ class LayerView:
     # `rope.PositionedRope` takes them
     offset: int | mx.array | Positions
     # keys and values of the rows, to those that attention reads
-    update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+    update_and_fetch: UpdateAndFetch
 
     def hide_keys(self, first: int, last: int) -> LayerView:
         """A view like this one, whose attention does not read the keys from `first` up to `last`.

@@ -261,6 +261,7 @@ class SummedLora(RowLora):
     """`RowLora` on a layer whose inputs are split over ranks: one sum for the layer and LoRA."""
 
     def __call__(self, x: mx.array) -> mx.array:
+        """[..., R, out] of `x` [..., R, in], summed over ranks; LoRA on rows as in `RowLora`."""
         linear = self.linear
         y = mx.distributed.all_sum(self.summand(x), group=linear.group)
         return y + linear.bias if "bias" in linear else y

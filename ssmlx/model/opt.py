@@ -4,7 +4,7 @@ Modules are named as in Hugging Face's checkpoints, so that PEFT's names of LoRA
 that is written from this model loads in transformers. It is the OPT of 125 million parameters, and
 of 1.3 billion and more: OPT-350m and Galactica, which are built otherwise, are refused.
 
-Positions are learned and added to the embedding; `backbone` says what that means for streams.
+Positions are learned and added to the embedding; `stages` says what that means for streams.
 """
 
 from dataclasses import dataclass
@@ -139,7 +139,8 @@ class Decoder(nn.Module):
             [B, R, D].
         """
         positions = mx.clip(positions, -1, self.last_position)
-        return self.embed_tokens(tokens) + self.embed_positions(positions + _FIRST_POSITION)
+        embedded: mx.array = self.embed_tokens(tokens)
+        return embedded + self.embed_positions(positions + _FIRST_POSITION)
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
         """[B, R, D] normed hidden states of `tokens` [B, R]; `cache` has one entry for each

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -107,7 +107,7 @@ class Kernel:
 
         Keys and values are read where they lie: arrays need not be contiguous.
         """
-        built: Callable[..., list[mx.array]] = mx.fast.metal_kernel(
+        built = mx.fast.metal_kernel(
             name=self.name,
             input_names=self.inputs,
             output_names=self.outputs,
@@ -115,7 +115,7 @@ class Kernel:
             header=FUNCTIONS.read_text(encoding="utf-8"),
             ensure_row_contiguous=False,
         )
-        return built
+        return cast("Callable[..., list[mx.array]]", built)
 
 
 @dataclass(frozen=True, kw_only=True)

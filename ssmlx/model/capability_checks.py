@@ -1,6 +1,6 @@
-"""The probe: a few tokens run through a model's stages and through the model itself.
+"""What a model is capable of, tried: a few tokens run through its stages and through itself.
 
-Where both give the same logits, the stages are the model. It runs when a model is loaded, in
+Where both give the same logits, the stages are the model. That is tried when a model is loaded, in
 float32 and past windows that are made short for it, so that it takes a few calls.
 """
 
@@ -22,8 +22,8 @@ from .modules import clone_sharing_arrays, replace_parts
 from .shapes import to_float
 from .stages import Stages
 
-PROBE_TOKENS = (1, 2, 3, 5, 1, 4, 2, 6, 3, 1, 5, 2)
-_PROBE_WINDOW = 4
+CHECK_TOKENS = (1, 2, 3, 5, 1, 4, 2, 6, 3, 1, 5, 2)
+_CHECK_WINDOW = 4
 
 
 def check_stages(stages: Stages) -> None:
@@ -34,16 +34,16 @@ def check_stages(stages: Stages) -> None:
     Raises:
         InputError: they differ by more than rounding explains.
     """
-    probe = _with_short_windows(stages)
-    longest = max(window or 0 for window in probe.windows)
-    tokens = mx.tile(mx.array(PROBE_TOKENS), 1 + longest // 6)[: None if longest else 6]
-    caches: Any = make_prompt_cache(probe.parts.outer)
+    tried = _with_short_windows(stages)
+    longest = max(window or 0 for window in tried.windows)
+    tokens = mx.tile(mx.array(CHECK_TOKENS), 1 + longest // 6)[: None if longest else 6]
+    caches: Any = make_prompt_cache(tried.parts.outer)
     first = tokens.size // 2
     # Past a window a token at a time: so mlx-lm's rotating cache is right.
     calls = mx.split(tokens, range(first, tokens.size) if longest else [first])
-    staged = chain_logits(probe, tokens, num_appended=first)
-    own = mx.concatenate([probe.parts.outer(call[None], cache=caches)[0] for call in calls])
-    difference = _difference(staged, own, probe.dtype)
+    staged = chain_logits(tried, tokens, num_appended=first)
+    own = mx.concatenate([tried.parts.outer(call[None], cache=caches)[0] for call in calls])
+    difference = _difference(staged, own, tried.dtype)
     if difference is not None:
         raise cannot_draft(
             stages.model,
@@ -60,7 +60,7 @@ def try_tree_masks(stages: Stages) -> bool:
     Raises:
         InputError: the kernel was asked for and cannot run these layers.
     """
-    tokens = mx.array(PROBE_TOKENS)
+    tokens = mx.array(CHECK_TOKENS)
     if not hook_layers(stages.layers):
         return False
     expected = chain_logits(stages, tokens)
@@ -79,17 +79,17 @@ def try_batches(stages: Stages) -> Reason:
 
     Two texts run in one call, the shorter one padded, and each alone.
     """
-    probe = _with_short_windows(stages)
-    tokens = mx.array(PROBE_TOKENS)
+    tried = _with_short_windows(stages)
+    tokens = mx.array(CHECK_TOKENS)
     first = tokens.size // 2
     padding = mx.zeros(tokens.size // 2, tokens.dtype)
     rows = mx.stack([tokens, mx.concatenate([padding, tokens[first:]])])
     caches = [BatchKVCache([0, first]) for _ in stages.layers]
     try:
         calls = mx.split(rows, [first, rows.shape[1] - 1], axis=1)
-        both = [probe.parts.outer(call, cache=caches)[:, -1] for call in calls][-1]
-        alone = [chain_logits(probe, text)[-1] for text in (tokens, tokens[first:])]
-        difference = _difference(both, mx.stack(alone), probe.dtype)
+        both = [tried.parts.outer(call, cache=caches)[:, -1] for call in calls][-1]
+        alone = [chain_logits(tried, text)[-1] for text in (tokens, tokens[first:])]
+        difference = _difference(both, mx.stack(alone), tried.dtype)
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         return f"texts of different lengths cannot share a call ({first_line(error)})"
     if difference is None:
@@ -148,7 +148,7 @@ def _with_short_windows(stages: Stages) -> Stages:
         for holder in (module, getattr(module, "args", None)):
             for name in WINDOW_NAMES:
                 if isinstance(getattr(holder, name, None), int):
-                    setattr(holder, name, _PROBE_WINDOW)
+                    setattr(holder, name, _CHECK_WINDOW)
     if stages.dtype != mx.float32:
         decoder.embed_tokens = replace_parts(decoder.embed_tokens, _embed_in_float32)
     return Stages(twin)
