@@ -1,7 +1,7 @@
 """Plain decoding of several texts at once: a call has a row for each, in mlx-lm's batched caches.
 
 Texts join and leave between calls with their keys and values, and each is decided as it would be
-alone: by its own settings, and noise that belongs to a place in the text.
+alone: by its own settings, and noise that belongs to a position in the text.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Row:
     mask: Mask | None = None
     first: int = 0  # where in `text` the answer begins
     unread: deque[tuple[int, list[TokenLogprobs]]] = field(default_factory=deque)
-    place: int = 0  # of the token that the next call of a batch decides behind
+    position: int = 0  # of the token that the next call of a batch decides behind
     tail: mx.array | None = None  # [C] the last tokens before it
     is_paused: bool = False  # nobody reads it, or it is over
     error: Exception | None = None
 
     def sample(self, token: mx.array, logits: mx.array) -> Chosen:
-        """Decide the token after `token`, and move on by one position.
+        """Decide the token after `token`, which is then the last one of `tail`.
 
         Args:
             token: [1] the row's newest token.
@@ -62,7 +62,7 @@ class Row:
         sampler = self.sampler
         only = indices(1)
         assert self.tail is not None
-        positions = row_positions(root_tree(token), mx.array([self.place], mx.int32), self.tail)
+        positions = row_positions(root_tree(token), mx.array([self.position], mx.int32), self.tail)
         if self.mask is not None:
             logits = self.mask(self.text[self.first :], logits)
         chosen = sample(self.model, logits, sampler, positions)
@@ -129,7 +129,7 @@ class Batch:
     def join(self, row: Row) -> None:
         """Give an answer a row in the calls to come: it is admitted at the next `step`."""
         row.is_paused = False
-        row.place = len(row.text) - 1
+        row.position = len(row.text) - 1
         row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
         self._joining.append(row)
 
@@ -220,30 +220,30 @@ class Batch:
             calls = zip(mx.split(newest, len(rows)), rows, strict=True)
             hidden = [backbone.append(token, row.cache) for token, row in calls]
             logits = mx.concatenate([backbone.logits(one) for one in hidden])
-        told: list[mx.array | None] = [None] * len(rows)
+        logprobs: list[mx.array | None] = [None] * len(rows)
         if all(row.sampler.is_argmax and row.mask is None for row in rows):
             self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)
         else:
             pairs = zip(mx.split(newest, len(rows)), mx.split(logits, len(rows)), strict=True)
             chosen = [row.sample(*pair) for row, pair in zip(rows, pairs, strict=True)]
             self._newest = mx.concatenate([token for token, _ in chosen])
-            told = [more for _, more in chosen]
-        mx.async_eval(self._newest, [more for more in told if more is not None])
+            logprobs = [one for _, one in chosen]
+        mx.async_eval(self._newest, [one for one in logprobs if one is not None])
         for row in rows:
-            row.place += 1
-        self._calls.append(([*rows], self._newest, told))
+            row.position += 1
+        self._calls.append(([*rows], self._newest, logprobs))
 
     def _read(self) -> None:
         """Wait for the oldest call, and add its tokens to the rows' texts and to `unread`.
 
         Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind, leave the batch.
         """
-        rows, tokens, told = self._calls.popleft()
-        for row, token, more in zip(rows, to_list(tokens), told, strict=True):
+        rows, tokens, logprob_rows = self._calls.popleft()
+        for row, token, row_logprobs in zip(rows, to_list(tokens), logprob_rows, strict=True):
             if row is None:
                 continue
             logprobs: list[TokenLogprobs] = []
-            record_logprobs(logprobs, [token], more)
+            record_logprobs(logprobs, [token], row_logprobs)
             row.text.append(token)
             row.unread.append((token, logprobs))
             # Of one token alone `stops` may be asked before it is read.

@@ -51,7 +51,7 @@ class TargetCall:
         self.states = None
 
     def arrays_to_read(self) -> list[mx.array]:
-        """What the host will read, and the next tail: computed before anything is drafted."""
+        """What has to be launched: the arrays that the host reads, and the next tail."""
         logprobs = [] if self.token_logprobs is None else [self.token_logprobs]
         return [self.for_host, self.tail, *logprobs]
 
@@ -217,8 +217,16 @@ def prune_tree(
 def sample(
     model: StreamFusedModel, logits: mx.array, sampler: Sampling, positions: RowPositions
 ) -> mx.array:
-    """[R] the target's token after each row of `logits` [R, V], rank 0's for all; see
-    `Sampling.sample`.
+    """Decide the token after each row of a call, see `Sampling.sample`.
+
+    Args:
+        model: the target; where it is split over ranks, rank 0 decides.
+        logits: [R, V].
+        sampler: decides.
+        positions: of the R rows.
+
+    Returns:
+        [R] int32 tokens; negative where they are left to `resample_full_vocab`.
     """
     return model.backbone.broadcast_from_rank0(sampler.sample(logits, positions))[0]
 

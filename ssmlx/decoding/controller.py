@@ -20,7 +20,7 @@ class DraftShape:
 class Call:
     """A target call that was done, as the controller learns from it."""
 
-    # of the verified tree, as it was asked for (it may have fewer nodes); None for a bare root
+    # of the verified tree, as `next` gave it (it may have fewer nodes); None for a bare root
     shape: DraftShape | None
     tokens: int  # that it advanced by
     context: int  # committed tokens before it

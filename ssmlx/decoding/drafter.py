@@ -52,9 +52,8 @@ class Verified:
     insertion_hidden: mx.array  # [1, M, D] hidden states of the nodes before the insertion layer
     position: mx.array  # [1] the root's position in the text
     cache: TreeCache  # holds the accepted path: as its newest path, or committed already
-    taps: Taps = field(
-        default_factory=dict
-    )  # [1, M, D] what entered the layers that were asked for
+    # by layer [1, M, D]: the input of the layers that a drafter taps
+    taps: Taps = field(default_factory=dict)
 
     @property
     def root(self) -> mx.array:

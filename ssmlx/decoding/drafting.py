@@ -71,8 +71,10 @@ class DraftingText:
         yield from self.drafters[name].start(self.tokens[:known]) or ()
 
     def start_text_followers(self) -> Iterator[list[int]]:
-        """Start the drafters that follow the text from the start, if they have not; yields as
-        `start`.
+        """Start the drafters whose `needs.text` is set, if they have not started.
+
+        Yields:
+            What their `start` yields: an empty list before each call of a model.
         """
         for name, drafter in self.drafters.items():
             if drafter.needs.text and name not in self._seen:
@@ -83,11 +85,13 @@ class DraftingText:
         return self.drafters[shape.drafter].needs.host_tokens
 
     def start_tapping(self, known: int) -> Iterator[list[int]]:
-        """Start the drafters that need taps, which see the prompt as it is processed; yields as
-        `start`.
+        """Start the drafters that need taps, before the prompt is processed.
 
-        The first `known` tokens of the text, which the cache holds, and the one behind them have no
-        taps.
+        Args:
+            known: tokens of the text that the cache holds; they and the one behind have no taps.
+
+        Yields:
+            What their `start` yields: an empty list before each call of a model.
         """
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
@@ -97,10 +101,12 @@ class DraftingText:
     def follow_taps(self, first: int, taps: Taps) -> None:
         """Show the drafters that need taps a piece of the prompt that was processed.
 
+        They are shown, for each of the R tokens behind those of the piece's rows, the row before
+        it.
+
         Args:
             first: the position of the piece's first token in the text.
-            taps: by layer, [1, R, D] its input at the piece's R rows; they go with the R tokens
-                behind.
+            taps: by layer, [1, R, D] its input at the piece's R rows.
         """
         rows = next(iter(taps.values())).shape[1]
         for name, drafter in self.drafters.items():

@@ -2,9 +2,9 @@
 
 A row's decision is an argmax: of the processed logits where decoding is greedy, else of log
 probabilities / temperature + Gumbel noise, which draws from exactly that distribution. The noise
-of a place in the text is a function of the seed and the place. A draft tree's nodes at one depth
-share it, as only one of them can turn out to be the text; whatever a drafter proposes, the text
-is what plain decoding writes under the same noise, token for token.
+of a position in the text is a function of the seed and the position. A draft tree's nodes at one
+depth share it, as only one of them can turn out to be the text; whatever a drafter proposes, the
+text is what plain decoding writes under the same noise, token for token.
 
 Filters and penalties are mlx-lm's (`mlx_lm.sample_utils`), in its order: logit bias, penalties,
 top-p, min-p, top-k, temperature. What depends on recent tokens sees, for each node of a tree,
@@ -50,7 +50,7 @@ class TokenLogprobs:
 class RowPositions:
     """Where the R rows of a call stand in the text, and the tokens before each."""
 
-    first: mx.array  # [1] place of the root, the number of tokens before it
+    first: mx.array  # [1] position of the root, the number of tokens before it
     depths: mx.array  # [R] how far below the root each row stands
     num_levels: int  # P, one more than the largest depth
     # [R, C] the last C tokens up to and with each row's own; PAD_TOKEN where the text has not

@@ -141,7 +141,9 @@ class Backbone(Stages):
 
     @property
     def identity(self) -> BaseIdentity:
-        """What tells this base model from another, whatever precision it is stored in."""
+        """Class, sizes and first norm weights: what tells this base model from another, in any
+        precision.
+        """
         probe = self.final_norm_weight[:NORM_PROBE_LENGTH].astype(mx.float32)
         return BaseIdentity(
             str(getattr(self.model, "model_type", "")),

@@ -214,8 +214,11 @@ class AttentionState:
         paths: Sequence[Rows],
         map_values: ValueMap | None,
     ) -> LayerView:
-        """As in `LayerState`; the rows are written at the end of the scratch when the layer
-        runs."""
+        """The cache object for a step's rows; arguments as in `LayerState`.
+
+        When the layer runs, rows and paths are written at the end of the scratch, and attention
+        reads from there to the end of the committed tokens.
+        """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             if map_values is not None:
@@ -231,7 +234,11 @@ class AttentionState:
         return LayerView(positions, write)
 
     def append_view(self, offset: int) -> LayerView:
-        """As in `LayerState`; attention reads the committed tokens and the appended ones."""
+        """The cache object for tokens that follow `offset` committed ones.
+
+        When the layer runs, they are written behind these, and attention reads all committed
+        tokens.
+        """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             first = self._scratch + offset

@@ -68,7 +68,15 @@ def select_rows(layer: nn.Module, tokens: mx.array) -> nn.Module:
 
 
 def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
-    """[..., D] unquantised weights of the rows `tokens` [...] of an LM head's layer, with LoRA."""
+    """The weights of an LM head's rows, dequantised, LoRA merged into them.
+
+    Args:
+        layer: of one of `HEAD_KINDS`.
+        tokens: [...] ids.
+
+    Returns:
+        [..., D].
+    """
     weights: mx.array
     if isinstance(layer, EmbeddingLora | RowLora):
         weights = layer.rows(tokens.flatten()).weight

@@ -140,7 +140,8 @@ class Decoder(nn.Module):
         """
         positions = mx.clip(positions, -1, self.last_position)
         embedded: mx.array = self.embed_tokens(tokens)
-        return embedded + self.embed_positions(positions + _FIRST_POSITION)
+        of_positions: mx.array = self.embed_positions(positions + _FIRST_POSITION)
+        return embedded + of_positions
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
         """[B, R, D] normed hidden states of `tokens` [B, R]; `cache` has one entry for each

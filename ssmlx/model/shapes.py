@@ -64,9 +64,9 @@ def indices(first: int, last: int | None = None) -> mx.array:
     return evaluated(mx.arange(first) if last is None else mx.arange(first, last))
 
 
-def take(array: mx.array, places: mx.array) -> mx.array:
-    """[m] elements of `array` [n] at `places` [m]: one primitive, where brackets cost two."""
-    return mx.take_along_axis(array, places, axis=0)
+def take(array: mx.array, positions: mx.array) -> mx.array:
+    """[m] elements of `array` [n] at `positions` [m]: one primitive, where brackets cost two."""
+    return mx.take_along_axis(array, positions, axis=0)
 
 
 def arrays_in(tree: Any) -> list[mx.array]:

@@ -37,7 +37,7 @@ from .tree import Tree
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A map of rank r, h -> B A h."""
+    """A linear map of rank r without bias: h -> B A h."""
 
     a: mx.array  # [r, in]
     b: mx.array  # [D, r]
@@ -96,7 +96,16 @@ class ValueRotation:
         self._sin = evaluated(mx.sin(angles))
 
     def __call__(self, values: mx.array, num_nodes: int, num_streams: int) -> mx.array:
-        """[1, Hkv, M * (1 + G), Dh] values of a step's rows, those of streams turned."""
+        """Rotate the values of stream rows among those of a step.
+
+        Args:
+            values: [1, Hkv, M * (1 + G), Dh], nodes first.
+            num_nodes: M.
+            num_streams: G; with 0, `values` are returned.
+
+        Returns:
+            The same shape; nodes' values as they are.
+        """
         if num_streams == 0:
             return values
         turned = self.turn(values[:, :, num_nodes:], num_streams)
@@ -464,7 +473,7 @@ class StreamFusedModel:
         Args:
             hidden: [1, M, D] the nodes before the insertion layer.
             last: [1] the last accepted node.
-            position: [1] its place in the text.
+            position: [1] its position in the text.
             cache: of the layers from `insertion_layer` on; it followed this step's `commit`, from
                 `window_start` on.
             num_streams: G, at most as many as were trained.

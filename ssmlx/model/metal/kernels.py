@@ -181,7 +181,7 @@ def attend(
             `bits` says, and all the others.
         bits: [R, W] uint32, `pack_bits`.
         scale: of the scores.
-        run: what runs the kernels; Metal unless told.
+        run: what runs the kernels; Metal unless given.
     """
     run = run or run_on_metal
     dtype, (_, num_heads, num_rows, head_size) = queries.dtype, queries.shape
