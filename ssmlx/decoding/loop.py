@@ -42,7 +42,7 @@ class DraftCounts:
 
 @dataclass
 class CallCounts:
-    """How many calls an answer took of each drafter, and what came of their trees."""
+    """By drafter, the target calls that verified its trees, and how many nodes they accepted."""
 
     drafts: dict[str, DraftCounts] = field(default_factory=dict)  # by the drafter's name
 

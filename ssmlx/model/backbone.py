@@ -250,7 +250,10 @@ class Backbone(Stages):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the model can do. Batches are tried when they are first asked about."""
+        """What the model can do.
+
+        Whether it can batch is tried by a few calls when it is first asked for.
+        """
         reason = self._no_stages
         return Capabilities(
             stages=reason,

@@ -163,7 +163,9 @@ class LoraLayer(nn.Module):
 
     @property
     def added(self) -> list[mx.array]:
-        """Its own arrays, beside those of the layer that it is put on."""
+        """Its own arrays, such as LoRA's factors and DoRA's gain; not those of the layer that it
+        wraps.
+        """
         return [value for value in self.values() if isinstance(value, mx.array)]
 
 
@@ -292,7 +294,7 @@ class EmbeddingLora(LoraLayer):
         self.acts_on_head = weights.acts_on_head
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """[..., D] of `tokens` [...]."""
+        """[..., D] embeddings of `tokens` [...], with LoRA and DoRA's gain."""
         rows: mx.array = self.embedding(tokens)
         rows = rows + (self.scale * (self.lora_a[tokens] @ self.lora_b)).astype(rows.dtype)
         if "gain" not in self:

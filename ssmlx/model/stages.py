@@ -56,7 +56,14 @@ class Stages:
         self.refresh_parts()
 
     def refresh_parts(self) -> None:
-        """Find the parts of `model` again, after some of its modules were exchanged."""
+        """Find the parts of `model` again, after some of its modules were exchanged.
+
+        Layers with latent attention get another class, in place. Short calls find out what the
+        model does before its layers and behind its head.
+
+        Raises:
+            InputError: the model lacks a part, or a layer keeps a state that cannot be cut back.
+        """
         self.parts = find_parts(self.model)
         run_rows_as_texts(self.parts.layers)
         self._takes_named_masks = calls_attention(self.parts.layers)

@@ -66,7 +66,9 @@ class StreamWeights:
 
     @property
     def trained(self) -> list[mx.array]:
-        """Every trained array; the draft vocabulary's ids are none."""
+        """Every trained array, always in the same order; the draft vocabulary's ids are not among
+        them.
+        """
         low_rank = (self.init, self.root_init, self.prune)
         maps = [array for m in low_rank if m is not None for array in (m.a, m.b)]
         if (given := self.condition) is not None:

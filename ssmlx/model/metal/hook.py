@@ -86,7 +86,11 @@ class TreeMask:
 
 
 def calls_attention(layers: Iterable[Any]) -> bool:
-    """Whether the `self_attn` of all `layers` calls mlx-lm's function by its usual name."""
+    """Whether the attention of all `layers` can be hooked.
+
+    That is so where the call of each `self_attn` uses mlx-lm's `scaled_dot_product_attention` under
+    that name, as a global of its own file.
+    """
     calls: list[Any] = [type(getattr(layer, "self_attn", None)).__call__ for layer in layers]
     codes = (getattr(call, "__code__", None) for call in calls)
     return all(
