@@ -269,7 +269,7 @@ class ChatSession:
         question: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, question])
         # At least one token is left to process.
-        reused = self._cache.back_to(common_prefix(self._cached_tokens, prompt[:-1]))
+        reused = self._cache.longest_trim(common_prefix(self._cached_tokens, prompt[:-1]))
         if self._prompts is not None and not config.deterministic:
             cache, known = self._prompts.take(self.model, prompt, self._cache.scratch)
             if known > reused:
@@ -292,7 +292,7 @@ class ChatSession:
                 self.messages.pop()
             # What was written is in the cache, as far as it got.
             written = [*prompt, *(token for one in given for token in one.tokens)]
-            self._cache.trim(self._cache.back_to(min(self._cache.offset, len(written))))
+            self._cache.trim(self._cache.longest_trim(min(self._cache.offset, len(written))))
             self._cached_tokens = written[: self._cache.offset]
             if self._pool is not None:
                 self._pool.keep(self, self._cache.nbytes)

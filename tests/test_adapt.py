@@ -506,7 +506,7 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     assert batches and all((batch.tokens < 32).all() for batch in batches)  # streams learn of all
     # The largest batch, for real.
     tokens = sizing.np.arange(train.max_length, dtype="int32") % 32
-    twin = backbone.twin()
+    twin = backbone.clone_sharing_weights()
     vocab = sizing.np.arange(32, dtype="int32")
     model = sizing.TrainedModel(twin, sizing.new_adapter(twin, config, train, vocab))
     objective = sizing.MlxObjective(model, train, vocab)

@@ -271,7 +271,7 @@ def test_a_mask_is_told_the_tokens_before(ask, together):
 def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks, cost, goes):
     class Open:
         def __init__(self, outlook):
-            self.rests = False
+            self.is_paused = False
             self.text = [1]
             self.plan = type("Plan", (), {"outlook": outlook})
 

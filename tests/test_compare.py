@@ -377,10 +377,10 @@ def test_a_draft_model_starts_every_answer_from_nothing(command, folders, tmp_pa
 
 def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
     def lossy(model, tree, logits, sampler, places, acceptance):
-        tokens = (call.choose(model, logits, sampler, places) + 1) % real.VOCAB
+        tokens = (call.sample(model, logits, sampler, places) + 1) % real.VOCAB
         return tokens, call.accept(tree, tokens)
 
-    monkeypatch.setattr(call, "verify", lossy)
+    monkeypatch.setattr(call, "decide_and_accept", lossy)
     code, out, err = command("--systems", "prompt-lookup")
     assert code == 1 and "tokens differ from plain decoding's: sql, prompt-lookup" in err
     assert "prompt-lookup: prompt 1 parts from plain at token 4; the target's two logits" in out

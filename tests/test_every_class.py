@@ -21,7 +21,6 @@ from tiny import assert_close, make_tokenizer, mlx_lm_tokens
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
-from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 
 VOCAB = 64
@@ -321,7 +320,10 @@ def test_a_lora_of_mlx_lms_changes_it_as_mlx_lm_does(name, tmp_path):
     assert mx.abs(expected - before).max() > 0.01
 
 
-@pytest.mark.parametrize("stage", ["_take_ends", "_position_ropes", "_check_stages"])
+@pytest.mark.parametrize(
+    "stage",
+    ["stages.Stages._find_ends", "backbone.make_ropes_take_positions", "backbone.check_stages"],
+)
 @pytest.mark.parametrize("kind", [KeyError, RuntimeError, AssertionError])
 def test_an_error_of_ours_is_no_fault_of_the_files(stage, kind, tmp_path, monkeypatch):
     folder = write_model("qwen3", tmp_path)
@@ -331,7 +333,7 @@ def test_an_error_of_ours_is_no_fault_of_the_files(stage, kind, tmp_path, monkey
     def fails(*_given):
         raise kind("a hole")
 
-    monkeypatch.setattr(Backbone, stage, fails)
+    monkeypatch.setattr(f"ssmlx.model.{stage}", fails)
     model = StreamFusedModel(load_base(folder, "float32")[0])
     assert answer(model, make_tokenizer(VOCAB), PROMPT, max_tokens=LENGTH)[0] == expected
     assert "a hole" in model.backbone.capabilities.stages

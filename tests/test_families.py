@@ -210,10 +210,10 @@ def test_what_cannot_take_tokens_back_decodes_plainly(name, bits):
     assert decoded(model, cache=cache)[0] == expected and len(set(expected)) > 1
     assert decoded(model, **SAMPLED)[0] != expected
     text = [*PROMPT, *expected]
-    assert cache.back_to(cache.offset) == len(text) and cache.nbytes > 0
+    assert cache.longest_trim(cache.offset) == len(text) and cache.nbytes > 0
     more = mlx_lm_tokens(base, [*text, 9, 8], LENGTH)
     assert decoded(model, [9, 8], cache, text)[0] == more
-    cache.trim(cache.back_to(5))
+    cache.trim(cache.longest_trim(5))
     assert decoded(model, cache=cache)[0] == expected
     with pytest.raises(InputError, match="hidden states between layers; decode plainly"):
         model.backbone.append(mx.array(PROMPT), model.make_cache(), [0])

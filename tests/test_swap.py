@@ -141,7 +141,7 @@ def test_no_weight_is_copied(kind, scope):
         apart = lora.keys() - merged
         added = {f"{path}.{part}" for path in apart for part in ("lora_a", "lora_b")}
         assert now.keys() == before.keys() | added
-        kept = {path: leaf for path, leaf in model.backbone.kept.items()}
+        kept = {path: leaf for path, leaf in model.backbone.replaced_in_memory.items()}
         assert kept.keys() == lora.keys()
         assert all(kept[path].weight is modules[path].weight for path in kept)
         assert same_arrays(leaves(ssmlx.swap_adapter(model, "none").backbone), before)

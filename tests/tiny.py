@@ -16,11 +16,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssmlx.loading.adapter import BaseIdentity, StreamAdapter
+from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.condition import Condition
-from ssmlx.model.lora import LoraWeights, layer_of
+from ssmlx.model.lora import LoraWeights, split_layer_path
 from ssmlx.model.streams import LowRank, StreamFusedModel, StreamWeights
 from ssmlx.model.tree import Tree
 from ssmlx.settings import StreamConfig
@@ -71,7 +71,7 @@ def linears(model: nn.Module, first_layer: int) -> list[str]:
     """Paths of the linear modules from layer `first_layer` on."""
     found = [name for name, one in model.named_modules() if isinstance(one, KINDS)]
     in_layers = [name for name in found if "layers." in name]
-    return sorted(name for name in in_layers if layer_of(name)[0] >= first_layer)
+    return sorted(name for name in in_layers if split_layer_path(name)[0] >= first_layer)
 
 
 def make_lora(model: nn.Module, first_layer: int, seed: int, scale: float = 2.0):
@@ -133,7 +133,7 @@ def make_adapter(
         mx.array([*draft_vocab], mx.int32) if draft_vocab else None,
         make_condition(config.condition_rank, size, seed) if config.condition_rank else None,
     )
-    base = BaseIdentity.of(backbone)
+    base = backbone.identity
     return StreamAdapter(config=config, streams=streams, base=base).with_trained(lora)
 
 

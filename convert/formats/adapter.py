@@ -12,7 +12,6 @@ from mlx_lm.utils import save_config, save_model
 
 from ssmlx.errors import require
 from ssmlx.loading.adapter import (
-    BaseIdentity,
     StreamAdapter,
     cast_streams,
     read_streams,
@@ -101,7 +100,7 @@ def read_checkpoint(
     adapter = StreamAdapter(
         config=config,
         streams=streams,
-        base=BaseIdentity.of(backbone),
+        base=backbone.identity,
         lora=task,
         base_model=config.base_model,
     )

@@ -34,7 +34,7 @@ from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
 from ssmlx.json_files import read_json
-from ssmlx.loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
+from ssmlx.loading.adapter import cast_tensors, check_draft_vocab
 from ssmlx.loading.files import read_tensors, write_whole
 from ssmlx.loading.load import MEDUSA_PREFIX
 from ssmlx.model.backbone import Backbone
@@ -125,7 +125,7 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
     check_base_sizes(config, backbone.vocab_size, backbone.hidden_size, folder)
     if dtype not in ("stored", "auto"):
         tensors = cast_tensors(tensors, getattr(mx, dtype))
-    return Heads(config, tensors, BaseIdentity.of(backbone), base_model)
+    return Heads(config, tensors, backbone.identity, base_model)
 
 
 def check_base_sizes(

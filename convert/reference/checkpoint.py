@@ -17,8 +17,8 @@ from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_streams, str
 from ssmlx.loading.files import account_for, read_tensors, write_whole
 from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.model.backbone import PROBE_LENGTH, BaseIdentity
-from ssmlx.model.lora import layer_of
+from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
+from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
 from ssmlx.training.job import check_init, check_scale, check_shapes
 from ssmlx.training.mlx_model import replace_weights
@@ -289,7 +289,7 @@ def base_identity(base: Any) -> BaseIdentity:
         config.num_hidden_layers,
         config.hidden_size,
         config.vocab_size,
-        tuple(round(value, 6) for value in weight[:PROBE_LENGTH].float().tolist()),
+        tuple(round(value, 6) for value in weight[:NORM_PROBE_LENGTH].float().tolist()),
     )
 
 
@@ -303,7 +303,7 @@ def _lora_settings(adapter: StreamAdapter) -> LoraSettings:
     if not lora:
         return LoraSettings()
     sizes = {(weights.rank, weights.scale) for weights in lora.values()}
-    places = [layer_of(path) for path in lora]
+    places = [split_layer_path(path) for path in lora]
     modules = sorted({m for _, m in places})
     layers = sorted({n for n, _ in places})
     require(

@@ -134,7 +134,7 @@ def median_seconds(
         if turn >= WARM_TURNS:
             times[rows].append(seconds)
         else:
-            metal.settle()
+            metal.time_pending_shape()
     noise = statistics.median(spread(values) for values in times.values())
     return {rows: statistics.median(values) for rows, values in times.items()}, noise
 

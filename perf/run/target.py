@@ -31,8 +31,9 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_streams
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
-from ssmlx.model.backbone import Backbone, on_same_arrays
+from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowScope, attach_lora
+from ssmlx.model.modules import clone_sharing_arrays
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
@@ -114,7 +115,7 @@ class Target:
         adapter = weights.adapter
         model, settings = load_weights_as(weights.dtype, weights.base)
         self.tokenizer = load_tokenizer(weights.base, settings)
-        backbone = Backbone(self._with_rounded_products(on_same_arrays(model)))
+        backbone = Backbone(self._with_rounded_products(clone_sharing_arrays(model)))
         if adapter is not None:
             check_base(adapter, backbone)
         lora = {} if adapter is None else adapter.lora
@@ -223,7 +224,7 @@ class Target:
     def _backbone(self) -> Backbone:
         """A new backbone on the target's arrays, with the draft head and the costs' folder."""
         bits = resolve_draft_bits(self.weights.draft_head)
-        backbone = Backbone(on_same_arrays(self.mlx_model), None, bits)
+        backbone = Backbone(clone_sharing_arrays(self.mlx_model), None, bits)
         backbone.cache_dir = self.weights.costs
         return backbone
 

@@ -614,10 +614,10 @@ def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
     Raises:
         InputError: something cannot be loaded, or a tree option has no effect on this model.
     """
-    from ..model.ranks import launched
+    from ..model.ranks import launched_group
 
     drafter: DrafterOption = args.drafter
-    group = launched()
+    group = launched_group()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         _refuse_option("--prompt-cache", "a model that is not split over processes")
     model, tokenizer = load_target(

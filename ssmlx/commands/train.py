@@ -80,7 +80,7 @@ def _train(args: argparse.Namespace) -> None:
     from ..loading.adapter import load_streams
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest
-    from ..model.ranks import launched
+    from ..model.ranks import launched_group
     from ..training.job import STORE_FILE, prepare_job, run_to_end
     from ..training.mlx_model import TrainedModel, add_new_weights, initialise_from, new_adapter
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
@@ -94,7 +94,7 @@ def _train(args: argparse.Namespace) -> None:
     if args.init is not None and start is None:
         initialise_from(model, load_streams(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
-    trainer = MlxTrainer(objective, job.num_steps, launched())
+    trainer = MlxTrainer(objective, job.num_steps, launched_group())
     kept = [folder_digest(args.init)] if start else []
     task = [folder_digest(args.task_lora)] if args.task_lora else []
     lower_identity = job.lower_identity(str(backbone.dtype), *kept, *task)

@@ -15,9 +15,10 @@ import mlx.core as mx
 
 from ..errors import require
 from ..json_files import read_json
-from ..loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
+from ..loading.adapter import cast_tensors, check_draft_vocab
 from ..loading.files import account_for, read_tensors, save_tensors
 from ..model.backbone import Backbone
+from ..model.identity import BaseIdentity
 from ..model.streams import StreamFusedModel
 from ..settings import SpeculatorTreeConfig
 from .head_drafter import DraftingHeads, HeadConfig, HeadDrafter, HeadKind
@@ -96,7 +97,7 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
     """Heads ready to draft, in the dtype of `backbone`; raises InputError where it is another's."""
     heads.base.require_same(
-        BaseIdentity.of(backbone),
+        backbone.identity,
         "the heads belong",
         expected=heads.base_model or "the model they were converted for",
         do="choose that model with --model, or other heads",

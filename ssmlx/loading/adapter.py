@@ -32,8 +32,8 @@ import mlx.core as mx
 
 from ..errors import InputError, quoted, require
 from ..json_files import read_json
-from ..model.backbone import BaseIdentity
 from ..model.condition import Condition
+from ..model.identity import BaseIdentity
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig

@@ -8,7 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import InputError, require
-from ..model.backbone import Backbone, BaseIdentity, digest_of
+from ..model.backbone import Backbone
+from ..model.identity import digest_tensors
 from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
@@ -31,7 +32,7 @@ def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     config = adapter.config
     base = adapter.base
     base.require_same(
-        BaseIdentity.of(backbone),
+        backbone.identity,
         "the adapter belongs",
         expected=f"{config.base_model or 'the model it was converted for'}, not {backbone.name}",
         do="choose that model with --model, or another --adapter",
@@ -115,7 +116,7 @@ def lora_digest(lora: Loras) -> str | None:
         for path, one in lora.items()
         for array in one.arrays
     )
-    return digest_of(pairs) if lora else None
+    return digest_tensors(pairs) if lora else None
 
 
 def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
@@ -143,7 +144,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     if streams is not None:
         check_lora(base.model, streams.stream_lora, Path("the adapter"), LINEARS)
     _ = base.digest  # before layers are changed
-    backbone = base.twin()
+    backbone = base.clone_sharing_weights()
     model = backbone.model
     dtype = backbone.dtype
     every_row = RowScope(0)
@@ -157,7 +158,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
         own = attach_lora(model, streams.stream_lora, scope, merge=False, dtype=dtype)
         replaced = {**own, **replaced}
     backbone.replaced = {**replaced, **dict.fromkeys(dropped)}
-    backbone.take_modules()
+    backbone.refresh_parts()
     # Now: the first answer would merge and cast, which takes time and memory.
     mx.eval(model.parameters())
     if streams is None:
@@ -209,7 +210,7 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
     Returns:
         Folders by name.
     """
-    identity = BaseIdentity.of(model.backbone)
+    identity = model.backbone.identity
     found = {}
     for name, folder in {**own_adapters(), **bundled_adapters()}.items():
         with suppress(InputError):

@@ -16,7 +16,8 @@ from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
 from ..json_files import read_json
 from ..model import opt
-from ..model.backbone import PACKED_KINDS, Backbone
+from ..model.backbone import Backbone
+from ..model.lm_head import PACKED_KINDS
 from ..model.ranks import Group, shard
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE

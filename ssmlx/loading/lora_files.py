@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from ..errors import InputError, quoted, require
 from ..json_files import read_json
-from ..model.lora import LoraWeights, in_layer, layer_of
+from ..model.lora import LoraWeights, in_layer, split_layer_path
 from ..settings import Allowed
 from .files import account_for, read_tensors, save_tensors
 from .names import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
@@ -126,7 +126,7 @@ def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
     """
     write_lora_file(folder / LORA_FILE, lora)
     weights = next(iter(lora.values()))
-    places = [layer_of(path) for path in lora if in_layer(path)]
+    places = [split_layer_path(path) for path in lora if in_layer(path)]
     others = [path for path in lora if not in_layer(path)]
     settings = {
         "fine_tune_type": "lora" if weights.magnitude is None else "dora",

@@ -193,7 +193,7 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
     run.say(f"training {num_steps:,} steps ...")
     with busy("reading"):
         job, _ = prepare_job(training, train, start)
-    twin = source.backbone.twin()
+    twin = source.backbone.clone_sharing_weights()
     adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
     model = TrainedModel(twin, adapter, train.train_only)
     objective = MlxObjective(model, train, job.draft_vocab)

@@ -23,7 +23,6 @@ import numpy as np
 
 from ..drafters.streams import DraftVocab
 from ..loading.adapter import (
-    BaseIdentity,
     StreamAdapter,
     stream_tensors,
     streams_from_tensors,
@@ -32,16 +31,17 @@ from ..loading.adapter import (
 from ..loading.attach import check_base
 from ..loading.files import new_folder
 from ..loading.lora_files import Loras, lora_tensors
-from ..model.backbone import Backbone, LMHead
+from ..model.backbone import Backbone
 from ..model.condition import Condition
+from ..model.lm_head import LMHead
 from ..model.lora import (
     LoraWeights,
     RowLora,
     RowScope,
     attach_lora,
-    layer_of,
     linear_paths,
     linear_shape,
+    split_layer_path,
 )
 from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotation
 from ..settings import StreamConfig
@@ -187,7 +187,7 @@ class TrainedModel:
         backbone.replaced = attach_lora(
             backbone.model, lora, self._scope, merge=False, dtype=mx.float32, fixed=False
         )
-        backbone.take_modules()
+        backbone.refresh_parts()
         modules: Mapping[str, Any] = dict(backbone.model.named_modules())
         self._loras: dict[str, RowLora] = {path: modules[path] for path in lora}
         self._fused = StreamFusedModel(backbone, self.config, adapter.streams)
@@ -466,14 +466,14 @@ def new_adapter(
     modules: Mapping[str, Any] = dict(backbone.model.named_modules())
     lora = {}
     paths = linear_paths(backbone.model, layers, train.lora_modules, "correct --lora-modules")
-    for path in sorted(paths, key=layer_of):
+    for path in sorted(paths, key=split_layer_path):
         out_size, in_size = linear_shape(modules[path])
         a = _uniform(rng, in_size, train.lora_rank, in_size)
         lora[path] = LoraWeights(a, mx.zeros((train.lora_rank, out_size)), scale)
     adapter = StreamAdapter(
         config=config,
         streams=streams,
-        base=BaseIdentity.of(backbone),
+        base=backbone.identity,
         lora=task_lora or {},
         base_model=config.base_model,
     )

@@ -17,7 +17,7 @@ from ..errors import require
 from ..json_files import read_json
 from ..loading.load import is_quantised, load_base, resolve_dtype
 from ..model.backbone import Backbone
-from ..model.ranks import Group, from_first, summed
+from ..model.ranks import Group, from_rank0, sum_over_ranks
 from ..model.shapes import to_int, to_list
 from .config import TrainConfig
 from .data import Batch
@@ -380,7 +380,7 @@ class MlxTrainer(Trainer):
         """
         if self._group is None:
             return gradients, means
-        every = summed([*gradients.values(), *means], self._group)
+        every = sum_over_ranks([*gradients.values(), *means], self._group)
         mx.eval(every)  # a GPU must not wait for a slower rank
         return dict(zip(gradients, every, strict=False)), every[len(gradients) :]
 
@@ -442,7 +442,7 @@ class MlxTrainer(Trainer):
         if self._group is None:
             return
         own = mx.array(list(bytes.fromhex(identity)))
-        (first,) = from_first([own], self._group)
+        (first,) = from_rank0([own], self._group)
         require(
             to_list(first) == to_list(own),
             f"rank {self.part[0]} has other data, another base model or other settings than rank 0",
@@ -450,7 +450,7 @@ class MlxTrainer(Trainer):
             do="copy them",
         )
         state = self._state
-        arrays = from_first(list(state.values()), self._group)
+        arrays = from_rank0(list(state.values()), self._group)
         mx.eval(arrays)
         self.restore(dict(zip(state, arrays, strict=True)))
 

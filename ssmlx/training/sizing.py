@@ -126,7 +126,9 @@ def time_candidates(
     for num_layers in candidate_layers(base["num_hidden_layers"]):
         train = stream_train_config(num_layers).sized(base["vocab_size"])
         config = stream_config(train, base, options, [])
-        adapter = new_adapter(backbone.twin(), config, train, _placeholder_vocab(train), lora)
+        adapter = new_adapter(
+            backbone.clone_sharing_weights(), config, train, _placeholder_vocab(train), lora
+        )
         model = attach_adapter(backbone, adapter, merge_lora=True)
         text = tokens[:_TIMED_CONTEXT]
         found[num_layers] = seed_costs(model, text, TIMED_SIZES, seconds=seconds)
@@ -298,7 +300,7 @@ def measure_rates(
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
     timed = _measure_answers(responder, prompt, answer_tokens, most)
-    twin = backbone.twin()
+    twin = backbone.clone_sharing_weights()
     vocab = _placeholder_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
     objective = MlxObjective(model, train, vocab)
