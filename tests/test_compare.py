@@ -608,3 +608,7 @@ def test_bad_files_are_told_in_one_line(data, capsys, files, said):
     assert score(data, *(file.format(data) for file in files)) == 2
     assert said in real.one_line(capsys.readouterr().err, compare.PROG)
     assert not (data / "out").exists()
+
+
+def test_every_kind_of_system_has_a_colour():
+    assert {*options.SYSTEMS, *options.CONTROLLED.values()} <= show.COLOURS.keys()

@@ -112,6 +112,7 @@ def test_a_draft_head_can_be_packed_alone(tied, bias):
 @pytest.mark.parametrize("name, on_cpu, on_gpu", [("auto", None, 8), ("stored", None, None),
                                                   ("8bit", 8, 8)])  # fmt: skip
 def test_what_the_draft_head_is_packed_to(name, on_cpu, on_gpu, monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
     assert resolve_draft_bits(name) == on_cpu
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     assert resolve_draft_bits(name) == on_gpu

@@ -20,6 +20,7 @@ COLOURS = {
     "draft-model": "#33658a",
     "lookahead": "#4f9da6",
     "prompt-lookup": "#86bbd8",
+    "text": "#e07a5f",
 }
 _NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0}
 

@@ -294,7 +294,8 @@ class Backbone(Stages):
             raise InputError(
                 f"the model type {model_type(self.model)!r} does not run ({first_line(error)})",
                 expected="settings and weights that its class in mlx-lm runs on",
-                do="compare its config.json with the original's, or use another model",
+                do="compare its config.json with the original's, mend MLX's installation where it "
+                "could not compile a kernel, or use another model",
             ) from error
         self.parts = whole_parts(self.model, int(logits.shape[-1]))
         self._no_stages = why
