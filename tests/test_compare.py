@@ -16,7 +16,7 @@ import ssmlx
 from perf import compare
 from perf.compare import draw, report
 from perf.run import experiment as figures
-from perf.run import target
+from perf.run import options, show, target
 from perf.run.experiment import Experiment, Measured
 from perf.run.options import SYSTEMS, experiment_of, parse_systems
 from ssmlx.decoding import call
