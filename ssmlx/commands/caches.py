@@ -40,7 +40,7 @@ class PromptFile:
         if path is None:
             return
         if path.exists():
-            from ..loading.prompt_files import read_header
+            from ..prompt_cache.files import read_header
 
             read_header(path)
         elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
@@ -48,13 +48,14 @@ class PromptFile:
 
     def read(self, model: StreamFusedModel) -> None:
         from ..answers import run
-        from ..loading.prompt_files import PromptKey, read_prompt
+        from ..model.cache_key import CacheKey
+        from ..prompt_cache.files import read_prompt
 
         path = self.path
         if path is None:
             return
         model.backbone.capabilities.require("stages", "--prompt-cache")
-        self._key = run(lambda: PromptKey.of(model))
+        self._key = run(lambda: CacheKey.of(model))
         if path.exists():
             self.tokens, self.cache = run(lambda: read_prompt(path, model))
 
@@ -82,12 +83,13 @@ class PromptFile:
         """Write the file if it would change; not for a model with another adapter's LoRA."""
         from ..answers import run
         from ..loading.files import clear_leftovers
-        from ..loading.prompt_files import PromptKey, write_prompt
+        from ..model.cache_key import CacheKey
+        from ..prompt_cache.files import write_prompt
 
         path = self.path
         if path is None or self.cache is None or not self._is_new:
             return False
-        key = run(lambda: PromptKey.of(model))
+        key = run(lambda: CacheKey.of(model))
         if key != self._key:
             return False
         try:
@@ -111,7 +113,7 @@ def _default_folder() -> Path:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ..loading.prompt_files import PromptFolder, read_header
+    from ..prompt_cache.files import PromptFolder, read_header
 
     path = args.folder or _default_folder()
     found = f"{path} is no folder"

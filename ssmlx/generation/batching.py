@@ -29,8 +29,8 @@ import mlx.core as mx
 from ..decoding.batch import Batch, Mask, Row
 from ..decoding.loop import CallCounts, Stops, never_stops, prefill
 from ..decoding.sampling import TokenLogprobs
-from ..loading.prompt_files import PromptKey
 from ..model.cache import TreeCache
+from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
 from ..policy.costs import BATCH
 from .learned import learned_of
@@ -152,7 +152,7 @@ class Batches:
 
     def __init__(self, fits: Fits = always_fits) -> None:
         self._fits = fits
-        self._groups: dict[PromptKey, _Group] = {}
+        self._groups: dict[CacheKey, _Group] = {}
         self._prompts: deque[_Answer] = deque()
         self._prompt_rate: float | None = None  # tokens a second, of the last piece
         # seconds that pieces took while answers were decoded, and calls did not take since
@@ -187,7 +187,7 @@ class Batches:
         anything is decoded behind it.
         """
         cache.trim(cache.offset)
-        key = PromptKey.of(model)
+        key = CacheKey.of(model)
         text = [*context, *prompt]
         group = self._groups.get(key) or self._groups.setdefault(key, _Group(model, self._fits))
         row = _Answer(

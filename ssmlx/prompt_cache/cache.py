@@ -13,14 +13,15 @@ from typing import Self
 
 import mlx.core as mx
 
-from .answers import is_forked, run
-from .drafters.text_index import EarlierAnswers
-from .errors import InputError
-from .generation.pool import MemoryPool
-from .loading.prompt_files import PromptFolder, PromptKey, Tokens, mark_used, read_prompt
-from .model.cache import StateCache, TreeCache
-from .model.streams import StreamFusedModel
-from .prompts import common_prefix
+from ..answers import is_forked, run
+from ..drafters.text_index import EarlierAnswers
+from ..errors import InputError
+from ..generation.pool import MemoryPool
+from ..model.cache import StateCache, TreeCache
+from ..model.cache_key import CacheKey
+from ..model.streams import StreamFusedModel
+from ..prompts import common_prefix
+from .files import PromptFolder, Tokens, mark_used, read_prompt
 
 _log = logging.getLogger("ssmlx")
 
@@ -29,7 +30,7 @@ _log = logging.getLogger("ssmlx")
 class _Entry:
     """A prompt; its cache is never written into, only forked."""
 
-    key: PromptKey
+    key: CacheKey
     tokens: Tokens
     cache: TreeCache
     owner: weakref.ref[PromptCache]
@@ -44,7 +45,7 @@ class _Entry:
         if owner is not None:
             owner._drop(self)
 
-    def shared(self, key: PromptKey, tokens: Sequence[int]) -> int:
+    def shared(self, key: CacheKey, tokens: Sequence[int]) -> int:
         """How many of `tokens` it begins with."""
         return common_prefix(self.tokens, tokens) if key == self.key else 0
 
@@ -82,7 +83,7 @@ class PromptCache:
             None if folder is None else PromptFolder(Path(folder).expanduser(), max_disk_bytes)
         )
         self._entries: list[_Entry] = []  # the longest unused first
-        self._answers: dict[PromptKey, EarlierAnswers] = {}
+        self._answers: dict[CacheKey, EarlierAnswers] = {}
         self._lock = threading.Lock()  # never held while MLX runs
 
     @property
@@ -126,7 +127,7 @@ class PromptCache:
 
     def answers(self, model: StreamFusedModel) -> EarlierAnswers:
         """The earlier answers of `model`, for others that may repeat them. On the MLX thread."""
-        return self._answers.setdefault(PromptKey.of(model), EarlierAnswers())
+        return self._answers.setdefault(CacheKey.of(model), EarlierAnswers())
 
     def flush(self) -> None:
         """Write to the folder what is not there yet. What cannot be written is logged.
@@ -154,7 +155,7 @@ class PromptCache:
         self.close()
 
     def _take(self, model: StreamFusedModel, tokens: Tokens, scratch: int) -> tuple[TreeCache, int]:
-        key = PromptKey.of(model)
+        key = CacheKey.of(model)
         entry, count = self._longest(key, tokens)
         if self._folder is not None and model.backbone.group is None:
             path, in_file = self._folder.longest(key, tokens)
@@ -167,7 +168,7 @@ class PromptCache:
         return cache, count
 
     def _read(
-        self, path: Path, model: StreamFusedModel, key: PromptKey, tokens: Tokens
+        self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
         """The prompt of a file of the folder; a damaged one is deleted."""
         try:
@@ -183,7 +184,7 @@ class PromptCache:
         return entry, entry.shared(key, tokens)
 
     def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
-        key = PromptKey.of(model)
+        key = CacheKey.of(model)
         answers = self._answers.get(key)
         if self._pool is not None and answers is not None:
             self._pool.keep(answers, answers.nbytes)
@@ -198,7 +199,7 @@ class PromptCache:
             own = weakref.ref(self)
             self._keep(_Entry(key, tokens, fork, own, is_written=is_split))
 
-    def _longest(self, key: PromptKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
+    def _longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry that begins with most of `tokens`, now used, and how many these are."""
         with self._lock:
             counts = [entry.shared(key, tokens) for entry in self._entries]

@@ -22,11 +22,12 @@ import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from ..errors import InputError, first_line, require
+from ..loading.files import account_for, clear_leftovers, new_file
 from ..model.cache import TreeCache
+from ..model.cache_key import CacheKey
 from ..model.layer_state import Rows
 from ..model.streams import StreamFusedModel
 from ..prompts import common_prefix
-from .files import account_for, clear_leftovers, new_file
 
 FORMAT = "ssmlx-prompt/1"
 _KEPT = re.compile(r"[0-9a-f]{32}\.safetensors")
@@ -40,46 +41,12 @@ Run = Callable[[Callable[[], Any]], Any]
 """Calls what it is given, on the thread that runs MLX; the result."""
 
 
-@dataclass(frozen=True)
-class PromptKey:
-    """What decides the keys and values of tokens.
-
-    LoRA counts where it acts on every row, merged into the weights or not, as that differs by
-    rounding alone. Streams, and LoRA of scope "streams", leave a prompt's rows as they are.
-    """
-
-    model: str
-    dtype: str
-    weights: str  # digest of the base model's settings and weights
-    lora: str  # digest, or "none"
-
-    @classmethod
-    def of(cls, model: StreamFusedModel) -> PromptKey:
-        """The key of a model's prompts. Runs MLX."""
-        backbone = model.backbone
-        kind = getattr(backbone.model, "model_type", type(backbone.model).__name__)
-        return cls(
-            model=f"{kind}, {model.num_layers} layers of {backbone.hidden_size}",
-            dtype=str(backbone.dtype).removeprefix("mlx.core."),
-            weights=backbone.digest,
-            lora=model.lora_digest or "none",
-        )
-
-    def require_same(self, other: PromptKey, path: Path) -> None:
-        """Refuse the file `path` of the key `other`, naming what differs."""
-        names = {"weights": "model's weights", "lora": "adapter's LoRA"}
-        for name, mine in asdict(self).items():
-            found = getattr(other, name)
-            what = f"{path} was made with another {names.get(name, name)}, {found}"
-            require(found == mine, what, expected=mine, do=_DO)
-
-
-_FIELDS = fields(PromptKey)
+_FIELDS = fields(CacheKey)
 
 
 @dataclass(frozen=True)
 class PromptHeader:
-    key: PromptKey
+    key: CacheKey
     tokens: Tokens
 
     @classmethod
@@ -95,7 +62,7 @@ class PromptHeader:
         found = f"{path} has token ids that are none"
         expected = "numbers from 0, and commas"
         require(min(tokens) >= 0 and len(text) < _MOST_TEXT, found, expected=expected, do=_DO)
-        return cls(PromptKey(**{one.name: metadata.get(one.name, "") for one in _FIELDS}), tokens)
+        return cls(CacheKey(**{one.name: metadata.get(one.name, "") for one in _FIELDS}), tokens)
 
 
 def read_header(path: Path) -> PromptHeader:
@@ -140,7 +107,7 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
 
 
 def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
-    PromptKey.of(model).require_same(header.key, path)
+    _require_same_key(CacheKey.of(model), header.key, path)
     count = len(header.tokens)
     limit = model.backbone.context_length
     size = model.backbone.vocab_size
@@ -151,6 +118,18 @@ def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> Non
     found = f"{path} has {count} tokens"
     expected = f"at most the model's context of {limit}"
     require(limit is None or count <= limit, found, expected=expected, do=_DO)
+
+
+def _require_same_key(key: CacheKey, found: CacheKey, path: Path) -> None:
+    """Raise InputError where `found`, the key in the file `path`, is not `key`.
+
+    The message names the first field that differs.
+    """
+    names = {"weights": "model's weights", "lora": "adapter's LoRA"}
+    for name, expected in asdict(key).items():
+        value = getattr(found, name)
+        what = f"{path} was made with another {names.get(name, name)}, {value}"
+        require(value == expected, what, expected=expected, do=_DO)
 
 
 def _names(layer: int, rows: Rows) -> list[str]:
@@ -174,7 +153,7 @@ def _rows_like(model: StreamFusedModel) -> list[Rows]:
     return cache.rows(1)
 
 
-def write_prompt(path: Path, key: PromptKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
+def write_prompt(path: Path, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
     """Write a prompt file, whole or not at all, for the owner's eyes alone.
 
     `cache` begins with `tokens`, and may not change meanwhile.
@@ -230,7 +209,7 @@ class PromptFolder:
         self._headers = found
         return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 
-    def longest(self, key: PromptKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
+    def longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
         """The file that begins with most of `tokens`, and how many these are."""
         best = None
         most = 0
@@ -240,7 +219,7 @@ class PromptFolder:
                 most = count
         return best, most
 
-    def write(self, key: PromptKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
+    def write(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
         """Write a prompt unless a file begins with it; files that it begins with are dropped."""
         path, count = self.longest(key, tokens)
         if path is not None and count == len(tokens):
