@@ -355,7 +355,6 @@ def segments_of(
         started = time.perf_counter()
         total = len(tokens) - 1
         given: list[GenerationResponse] = []
-        said: list[int] = []
         with wired():
             try:
                 with closing(cast("Generator[list[int]]", steps)):
@@ -367,18 +366,16 @@ def segments_of(
                     for response in responses_of(
                         whole, budget, num_prompt, num_cached, measured, started, logprobs
                     ):
-                        if done is not None:
-                            given.append(response)
-                        if earlier is not None:
-                            said += response.tokens
+                        given.append(response)
                         yield response
             finally:
                 try:
                     # Whoever uses the cache next must find no work of this answer in it.
                     mx.eval(cache.state)
                     plan.finish()
-                    if earlier is not None and said:
-                        earlier.add([*context, *tokens], said)
+                    if earlier is not None and given:
+                        answer = [token for response in given for token in response.tokens]
+                        earlier.add([*context, *tokens], answer)
                 finally:  # a failed call's work may fail again
                     if done is not None:
                         done(given)
