@@ -17,7 +17,7 @@ from ..drafters.registry import (
     registered_drafter,
     with_drafter,
 )
-from ..drafters.text_index import LONGEST, EarlierAnswers
+from ..drafters.text_index import MAX_MATCH, EarlierAnswers
 from ..errors import require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
@@ -32,7 +32,7 @@ TYPICAL_CHAIN = 2.0
 """Tokens per call of drafters that propose trees of one shape alone; what a text really accepts
 replaces it within an answer or two."""
 TEXT_CONFIG = PromptLookupConfig(
-    ngram=LONGEST, num_draft_tokens=CHAIN_NODES[-1] - 1, size=CHAIN_NODES[-1]
+    ngram=MAX_MATCH, num_draft_tokens=CHAIN_NODES[-1] - 1, size=CHAIN_NODES[-1]
 )
 """What is drafted of the text at most where nothing says how: a controller finds what pays."""
 
