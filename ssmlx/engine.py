@@ -16,7 +16,7 @@ from .api import GenerationResponse, check_prompt, check_tokens, segments_of, wi
 from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
-from .drafters.registry import DrafterArgument, Loaded, with_drafter
+from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
 from .errors import require
 from .generation.batching import Batches
 from .generation.memory import cache_size
@@ -203,7 +203,7 @@ class Engine:
         """
         model = self.model(adapter)
         config = with_seed(replace(config or GenerateConfig(), **settings))
-        config, loaded = with_drafter(config, drafter)
+        config, loaded = resolve_drafter(config, drafter)
         template = {"tools": tools, "template_args": template_args}
 
         def opened() -> Answer[GenerationResponse]:

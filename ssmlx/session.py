@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .answers import Answer, Prefilled, is_forked, run
 from .api import GenerationResponse, end_token_ids, segments_of, stream_generate, with_seed
 from .bars import Progress
-from .drafters.registry import DrafterArgument, Loaded, with_drafter
+from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import require
 from .generation.divergence import Divergence, divergence
@@ -118,7 +118,7 @@ class ChatSession:
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
         given = (drafter, draft_model, heads)
-        self.config, self._loaded = with_drafter(config or GenerateConfig(), *given)
+        self.config, self._loaded = resolve_drafter(config or GenerateConfig(), *given)
         self.totals = ChatTotals()
         self.reset(system)
 

@@ -37,7 +37,7 @@ from ssmlx.exported.backends import DECODE, PREFILL
 from ssmlx.exported.decode import MASKED
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
-from .parts import Profile, Rows, share_anew
+from .parts import Profile, Rows, renormalise_topk
 
 # Below every path that exists: less than any depth times the least edge, and a float16.
 _IMPOSSIBLE = -1e4
@@ -198,7 +198,9 @@ class DecodeGraph(Graph):
         tokens = columns if self.vocab is None else self.vocab[columns]
         if sizes.tree.is_conditional:
             previous = torch.cat([root.expand_as(tokens[:1]), tokens[:-1]])
-            logprobs = share_anew(logprobs, profile.condition_logits(streams, previous, tokens))
+            logprobs = renormalise_topk(
+                logprobs, profile.condition_logits(streams, previous, tokens)
+            )
         return tokens, logprobs
 
 

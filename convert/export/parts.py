@@ -102,7 +102,7 @@ def log_total(logits: torch.Tensor) -> torch.Tensor:
     return ((logits - peak).float().exp().sum(dim=-1, keepdim=True).log() + peak).to(peak.dtype)
 
 
-def share_anew(logprobs: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+def renormalise_topk(logprobs: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     """The function of this name in `ssmlx.drafters.streams`: [G, K] and [G, K, K] to [G, K, K]."""
     scores = logprobs[:, None] + more
     return scores - log_total(scores) + log_total(logprobs)[:, None]

@@ -2,7 +2,7 @@
 
 Where an answer quotes its prompt or itself (names, numbers, code), what followed the text's last
 tokens where they stood before is likely to follow. How likely, the answer shows: copies are trusted
-by how much of it they have foretold that streams had not.
+by how much of it they have count_copy_hits that streams had not.
 
 `text_index` knows the same on the host, for drafters that wait for the tokens. Streams do not: they
 draft behind a call that nobody has read, so what they copy has to be looked up on the device.
@@ -60,7 +60,7 @@ class Copies:
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = TextOnDevice(text)
-        self._told = untold()
+        self._copy_counts = initial_copy_counts()
         self._before: tuple[mx.array, ...] | None = None  # what the last tree was made of
 
     def follow(self, tokens: Sequence[int], position: int) -> None:
@@ -68,33 +68,35 @@ class Copies:
         self._text.write(mx.array(list(tokens), mx.int32), mx.array([position], mx.int32))
         self._before = None
 
-    def among(
+    def mix_into_guesses(
         self, guesses: Guesses, said: mx.array, num_accepted: mx.array, place: mx.array
     ) -> Guesses:
-        """`with_copies` of what is guessed behind a call.
+        """`mix_copies` of what is guessed behind a call.
 
         The call decided on `said` [P], of which the first is at `place` [1] of the text; those
         after the first `num_accepted` [1] + 1 repeat the last.
         """
         self._text.write(said, place)
         if self._before is not None:
-            self._told = _told_after(self._told, self._before, said, num_accepted)
+            self._copy_counts = _add_copy_counts(
+                self._copy_counts, self._before, said, num_accepted
+            )
         copied = self._text.continuation(place + num_accepted, guesses[0].shape[0])[0]
         self._before = *guesses, copied
-        return with_copies(*self._before, self._told)
+        return mix_copies(*self._before, self._copy_counts)
 
 
-def untold() -> mx.array:
-    """[2, 2] what copies have foretold when they have told nothing yet, see `foretold`."""
+def initial_copy_counts() -> mx.array:
+    """[2, 2] what copies have count_copy_hits when they have told nothing yet, see `count_copy_hits`."""
     return mx.array([[COPIED * DOUBT, GOES_ON * DOUBT], [DOUBT, DOUBT]])
 
 
 @mx.compile
-def with_copies(tokens: mx.array, logprobs: mx.array, copied: mx.array, told: mx.array) -> Guesses:
+def mix_copies(tokens: mx.array, logprobs: mx.array, copied: mx.array, told: mx.array) -> Guesses:
     """Candidates [..., G, K] and log probabilities [..., G, K, K] with the tokens `copied` [..., G]
     of the text among them, of which `PAD_TOKEN` is none.
 
-    They weigh as much as `told` [..., 2, 2] says, see `foretold`: its first column for the first
+    They weigh as much as `told` [..., 2, 2] says, see `count_copy_hits`: its first column for the first
     level, its last for those behind a copy. A copy that no stream guesses takes the place of the
     least likely candidate.
     """
@@ -112,8 +114,10 @@ def with_copies(tokens: mx.array, logprobs: mx.array, copied: mx.array, told: mx
     return mx.where(is_new, ours, tokens), mx.log(mixed)
 
 
-def foretold(tokens: mx.array, logprobs: mx.array, copied: mx.array, said: mx.array) -> mx.array:
-    """[2, G] how much of `said` [G], the text behind a place, its copies foretold, and of how much
+def count_copy_hits(
+    tokens: mx.array, logprobs: mx.array, copied: mx.array, said: mx.array
+) -> mx.array:
+    """[2, G] how much of `said` [G], the text behind a place, its copies count_copy_hits, and of how much
     they could have: 1 where all before them was right.
 
     Of a token to which the streams gave the probability q, of candidates `tokens` [G, K] and
@@ -132,7 +136,7 @@ def foretold(tokens: mx.array, logprobs: mx.array, copied: mx.array, said: mx.ar
 
 
 @mx.compile
-def _told_after(
+def _add_copy_counts(
     told: mx.array, before: tuple[mx.array, ...], said: mx.array, num_accepted: mx.array
 ) -> mx.array:
     """`told` [2, 2] with what a call has shown of the guesses `before` it, and their copies."""
@@ -141,7 +145,7 @@ def _told_after(
     columns = mx.array([[1.0, 0.0], *[[0.0, 1.0]] * (count - 1)])  # the first level's, and others'
     # Not `indices`: an array of it may be `num_accepted`, and none is compiled in twice.
     counts = mx.array([[level] for level in range(count)]) <= num_accepted
-    return told + foretold(*known) @ (columns * counts)
+    return told + count_copy_hits(*known) @ (columns * counts)
 
 
 @mx.compile

@@ -82,7 +82,7 @@ class DraftModel:
         """Free the caches that wait for a next answer."""
         self._caches = [cache for cache in self._caches if cache.drafter() is not None]
 
-    def take_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":
+    def claim_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":
         """A cache for `drafter` as long as it lives: of those that nobody has, the one that holds
         most of `tokens`. At most `_MOST_IDLE` of the others are kept."""
         idle = [cache for cache in self._caches if cache.drafter() is None]
@@ -142,13 +142,13 @@ class DraftCache:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]
 
-    def go_on(self, tokens: Sequence[int], held: int) -> None:
+    def extend_text(self, tokens: Sequence[int], held: int) -> None:
         """The text has gone on by `tokens`, of which the cache holds the first `held` already."""
         known = len(self.text) + held
         self.text.extend(tokens)
         trim_prompt_cache(self._layers, max(0, self.offset - known))
 
-    def unprocessed(self) -> mx.array:
+    def unprocessed_tokens(self) -> mx.array:
         """[R] the newest tokens of the text, which the cache does not hold; long runs of others
         are processed."""
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
@@ -183,7 +183,7 @@ class DraftModelDrafter:
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """See `Drafter.start`."""
-        self._cache = self._model.take_cache(tokens, self)
+        self._cache = self._model.claim_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)
         self.draft_calls = 0
         for turn in self._cache.start(tokens):
@@ -195,12 +195,12 @@ class DraftModelDrafter:
         chain = to_list(self._chain) if self._chain.size else []
         # The cache holds the text that the chain was drafted from and all of the chain but its
         # last token. At least the newest token is left to process, whose logits are needed.
-        self._cache.go_on(tokens, common_prefix(chain[:-1], tokens[:-1]))
+        self._cache.extend_text(tokens, common_prefix(chain[:-1], tokens[:-1]))
         self._chain = mx.zeros(0, mx.int32)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """See `Drafter.propose`."""
-        rows = self._draft(self._cache.unprocessed())
+        rows = self._draft(self._cache.unprocessed_tokens())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])

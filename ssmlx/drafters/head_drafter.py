@@ -96,12 +96,12 @@ class DraftingHeads:
         self.draft_vocab = tensors.get("draft_vocab")
         self.num_parameters: int = config.num_parameters
 
-    def fitting(self, tree: Any) -> Any:
+    def fit_tree(self, tree: Any) -> Any:
         """The settings of a tree, filled up and narrowed to what these heads can draft."""
         raise NotImplementedError
 
-    def tree_size(self, tree: Any) -> tuple[int, int]:
-        """Levels below the root, and nodes, that a `fitting` tree has at most."""
+    def max_tree_size(self, tree: Any) -> tuple[int, int]:
+        """Levels below the root, and nodes, that a `fit_tree` tree has at most."""
         raise NotImplementedError
 
     def propose_tree(
@@ -109,14 +109,14 @@ class DraftingHeads:
     ) -> Tree:
         """The tree below `root` [1], which the base model decided on at `hidden`.
 
-        `hidden` [1, D] is behind the base model's final norm; `tree` is as `fitting` takes it;
+        `hidden` [1, D] is behind the base model's final norm; `tree` is as `fit_tree` takes it;
         `noise` [H, Vd] is known of what each head guesses, see `Sampling.noise`.
         """
         raise NotImplementedError
 
 
 class HeadDrafter:
-    """Drafts from heads on the newest accepted node; `tree` is as their `fitting` takes it."""
+    """Drafts from heads on the newest accepted node; `tree` is as their `fit_tree` takes it."""
 
     needs = Needs()
     draft_calls = 0
@@ -127,9 +127,9 @@ class HeadDrafter:
     ) -> None:
         self._backbone = backbone
         self._heads = heads
-        self._tree = heads.fitting(tree)
+        self._tree = heads.fit_tree(tree)
         self._sampling = sampling
-        levels, nodes = heads.tree_size(self._tree)
+        levels, nodes = heads.max_tree_size(self._tree)
         self.largest = DraftShape(heads.drafter, nodes, levels)
         self.num_parameters = heads.num_parameters
 

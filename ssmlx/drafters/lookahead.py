@@ -56,7 +56,7 @@ class NgramPool:
         if len(self._ngrams) > self._max_keys:
             self._ngrams.popitem(last=False)
 
-    def after(self, first: int) -> Iterator[tuple[int, ...]]:
+    def continuations_of(self, first: int) -> Iterator[tuple[int, ...]]:
         """What follows `first` in its n-grams, the newest first."""
         return reversed(self._ngrams.get(first, OrderedDict()))
 
@@ -126,7 +126,7 @@ class LookaheadDrafter:
             for level, row in enumerate(self._window):
                 below = nodes[level][column] = trie.add(row[column : column + 1], below)
             node = nodes[0][column]
-        for rest in self._pool.after(root):
+        for rest in self._pool.continuations_of(root):
             trie.add(rest)
         tree, index = trie.tree(num_levels)
         self._last_level = [index[node] for node in nodes[-1]]

@@ -102,17 +102,17 @@ class MedusaHeads(DraftingHeads):
         logits = found[0] if len(found) == 1 else mx.concatenate(found)
         return logits if self._places is None else logits[self._places]
 
-    def fitting(self, tree: TreeConfig) -> TreeConfig:
+    def fit_tree(self, tree: TreeConfig) -> TreeConfig:
         """`tree`, no wider than there are tokens to guess."""
         return tree.no_wider_than(self.config.num_guessed)
 
-    def tree_size(self, tree: TreeConfig) -> tuple[int, int]:
+    def max_tree_size(self, tree: TreeConfig) -> tuple[int, int]:
         return self.config.num_heads, tree.num_nodes(self.config.num_heads)
 
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: TreeConfig, noise: Noise = None
     ) -> Tree:
-        tree = self.fitting(tree)
+        tree = self.fit_tree(tree)
         count = draft_topology(tree, self.config.num_heads).num_candidates
         logits = with_noise(self.medusa_logits(hidden), noise)
         ranked = rank_candidates(logits, count, self.draft_vocab)

@@ -89,7 +89,7 @@ class MlpSpeculatorConfig(HeadConfig):
         state_weight = 0.5 ** (0.5 / self.n_predict)
         return math.sqrt((1 - state_weight**2) * self.width / 2) / state_weight
 
-    def name_of(self, part: str, stage: int) -> str:
+    def tensor_name(self, part: str, stage: int) -> str:
         """The tensor that is `part` of `stage`: its own, or the one that it shares."""
         first = 1 if part.startswith("proj") else 0
         kind, _, leaf = part.partition(".")
@@ -98,7 +98,7 @@ class MlpSpeculatorConfig(HeadConfig):
     @property
     def matrix_names(self) -> list[str]:
         stages = range(self.n_predict)
-        return list(dict.fromkeys(self.name_of("head.weight", stage) for stage in stages))
+        return list(dict.fromkeys(self.tensor_name("head.weight", stage) for stage in stages))
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
@@ -110,7 +110,7 @@ class MlpSpeculatorConfig(HeadConfig):
                 "ln.bias": (self.width,),
                 "head.weight": (self.num_guessed, self.width),
             }
-            found |= {self.name_of(part, stage): shape for part, shape in shapes.items()}
+            found |= {self.tensor_name(part, stage): shape for part, shape in shapes.items()}
         return found
 
 
@@ -144,15 +144,15 @@ class MlpSpeculator(DraftingHeads):
         `state` is [B, D] of `first_state` for stage 0, [B, inner] of the stage before for others;
         `tokens` [B] are the last of each path.
         """
-        projected = state @ self._part("proj.weight", index).T
-        embedded = self._part("emb.weight", index)[tokens]
+        projected = state @ self._tensor("proj.weight", index).T
+        embedded = self._tensor("emb.weight", index)[tokens]
         mixed = projected + self.config.emb_weight * embedded
-        normed = mx.fast.rms_norm(mixed, self._part("ln.weight", index), EPSILON)
-        state = nn.gelu(normed + self._part("ln.bias", index))
-        return state, state @ self._part("head.weight", index).T
+        normed = mx.fast.rms_norm(mixed, self._tensor("ln.weight", index), EPSILON)
+        state = nn.gelu(normed + self._tensor("ln.bias", index))
+        return state, state @ self._tensor("head.weight", index).T
 
-    def _part(self, part: str, stage: int) -> mx.array:
-        return self._tensors[self.config.name_of(part, stage)]
+    def _tensor(self, part: str, stage: int) -> mx.array:
+        return self._tensors[self.config.tensor_name(part, stage)]
 
     def rank_paths(
         self, root: mx.array, hidden: mx.array, widths: Sequence[int], noise: Noise = None
@@ -178,7 +178,7 @@ class MlpSpeculator(DraftingHeads):
             edges.append(logprobs.flatten())
         return mx.concatenate(node_tokens), mx.concatenate(edges)
 
-    def fitting(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
+    def fit_tree(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
         """`tree`, its widths no more than there are tokens to guess; what it lacks is published."""
         asked = tree.widths
         stages = self.config.n_predict
@@ -196,7 +196,7 @@ class MlpSpeculator(DraftingHeads):
             candidates = self.config.candidates
         return replace(tree, widths=widths, candidates=candidates)
 
-    def tree_size(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
+    def max_tree_size(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
         assert tree.widths is not None
         most = num_candidate_nodes(tree.widths, tree.candidates)
         return len(tree.widths), min(most, tree.size or most)
@@ -204,10 +204,10 @@ class MlpSpeculator(DraftingHeads):
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: SpeculatorTreeConfig, noise: Noise = None
     ) -> Tree:
-        tree = self.fitting(tree)
+        tree = self.fit_tree(tree)
         widths = tuple(tree.widths or ())
-        size = self.tree_size(tree)[1]
-        topology = widths_topology(widths)
+        size = self.max_tree_size(tree)[1]
+        topology = full_tree_topology(widths)
         tokens, edges = self.rank_paths(root, hidden, widths, noise)
         full = Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
         if size == topology.num_nodes:
@@ -229,7 +229,7 @@ def num_candidate_nodes(widths: Sequence[int], candidates: int | None) -> int:
 
 
 @lru_cache(maxsize=64)
-def widths_topology(widths: tuple[int, ...]) -> Topology:
+def full_tree_topology(widths: tuple[int, ...]) -> Topology:
     """The full tree with `widths[i]` children for every node of depth i, breadth first."""
     ranks = [r for depth in range(len(widths) + 1) for r in product(*map(range, widths[:depth]))]
     # A node's candidates depend on its path: each has one of its own.

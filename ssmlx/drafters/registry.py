@@ -99,7 +99,7 @@ class RegisteredDrafter:
     weights: DrafterWeights | None = None
     reads_text: bool = False
 
-    def settings_in(self, config: GenerateConfig) -> Any:
+    def settings_from(self, config: GenerateConfig) -> Any:
         """The drafter's own settings in `config`, or their defaults.
 
         Raises:
@@ -123,7 +123,7 @@ DrafterArgument = str | Loaded | Sequence[str | Loaded]
 """A name in `ssmlx.settings.DRAFTERS`, what was loaded to draft with, or several of these."""
 
 
-def with_drafter(
+def resolve_drafter(
     config: GenerateConfig, *given: DrafterArgument | None
 ) -> tuple[GenerateConfig, list[Loaded]]:
     """`config` with the drafter that is named among `given`, and what was loaded among them.
@@ -198,7 +198,7 @@ def build_drafter(
         InputError: what it needs was not loaded, or the settings do not fit it or the model.
     """
     registered = registered_drafter(name)
-    own = _weights_of(registered, loaded)
+    own = _find_weights(registered, loaded)
     assert config.prune
     prune = config.prune.kind
     require(
@@ -213,11 +213,11 @@ def build_drafter(
         expected="prune_adapter.* among its stream weights",
         do="use --prune off, or train one",
     )
-    settings = registered.settings_in(config)
+    settings = registered.settings_from(config)
     return registered.build(DrafterInputs(model, config, sampling, settings, own, end_tokens))
 
 
-def _weights_of(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
+def _find_weights(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
     """What the drafter drafts with, of what was loaded; None if it needs nothing."""
     weights = registered.weights
     name = registered.name

@@ -71,11 +71,11 @@ class DraftVocab:
         first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
         previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
         more = model.condition_logits(normed.reshape(*tokens.shape[:2], -1), previous, tokens)
-        return tokens, share_anew(logprobs, more)
+        return tokens, renormalise_topk(logprobs, more)
 
 
 @mx.compile
-def share_anew(logprobs: mx.array, more: mx.array) -> mx.array:
+def renormalise_topk(logprobs: mx.array, more: mx.array) -> mx.array:
     """[..., C, K] log probabilities of the mass of `logprobs` [..., K], by these and `more` logits
     [..., C, K]."""
     scores = logprobs[..., None, :] + more
@@ -157,18 +157,18 @@ class StreamDrafter:
             tree = replace(tree, kind="best", size=shape.nodes)
         root = verified.root
         noise = self._sampling.noise(verified.root_position, shape.levels, self._vocab.tokens)
-        count = self._candidates(shape, tree)
+        count = self._candidates_per_stream(shape, tree)
         tokens, logprobs = self._vocab.rank(stream_hidden, root, count, noise)
         guesses = tokens.squeeze(0), logprobs.squeeze(0)
         if self._model.is_conditional:
             accepted = verified.acceptance
             position = verified.position + 1
-            guesses = self._copies.among(
+            guesses = self._copies.mix_into_guesses(
                 guesses, accepted.new_tokens, accepted.num_accepted, position
             )
         return grow_tree(root, *guesses, tree)
 
-    def _candidates(self, shape: DraftShape, tree: TreeConfig) -> int:
+    def _candidates_per_stream(self, shape: DraftShape, tree: TreeConfig) -> int:
         """Tokens of each stream that may stand in a tree of `shape`."""
         if shape not in self._num_candidates:
             count = num_candidates(tree, shape.levels, conditional=self._model.is_conditional)

@@ -15,7 +15,7 @@ from ..drafters.registry import (
     Loaded,
     build_drafter,
     registered_drafter,
-    with_drafter,
+    resolve_drafter,
 )
 from ..drafters.text_index import MAX_MATCH, EarlierAnswers
 from ..errors import require
@@ -148,7 +148,7 @@ def make_plan(
         InputError: the settings do not fit the model or what is loaded.
     """
     config = replace(config or GenerateConfig(), **settings)
-    config, loaded = with_drafter(config, drafter, draft_model, heads)
+    config, loaded = resolve_drafter(config, drafter, draft_model, heads)
     kind = drafter_name(model, config, loaded)
     sampling = Sampling(config, model.backbone.vocab_size)
     complete = config.with_default_shape()
