@@ -52,7 +52,7 @@ def together(monkeypatch):
     made = []
     read = batching.prefill
     step = Batch.step
-    monkeypatch.setattr(Plan, "outlook", (1.0, 1.0))
+    monkeypatch.setattr(Plan, "expected_call", (1.0, 1.0))
     cost_batches(monkeypatch, 1.001)
     monkeypatch.setattr(batching, "prefill", lambda *a: made.append("piece") or read(*a))
     monkeypatch.setattr(Batch, "step", lambda self: made.append("call") or step(self))
@@ -270,14 +270,14 @@ def test_a_mask_is_told_the_tokens_before(ask, together):
 )
 def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks, cost, goes):
     class Open:
-        def __init__(self, outlook):
+        def __init__(self, expected_call):
             self.rests = False
             self.text = [1]
-            self.plan = type("Plan", (), {"outlook": outlook})
+            self.plan = type("Plan", (), {"expected_call": expected_call})
 
     cost_batches(monkeypatch, cost)
     group = batching._Group(engine.model())
-    group.open = [Open(outlook) for outlook in outlooks]
+    group.open = [Open(expected_call) for expected_call in outlooks]
     group.decide()
     assert group.together == goes
 

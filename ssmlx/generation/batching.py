@@ -96,8 +96,10 @@ class _Group:
         if len(rows) < 2 or not self.batch.shares_calls:
             self.together = False
             return
-        outlooks = [row.plan.outlook for row in rows]
-        in_turns = sum(tokens for tokens, _ in outlooks) / sum(cost for _, cost in outlooks)
+        expected_calls = [row.plan.expected_call for row in rows]
+        in_turns = sum(tokens for tokens, _ in expected_calls) / sum(
+            cost for _, cost in expected_calls
+        )
         costs = self._learned.costs.frozen(self._context(rows))
         batched = len(rows) / costs.calls((BATCH, len(rows)))
         is_faster = batched * (STAY if self.together else 1 / STAY) >= in_turns

@@ -88,7 +88,8 @@ def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: 
         return
     tokens = sample_text(model, tokenizer)
     is_known = (
-        plan.learned.costs.frozen(len(tokens)).most_known(STREAMS if STREAMS in names else ROWS) > 0
+        plan.learned.costs.frozen(len(tokens)).largest_known(STREAMS if STREAMS in names else ROWS)
+        > 0
     )
     if is_known or len(tokens) < 2:
         return

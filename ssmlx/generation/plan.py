@@ -85,12 +85,16 @@ class Plan:
         return bool(self.drafters) and self.config.acceptance.kind != "exact"
 
     @property
-    def outlook(self) -> tuple[float, float]:
+    def expected_call(self) -> tuple[float, float]:
         """Tokens that a call should bring now, and plain calls that it takes.
 
         Both are 1 where plain decoding is expected to be as fast, and where nobody knows.
         """
-        return self.controller.outlook() if isinstance(self.controller, Controller) else (1.0, 1.0)
+        return (
+            self.controller.expected_call()
+            if isinstance(self.controller, Controller)
+            else (1.0, 1.0)
+        )
 
     def finish(self) -> None:
         """The answer has ended, or was given up: keep what it has taught."""
@@ -105,7 +109,7 @@ class Plan:
             return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
         largest = self.drafters[0].largest
         if isinstance(self.controller, Controller):
-            tokens, cost = self.outlook
+            tokens, cost = self.expected_call
             if self.kind == NAME:
                 return "what stood in the text before is drafted where it comes again"
             if tokens <= cost:

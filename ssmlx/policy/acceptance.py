@@ -128,7 +128,7 @@ class AnswerAcceptance:
         self.total_accepted += accepted
         self.total_offered += offered
 
-    def pass_plain(self, tokens: int) -> None:
+    def count_plain_tokens(self, tokens: int) -> None:
         """Note tokens that were decoded without a draft."""
         self._decay(KEEP_PER_PLAIN_TOKEN**tokens)
 

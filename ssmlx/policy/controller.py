@@ -149,7 +149,7 @@ class Controller:
         self._pending: DraftShape | None = None  # the tree that the next recorded call verifies
         self._pending_candidate: Candidate | None = None  # the same, as it was offered
         # of drafters that have offered something: what their costs are kept as, and who waits
-        self._costs_as: dict[str, str] = {}
+        self._cost_names: dict[str, str] = {}
         self._waits: set[str] = set()
         self._tokens = 0
         self._behind = 0.0  # plain calls that this answer is behind plain decoding
@@ -163,7 +163,7 @@ class Controller:
         self._surprises = 0  # calls in a row that are far off their cost; below 0: too cheap
         self._follows_seconds = False
         self._latest: deque[tuple[Kind, float]] = deque(maxlen=FOLLOWED)
-        if reads_seconds and table.is_timing_due(context, self._bearable_error()):
+        if reads_seconds and table.is_timing_due(context, self._tolerable_plain_error()):
             self._plain_calls_due = MOST_PLAIN_CALLS
 
     @classmethod
@@ -175,7 +175,7 @@ class Controller:
         self._decisions.append(self._decide(is_read))
         return self._decisions[-1].shape
 
-    def outlook(self) -> tuple[float, float]:
+    def expected_call(self) -> tuple[float, float]:
         """Tokens and cost in plain calls of the shape that should advance fastest now.
 
         Both are 1 where plain decoding is as fast.
@@ -187,12 +187,12 @@ class Controller:
 
     def record(self, call: Call) -> None:
         if context_bucket(call.context) > context_bucket(self._context):
-            self._enter_bucket(call.context)
-        decision = self._decision_of(call.drafted)
+            self._switch_context_bucket(call.context)
+        decision = self._find_decision(call.drafted)
         self._count_tokens(call)
-        self._count_probe(call, decision)
+        self._advance_probe(call, decision)
         if self._reads_seconds:
-            self._note_seconds(call)
+            self._record_seconds(call)
         self._pending = call.drafted
         self._pending_candidate = decision.candidate
 
@@ -206,11 +206,11 @@ class Controller:
                 counted.total_offered,
                 counted.first_ratio,
             )
-        self._teach()
+        self._teach_costs()
         if self._probe is not None:
             self._table.reset_probes()  # the answer has ended before it taught anything
 
-    def _teach(self) -> None:
+    def _teach_costs(self) -> None:
         """Hand what calls took to the table."""
         if len(self._plain) >= PLAIN_CALLS:
             self._table.learn_plain(self._context, self._plain)
@@ -235,16 +235,18 @@ class Controller:
         ]
         self._is_run_open = False
 
-    def _enter_bucket(self, context: int) -> None:
+    def _switch_context_bucket(self, context: int) -> None:
         """Take the costs of contexts of another length."""
-        self._teach()
+        self._teach_costs()
         self._runs = []
         self._context = context
         self._costs = self._table.frozen(context).scaled(self._costs.scale)
         self._plain.clear()
         self._latest.clear()
         self._surprises = 0
-        if self._reads_seconds and self._table.is_timing_due(context, self._bearable_error()):
+        if self._reads_seconds and self._table.is_timing_due(
+            context, self._tolerable_plain_error()
+        ):
             self._plain_calls_due = MOST_PLAIN_CALLS
 
     def _decide(self, is_read: bool) -> Decision:
@@ -260,8 +262,8 @@ class Controller:
         best = max(
             candidates, key=lambda one: one.speed * (STAY if one.shape == self._pending else 1)
         )
-        pays = self._pays(best)
-        probe = self._probe_of(best.speed if pays else 1.0)
+        pays = self._may_draft(best)
+        probe = self._choose_probe(best.speed if pays else 1.0)
         return probe or Decision(best if pays else None)
 
     def _is_unlearned(self, shape: DraftShape) -> bool:
@@ -270,7 +272,7 @@ class Controller:
 
     def _kind(self, shape: DraftShape) -> Kind:
         """The kind of call that verifies a shape, and drafts another such where drafting costs."""
-        return self._costs_as.get(shape.drafter, shape.drafter), shape.nodes
+        return self._cost_names.get(shape.drafter, shape.drafter), shape.nodes
 
     def _candidates(self, is_read: bool) -> Iterator[Candidate]:
         """Every shape that can be drafted now; `is_read` is as `next` has it.
@@ -285,19 +287,19 @@ class Controller:
             offer = source.offer()
             if offer is None:
                 continue
-            self._costs_as[offer.drafter] = offer.costs_as
+            self._cost_names[offer.drafter] = offer.cost_name
             likely = 1.0
             wait = 0.0
             then = offer
             if offer.waits:
                 self._waits.add(offer.drafter)
                 if not is_read:
-                    likely, then = offer.after(self._unread, self._ratio_of)
+                    likely, then = offer.after_tokens(self._expected_unread_tokens, self._ratio_of)
                     is_awaited = self._pending is not None and self._pending.drafter in self._waits
                     wait = 0.0 if is_awaited else HOST_WAIT
             if not then.shapes:
                 continue
-            most_timed = self._costs.most_known(offer.costs_as)
+            most_timed = self._costs.largest_known(offer.cost_name)
             next_size = size_to_time(then, most_timed)
             for shape in then.shapes:
                 if shape.nodes <= (most_timed or FIRST_NODES) or shape.nodes == next_size:
@@ -307,27 +309,27 @@ class Controller:
                         offer,
                         1 + likely * then.expected(shape, self._ratio_of),
                         1 + likely * (self._costs.calls(kind) - 1) + wait,
-                        1 + likely * (self._costs.hopeful(kind) - 1) + wait,
+                        1 + likely * (self._costs.optimistic_calls(kind) - 1) + wait,
                     )
 
     @property
-    def _unread(self) -> int:
+    def _expected_unread_tokens(self) -> int:
         """Tokens that the call under way should bring."""
         pending = self._pending_candidate
         return 1 if pending is None else round(pending.tokens)
 
-    def _pays(self, best: Candidate) -> bool:
+    def _may_draft(self, best: Candidate) -> bool:
         """Whether to draft, as far as the answer may fall behind plain decoding."""
         allowed = max(BEHIND, BEHIND_PER_TOKEN * self._tokens)
         allowed += CREDIT * max(0.0, best.tokens - best.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
-        loss = self._costs.cautious(self._kind(best.shape)) - 1
+        loss = self._costs.pessimistic_calls(self._kind(best.shape)) - 1
         at_risk = self._behind + loss
         if self._pending is not None:
             return best.speed > LEAVE and at_risk <= allowed
-        return best.speed > ENTER and at_risk + self._entry(best.shape) <= allowed
+        return best.speed > ENTER and at_risk + self._entry_cost(best.shape) <= allowed
 
-    def _probe_of(self, speed: float) -> Decision | None:
+    def _choose_probe(self, speed: float) -> Decision | None:
         """A shape that may be faster than what is known to be, if its probe can be afforded.
 
         What it risks is what its calls do, as if the call under way was read.
@@ -336,7 +338,7 @@ class Controller:
             return None
         is_parked = speed == 1.0
         probes = [
-            (self._risk(one, speed), one)
+            (self._probe_risk(one, speed), one)
             for one in self._candidates(is_read=True)
             if is_parked or one.hoped_speed > speed * PROBE_GAIN
         ]
@@ -350,88 +352,88 @@ class Controller:
             return Decision(probe, risk)
         return None
 
-    def _risk(self, probe: Candidate, speed: float) -> float:
+    def _probe_risk(self, probe: Candidate, speed: float) -> float:
         """Plain calls that a probe may lose over going on at `speed`."""
-        entry = self._entry(probe.shape) if self._pending is None else 0.0
+        entry = self._entry_cost(probe.shape) if self._pending is None else 0.0
         likely = (probe.cost + probe.hope) / 2
         return entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
 
-    def _entry(self, shape: DraftShape) -> float:
+    def _entry_cost(self, shape: DraftShape) -> float:
         """Plain calls that it costs to draft behind a plain call: a first drafting pass."""
         return 0.0 if shape.drafter in self._waits else ENTRY
 
     def _ratio_of(self, name: str, first_ratio: float) -> float:
-        return self._acceptance_of(name, first_ratio).ratio
+        return self._acceptance_for(name, first_ratio).ratio
 
-    def _acceptance_of(self, name: str, first_ratio: float) -> AnswerAcceptance:
+    def _acceptance_for(self, name: str, first_ratio: float) -> AnswerAcceptance:
         if name not in self._acceptance:
             prior = self._prior.ratio(name, self._first_context, first_ratio)
             self._acceptance[name] = AnswerAcceptance(prior, first_ratio)
         return self._acceptance[name]
 
-    def _decision_of(self, drafted: DraftShape | None) -> Decision:
+    def _find_decision(self, drafted: DraftShape | None) -> Decision:
         """The decision that a recorded call followed; the loop may have asked once more."""
         found = (one for one in reversed(self._decisions) if one.shape == drafted)
         return next(found, Decision(None))
 
-    def _cost(self, call: Call) -> float:
+    def _table_cost(self, call: Call) -> float:
         """Plain calls that a recorded call took, by the table."""
         if call.shape is None:
-            return 1.0 if call.drafted is None else 1 + self._entry(call.drafted)
-        steady = self._costs.cautious(self._kind(call.shape))
-        return steady if call.drafted else max(1.0, steady - self._entry(call.shape))
+            return 1.0 if call.drafted is None else 1 + self._entry_cost(call.drafted)
+        steady = self._costs.pessimistic_calls(self._kind(call.shape))
+        return steady if call.drafted else max(1.0, steady - self._entry_cost(call.shape))
 
     def _count_tokens(self, call: Call) -> None:
         self._tokens += call.tokens
-        self._behind += self._cost(call) - call.tokens
-        self._table.pass_tokens(call.tokens, self._context)
+        self._behind += self._table_cost(call) - call.tokens
+        self._table.count_tokens(call.tokens, self._context)
         if call.shape is None:
             for counted in self._acceptance.values():
-                counted.pass_plain(call.tokens)
+                counted.count_plain_tokens(call.tokens)
         elif self._pending_candidate is not None:
-            for one in self._pending_candidate.offer.counted(call.shape, call.tokens - 1):
-                counted = self._acceptance_of(one.name, one.first_ratio)
+            for one in self._pending_candidate.offer.acceptance_counts(call.shape, call.tokens - 1):
+                counted = self._acceptance_for(one.name, one.first_ratio)
                 counted.count(one.accepted, one.offered)
 
-    def _count_probe(self, call: Call, decision: Decision) -> None:
+    def _advance_probe(self, call: Call, decision: Decision) -> None:
         if self._probe_calls:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
         elif decision.risk is not None and call.drafted != call.shape:
             self._probe = call.drafted
             self._probe_calls = PROBE_CALLS - 1
-            self._table.begin_probe(decision.risk)
+            self._table.pay_for_probe(decision.risk)
 
-    def _take_first_timings(self) -> None:
+    def _learn_first_timings(self) -> None:
         """The open run has timed a size that nobody had: end the probe, hand the seconds to the
         table, and go on with its costs, so that this answer gains too and not only later ones."""
         self._probe = None
-        self._teach()
+        self._teach_costs()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
 
-    def _note_seconds(self, call: Call) -> None:
+    def _record_seconds(self, call: Call) -> None:
         """Collect what calls took: of plain calls, and of runs of one shape."""
         self._since_plain += call.tokens
         if call.shape is None:
             self._is_run_open = False
             if call.drafted is None:
-                self._note_plain(call)
+                self._record_plain_seconds(call)
             return
         seconds = call.seconds
         if call.drafted is None and seconds is not None:
             # It has drafted nothing: another of its shape would have taken longer.
             plain = self._table.plain_seconds(self._context)
-            seconds = None if plain is None else seconds + self._entry(call.shape) * plain
+            seconds = None if plain is None else seconds + self._entry_cost(call.shape) * plain
         if seconds is None:
             return
-        run = self._run_of(call.shape)
+        run = self._run_for(call.shape)
         run.seconds.append(seconds)
         is_untimed = self._costs.weight(self._kind(call.shape)) < UNTIMED
         if len(run.seconds) == RUN_CALLS and is_untimed:
-            self._take_first_timings()
+            self._learn_first_timings()
         else:
-            self._check_cost(call.shape, seconds)
+            self._check_for_surprise(call.shape, seconds)
 
-    def _run_of(self, shape: DraftShape) -> Run:
+    def _run_for(self, shape: DraftShape) -> Run:
         """The run that a call joins: where calls wait for each other's tokens, each is timed for
         itself, and they need not come one behind the other."""
         is_alone = shape.drafter in self._waits
@@ -447,35 +449,35 @@ class Controller:
         self._is_run_open = not is_alone
         return found
 
-    def _note_plain(self, call: Call) -> None:
+    def _record_plain_seconds(self, call: Call) -> None:
         if call.seconds is not None:
             self._plain.append(call.seconds)
             self._since_plain = 0
         if self._plain_calls_due:
             self._plain_calls_due -= 1
-            if self._is_timed() or (not self._plain_calls_due and self._plain):
+            if self._is_plain_call_timed() or (not self._plain_calls_due and self._plain):
                 self._plain_calls_due = 0
                 self._table.learn_plain(self._context, self._plain)
                 self._plain.clear()
-                self._take_new_costs()
+                self._rescale_costs()
 
-    def _is_timed(self) -> bool:
+    def _is_plain_call_timed(self) -> bool:
         """Whether plain calls have been timed well enough."""
         count = len(self._plain)
         error = self._table.plain_error(self._context, count)
-        return count >= PLAIN_CALLS and error <= self._bearable_error()
+        return count >= PLAIN_CALLS and error <= self._tolerable_plain_error()
 
-    def _bearable_error(self) -> float:
+    def _tolerable_plain_error(self) -> float:
         """Error of the seconds of a plain call that does not matter: the clearer, the more."""
-        tokens, cost = self.outlook()
+        tokens, cost = self.expected_call()
         return max(PLAIN_ERROR, ERROR_OF_GAIN * (tokens / cost - 1))
 
-    def _check_cost(self, shape: DraftShape, seconds: float) -> None:
+    def _check_for_surprise(self, shape: DraftShape, seconds: float) -> None:
         """See whether calls in a row are far off their cost, all to one side."""
         kind = self._kind(shape)
         self._latest.append((kind, seconds))
         if self._follows_seconds:
-            self._take_new_costs()
+            self._rescale_costs()
             return
         plain = self._table.plain_seconds(self._context)
         if plain is None:
@@ -490,12 +492,12 @@ class Controller:
         if abs(self._surprises) >= SURPRISES:
             self._follows_seconds = True
             if self._since_plain <= PLAIN_FRESH:
-                self._take_new_costs()
+                self._rescale_costs()
             else:
                 # The whole machine may be slower, plain calls too.
                 self._plain_calls_due = MOST_PLAIN_CALLS
 
-    def _take_new_costs(self) -> None:
+    def _rescale_costs(self) -> None:
         """After surprises: scale the answer's costs to what its latest calls took."""
         plain = self._table.plain_seconds(self._context, is_recent=True)
         if plain is None or not self._follows_seconds or not self._latest:

@@ -104,7 +104,7 @@ def context_bucket(context: int) -> int:
     return BUCKETS[bisect_right(BUCKETS, max(context, 0)) - 1]
 
 
-def prior_extra(kind: Kind) -> float:
+def assumed_extra_calls(kind: Kind) -> float:
     """Plain calls that a kind should take beyond one where nothing was measured."""
     name, rows = kind
     return ROW_COST * (rows - 1) + (0.0 if name in (BATCH, ROWS) else DRAFT_COST)
@@ -140,24 +140,24 @@ class FrozenCosts:
 
     def calls(self, kind: Kind) -> float:
         """Plain calls that a call of a kind takes."""
-        return 1 + self._extra_and_weight(kind)[0]
+        return 1 + self._extra_calls_and_weight(kind)[0]
 
-    def hopeful(self, kind: Kind) -> float:
+    def optimistic_calls(self, kind: Kind) -> float:
         """What a call may turn out to take, by how little is known: less than `calls`."""
-        extra, weight = self._extra_and_weight(kind)
+        extra, weight = self._extra_calls_and_weight(kind)
         return 1 + extra * (1 - DOUBT / max(weight, UNKNOWN_WEIGHT))
 
     def weight(self, kind: Kind) -> float:
         """Runs that the cost of a kind rests on."""
-        return self._extra_and_weight(kind)[1]
+        return self._extra_calls_and_weight(kind)[1]
 
-    def cautious(self, kind: Kind) -> float:
+    def pessimistic_calls(self, kind: Kind) -> float:
         """What a call may take after all, by the errors of the timings behind its cost."""
-        extra, weight = self._extra_and_weight(kind)
+        extra, weight = self._extra_calls_and_weight(kind)
         run_error = MEDIAN_ERROR * self.noise / math.sqrt(RUN_CALLS * max(weight, UNKNOWN_WEIGHT))
         return (1 + extra) * (1 + CAUTION * math.hypot(run_error, self.plain_error))
 
-    def most_known(self, name: str) -> int:
+    def largest_known(self, name: str) -> int:
         """The largest number of nodes that was measured; 0 where none was.
 
         Rows alone cost no more than with drafting, so they are known where a drafter's calls are.
@@ -169,7 +169,7 @@ class FrozenCosts:
         """The same costs with another factor on what is beyond a plain call."""
         return replace(self, scale=factor, _found={})
 
-    def _extra_and_weight(self, kind: Kind) -> tuple[float, float]:
+    def _extra_calls_and_weight(self, kind: Kind) -> tuple[float, float]:
         if kind not in self._found:
             self._found[kind] = self._interpolated(kind)
         return self._found[kind]
@@ -181,17 +181,17 @@ class FrozenCosts:
         """
         name, count = kind
         counts = sorted(n for one, n in self.known if one == name)
-        prior = prior_extra(kind)
+        prior = assumed_extra_calls(kind)
         if not counts and name == ROWS:
             # As much over the prior as what is known of a drafter's calls.
             others = sorted({one for one, _ in self.known} - {BATCH})
             if others:
-                extra, _ = self._extra_and_weight((others[0], count))
-                drafted = prior_extra((others[0], count))
+                extra, _ = self._extra_calls_and_weight((others[0], count))
+                drafted = assumed_extra_calls((others[0], count))
                 return prior * extra / drafted, UNKNOWN_WEIGHT
         if not counts:
             return prior * self.scale, 0.0
-        over = [(self.known[name, n][0] - 1) / prior_extra((name, n)) for n in counts]
+        over = [(self.known[name, n][0] - 1) / assumed_extra_calls((name, n)) for n in counts]
         weights = [self.known[name, n][1] for n in counts]
         is_between = counts[0] <= count <= counts[-1]
         weight = interpolate(counts, weights, count) if is_between else UNKNOWN_WEIGHT
@@ -239,7 +239,7 @@ class CostTable:
         """
         if plain_seconds:
             self.learn_plain(context, plain_seconds)
-        means = self._own_bucket(context)
+        means = self._bucket_to_change(context)
         for kind, calls in costs.items():
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
@@ -260,7 +260,7 @@ class CostTable:
         Returns:
             The factor by which what the kind takes beyond a plain call has changed.
         """
-        means = self._own_bucket(context)
+        means = self._bucket_to_change(context)
         before = self.frozen(context).calls(kind)
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
@@ -323,7 +323,7 @@ class CostTable:
             timing.wait = min(2 * timing.wait, TIMING_WAIT_MOST)
         timing.tokens_since = 0
 
-    def pass_tokens(self, tokens: int, context: int) -> None:
+    def count_tokens(self, tokens: int, context: int) -> None:
         """Note that an answer advanced by `tokens`: the bank gains, and timings age."""
         self.bank = min(BANK_MOST, self.bank + BANK_REFILL * tokens)
         self.since_probe += tokens
@@ -340,7 +340,7 @@ class CostTable:
         self.probe_wait = PROBE_WAIT
         self.since_probe = PROBE_WAIT
 
-    def begin_probe(self, risk: float) -> None:
+    def pay_for_probe(self, risk: float) -> None:
         """Pay for a probe, with all there is at most; the next has to wait twice as long."""
         self.bank = max(0.0, self.bank - risk)
         self.since_probe = 0
@@ -352,7 +352,7 @@ class CostTable:
         known = [one for one in self._means if one <= bucket]
         return self._means[max(known)] if known else {}
 
-    def _own_bucket(self, context: int) -> dict[Kind, Mean]:
+    def _bucket_to_change(self, context: int) -> dict[Kind, Mean]:
         """The costs of a context's own bucket; they start as those of the next shorter one."""
         bucket = context_bucket(context)
         if bucket not in self._means:
@@ -389,24 +389,24 @@ class CostTable:
     @classmethod
     def _read(cls, values: Any) -> Self:
         table = cls()
-        table.bank = _number(values["bank"], 0.0, BANK_MOST)
-        table.noise = _number(values["noise"], 0.0, MOST_NOISE)
+        table.bank = _checked_number(values["bank"], 0.0, BANK_MOST)
+        table.noise = _checked_number(values["noise"], 0.0, MOST_NOISE)
         if len(values["costs"]) > _MOST_ENTRIES or len(values["plain"]) > len(BUCKETS):
             raise ValueError("a table of costs has too many entries")
         for bucket, name, count, calls, weight in values["costs"]:
             if bucket not in BUCKETS or not isinstance(name, str) or type(count) is not int:
                 raise ValueError(f"no kind of call: {name!r}, {count!r} behind {bucket!r} tokens")
-            mean = Mean(_number(calls, 1.0, 1e3), _number(weight, 0.0, MOST_WEIGHT))
-            table._means.setdefault(bucket, {})[name, int(_number(count, 2, 4096))] = mean
+            mean = Mean(_checked_number(calls, 1.0, 1e3), _checked_number(weight, 0.0, MOST_WEIGHT))
+            table._means.setdefault(bucket, {})[name, int(_checked_number(count, 2, 4096))] = mean
         for bucket, seconds, tokens_since in values["plain"]:
             if bucket not in BUCKETS:
                 raise ValueError(f"no bucket of contexts: {bucket!r}")
-            age = int(_number(tokens_since, 0, 1e12))
-            table._plain[bucket] = PlainTiming(_number(seconds, 1e-9, 1e4), age)
+            age = int(_checked_number(tokens_since, 0, 1e12))
+            table._plain[bucket] = PlainTiming(_checked_number(seconds, 1e-9, 1e4), age)
         return table
 
 
-def _number(value: Any, low: float, high: float) -> float:
+def _checked_number(value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"no number: {value!r}")
     if not (math.isfinite(value) and low <= value <= high):

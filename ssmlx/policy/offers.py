@@ -14,7 +14,7 @@ RatioOf = Callable[[str, float], float]
 
 
 @dataclass(frozen=True)
-class Counted:
+class AcceptanceCount:
     """Drafted tokens that were accepted, of those that could have been, under a ratio's name."""
 
     name: str
@@ -29,7 +29,7 @@ class Offer(Protocol):
     Attributes:
         drafter: its registered name.
         shapes: what it can draft, the fewest nodes first.
-        costs_as: the name under which costs of its calls are kept.
+        cost_name: the name under which costs of its calls are kept.
         waits: whether it drafts only when the call under way was read.
     """
 
@@ -40,7 +40,7 @@ class Offer(Protocol):
     def shapes(self) -> Sequence[DraftShape]: ...
 
     @property
-    def costs_as(self) -> str: ...
+    def cost_name(self) -> str: ...
 
     @property
     def waits(self) -> bool: ...
@@ -49,11 +49,11 @@ class Offer(Protocol):
         """Drafted tokens of `shape` that should be accepted."""
         ...
 
-    def counted(self, shape: DraftShape, accepted: int) -> Iterator[Counted]:
+    def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
         """What it says of ratios that so many drafted tokens of `shape` were accepted."""
         ...
 
-    def after(self, tokens: int, ratio_of: RatioOf) -> tuple[float, "Offer"]:
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, "Offer"]:
         """How likely it is to hold behind so many tokens more, and what it is then."""
         ...
 
@@ -63,7 +63,7 @@ class CurveOffer:
     """Trees of some shapes, whatever the text is.
 
     Attributes:
-        drafter, shapes, costs_as, waits: see `Offer`.
+        drafter, shapes, cost_name, waits: see `Offer`.
         accepted: drafted tokens of each shape that are accepted at a ratio of 1.
     """
 
@@ -76,7 +76,7 @@ class CurveOffer:
         return list(self.accepted)
 
     @property
-    def costs_as(self) -> str:
+    def cost_name(self) -> str:
         return self.drafter
 
     @classmethod
@@ -108,11 +108,11 @@ class CurveOffer:
         """See `Offer`."""
         return ratio_of(self.drafter, FIRST_RATIO) * self.accepted[shape]
 
-    def counted(self, shape: DraftShape, accepted: int) -> Iterator[Counted]:
+    def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
         """See `Offer`."""
-        yield Counted(self.drafter, FIRST_RATIO, accepted, self.accepted[shape])
+        yield AcceptanceCount(self.drafter, FIRST_RATIO, accepted, self.accepted[shape])
 
-    def after(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
         """See `Offer`."""
         return 1.0, self
 
@@ -138,7 +138,7 @@ class ChainOffer:
     kept by the length of the match.
 
     Attributes:
-        drafter, shapes, costs_as, waits: see `Offer`.
+        drafter, shapes, cost_name, waits: see `Offer`.
         largest: what the drafter can draft at most.
         match_length: tokens at the text's end that stood there before.
         following: tokens that followed them there.
@@ -147,7 +147,7 @@ class ChainOffer:
     largest: DraftShape
     match_length: int
     following: int
-    costs_as: str = ROWS
+    cost_name: str = ROWS
     waits: bool = True
 
     @property
@@ -174,12 +174,12 @@ class ChainOffer:
             accepted += likely
         return accepted
 
-    def counted(self, shape: DraftShape, accepted: int) -> Iterator[Counted]:
+    def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
         """See `Offer`."""
         for level in range(min(accepted + 1, self._depth(shape))):
-            yield Counted(*self._ratio(level), float(level < accepted), 1.0)
+            yield AcceptanceCount(*self._ratio(level), float(level < accepted), 1.0)
 
-    def after(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
         """See `Offer`."""
         likely = 1.0
         for level in range(tokens):
