@@ -20,7 +20,7 @@ from .detokenizer import Detokenizer
 from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import ContextLengthError, InputError, quoted, require
-from .generation.memory import Memory, memory_of
+from .generation.memory import Memory, measure_memory
 from .generation.plan import Decode, decode_plan, make_plan
 from .model.cache import TreeCache
 from .model.shapes import to_int
@@ -348,7 +348,7 @@ def segments_of(
             "lossy": plan.lossy,
             "drafted_tokens": counts.drafted_nodes,
             "drafts": {**counts.drafts},
-            "memory": memory_of(model, cache, plan.drafters, plan.loaded) if reason else None,
+            "memory": measure_memory(model, cache, plan.drafters, plan.loaded) if reason else None,
         }
 
     def turns() -> Iterator[GenerationResponse | Prefilled]:

@@ -19,7 +19,7 @@ from .decoding.sampling import TokenLogprobs
 from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
 from .errors import require
 from .generation.batching import Batches
-from .generation.memory import cache_size
+from .generation.memory import cache_size_of
 from .generation.plan import Decode, decode_plan
 from .generation.pool import Holding, MemoryPool, check_memory, default_limit
 from .generation.scoring import ScoredPrompt, score_in_pieces
@@ -248,7 +248,7 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
-            decode=self.memory_pool.bounded(self._decode(model, config, mask, keep)),
+            decode=self.memory_pool.within_limit(self._decode(model, config, mask, keep)),
             loaded=loaded,
             earlier=kept.answers(model),
             joins_prompt=joins_prompt,
@@ -282,7 +282,7 @@ class Engine:
             check_prompt(model, len(prompt))
             check_tokens(model, prompt)
             cache = model.make_cache()
-            holding = Holding(self.memory_pool, cache, cache_size(model))
+            holding = Holding(self.memory_pool, cache, cache_size_of(model))
             self.memory_pool.hold(holding, len(prompt))
             scored = self._scored(model, prompt, cache, top, prompt_cache, holding)
             answer = Answer(scored, progress)

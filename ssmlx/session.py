@@ -17,8 +17,8 @@ from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import require
-from .generation.divergence import Divergence, divergence
-from .generation.memory import Memory, memory_of
+from .generation.divergence import Divergence, find_divergence
+from .generation.memory import Memory, measure_memory
 from .generation.plan import Decode, decode_plan, drafter_name, make_plan
 from .generation.pool import MemoryPool
 from .loading.attach import swap_adapter
@@ -141,12 +141,12 @@ class ChatSession:
         run(anew)
 
     def _empty_cache(self) -> None:
-        self.let_go()
+        self.free_memory()
         shared = self._prompts
         self._earlier = EarlierAnswers() if shared is None else shared.answers(self.model)
         self._memory: Memory | None = None
 
-    def let_go(self) -> None:
+    def free_memory(self) -> None:
         """Free the cache, between replies: the next one processes the conversation anew, or what
         the prompt cache has not of it."""
         self._cache = self.model.make_cache()
@@ -186,7 +186,7 @@ class ChatSession:
     @property
     def memory(self) -> Memory:
         """Where the memory goes: at the end of the last whole answer, or now if there is none."""
-        return self._memory or memory_of(self.model, self._cache, loaded=self._loaded)
+        return self._memory or measure_memory(self.model, self._cache, loaded=self._loaded)
 
     @property
     def cached(self) -> tuple[list[int], TreeCache]:
@@ -230,7 +230,7 @@ class ChatSession:
                 reply.close()
             if not self._is_closed:
                 self._is_closed = True
-                self.let_go()
+                self.free_memory()
                 del self.model, self._loaded
 
         if not is_forked():
@@ -276,7 +276,7 @@ class ChatSession:
         decode: Decode = decode_plan
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over
-            decode = self._pool.bounded(decode_plan)
+            decode = self._pool.within_limit(decode_plan)
 
         def done(given: list[GenerationResponse]) -> None:
             if given:
@@ -375,7 +375,7 @@ class ChatSession:
         plain = answers["B"][0]
         other = next((one for one in (*answers["A"], *answers["B"]) if one != plain), plain)
         ends = end_token_ids(self.model, self.tokenizer)
-        parting = run(lambda: divergence(self.model, prompt, plain, other, config, ends))
+        parting = run(lambda: find_divergence(self.model, prompt, plain, other, config, ends))
         return Comparison(parting is None, lasts["A"][-1], lasts["B"][-1], ratios, parting)
 
 

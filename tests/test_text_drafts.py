@@ -8,7 +8,7 @@ from tiny import VOCAB, first_tokens, make_base, make_model
 from ssmlx.decoding.loop import CallCounts, _SpeculativeLoop
 from ssmlx.drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
 from ssmlx.drafters.text_index import CONTEXT_TOKENS, EARLIER_TOKENS, EarlierAnswers
-from ssmlx.generation.plan import decode_plan, make_plan, offers_of
+from ssmlx.generation.plan import decode_plan, make_plan, offer_source_of
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.policy.acceptance import AcceptancePrior
@@ -39,7 +39,7 @@ def answer(model, count, *, prompt=PROMPT, row_cost=0.01, prior=None, **settings
     """Tokens of an answer, how many each call brought, and what was drafted."""
     plan = make_plan(model, context=len(prompt), **settings)
     if plan.drafters:
-        sources = [offers_of(model, one) for one in plan.drafters]
+        sources = [offer_source_of(model, one) for one in plan.drafters]
         known = table_of(row_cost), prior or AcceptancePrior()
         plan = replace(plan, controller=Controller(*known, sources, reads_seconds=False))
     counts = CallCounts()

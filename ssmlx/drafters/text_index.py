@@ -162,7 +162,7 @@ class EarlierAnswers:
         """Bytes that it takes in host memory, about."""
         return self.index.nbytes
 
-    def let_go(self) -> None:
+    def free_memory(self) -> None:
         """Forget all answers, to free their memory: see `pool.Kept`."""
         self.index.keep_last(0)
 

@@ -34,7 +34,7 @@ from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
 from ..policy.costs import BATCH
 from .learned import learned_of
-from .memory import cache_size
+from .memory import cache_size_of
 from .plan import Plan, decode_plan
 
 Fits = Callable[[int], bool]
@@ -79,14 +79,14 @@ class _Group:
     def __init__(self, model: StreamFusedModel, fits: Fits = always_fits) -> None:
         self.batch = Batch(model)
         self._fits = fits
-        self._token_bytes = cache_size(model).per_token
+        self._token_bytes = cache_size_of(model).per_token
         self._learned, _ = learned_of(model)
         self.open: list[_Answer] = []
-        self.together = False
+        self.is_batched = False
         self._seconds: list[float] = []  # of calls in a row for as many texts as the last
         self._num_texts = 0
 
-    def decide(self) -> None:
+    def choose_mode(self) -> None:
         """Settle whether the answers that are read go together from now on.
 
         In turns, each with its drafts, they bring the sum of their tokens in the sum of their
@@ -94,16 +94,16 @@ class _Group:
         """
         rows = [row for row in self.open if not row.rests]
         if len(rows) < 2 or not self.batch.shares_calls:
-            self.together = False
+            self.is_batched = False
             return
         expected_calls = [row.plan.expected_call for row in rows]
         in_turns = sum(tokens for tokens, _ in expected_calls) / sum(
             cost for _, cost in expected_calls
         )
-        costs = self._learned.costs.frozen(self._context(rows))
+        costs = self._learned.costs.frozen(self._mean_length(rows))
         batched = len(rows) / costs.calls((BATCH, len(rows)))
-        is_faster = batched * (STAY if self.together else 1 / STAY) >= in_turns
-        self.together = is_faster and self._has_room(rows)
+        is_faster = batched * (STAY if self.is_batched else 1 / STAY) >= in_turns
+        self.is_batched = is_faster and self._has_room(rows)
 
     def _has_room(self, rows: Sequence[Row]) -> bool:
         """Whether there is memory for rows in a batch, where all are as long as the longest."""
@@ -118,12 +118,12 @@ class _Group:
         started = time.perf_counter()
         self.batch.step()
         seconds = time.perf_counter() - started
-        self._time(members, seconds)
+        self._learn_cost(members, seconds)
         if any(row.rests for row in members):
-            self.decide()
+            self.choose_mode()
         return seconds
 
-    def _time(self, members: Sequence[Row], seconds: float) -> None:
+    def _learn_cost(self, members: Sequence[Row], seconds: float) -> None:
         """Learn what calls for so many texts cost, of those behind the first in a row."""
         if len(members) != self._num_texts:
             self._num_texts = len(members)
@@ -132,7 +132,7 @@ class _Group:
         self._seconds.append(seconds)
         if len(self._seconds) < TIMED_CALLS or len(members) < 2:
             return
-        context = self._context(members)
+        context = self._mean_length(members)
         plain = self._learned.costs.plain_seconds(context)
         if plain is not None:
             cost = median(self._seconds) / plain
@@ -141,7 +141,7 @@ class _Group:
         self._seconds = []
 
     @staticmethod
-    def _context(rows: Sequence[Row]) -> int:
+    def _mean_length(rows: Sequence[Row]) -> int:
         return sum(len(row.text) for row in rows) // len(rows)
 
 
@@ -158,7 +158,7 @@ class Batches:
         self._prompts: deque[_Answer] = deque()
         self._prompt_rate: float | None = None  # tokens a second, of the last piece
         # seconds that pieces took while answers were decoded, and calls did not take since
-        self._owed = 0.0
+        self._owed_seconds = 0.0
         self._num_calls = 0  # that decoded
 
     @property
@@ -206,22 +206,22 @@ class Batches:
             on_prompt=on_prompt,
         )
         try:
-            yield from self._read_prompt(row)
+            yield from self._process_prompt(row)
             while True:
                 # It may have joined a batch that is no longer wanted.
-                yield from self._together(row, logprobs)
-                yield from self._alone(row, logprobs, counts)
+                yield from self._decode_batched(row, logprobs)
+                yield from self._decode_alone(row, logprobs, counts)
         finally:
             with suppress(ValueError):
                 self._prompts.remove(row)
             group.batch.leave(row)
             if row in group.open:
                 group.open.remove(row)
-                group.decide()
+                group.choose_mode()
 
-    def _read_prompt(self, row: _Answer) -> Iterator[list[int]]:
+    def _process_prompt(self, row: _Answer) -> Iterator[list[int]]:
         if not row.todo:
-            self._open(row)
+            self._start_decoding(row)
             return
         self._prompts.appendleft(row)
         tries = READER_TRIES
@@ -235,28 +235,28 @@ class Batches:
             if calls != self._num_calls:
                 tries = READER_TRIES
                 calls = self._num_calls
-            if self._is_full and self._let_decode(tries):
+            if self._must_decode_first and self._run_or_await_calls(tries):
                 tries -= 1
             else:
-                self._read_piece()
+                self._process_piece()
                 tries = READER_TRIES
         yield []
 
     @property
-    def _is_full(self) -> bool:
+    def _must_decode_first(self) -> bool:
         """Whether calls that decode have to come before the next piece of a prompt."""
-        if not self._prompts or not self._decodes:
+        if not self._prompts or not self._is_decoding:
             return False
-        upcoming = len(self._piece(self._prompts[0]))
+        upcoming = len(self._next_piece(self._prompts[0]))
         rate = self._prompt_rate
         seconds = PIECE_SECONDS if rate is None else upcoming / rate
-        return self._owed > 0 and self._owed + seconds > PIECE_SECONDS
+        return self._owed_seconds > 0 and self._owed_seconds + seconds > PIECE_SECONDS
 
     @property
-    def _decodes(self) -> bool:
+    def _is_decoding(self) -> bool:
         return any(group.open for group in self._groups.values())
 
-    def _let_decode(self, tries: int) -> bool:
+    def _run_or_await_calls(self, tries: int) -> bool:
         """Let answers be decoded, as it is their turn; whether the prompt waits for that.
 
         Those in a batch get a call. The readers of others have to come for theirs, and are waited
@@ -271,21 +271,21 @@ class Batches:
 
     def _count_call(self, seconds: float) -> None:
         self._num_calls += 1
-        self._owed = max(0.0, self._owed - seconds)
+        self._owed_seconds = max(0.0, self._owed_seconds - seconds)
 
-    def _piece(self, row: _Answer) -> list[int]:
+    def _next_piece(self, row: _Answer) -> list[int]:
         """What is done at once of a prompt that waits for its turn."""
         most = UNTIMED_PIECE
         if self._prompt_rate is not None:
-            is_alone = len(self._prompts) == 1 and not self._decodes
+            is_alone = len(self._prompts) == 1 and not self._is_decoding
             seconds = PIECE_SECONDS * (PIECES_ALONE if is_alone else 1)
             most = int(self._prompt_rate * seconds) // LEAST_PIECE * LEAST_PIECE
         return row.todo[: min(row.plan.config.prefill_step_size, max(LEAST_PIECE, most))]
 
-    def _read_piece(self) -> None:
+    def _process_piece(self) -> None:
         """Process a piece of the prompt whose turn it is."""
         row = self._prompts[0]
-        piece = self._piece(row)
+        piece = self._next_piece(row)
         self._prompts.popleft()
         started = time.perf_counter()
         try:
@@ -302,28 +302,30 @@ class Batches:
         if row.todo:
             self._prompts.append(row)
         else:
-            self._open(row)
-        self._owed = self._owed + seconds if self._decodes else 0.0
+            self._start_decoding(row)
+        self._owed_seconds = self._owed_seconds + seconds if self._is_decoding else 0.0
 
-    def _open(self, row: _Answer) -> None:
+    def _start_decoding(self, row: _Answer) -> None:
         row.group.open.append(row)
-        row.group.decide()
-        if row.group.together or row.mask is not None:
+        row.group.choose_mode()
+        if row.group.is_batched or row.mask is not None:
             row.group.batch.join(row)
 
-    def _together(self, row: _Answer, recorded: list[TokenLogprobs] | None) -> Iterator[list[int]]:
+    def _decode_batched(
+        self, row: _Answer, recorded: list[TokenLogprobs] | None
+    ) -> Iterator[list[int]]:
         """Its tokens by the calls of a batch, until answers no longer go together."""
         group = row.group
         batch = row.group.batch
-        while row.unread or row.error or row.mask or group.together:
+        while row.unread or row.error or row.mask or group.is_batched:
             while not row.unread:
                 if row.error is not None:
                     raise RuntimeError("a call for several answers failed") from row.error
                 if row not in batch.members:
                     batch.join(row)
-                    group.decide()
-                while self._prompts and not self._is_full:
-                    self._read_piece()
+                    group.choose_mode()
+                while self._prompts and not self._must_decode_first:
+                    self._process_piece()
                 self._count_call(group.step())
             token, logprobs = row.unread.popleft()
             if recorded is not None:
@@ -331,7 +333,7 @@ class Batches:
             yield [token]
         batch.leave(row)
 
-    def _alone(
+    def _decode_alone(
         self,
         row: _Answer,
         logprobs: list[TokenLogprobs] | None,
@@ -354,8 +356,8 @@ class Batches:
                 row.text += step
                 self._count_call(time.perf_counter() - started)
                 yield step
-                row.group.decide()
-                if row.group.together:
+                row.group.choose_mode()
+                if row.group.is_batched:
                     break
                 started = time.perf_counter()
         row.cache.trim(len(row.text) - 1)

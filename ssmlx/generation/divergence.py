@@ -56,7 +56,7 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     return next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
-def weigh(
+def compare_logits(
     place: int, plain: int, other: int, logits: mx.array, noise: Noise, dtype: mx.Dtype
 ) -> Divergence:
     """The two tokens at a place by the logits [V] that decide there.
@@ -75,7 +75,7 @@ def weigh(
     return Divergence(place, plain, other, gap, larger, ROUNDING[dtype] * larger)
 
 
-def divergence(
+def find_divergence(
     model: StreamFusedModel,
     prompt: Sequence[int],
     plain: Sequence[int],
@@ -121,4 +121,4 @@ def divergence(
 
     noise = sampling.noise(first, 1)
     dtype = model.backbone.dtype
-    return weigh(place, token_of(plain), token_of(other), logits, noise, dtype)
+    return compare_logits(place, token_of(plain), token_of(other), logits, noise, dtype)

@@ -106,7 +106,7 @@ class Learned:
             _log.debug("%s is ignored: %s", self.path, error)
 
 
-def cost_rows(costs: CostTable) -> list[list[str]]:
+def cost_table_rows(costs: CostTable) -> list[list[str]]:
     """What is known of calls, as the cells of a table.
 
     A row is a drafter behind a bucket of contexts, a column a number of nodes (of texts, in a
@@ -165,7 +165,7 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     return learned, learned.prior(adapter)
 
 
-def digest_of(values: Any) -> str:
+def json_digest(values: Any) -> str:
     """A short digest of JSON values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -180,7 +180,7 @@ def geometry_digest(model: StreamFusedModel) -> str:
     # Without a draft head, no head is packed.
     bits = None if model.draft_head is None else model.backbone.draft_bits
     heads = [model.draft_head is not None, bits, str(model.backbone.dtype)]
-    return digest_of([this_machine(), shapes, layers, heads])
+    return json_digest([this_machine(), shapes, layers, heads])
 
 
 def adapter_digest(model: StreamFusedModel) -> str:

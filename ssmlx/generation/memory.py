@@ -21,7 +21,7 @@ LABELS = {"base": "base model", "lora": "LoRA", "streams": "stream weights"}
 """What parts are called whose names do not say it."""
 
 
-def _label(name: str) -> str:
+def _display_name(name: str) -> str:
     return LABELS.get(name, name.replace("_", " "))
 
 
@@ -65,19 +65,19 @@ class Memory:
 
     def line(self) -> str:
         """One line, in MiB: the peak, and the parts that are there."""
-        parts = {_label(name): size for name, size in self.parts.items()}
+        parts = {_display_name(name): size for name, size in self.parts.items()}
         shown = [f"{label} {size / MIB:.1f}" for label, size in parts.items() if size]
         if self.passing:
             shown.append(f"passing {self.passing / MIB:.1f}")
         return f"memory: {self.peak / MIB:.1f} MiB at most: {', '.join(shown)}"
 
     def table(self) -> str:
-        rows = [(_label(name), size) for name, size in self.parts.items() if size]
+        rows = [(_display_name(name), size) for name, size in self.parts.items() if size]
         rows += [("passing, at most", self.passing), ("most in use at once", self.peak)]
         return "\n".join(f"{label:20}{size / MIB:9.1f} MiB" for label, size in rows)
 
 
-def memory_of(
+def measure_memory(
     model: StreamFusedModel,
     cache: TreeCache,
     drafters: Sequence[Drafter] = (),
@@ -130,14 +130,14 @@ class CacheSize:
 _SIZES: WeakKeyDictionary[StreamFusedModel, CacheSize] = WeakKeyDictionary()
 
 
-def cache_size(model: StreamFusedModel) -> CacheSize:
+def cache_size_of(model: StreamFusedModel) -> CacheSize:
     """What a model's caches take, by that of a few tokens; nothing of it is computed."""
     if model not in _SIZES:
-        _SIZES[model] = _measured(model)
+        _SIZES[model] = _measure_cache_size(model)
     return _SIZES[model]
 
 
-def _measured(model: StreamFusedModel) -> CacheSize:
+def _measure_cache_size(model: StreamFusedModel) -> CacheSize:
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
     before = cache.nbytes

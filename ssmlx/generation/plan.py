@@ -164,8 +164,8 @@ def make_plan(
         controller = Always(drafters[0].largest)
         if _is_controlled(model, config):
             if config.drafter is None:
-                drafters = _with_text(drafters, config, earlier, end_tokens)
-            sources = [offers_of(model, drafter) for drafter in drafters]
+                drafters = _add_text_drafters(drafters, config, earlier, end_tokens)
+            sources = [offer_source_of(model, drafter) for drafter in drafters]
             if config.deterministic:
                 controller = Controller.deterministic(sources, context)
             else:
@@ -187,7 +187,7 @@ def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
     return config.is_controlled and model.backbone.group is None
 
 
-def _with_text(
+def _add_text_drafters(
     drafters: Sequence[Drafter],
     config: GenerateConfig,
     earlier: EarlierAnswers | None,
@@ -206,7 +206,7 @@ def _with_text(
     return list(found.values())
 
 
-def offers_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
+def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
     """What a drafter should bring, as far as is known beforehand."""
     if isinstance(drafter, OfferSource):
         return drafter

@@ -24,7 +24,7 @@ from ..drafters.draft_model import DraftModel
 from ..errors import NoRoomError, require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
-from .memory import CacheSize, cache_size
+from .memory import CacheSize, cache_size_of
 from .plan import Decode, Plan
 
 SHARE = 2 / 3
@@ -65,7 +65,7 @@ def default_limit() -> int:
 class Kept(Protocol):
     """What is kept for later answers."""
 
-    def let_go(self) -> None:
+    def free_memory(self) -> None:
         """It is no longer counted: free its memory."""
 
 
@@ -177,9 +177,9 @@ class MemoryPool:
         self.forget(one)
         left = self.limit - self._count()
         if num_bytes > left:  # in vain: nothing else has to go for it
-            one.let_go()
+            one.free_memory()
             return
-        self._let_go_above(left - num_bytes)
+        self._evict_down_to(left - num_bytes)
         with self._lock:
             self._kept[weakref.ref(one)] = num_bytes
 
@@ -242,7 +242,7 @@ class MemoryPool:
             left = self.limit - self._count() - num_bytes
         if left < 0:
             return False
-        self._let_go_above(left)
+        self._evict_down_to(left)
         return True
 
     def release(self, holding: Holding) -> None:
@@ -250,7 +250,7 @@ class MemoryPool:
         with self._lock:
             self._running.discard(holding)
 
-    def bounded(self, decode: Decode) -> Decode:
+    def within_limit(self, decode: Decode) -> Decode:
         """`decode`, with its answers counted: one begins, and goes on, where there is room.
 
         Raises:
@@ -269,12 +269,12 @@ class MemoryPool:
             for one in plan.loaded:
                 if isinstance(one, DraftModel):
                     self.share(one)
-            size = cache_size(model)
+            size = cache_size_of(model)
             holding = Holding(self, cache, size, plan.scratch, plan.drafters)
             num_tokens = cache.offset + len(prompt)
             self.hold(holding, num_tokens)
             steps = decode(plan, model, prompt, cache, context=context, **more)
-            return _followed(steps, holding, num_tokens)
+            return _reserve_while_decoding(steps, holding, num_tokens)
 
         return decoded
 
@@ -291,16 +291,16 @@ class MemoryPool:
         for one in shared:
             one.drop_idle()
 
-    def _let_go_above(self, num_bytes: int) -> None:
+    def _evict_down_to(self, num_bytes: int) -> None:
         """Let go of what is kept, the longest unused first, until it has `num_bytes` at most."""
         has_gone = False
-        while (one := self._oldest_above(num_bytes)) is not None:
-            one.let_go()
+        while (one := self._pop_oldest_above(num_bytes)) is not None:
+            one.free_memory()
             has_gone = True
         if has_gone:
             mx.clear_cache()
 
-    def _oldest_above(self, num_bytes: int) -> Kept | None:
+    def _pop_oldest_above(self, num_bytes: int) -> Kept | None:
         """Take out what is unused the longest, if all together have more than `num_bytes`."""
         with self._lock:
             alive = [(one, size) for one, size in self._kept.items() if one() is not None]
@@ -312,7 +312,9 @@ class MemoryPool:
             return oldest()
 
 
-def _followed(steps: Iterator[list[int]], holding: Holding, num_tokens: int) -> Iterator[list[int]]:
+def _reserve_while_decoding(
+    steps: Iterator[list[int]], holding: Holding, num_tokens: int
+) -> Iterator[list[int]]:
     try:
         with closing(cast("Generator[list[int]]", steps)):
             for step in steps:

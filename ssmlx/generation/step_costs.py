@@ -109,7 +109,7 @@ def measure_step_costs(
     def time_calls(size: int) -> bool:
         """Whether there was time for calls of a size."""
         deadline = started + first_round_seconds if is_first_round else inf
-        calls = _calls_behind(model, list(tokens), cache, drafter, size)
+        calls = _decode_calls(model, list(tokens), cache, drafter, size)
         took = _seconds_of_calls(calls, deadline)
         if not took:
             return False
@@ -160,7 +160,7 @@ def _seconds_of_calls(calls: Iterator[list[int]], deadline: float) -> list[float
     return seconds
 
 
-def _calls_behind(
+def _decode_calls(
     model: StreamFusedModel, text: list[int], cache: TreeCache, drafter: Drafter, size: int
 ) -> Iterator[list[int]]:
     """The tokens of each call behind `text`, of which `cache` holds a part or more, with a tree of

@@ -39,7 +39,7 @@ class _Entry:
     def __post_init__(self) -> None:
         self.nbytes = self.cache.nbytes
 
-    def let_go(self) -> None:
+    def free_memory(self) -> None:
         """See `pool.Kept`."""
         owner = self.owner()
         if owner is not None:
