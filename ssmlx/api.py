@@ -92,7 +92,7 @@ class GenerationResponse:
         return (self.generation_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
-class Text:
+class AnswerText:
     """The text of an answer as its tokens come, up to where a stop string begins.
 
     What could be the beginning of one is held back until it turns out not to be. `behind` are the
@@ -112,7 +112,9 @@ class Text:
         """Whether a token, the next one, completes a stop string."""
         self._text += self._detokenizer.add(token)
         if self._stop:
-            text = (self._text + self._detokenizer.rest()).rstrip("\N{REPLACEMENT CHARACTER}")
+            text = (self._text + self._detokenizer.held_back_text()).rstrip(
+                "\N{REPLACEMENT CHARACTER}"
+            )
             found = {stop: text.find(stop) for stop in self._stop}
             found = {stop: place for stop, place in found.items() if place >= 0}
             self.ended_by = min(found, key=found.__getitem__, default=None)
@@ -122,7 +124,7 @@ class Text:
     def segment(self, *, is_last: bool) -> str:
         """What the tokens since the last segment completed."""
         if is_last:
-            self._text += self._detokenizer.rest()
+            self._text += self._detokenizer.held_back_text()
         size = len(self._text) - (0 if is_last else self._held_back())
         size = size if self._end is None else self._end
         given = self._text[:size]
@@ -140,11 +142,11 @@ class Text:
 
 
 @dataclass
-class Budget:
+class StopChecker:
     """Where an answer ends: at an end token or a stop string, at `max_tokens`, or at the context's
     end. It is told the tokens of each step once, and maybe asked before."""
 
-    text: Text
+    text: AnswerText
     end_tokens: Set[int]
     max_tokens: int
     context_room: int | None = None  # tokens that still fit; None where it has no limit
@@ -153,12 +155,12 @@ class Budget:
     generated: int = 0  # tokens so far
     _asked: tuple[list[int], FinishReason | None] | None = None  # what `cut` will tell
 
-    def ends(self, step: list[int]) -> bool:
+    def ends_answer(self, step: list[int]) -> bool:
         """Whether the answer ends with the tokens of `step`, which `cut` will be told."""
         self._asked = self._take(step)
         return self._asked[1] is not None
 
-    def cut(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
+    def cut_step(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
         """The part of `step` that belongs to the answer, and why it ends if it does."""
         taken = self._asked or self._take(step)
         self._asked = None
@@ -260,7 +262,7 @@ def stream_generate(
     config = with_seed(replace(config or GenerateConfig(), **settings))
     config, loaded = resolve_drafter(config, drafter, draft_model, heads)
     opened = partial(
-        segments_of,
+        answer_segments,
         model,
         tokenizer,
         prompt,
@@ -286,7 +288,7 @@ def with_seed(config: GenerateConfig) -> GenerateConfig:
     return replace(config, seed=to_int(mx.random.randint(0, 2**31 - 1)))
 
 
-def segments_of(
+def answer_segments(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
     prompt: str | Sequence[int],
@@ -307,18 +309,18 @@ def segments_of(
     session's answers, which this one may repeat, and joins. With `joins_prompt` the text is what
     the prompt's goes on with, its leading space included.
     """
-    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _ids(prompt)
-    context = _ids(context)
+    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _token_ids(prompt)
+    context = _token_ids(context)
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
     check_prompt(model, num_prompt if tokens else 0)
-    check_tokens(model, [*context, *tokens, *_ids(config.prompt_lookup.reference)])
+    check_tokens(model, [*context, *tokens, *_token_ids(config.prompt_lookup.reference)])
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
-    text = Text(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
+    text = AnswerText(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
     ends = end_token_ids(model, tokenizer)
-    budget = Budget(text, ends, config.max_tokens, room)
+    stop_checker = StopChecker(text, ends, config.max_tokens, room)
     thought_ends = (getattr(tokenizer, "think_end_tokens", None) or ())[-1:]
     plan = make_plan(
         model,
@@ -336,7 +338,7 @@ def segments_of(
         tokens,
         cache,
         context=context,
-        stops=budget.ends,
+        stops=stop_checker.ends_answer,
         logprobs=logprobs,
         counts=counts,
     )
@@ -363,8 +365,8 @@ def segments_of(
                             break
                         yield Prefilled(cache.offset - num_cached, total)
                     whole = chain([first], filter(None, steps))
-                    for response in responses_of(
-                        whole, budget, num_prompt, num_cached, measured, started, logprobs
+                    for response in build_responses(
+                        whole, stop_checker, num_prompt, num_cached, measured, started, logprobs
                     ):
                         given.append(response)
                         yield response
@@ -383,7 +385,7 @@ def segments_of(
     return turns()
 
 
-def _ids(tokens: Any) -> list[int]:
+def _token_ids(tokens: Any) -> list[int]:
     """Token ids in a list, or in an array of NumPy or MLX."""
     try:
         return [index(one) for one in getattr(tokens, "tolist", lambda: tokens)()]
@@ -393,16 +395,16 @@ def _ids(tokens: Any) -> list[int]:
         raise InputError(found, expected=expected, do="check it") from error
 
 
-def responses_of(
+def build_responses(
     steps: Iterator[list[int]],
-    budget: Budget,
+    stop_checker: StopChecker,
     num_prompt: int,
     num_cached: int,
     measured: Callable[[FinishReason | None], dict[str, Any]],
     started: float | None = None,
     recorded: list[TokenLogprobs] | None = None,
 ) -> Iterator[GenerationResponse]:
-    """An answer's segments, of the tokens of each target call, up to where `budget` ends it.
+    """An answer's segments, of the tokens of each target call, up to where `stop_checker` ends it.
 
     `measured` gives the other fields of a segment, of the reason why it is the last, if it is. The
     answer began when it `started` (of `time.perf_counter`), or begins now. A step's log
@@ -412,18 +414,18 @@ def responses_of(
     for calls, step in enumerate(steps, 1):
         now = time.perf_counter()
         first_done = now if calls == 1 else first_done
-        step, reason = budget.cut(step)
+        step, reason = stop_checker.cut_step(step)
         yield GenerationResponse(
-            text=budget.text.segment(is_last=reason is not None),
+            text=stop_checker.text.segment(is_last=reason is not None),
             tokens=tuple(step),
             finish_reason=reason,
             prompt_tokens=num_prompt,
-            generation_tokens=budget.generated,
+            generation_tokens=stop_checker.generated,
             target_calls=calls,
             prefill_seconds=first_done - started,
             decode_seconds=now - first_done,
             cached_tokens=num_cached,
-            stop=budget.text.ended_by,
+            stop=stop_checker.text.ended_by,
             logprobs=None if recorded is None else tuple(recorded[: len(step)]),
             **measured(reason),
         )

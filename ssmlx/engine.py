@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 import mlx.core as mx
 
 from .answers import Answer, Prefilled, is_forked, run, wired
-from .api import GenerationResponse, check_prompt, check_tokens, segments_of, with_seed
+from .api import GenerationResponse, answer_segments, check_prompt, check_tokens, with_seed
 from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
@@ -240,7 +240,7 @@ class Engine:
             written = [*prompt, *(token for one in given for token in one.tokens)]
             kept.put(model, written, cache)
 
-        return segments_of(
+        return answer_segments(
             model,
             self.tokenizer,
             prompt[known:],

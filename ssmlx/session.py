@@ -12,7 +12,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer, Prefilled, is_forked, run
-from .api import GenerationResponse, end_token_ids, segments_of, stream_generate, with_seed
+from .api import GenerationResponse, answer_segments, end_token_ids, stream_generate, with_seed
 from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
 from .drafters.text_index import EarlierAnswers
@@ -294,7 +294,7 @@ class ChatSession:
             if self._prompts is not None:
                 self._prompts.put(self.model, self._cached_tokens, self._cache)
 
-        segments = segments_of(
+        segments = answer_segments(
             self.model,
             self.tokenizer,
             prompt[reused:],

@@ -278,8 +278,8 @@ def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks
     cost_batches(monkeypatch, cost)
     group = batching._Group(engine.model())
     group.open = [Open(expected_call) for expected_call in outlooks]
-    group.decide()
-    assert group.together == goes
+    group.choose_mode()
+    assert group.is_batched == goes
 
 
 def test_a_row_that_others_began_goes_on_when_they_are_gone(ask, together):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api import Budget, GenerationResponse, Text, responses_of
+from ..api import AnswerText, GenerationResponse, StopChecker, build_responses
 from ..errors import require
 from ..json_files import read_json
 from ..loading.load import load_tokenizer
@@ -100,10 +100,10 @@ def stream_generate(
     require(max_tokens >= 1, f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
     room = manifest.num_slots - manifest.num_nodes
     ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
-    text = Text(model.tokenizer)
-    return responses_of(
+    text = AnswerText(model.tokenizer)
+    return build_responses(
         streaming_decode(model.backend, manifest, tokens, cache),
-        Budget(text, ends, max_tokens, is_full=lambda: cache.offset > room),
+        StopChecker(text, ends, max_tokens, is_full=lambda: cache.offset > room),
         num_cached + len(tokens),
         num_cached,
         lambda reason: {"peak_memory": peak_bytes() / 1e9},
