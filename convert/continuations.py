@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ssmlx.commands.options import add_counts, add_options, command, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import PartFile, folder_digest, make_folder, write_whole
-from ssmlx.prompts import asked_tokens, read_prompts, turns_key
+from ssmlx.prompts import encode_with_template, prompt_key, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
-from ssmlx.templates import on_one_day
+from ssmlx.templates import frozen_date
 
 from . import check_torch
 
@@ -233,11 +233,11 @@ def generate_all(
 def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
-        first.setdefault(turns_key(prompt), prompt)
+        first.setdefault(prompt_key(prompt), prompt)
     return list(first.values())
 
 
-@on_one_day()
+@frozen_date()
 def encode_prompts(
     prompts: Sequence[dict[str, Any]], tokenizer: Any, longest: int, template: str | None = None
 ) -> list[list[int]]:
@@ -254,7 +254,7 @@ def encode_prompts(
     encoded = []
     for number, prompt in enumerate(prompts, 1):
         try:
-            tokens = asked_tokens(prompt, tokenizer, template)
+            tokens = encode_with_template(prompt, tokenizer, template)
         except InputError as error:
             raise error.at(f"prompt {number}") from error
         require(

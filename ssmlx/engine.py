@@ -30,7 +30,7 @@ from .loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, resolve_adapter
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
-from .prompts import Message, Tools, own_template, prompt_tokens, turns_tokens
+from .prompts import Message, Tools, adapter_template, encode_turns, prompt_tokens
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig
 
@@ -334,7 +334,7 @@ class Engine:
             return prompt_tokens(question, model, self.tokenizer, **template)
         if len(question) and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
-            return turns_tokens(turns, self.tokenizer, own_template(model), **template)
+            return encode_turns(turns, self.tokenizer, adapter_template(model), **template)
         return [int(token) for token in cast("Sequence[int]", question)]
 
     def chat(

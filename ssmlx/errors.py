@@ -87,10 +87,10 @@ def first_line(error: BaseException) -> str:
     first, *below = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
     named = [line.rstrip(",.;")[:_MOST_LETTERS] for line in below if line]
     names_more = first.endswith(":") and named and not isinstance(error, TypeError)
-    return f"{first} {first_few(named)}" if names_more else first
+    return f"{first} {join_first(named)}" if names_more else first
 
 
-def first_few(names: Sequence[str]) -> str:
+def join_first(names: Sequence[str]) -> str:
     """The first of many names, and how many more there are."""
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -107,7 +107,9 @@ def require(ok: bool, found: str, *, expected: str, do: str) -> None:
         raise InputError(found, expected=expected, do=do)
 
 
-def unwritable(path: object, error: Exception, do: str = "choose another place") -> InputError:
+def unwritable_error(
+    path: object, error: Exception, do: str = "choose another place"
+) -> InputError:
     found = f"cannot write {path} ({getattr(error, 'strerror', None) or first_line(error)})"
     return InputError(found, expected="a place that can be written", do=do)
 
@@ -124,7 +126,7 @@ def naming(path: object) -> Iterator[None]:
         raise
 
 
-def not_installed(what: str, error: Exception, extra: str) -> InputError:
+def missing_package_error(what: str, error: Exception, extra: str) -> InputError:
     return InputError(
         f"{what} cannot be imported ({first_line(error)})",
         expected=f"what the extra {extra} brings",

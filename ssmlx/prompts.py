@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from .errors import InputError, require
 from .json_files import parse_json, read_text
 from .settings import StreamConfig
-from .templates import refusing_turns
+from .templates import bounded_rendering
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -82,7 +82,7 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
         do=do,
     )
     found = f'{where} has a bad "{kinds[0]}"'
-    messages = plain_turns(as_messages(record), found)
+    messages = normalise_turns(as_messages(record), found)
     if messages and messages[-1]["role"] == "assistant":
         del messages[-1]
     require(
@@ -95,13 +95,13 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
         do=do,
     )
     found = f"{where} has an empty prompt"
-    require(bool(user_text({"messages": messages}).strip()), found, expected=expected, do=do)
+    require(bool(last_user_text({"messages": messages}).strip()), found, expected=expected, do=do)
     if "messages" in record:
         record["messages"] = messages
     return record
 
 
-def plain_turns(messages: Any, found: str = "these turns") -> list[dict[str, Any]]:
+def normalise_turns(messages: Any, found: str = "these turns") -> list[dict[str, Any]]:
     """Turns as templates read them: contents are texts, arguments of tool calls objects."""
     require(
         isinstance(messages, Sequence) and all(map(_is_turn, messages)),
@@ -109,7 +109,7 @@ def plain_turns(messages: Any, found: str = "these turns") -> list[dict[str, Any
         expected="a list of objects, each with a role, and content: a text, or parts of type text",
         do="correct them",
     )
-    return [_plain_turn(turn) for turn in messages]
+    return [_normalise_turn(turn) for turn in messages]
 
 
 def _is_turn(turn: Any) -> bool:
@@ -122,24 +122,24 @@ def _is_turn(turn: Any) -> bool:
         isinstance(part, Mapping)
         and part.get("type") == "text"
         and isinstance(part.get("text"), str)
-        for part in _parts(content)
+        for part in _content_parts(content)
     )
 
 
-def _parts(content: Any) -> Sequence[Any]:
+def _content_parts(content: Any) -> Sequence[Any]:
     return content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
 
 
-def _plain_turn(turn: Message) -> dict[str, Any]:
+def _normalise_turn(turn: Message) -> dict[str, Any]:
     content = turn.get("content")
-    text = "" if content is None else "".join(part["text"] for part in _parts(content))
+    text = "" if content is None else "".join(part["text"] for part in _content_parts(content))
     plain = {**turn, "content": text}
     if isinstance(calls := turn.get("tool_calls"), list):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
+        plain["tool_calls"] = [_normalise_tool_call(call) for call in calls]
     return plain
 
 
-def _plain_call(call: Any) -> Any:
+def _normalise_tool_call(call: Any) -> Any:
     """A tool call whose arguments are an object, where OpenAI's form has them as its JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
@@ -155,12 +155,12 @@ def as_messages(prompt: Prompt) -> Any:
     return [{"role": "user", "content": prompt["prompt"]}]
 
 
-def turns_key(prompt: Prompt) -> str:
+def prompt_key(prompt: Prompt) -> str:
     """What tells a prompt from others."""
     return json.dumps([as_messages(prompt), prompt.get("tools")])
 
 
-def user_text(prompt: Prompt) -> str:
+def last_user_text(prompt: Prompt) -> str:
     said = [turn["content"] for turn in as_messages(prompt) if turn["role"] == "user"]
     return str(said[-1]) if said else ""
 
@@ -172,53 +172,53 @@ def encode_prompt(
     template: str | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Under a template as `prompt_tokens`; several turns as `turns_tokens`."""
+    """Under a template as `prompt_tokens`; several turns as `encode_turns`."""
     if template is None and not (prompt.get("tools") or template_args):  # which are a chat's
-        template = own_template(model)
-    return asked_tokens(prompt, tokenizer, template, template_args)
+        template = adapter_template(model)
+    return encode_with_template(prompt, tokenizer, template, template_args)
 
 
-def own_template(model: Model) -> str | None:
+def adapter_template(model: Model) -> str | None:
     return model.config.prompt_template if model.config else None
 
 
-def asked_tokens(
+def encode_with_template(
     prompt: Prompt,
     tokenizer: TokenizerWrapper,
     template: str | None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    messages = plain_turns(as_messages(prompt))
+    messages = normalise_turns(as_messages(prompt))
     more: Any = {"tools": prompt.get("tools"), "template_args": template_args}
     if [turn["role"] for turn in messages] == ["user"]:
-        return text_tokens(messages[0]["content"], tokenizer, template, **more)
+        return encode_user_text(messages[0]["content"], tokenizer, template, **more)
     require(
         template in (None, "chat") or "{prompt}" in template,
         f"--template {template!r} for turns of a chat",
         expected="chat, or a text with {prompt} in it",
         do="choose another",
     )
-    return turns_tokens(messages, tokenizer, template, **more)
+    return encode_turns(messages, tokenizer, template, **more)
 
 
-def turns_tokens(
+def encode_turns(
     messages: Sequence[Message], tokenizer: TokenizerWrapper, template: str | None, **more: Any
 ) -> list[int]:
     """Turns under the model's chat template; under an adapter's own `template`, the last alone.
 
     An adapter with a template was trained on single prompts, and answers worse behind other turns.
     """
-    if template is not None and is_alone(messages, template, **more):
-        asked = plain_turns(messages[-1:])[0]["content"]
+    if template is not None and is_single_turn(messages, template, **more):
+        asked = normalise_turns(messages[-1:])[0]["content"]
         return encode(template.replace("{prompt}", asked), tokenizer)
     return chat_tokens(tokenizer, messages, **more)
 
 
-def is_alone(messages: Sequence[Message], template: str | None, **more: Any) -> bool:
+def is_single_turn(messages: Sequence[Message], template: str | None, **more: Any) -> bool:
     """Whether the user's last turn is all that is shown: no system's, no tools, no arguments."""
     if template is None or "{prompt}" not in template or any(more.values()):
         return False
-    roles = [turn["role"] for turn in plain_turns(messages)]
+    roles = [turn["role"] for turn in normalise_turns(messages)]
     # What a user says in two turns at once is one question.
     return roles[-2:] in (["user"], ["assistant", "user"]) and {*roles} <= {"user", "assistant"}
 
@@ -257,7 +257,7 @@ def chat_tokens(
         expected="a list of JSON schemas",
         do="correct or drop them",
     )
-    turns = plain_turns(messages)
+    turns = normalise_turns(messages)
     for turn in turns:
         check_text(turn["content"])
     more = dict(template_args or {}) | ({"tools": list(tools)} if tools else {})
@@ -265,7 +265,7 @@ def chat_tokens(
     more["add_generation_prompt"] = add_generation_prompt
     if continues:
         more["continue_final_message"] = True
-    with refusing_turns("these turns"):
+    with bounded_rendering("these turns"):
         return list(tokenizer.apply_chat_template(turns, **more))
 
 
@@ -288,7 +288,7 @@ def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
         for role, text in (("user", first), ("assistant", answer), ("user", second))
     ]
     try:
-        with refusing_turns("three turns"):
+        with bounded_rendering("three turns"):
             text = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except InputError:
         return ChatFrame()
@@ -343,7 +343,7 @@ def prompt_tokens(
     return encode_prompt(prompt, model, tokenizer, template, template_args)
 
 
-def text_tokens(
+def encode_user_text(
     text: str, tokenizer: TokenizerWrapper, template: str | None, **more: Any
 ) -> list[int]:
     """The tokens of one prompt under a template; the arguments are those of `prompt_tokens`."""
@@ -389,7 +389,7 @@ def check_text(text: str) -> None:
         ) from error
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return index

@@ -25,7 +25,15 @@ from .loading.attach import swap_adapter
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
-from .prompts import Message, Tools, check_text, common_prefix, is_alone, own_template, turns_tokens
+from .prompts import (
+    Message,
+    Tools,
+    adapter_template,
+    check_text,
+    common_prefix_length,
+    encode_turns,
+    is_single_turn,
+)
 from .settings import GenerateConfig
 
 _TURNS = "ABBAABBA"
@@ -264,7 +272,7 @@ class ChatSession:
         question: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, question])
         # At least one token is left to process.
-        reused = self._cache.back_to(common_prefix(self._cached_tokens, prompt[:-1]))
+        reused = self._cache.back_to(common_prefix_length(self._cached_tokens, prompt[:-1]))
         if self._prompts is not None and not config.deterministic:
             cache, known = self._prompts.take(self.model, prompt, self._cache.scratch)
             if known > reused:
@@ -318,10 +326,10 @@ class ChatSession:
         """Whether the model is shown the last message alone, under its adapter's own template."""
         others = [turn for turn in self.messages if turn["role"] != "user"]
         turns = [*others, {"role": "user", "content": ""}]
-        return is_alone(turns, own_template(self.model), **self._template)
+        return is_single_turn(turns, adapter_template(self.model), **self._template)
 
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
-        return turns_tokens(turns, self.tokenizer, own_template(self.model), **self._template)
+        return encode_turns(turns, self.tokenizer, adapter_template(self.model), **self._template)
 
     def _count(self, last: GenerationResponse, reused: int) -> None:
         totals = self.totals

@@ -3,7 +3,7 @@
 The sandbox, transformers' own, keeps a template from files and from Python's inner life, not from
 looping for ever. Here loops, calls and pieces of output look at a deadline, and what is written has
 at most so many characters. What a single expression computes is not bounded. transformers compiles
-its templates so, as long as one is rendered under `refusing_turns`.
+its templates so, as long as one is rendered under `bounded_rendering`.
 """
 
 import time
@@ -29,7 +29,7 @@ _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 _day: ContextVar[datetime | None] = ContextVar("day", default=None)
 
 
-def _bound(ok: bool, what: str) -> None:
+def _require_within_bounds(ok: bool, what: str) -> None:
     require(
         ok,
         f"the model's chat template {what}",
@@ -41,7 +41,7 @@ def _bound(ok: bool, what: str) -> None:
 def _check_deadline() -> None:
     deadline = _deadline.get()
     is_in_time = deadline is None or time.monotonic() < deadline
-    _bound(is_in_time, f"takes more than {MAX_SECONDS:.0f} s")
+    _require_within_bounds(is_in_time, f"takes more than {MAX_SECONDS:.0f} s")
 
 
 def _until_deadline(items: Iterable[Any]) -> Iterator[Any]:
@@ -78,7 +78,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         size = 0
         for piece in _until_deadline(pieces):
             size += len(piece)
-            _bound(size <= MAX_CHARS, "makes too much text")
+            _require_within_bounds(size <= MAX_CHARS, "makes too much text")
             kept.append(piece)
         return "".join(kept)
 
@@ -87,23 +87,25 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **kwargs)
 
 
-_theirs = chat_template_utils._compile_jinja_template
+_transformers_compile = chat_template_utils._compile_jinja_template
 
 
 @lru_cache
-def _bounded(template: str) -> Template:
-    return _Sandbox.like(_theirs("").environment).from_string(template)
+def _compile_bounded(template: str) -> Template:
+    return _Sandbox.like(_transformers_compile("").environment).from_string(template)
 
 
 def _compile(template: str) -> Template:
-    return _theirs(template) if _deadline.get() is None else _bounded(template)
+    return (
+        _transformers_compile(template) if _deadline.get() is None else _compile_bounded(template)
+    )
 
 
 chat_template_utils._compile_jinja_template = _compile
 
 
 @contextmanager
-def on_one_day() -> Iterator[None]:
+def frozen_date() -> Iterator[None]:
     """Tell templates that ask for it always the same date: a run goes on the day after."""
     token = _day.set(datetime(2026, 1, 1))
     try:
@@ -113,7 +115,7 @@ def on_one_day() -> Iterator[None]:
 
 
 @contextmanager
-def refusing_turns(turns: str) -> Iterator[None]:
+def bounded_rendering(turns: str) -> Iterator[None]:
     """Tell in one line what a chat template has against `turns`, and when it takes too much."""
     token = _deadline.set(time.monotonic() + MAX_SECONDS)
     try:

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError, require, unwritable
+from ..errors import InputError, require, unwritable_error
 from ..loading.names import adapters_home, bundled_adapters
 from .adapt import check_name
 from .options import command, make_parser
@@ -101,7 +101,7 @@ def _main(args: argparse.Namespace) -> None:
                 folder.rename(new)
                 print(f"{folder.name} is called {new.name} now")
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
 
 
 main = command(PROG, parse_args, _main)

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError, require, unwritable
+from ..errors import InputError, require, unwritable_error
 from ..loading.names import cache_dir
 from .options import command, make_parser
 
@@ -44,7 +44,7 @@ class PromptFile:
 
             read_header(path)
         elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-            raise unwritable(path, OSError("no such folder, or not yours"))
+            raise unwritable_error(path, OSError("no such folder, or not yours"))
 
     def read(self, model: StreamFusedModel) -> None:
         from ..answers import run
@@ -62,10 +62,10 @@ class PromptFile:
     def take(self, model: StreamFusedModel, tokens: Sequence[int]) -> tuple[TreeCache, int]:
         """As `PromptCache.take`, of this prompt alone."""
         from ..answers import run
-        from ..prompts import common_prefix
+        from ..prompts import common_prefix_length
 
         cache = self.cache
-        count = common_prefix(self.tokens, tokens[:-1])
+        count = common_prefix_length(self.tokens, tokens[:-1])
         if cache is None or count == 0:
             return model.make_cache(), 0
         return run(lambda: cache.fork(count)), count
@@ -96,7 +96,7 @@ class PromptFile:
             clear_leftovers(path.resolve().parent, path.name)
             write_prompt(path, key, self.tokens, self.cache, run)
         except OSError as error:
-            raise unwritable(path, error) from error
+            raise unwritable_error(path, error) from error
         return True
 
 
@@ -129,7 +129,7 @@ def _main(args: argparse.Namespace) -> None:
             for folder in folders:
                 folder.purge()
         except OSError as error:
-            raise unwritable(path, error) from error
+            raise unwritable_error(path, error) from error
         print(f"deleted from {path}: {total}")
         return
     for file, stat in reversed(files):

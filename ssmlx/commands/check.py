@@ -123,14 +123,14 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
     from ..generation.memory import cache_size_of, measure_memory
     from ..generation.plan import make_plan
     from ..model.capabilities import Capability
-    from ..prompts import own_template
+    from ..prompts import adapter_template
 
     backbone = model.backbone
     learned, prior = learned_of(model)
     # Before anything is timed: what earlier answers have taught.
     known = cost_table_rows(learned.costs)
     text = sample_text(model, tokenizer)
-    template = own_template(model)
+    template = adapter_template(model)
     if template is None and tokenizer.has_chat_template:
         source = "the model's chat template"
     elif template is None:

@@ -76,7 +76,7 @@ def _note(lines: Iterable[str]) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ..prompts import common_prefix, encode_prompt, read_prompts, user_text
+    from ..prompts import common_prefix_length, encode_prompt, last_user_text, read_prompts
 
     if not args.jsonl:
         options.reject(args, ("logprobs",), "--jsonl")
@@ -97,7 +97,7 @@ def _main(args: argparse.Namespace) -> None:
     for tokens in encoded:
         check_prompt(model, len(tokens))
     kept.read(model)
-    shared = min(common_prefix(tokens, encoded[0]) for tokens in encoded)
+    shared = min(common_prefix_length(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
     plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
@@ -126,7 +126,7 @@ def _main(args: argparse.Namespace) -> None:
                 print(one.text, end="", flush=True)
         kept.keep(tokens[:shared], cache)
         if args.jsonl:
-            options.print_json(record(user_text(prompt), answer))
+            options.print_json(record(last_user_text(prompt), answer))
             continue
         print(flush=True)
         _note([summary(answer[-1])])

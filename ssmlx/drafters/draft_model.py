@@ -23,7 +23,7 @@ from ..model.backbone import arrays_of
 from ..model.shapes import to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, comb_topology
-from ..prompts import common_prefix
+from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
 from .registry import DrafterInputs, DrafterWeights, register_drafter
 
@@ -86,7 +86,7 @@ class DraftModel:
         """A cache for `drafter` as long as it lives: of those that nobody has, the one that holds
         most of `tokens`. At most `_MOST_IDLE` of the others are kept."""
         idle = [cache for cache in self._caches if cache.drafter() is None]
-        shared = {id(cache): common_prefix(cache.text, tokens) for cache in idle}
+        shared = {id(cache): common_prefix_length(cache.text, tokens) for cache in idle}
         cache = max(idle, key=lambda one: shared[id(one)], default=DraftCache(self))
         spare = [one for one in idle if one is not cache][_MOST_IDLE:]
         dropped = {id(one) for one in (cache, *spare)}
@@ -120,7 +120,7 @@ class DraftCache:
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Make the cache hold all of `tokens` but the newest; an empty list before each pass."""
-        kept = common_prefix(self.text[: self.offset], tokens[:-1])
+        kept = common_prefix_length(self.text[: self.offset], tokens[:-1])
         trim_prompt_cache(self._layers, self.offset - kept)
         self.text = list(tokens)
         for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
@@ -195,7 +195,7 @@ class DraftModelDrafter:
         chain = to_list(self._chain) if self._chain.size else []
         # The cache holds the text that the chain was drafted from and all of the chain but its
         # last token. At least the newest token is left to process, whose logits are needed.
-        self._cache.extend_text(tokens, common_prefix(chain[:-1], tokens[:-1]))
+        self._cache.extend_text(tokens, common_prefix_length(chain[:-1], tokens[:-1]))
         self._chain = mx.zeros(0, mx.int32)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:

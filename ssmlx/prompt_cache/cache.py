@@ -20,7 +20,7 @@ from ..generation.pool import MemoryPool
 from ..model.cache import StateCache, TreeCache
 from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
-from ..prompts import common_prefix
+from ..prompts import common_prefix_length
 from .files import PromptFolder, Tokens, mark_used, read_prompt
 
 _log = logging.getLogger("ssmlx")
@@ -47,7 +47,7 @@ class _Entry:
 
     def shared(self, key: CacheKey, tokens: Sequence[int]) -> int:
         """How many of `tokens` it begins with."""
-        return common_prefix(self.tokens, tokens) if key == self.key else 0
+        return common_prefix_length(self.tokens, tokens) if key == self.key else 0
 
     def covers(self, other: _Entry) -> bool:
         return self.shared(other.key, other.tokens) == len(other.tokens)

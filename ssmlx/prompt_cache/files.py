@@ -27,7 +27,7 @@ from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
 from ..model.layer_state import Rows
 from ..model.streams import StreamFusedModel
-from ..prompts import common_prefix
+from ..prompts import common_prefix_length
 
 FORMAT = "ssmlx-prompt/1"
 _KEPT = re.compile(r"[0-9a-f]{32}\.safetensors")
@@ -214,7 +214,7 @@ class PromptFolder:
         best = None
         most = 0
         for path, header in self.headers():
-            if header.key == key and (count := common_prefix(header.tokens, tokens)) > most:
+            if header.key == key and (count := common_prefix_length(header.tokens, tokens)) > most:
                 best = path
                 most = count
         return best, most

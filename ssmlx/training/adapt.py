@@ -48,9 +48,9 @@ from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER
 from ..loading.weights import weights_digest
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
-from ..prompts import asked_tokens, read_prompts, user_text
+from ..prompts import encode_with_template, last_user_text, read_prompts
 from ..settings import GenerateConfig
-from ..templates import on_one_day
+from ..templates import frozen_date
 from .answers import Speaker, Text
 from .config import RunOptions, TrainConfig
 from .job import STORE_FILE, prepare, read_base, run_to_end, stream_config
@@ -494,7 +494,7 @@ def read_lora(folder: Path, backbone: Backbone) -> Loras:
     return fitted_lora(adapter, backbone)
 
 
-@on_one_day()
+@frozen_date()
 def tokenised(
     origin: str, prompts: Sequence[dict[str, Any]], source: Source, amounts: Amounts, say: Say
 ) -> list[Asked]:
@@ -504,11 +504,11 @@ def tokenised(
     found = []
     for number, one in enumerate(prompts, 1):
         try:
-            tokens = asked_tokens(one, source.tokenizer, source.run.template)
+            tokens = encode_with_template(one, source.tokenizer, source.run.template)
         except InputError as error:
             raise error.at(f"prompt {number} of {origin}") from error
         if len(tokens) <= most:
-            found.append(Asked(origin, user_text(one), tokens))
+            found.append(Asked(origin, last_user_text(one), tokens))
     if len(found) < len(prompts):
         say(f"{len(prompts) - len(found)} prompts of over {most} tokens are left out")
     return found
