@@ -88,7 +88,7 @@ class _MlxThread:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._is_stopped = False
-        self.open: set[_Turns[Any]] = set()  # answers that are not over
+        self.open: set[_SegmentSource[Any]] = set()  # answers that are not over
 
     @property
     def is_current(self) -> bool:
@@ -143,14 +143,14 @@ class _MlxThread:
 _mlx_thread = _MlxThread()
 
 
-def _never_close_open() -> None:
+def _keep_open_answers_alive() -> None:
     """In a forked process: the ends of the answers that its parent has open would wait for MLX, and
     Python runs a generator's end when nobody holds it any more. So somebody holds them."""
     for turns in _mlx_thread.open:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(turns))
 
 
-os.register_at_fork(after_in_child=_never_close_open)
+os.register_at_fork(after_in_child=_keep_open_answers_alive)
 
 
 def run(task: Callable[[], Result]) -> Result:
@@ -158,7 +158,7 @@ def run(task: Callable[[], Result]) -> Result:
     return task() if _mlx_thread.is_current else _mlx_thread.submit(task).result()
 
 
-class _Turns(Generic[Segment]):
+class _SegmentSource(Generic[Segment]):
     """A generator of segments, which only the MLX thread touches."""
 
     def __init__(self, segments: Iterator[Segment | Prefilled]) -> None:
@@ -202,29 +202,29 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         self, segments: Iterator[Segment | Prefilled], progress: Progress | None = None
     ) -> None:
         """`progress` is told of the prompt on the thread that reads."""
-        self._turns = _Turns(segments)
+        self._source = _SegmentSource(segments)
         self._progress = progress
-        self._asked: Future[Segment | Prefilled | None] | None = None
+        self._requested: Future[Segment | Prefilled | None] | None = None
         self._reading = threading.Lock()
-        closing = weakref.finalize(self, _cancel, self._turns)
+        closing = weakref.finalize(self, _cancel, self._source)
         closing.atexit = False
 
     @property
     def is_over(self) -> bool:
         """Whether the last segment was given out, or the answer was cancelled or failed."""
-        return self._turns.is_over
+        return self._source.is_over
 
     def cancel(self) -> Future[None]:
         """Stop the answer after the call that runs now, wherever it is; does not wait for it."""
-        self._asked = None
-        return _cancel(self._turns)
+        self._requested = None
+        return _cancel(self._source)
 
     def close(self) -> None:
         """Cancel the answer, and wait until what it leaves behind can be used."""
         if is_forked():
             return
         if _mlx_thread.is_current:
-            self._turns.close()
+            self._source.close()
         else:
             self.cancel().result()
 
@@ -251,57 +251,59 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         return self
 
     def __next__(self) -> Segment:
-        with self._alone():
+        with self._exclusive_reading():
             while True:
                 if _mlx_thread.is_current:
-                    segment = self._turns.take()
+                    segment = self._source.take()
                 else:
-                    asked = self._ask()
-                    with self._served(asked):
+                    asked = self._request_segment()
+                    with self._keep_request_if_interrupted(asked):
                         segment = asked.result()
                 if segment is None:
                     raise StopIteration
                 if not isinstance(segment, Prefilled):
                     return segment
-                self._tell(segment)
+                self._report_progress(segment)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Segment:
-        with self._alone():
+        with self._exclusive_reading():
             while True:
-                asked = self._ask()
-                with self._served(asked):
+                asked = self._request_segment()
+                with self._keep_request_if_interrupted(asked):
                     segment = await asyncio.shield(asyncio.wrap_future(asked))
                 if segment is None:
                     raise StopAsyncIteration
                 if not isinstance(segment, Prefilled):
                     return segment
-                self._tell(segment)
+                self._report_progress(segment)
 
-    def _ask(self) -> Future[Segment | Prefilled | None]:
-        if self._asked is None:
-            self._asked = _mlx_thread.submit(self._turns.take)
-        return self._asked
+    def _request_segment(self) -> Future[Segment | Prefilled | None]:
+        if self._requested is None:
+            self._requested = _mlx_thread.submit(self._source.take)
+        return self._requested
 
     @contextmanager
-    def _served(self, asked: Future[Segment | Prefilled | None]) -> Iterator[None]:
+    def _keep_request_if_interrupted(
+        self, asked: Future[Segment | Prefilled | None]
+    ) -> Iterator[None]:
         """Where a reader is interrupted, the next one gets what was asked for."""
         try:
             yield
         except BaseException as error:
             if asked.done() and asked.exception() is error:
-                self._asked = None
+                self._requested = None
             raise
-        self._asked = None
+        self._requested = None
 
-    def _tell(self, turn: Prefilled) -> None:
+    def _report_progress(self, turn: Prefilled) -> None:
         if self._progress is not None:
             self._progress(turn.done, turn.total)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive_reading(self) -> Iterator[None]:
         if not self._reading.acquire(blocking=False):
             raise RuntimeError("this answer is being read already, by another thread or task")
         try:
@@ -310,7 +312,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
             self._reading.release()
 
 
-def _cancel(turns: _Turns[Any]) -> Future[None]:
+def _cancel(turns: _SegmentSource[Any]) -> Future[None]:
     turns.is_over = True  # at once: what is asked for from now on comes after the end
     return _mlx_thread.submit(turns.close)
 
@@ -320,7 +322,7 @@ _limit_before = 0
 
 
 @contextmanager
-def wired() -> Iterator[None]:
+def wired_weights() -> Iterator[None]:
     """Keep the weights in memory that macOS would page out, as mlx-lm does while it generates.
 
     On the MLX thread alone. Of blocks that overlap, the last one to end sets the limit back.

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answers import Answer, Prefilled, run, wired
+from .answers import Answer, Prefilled, run, wired_weights
 from .bars import Progress
 from .decoding.loop import CallCounts, DraftCounts
 from .decoding.sampling import TokenLogprobs
@@ -357,7 +357,7 @@ def answer_segments(
         started = time.perf_counter()
         total = len(tokens) - 1
         given: list[GenerationResponse] = []
-        with wired():
+        with wired_weights():
             try:
                 with closing(cast("Generator[list[int]]", steps)):
                     for first in steps:

@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 
 import mlx.core as mx
 
-from .answers import Answer, Prefilled, is_forked, run, wired
+from .answers import Answer, Prefilled, is_forked, run, wired_weights
 from .api import GenerationResponse, answer_segments, check_prompt, check_tokens, with_seed
 from .bars import Progress
 from .decoding.batch import Mask
@@ -98,7 +98,7 @@ class Engine:
         self.memory_pool = MemoryPool(limit)
         self.prompt_cache.count_in(self.memory_pool)
         self._batches = self._new_batches()
-        self._wiring = wired()  # at last: what is refused leaves nothing behind
+        self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
         run(self._wiring.__enter__)
 
     def _new_batches(self) -> Batches:
@@ -128,14 +128,14 @@ class Engine:
                 do="make a new `ssmlx.Engine`",
             )
             if name == AUTO_ADAPTER:
-                name, folder = self._find()
+                name, folder = self._find_automatic_adapter()
             if name not in self._models:
                 assert folder is not None
                 loaded = load_adapter(folder)
                 self._models[name] = attach_adapter(self._base, loaded, merge_lora=self._merge_lora)
             return self._models[name]
 
-    def _find(self) -> tuple[str, Path | None]:
+    def _find_automatic_adapter(self) -> tuple[str, Path | None]:
         """The name of what a chat takes by itself, and its folder; looked for once."""
         if self._automatic is None:
             if _OWN in self._models:
@@ -152,7 +152,7 @@ class Engine:
         if self._default != AUTO_ADAPTER:
             return self._default
         with self._loading:
-            name, _ = self._find()
+            name, _ = self._find_automatic_adapter()
         return None if name == _OWN else name
 
     @property
@@ -207,14 +207,14 @@ class Engine:
         template = {"tools": tools, "template_args": template_args}
 
         def opened() -> Answer[GenerationResponse]:
-            prompt = self._tokens(model, question, template)
+            prompt = self._encode_question(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
             kept.count_in(self.memory_pool)
             segments = self._segments(
                 model, prompt, config, loaded, kept, mask, shares_prompt, joins_prompt
             )
             answer = Answer(segments, progress)
-            self._join(answer)
+            self._track_open(answer)
             return answer
 
         return run(opened)
@@ -248,7 +248,7 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
-            decode=self.memory_pool.within_limit(self._decode(model, config, mask, keep)),
+            decode=self.memory_pool.within_limit(self._choose_decode(model, config, mask, keep)),
             loaded=loaded,
             earlier=kept.answers(model),
             joins_prompt=joins_prompt,
@@ -278,20 +278,20 @@ class Engine:
         model = self.model(adapter)
 
         def opened() -> Answer[ScoredPrompt]:
-            prompt = self._tokens(model, question, {})
+            prompt = self._encode_question(model, question, {})
             check_prompt(model, len(prompt))
             check_tokens(model, prompt)
             cache = model.make_cache()
             holding = Holding(self.memory_pool, cache, cache_size_of(model))
             self.memory_pool.hold(holding, len(prompt))
-            scored = self._scored(model, prompt, cache, top, prompt_cache, holding)
+            scored = self._score_segments(model, prompt, cache, top, prompt_cache, holding)
             answer = Answer(scored, progress)
-            self._join(answer)
+            self._track_open(answer)
             return answer
 
         return run(opened)
 
-    def _scored(
+    def _score_segments(
         self,
         model: StreamFusedModel,
         prompt: list[int],
@@ -302,7 +302,7 @@ class Engine:
     ) -> Iterator[ScoredPrompt | Prefilled]:
         found: list[TokenLogprobs] = []
         try:
-            with wired():
+            with wired_weights():
                 for piece in score_in_pieces(model, prompt, cache, top):
                     found += piece
                     yield Prefilled(cache.offset, len(prompt) - 1)
@@ -313,7 +313,7 @@ class Engine:
             kept.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
-    def _decode(
+    def _choose_decode(
         self,
         model: StreamFusedModel,
         config: GenerateConfig,
@@ -327,7 +327,7 @@ class Engine:
             return decode_plan
         return partial(self._batches.decode, mask=mask, on_prompt=on_prompt)
 
-    def _tokens(
+    def _encode_question(
         self, model: StreamFusedModel, question: Question, template: Mapping[str, Any]
     ) -> list[int]:
         if isinstance(question, str):
@@ -362,19 +362,19 @@ class Engine:
             tools=tools,
             template_args=template_args,
             prompts=self.prompt_cache,
-            swap=self._swap,
+            swap=self._model_for_swap,
             memory_pool=self.memory_pool,
         )
-        run(lambda: self._join(chat))
+        run(lambda: self._track_open(chat))
         return chat
 
-    def _join(self, opened: Answer[Any] | ChatSession) -> None:
+    def _track_open(self, opened: Answer[Any] | ChatSession) -> None:
         """Let `close` close it, which may have come first: on the MLX thread, as its list is."""
         self._open.add(opened)
         if not self._models:
             opened.close()
 
-    def _swap(self, adapter: str | Path | None) -> StreamFusedModel:
+    def _model_for_swap(self, adapter: str | Path | None) -> StreamFusedModel:
         return self.model(NO_ADAPTER if adapter is None else adapter)
 
     def close(self) -> None:

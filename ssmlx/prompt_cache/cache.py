@@ -156,7 +156,7 @@ class PromptCache:
 
     def _take(self, model: StreamFusedModel, tokens: Tokens, scratch: int) -> tuple[TreeCache, int]:
         key = CacheKey.of(model)
-        entry, count = self._longest(key, tokens)
+        entry, count = self._find_longest(key, tokens)
         if self._folder is not None and model.backbone.group is None:
             path, in_file = self._folder.longest(key, tokens)
             if path is not None and in_file > count:
@@ -189,7 +189,7 @@ class PromptCache:
         if self._pool is not None and answers is not None:
             self._pool.keep(answers, answers.nbytes)
         tokens = tokens[: cache.offset]
-        _, count = self._longest(key, tokens)
+        _, count = self._find_longest(key, tokens)
         if isinstance(cache, StateCache):
             return
         if tokens and count < len(tokens):
@@ -199,7 +199,7 @@ class PromptCache:
             own = weakref.ref(self)
             self._keep(_Entry(key, tokens, fork, own, is_written=is_split))
 
-    def _longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
+    def _find_longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry that begins with most of `tokens`, now used, and how many these are."""
         with self._lock:
             counts = [entry.shared(key, tokens) for entry in self._entries]
@@ -220,7 +220,7 @@ class PromptCache:
         with self._lock:
             covered = [one for one in self._entries if entry.covers(one)]
             self._entries = [one for one in self._entries if not entry.covers(one)] + [entry]
-            evicted = self._above_limit()
+            evicted = self._pop_above_limit()
         if self._pool is not None:
             for one in (*covered, *evicted):
                 self._pool.forget(one)
@@ -228,7 +228,7 @@ class PromptCache:
         for one in evicted:
             self._save(one)
 
-    def _above_limit(self) -> list[_Entry]:
+    def _pop_above_limit(self) -> list[_Entry]:
         """What has to go for `max_bytes`, taken out: the longest unused first."""
         evicted = []
         total = sum(one.nbytes for one in self._entries)

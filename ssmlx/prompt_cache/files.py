@@ -89,20 +89,20 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
         arrays, metadata = loaded
         tokens = PromptHeader.of(metadata, path).tokens
         _check_fit(PromptHeader.of(metadata, path), path, model)
-        like = _rows_like(model)
+        like = _sample_rows(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
         dtype = like[0][0].dtype
         require(dtypes == {dtype}, found, expected=str(dtype), do=_DO)
         shapes = {
             name: (*array.shape[:2], len(tokens), array.shape[3])
-            for name, array in _named(like).items()
+            for name, array in _arrays_by_name(like).items()
         }
         account_for(arrays, shapes, path)
     except (RuntimeError, OSError) as error:
         found = f"{path} cannot be read ({first_line(error)})"
         raise InputError(found, expected=_WHOLE, do=_DO) from error
-    rows = [tuple([arrays[name] for name in _names(n, own)]) for n, own in enumerate(like)]
+    rows = [tuple([arrays[name] for name in _array_names(n, own)]) for n, own in enumerate(like)]
     return tokens, TreeCache.of_rows(rows)
 
 
@@ -132,21 +132,21 @@ def _require_same_key(key: CacheKey, found: CacheKey, path: Path) -> None:
         require(value == expected, what, expected=expected, do=_DO)
 
 
-def _names(layer: int, rows: Rows) -> list[str]:
+def _array_names(layer: int, rows: Rows) -> list[str]:
     """What the arrays of a layer's rows are called."""
     name = f"layers.{layer}"
     return [name] if len(rows) == 1 else [f"{name}.keys", f"{name}.values"]
 
 
-def _named(rows: Sequence[Rows]) -> dict[str, mx.array]:
+def _arrays_by_name(rows: Sequence[Rows]) -> dict[str, mx.array]:
     """The arrays of rows by layer, by their names."""
     found: dict[str, mx.array] = {}
     for layer, own in enumerate(rows):
-        found |= zip(_names(layer, own), own, strict=True)
+        found |= zip(_array_names(layer, own), own, strict=True)
     return found
 
 
-def _rows_like(model: StreamFusedModel) -> list[Rows]:
+def _sample_rows(model: StreamFusedModel) -> list[Rows]:
     """A token's rows by layer, to tell shapes and types: nothing is computed."""
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
@@ -161,7 +161,7 @@ def write_prompt(path: Path, key: CacheKey, tokens: Tokens, cache: TreeCache, ru
     metadata = {"format": FORMAT, **asdict(key), "tokens": ",".join(map(str, tokens))}
 
     def save() -> None:
-        mx.save_safetensors(file, _named(cache.rows(len(tokens))), metadata)
+        mx.save_safetensors(file, _arrays_by_name(cache.rows(len(tokens))), metadata)
 
     with new_file(path, mode=0o600) as file:
         run(save)
@@ -173,7 +173,7 @@ def mark_used(path: Path) -> None:
         os.utime(path)
 
 
-def _read_or_warn(path: Path) -> PromptHeader | None:
+def _read_header_or_warn(path: Path) -> PromptHeader | None:
     try:
         return read_header(path)
     except InputError as error:
@@ -205,7 +205,7 @@ class PromptFolder:
         known = self._headers
         for path, stat in sorted(self.files(), key=lambda one: one[1].st_size):
             name = (path.name, stat.st_size, stat.st_ino)
-            found[name] = known[name] if name in known else _read_or_warn(path)
+            found[name] = known[name] if name in known else _read_header_or_warn(path)
         self._headers = found
         return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 
