@@ -488,12 +488,12 @@ def test_copies_are_trusted_by_what_they_foretold():
     guesses = (tokens, mx.log(mx.array(probs)))
     for place, text, accepted in [(4, [3], 0), (5, [2, 5, 5], 1), (7, [7], 0)]:
         copies.mix_into_guesses(guesses, *(mx.array(one) for one in (text, [accepted], [place])))
-    assert np.allclose(copies._told - text_copies.initial_copy_counts(), [[1, 1], [2, 1]])
+    assert np.allclose(copies._copy_counts - text_copies.initial_copy_counts(), [[1, 1], [2, 1]])
     # What was guessed before a hole is no guess of what stands behind it.
-    shown = copies._told
+    shown = copies._copy_counts
     copies.follow([3, 2], 8)
     copies.mix_into_guesses(guesses, *(mx.array(one) for one in ([5], [0], [10])))
-    assert np.array_equal(copies._told, shown)
+    assert np.array_equal(copies._copy_counts, shown)
     assert copies._text.continuation(mx.array([10]), 3)[0].tolist() == [7, 3, 2]
 
 

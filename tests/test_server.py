@@ -285,7 +285,7 @@ def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
         gone = asyncio.Event()
         pieces = count()
         told = lambda *_: next(pieces) == 3 and gone.set()  # noqa: E731
-        monkeypatch.setattr(answers.Answer, "_tell", told)
+        monkeypatch.setattr(answers.Answer, "_report_progress", told)
         (start,) = await drive(app, long, gone=gone)
         assert start["type"] == "http.response.start" and next(pieces) < 100
 
