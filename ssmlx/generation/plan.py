@@ -212,8 +212,10 @@ def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
         return drafter
     largest = drafter.largest
     if largest.drafter != "streams":
-        waits = drafter.needs.host_tokens
-        return SteadySource(CurveOffer.of_shape(largest, TYPICAL_CHAIN, waits=waits))
+        shape_offer = CurveOffer.of_shape(
+            largest, TYPICAL_CHAIN, needs_host_tokens=drafter.needs.host_tokens
+        )
+        return SteadySource(shape_offer)
     assert model.config is not None
     curve = model.config.tokens_per_call or TYPICAL_TOKENS
     return SteadySource(CurveOffer.of_curve(largest, curve))
