@@ -38,18 +38,18 @@ from .memory import cache_size_of
 from .plan import Plan, decode_plan
 
 Fits = Callable[[int], bool]
-"""Given bytes, whether there is so much memory for them."""
+"""Called with a number of bytes: whether there is memory for them."""
 
 
 def always_fits(num_bytes: int) -> bool:
-    """Where nobody counts."""
+    """True: a `Fits` for where memory is not counted."""
     return True
 
 
 STAY = 1.05
-"""What the present way is favoured by, times its tokens a second."""
+"""Factor by which the other mode has to be faster for answers to change: a change costs calls."""
 TIMED_CALLS = 5
-"""Calls for equally many texts, behind a first one, that teach what such calls cost."""
+"""Calls for equally many texts, behind a first one, whose median teaches what such a call costs."""
 PIECE_SECONDS = 0.5
 """What a piece of a prompt takes at most, about: so long a turn may have to be waited for."""
 PIECES_ALONE = 2
@@ -67,6 +67,8 @@ READER_SECONDS = 0.001
 
 @dataclass(eq=False, kw_only=True)
 class _Answer(Row):
+    """An open answer: its row in a batch, its plan, and what is left of its prompt."""
+
     plan: Plan
     group: _Group
     todo: list[int] = field(default_factory=list)  # of the prompt
@@ -87,10 +89,12 @@ class _Group:
         self._num_texts = 0
 
     def choose_mode(self) -> None:
-        """Settle whether the answers that are read go together from now on.
+        """Set `is_batched`: whether the answers that are read share calls from now on.
 
-        In turns, each with its drafts, they bring the sum of their tokens in the sum of their
-        costs; together, a token each in what a call for so many texts costs.
+        In turns, each with its drafts, they bring the sum of their expected tokens in the sum of
+        their costs; batched, a token each in what a call for so many texts costs. The faster mode
+        is taken, the present one being favoured by `STAY`; never batched where fewer than two are
+        read, the model cannot share calls, or there is no memory for the padding.
         """
         rows = [row for row in self.open if not row.rests]
         if len(rows) < 2 or not self.batch.shares_calls:
@@ -106,14 +110,17 @@ class _Group:
         self.is_batched = is_faster and self._has_room(rows)
 
     def _has_room(self, rows: Sequence[Row]) -> bool:
-        """Whether there is memory for rows in a batch, where all are as long as the longest."""
+        """Whether there is memory for a batch of `rows`, each padded to the longest."""
         lengths = [len(row.text) for row in rows]
         padding = len(lengths) * max(lengths) - sum(lengths)
         more = padding * self._token_bytes - self.batch.padding_bytes
         return more <= 0 or self._fits(more)
 
     def step(self) -> float:
-        """A call of the batch; the seconds that it took."""
+        """Make a call of the batch, learn from its seconds, and return them.
+
+        Where a reader has fallen behind, the mode is chosen anew.
+        """
         members = self.batch.members
         started = time.perf_counter()
         self.batch.step()
@@ -124,7 +131,11 @@ class _Group:
         return seconds
 
     def _learn_cost(self, members: Sequence[Row], seconds: float) -> None:
-        """Learn what calls for so many texts cost, of those behind the first in a row."""
+        """Add a call's seconds to those of calls for as many texts in a row.
+
+        Every `TIMED_CALLS` of them, the first not counted, teach what a call for so many costs, if
+        it is more than one text and plain calls were timed.
+        """
         if len(members) != self._num_texts:
             self._num_texts = len(members)
             self._seconds = []
@@ -142,6 +153,7 @@ class _Group:
 
     @staticmethod
     def _mean_length(rows: Sequence[Row]) -> int:
+        """Tokens of the rows' texts, in the mean, rounded down."""
         return sum(len(row.text) for row in rows) // len(rows)
 
 
@@ -167,7 +179,7 @@ class Batches:
         return sum(group.batch.padding_bytes for group in self._groups.values())
 
     def drop_idle(self) -> None:
-        """Nothing: all belongs to running answers."""
+        """Does nothing, as all belongs to running answers; see `pool.Shared`."""
 
     def decode(
         self,
@@ -183,10 +195,20 @@ class Batches:
         mask: Mask | None = None,
         on_prompt: Callable[[], None] | None = None,
     ) -> Iterator[list[int]]:
-        """As `decode_plan`, beside others; with a `mask`, always without drafts.
+        """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
-        `on_prompt` is called when the cache holds the prompt but for its last token, before
-        anything is decoded behind it.
+        Args:
+            plan, model, prompt, cache, context, stops, logprobs, counts: see `decode_plan`.
+            mask: changes the logits of each token; such an answer is always batched, and never
+                drafts.
+            on_prompt: called when the cache holds the prompt but for its last token, before
+                anything is decoded behind it.
+
+        Yields:
+            The tokens of each call; empty lists between pieces of the prompt.
+
+        Raises:
+            RuntimeError: a call that it shared has failed; the cause is the call's error.
         """
         cache.trim(cache.offset)
         key = CacheKey.of(model)
@@ -220,6 +242,11 @@ class Batches:
                 group.choose_mode()
 
     def _process_prompt(self, row: _Answer) -> Iterator[list[int]]:
+        """Have the prompt of `row` processed, in turns with other prompts and with calls.
+
+        Yields an empty list before each turn. Another answer's turn may process pieces of it, and
+        its error is raised here.
+        """
         if not row.todo:
             self._start_decoding(row)
             return
@@ -244,7 +271,8 @@ class Batches:
 
     @property
     def _must_decode_first(self) -> bool:
-        """Whether calls that decode have to come before the next piece of a prompt."""
+        """Whether decoding calls have to come before the next piece of a prompt: so that pieces
+        take half of the time at most."""
         if not self._prompts or not self._is_decoding:
             return False
         upcoming = len(self._next_piece(self._prompts[0]))
@@ -254,13 +282,18 @@ class Batches:
 
     @property
     def _is_decoding(self) -> bool:
+        """Whether any answer has its prompt behind it."""
         return any(group.open for group in self._groups.values())
 
     def _run_or_await_calls(self, tries: int) -> bool:
-        """Let answers be decoded, as it is their turn; whether the prompt waits for that.
+        """Make a call for every batch, or wait for the readers of answers that decode alone.
 
-        Those in a batch get a call. The readers of others have to come for theirs, and are waited
-        for while there are `tries` left.
+        Args:
+            tries: times that readers are waited for yet; beginning with `READER_TRIES`, it sleeps
+                `READER_SECONDS` at every try but the first.
+
+        Returns:
+            Whether the prompt waits another turn; False where none came and no tries are left.
         """
         running = [group for group in self._groups.values() if group.batch.members]
         for group in running:
@@ -270,11 +303,12 @@ class Batches:
         return bool(running) or tries > 0
 
     def _count_call(self, seconds: float) -> None:
+        """Count a decoding call of so many seconds against those that pieces are ahead by."""
         self._num_calls += 1
         self._owed_seconds = max(0.0, self._owed_seconds - seconds)
 
     def _next_piece(self, row: _Answer) -> list[int]:
-        """What is done at once of a prompt that waits for its turn."""
+        """The tokens of a row's prompt that are processed at its next turn."""
         most = UNTIMED_PIECE
         if self._prompt_rate is not None:
             is_alone = len(self._prompts) == 1 and not self._is_decoding
@@ -283,7 +317,11 @@ class Batches:
         return row.todo[: min(row.plan.config.prefill_step_size, max(LEAST_PIECE, most))]
 
     def _process_piece(self) -> None:
-        """Process a piece of the prompt whose turn it is."""
+        """Process a piece of the first prompt in line, which then goes to the end of the line.
+
+        When it has no more, its answer begins to decode. An error is kept for the row's reader, and
+        ends its turns.
+        """
         row = self._prompts[0]
         piece = self._next_piece(row)
         self._prompts.popleft()
@@ -306,6 +344,7 @@ class Batches:
         self._owed_seconds = self._owed_seconds + seconds if self._is_decoding else 0.0
 
     def _start_decoding(self, row: _Answer) -> None:
+        """Count `row` among the answers that decode; it joins the batch where they share calls."""
         row.group.open.append(row)
         row.group.choose_mode()
         if row.group.is_batched or row.mask is not None:
@@ -314,7 +353,11 @@ class Batches:
     def _decode_batched(
         self, row: _Answer, recorded: list[TokenLogprobs] | None
     ) -> Iterator[list[int]]:
-        """Its tokens by the calls of a batch, until answers no longer go together."""
+        """Yield the tokens of `row` by calls of its batch, as long as answers share calls.
+
+        Makes the calls itself where its token is not there yet. Leaves the batch in the end, also
+        with none yielded.
+        """
         group = row.group
         batch = row.group.batch
         while row.unread or row.error or row.mask or group.is_batched:
@@ -339,7 +382,10 @@ class Batches:
         logprobs: list[TokenLogprobs] | None,
         counts: CallCounts | None,
     ) -> Iterator[list[int]]:
-        """Its tokens by calls of its own, until answers go together."""
+        """Yield the tokens of `row` by calls of its own, with drafts, until answers share calls.
+
+        Leaves its cache holding all of its text but the last token, computed.
+        """
         steps: Any = decode_plan(
             row.plan,
             row.model,

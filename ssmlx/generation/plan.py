@@ -72,7 +72,8 @@ class Plan:
 
     @property
     def reads_text(self) -> bool:
-        """Whether the tokens before the prompt must be known."""
+        """Whether the tokens that the cache holds before the prompt must be given: for penalties,
+        or for a drafter that was chosen and reads them."""
         if self.sampling.context_size > 0:
             return True
         if self.kind is None or (self.kind == NAME and self.config.drafter is None):
@@ -86,9 +87,9 @@ class Plan:
 
     @property
     def expected_call(self) -> tuple[float, float]:
-        """Tokens that a call should bring now, and plain calls that it takes.
+        """Tokens that the fastest call should bring now, and plain calls that it takes.
 
-        Both are 1 where plain decoding is expected to be as fast, and where nobody knows.
+        Both are 1 where plain decoding is expected to be as fast, and where no controller decides.
         """
         return (
             self.controller.expected_call()
@@ -97,13 +98,14 @@ class Plan:
         )
 
     def finish(self) -> None:
-        """The answer has ended, or was given up: keep what it has taught."""
+        """Keep what an answer that ended, or was given up, has taught. To be called once; does
+        nothing where nothing is learned."""
         if self.learned is not None and isinstance(self.controller, Controller):
             self.controller.finish()
             self.learned.keep()
 
     def decision(self) -> str:
-        """What is done and why, in one line."""
+        """A line for users: what drafts and why, or why nothing does."""
         if not self.drafters:
             asked = self.config.decoding == "plain"
             return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
@@ -183,7 +185,8 @@ def make_plan(
 
 
 def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
-    """Whether a controller decides what is drafted. Machines that share a model draft alike."""
+    """Whether a controller decides what is drafted: the settings leave it open, and the model is
+    not split over machines, which would decide by seconds of their own."""
     return config.is_controlled and model.backbone.group is None
 
 
@@ -193,7 +196,8 @@ def _add_text_drafters(
     earlier: EarlierAnswers | None,
     end_tokens: Collection[int],
 ) -> list[Drafter]:
-    """Beside what drafts: what the text, earlier answers and an expected text say next."""
+    """`drafters` and those that look up in texts: in the text itself; in earlier answers, if there
+    are any and calls need not be the same on every run; in the settings' reference text, if any."""
     found = {drafter.largest.drafter: drafter for drafter in drafters}
     found[NAME] = PromptLookupDrafter(TEXT_CONFIG, end_tokens=end_tokens)
     if earlier is not None and not config.deterministic:
@@ -207,7 +211,8 @@ def _add_text_drafters(
 
 
 def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
-    """What a drafter should bring, as far as is known beforehand."""
+    """What the controller asks of a drafter: itself, if it makes offers; else what its adapter's
+    settings, or typical figures, say that its trees bring."""
     if isinstance(drafter, OfferSource):
         return drafter
     largest = drafter.largest
@@ -280,9 +285,24 @@ def decode_plan(
     logprobs: list[TokenLogprobs] | None = None,
     counts: CallCounts | None = None,
 ) -> Iterator[list[int]]:
-    """The tokens of each call of a plan's decoding loop; empty lists between pieces of the prompt.
+    """Decode under a plan: without end, until the iterator is closed.
 
-    The arguments are those of `ssmlx.decoding.loop.speculative_decode`.
+    Args:
+        plan: what drafts, how the target decides, and the settings.
+        model: the target.
+        prompt: tokens behind those in the cache, one or more.
+        cache: holds `context`; it is changed.
+        context: the tokens in the cache; may be left out where nothing reads them.
+        stops: asked with the tokens of a call whether the answer ends with them: then no call is
+            begun ahead.
+        logprobs: a list that is extended by each token's log probabilities, where it is given.
+        counts: gets what was drafted and accepted, where it is given.
+
+    Returns:
+        An iterator over the tokens of each call; empty lists between pieces of the prompt.
+
+    Raises:
+        InputError: `context` is needed, and is not what the cache holds.
     """
     require(
         len(context) == cache.offset or not (context or plan.reads_text),
