@@ -65,7 +65,7 @@ class Detokenizer:
         return self._decode([*self._context, *self._tokens])[self._given :]
 
     def _num_certain(self, text: str) -> int:
-        """How many of the characters no later token can change."""
+        """How many characters of `text`, from its beginning, no later token can change."""
         count = len(text.rstrip(_UNFINISHED))
         for is_held_back, pattern in (
             (self._is_cleaned, _TO_BE_CLEANED),
@@ -76,7 +76,8 @@ class Detokenizer:
         return count
 
     def _decoding_context(self, tokens: Sequence[int]) -> list[int]:
-        """The last of the tokens, from where bytes do not go on."""
+        """The last `_CONTEXT` known ones of `tokens`, and more where these begin amid bytes of one
+        character."""
         known = [token for token in tokens if self._token_name(token) is not None]
         first = max(0, len(known) - _CONTEXT)
         while first and _BYTE.fullmatch(self._token_name(known[first]) or ""):
@@ -84,6 +85,7 @@ class Detokenizer:
         return known[first:]
 
     def _decode(self, tokens: Sequence[int]) -> str:
+        """What the tokenizer makes of `tokens`; nothing of none."""
         return str(self._tokenizer.decode(tokens)) if tokens else ""
 
     def _token_name(self, token: int) -> str | None:

@@ -102,6 +102,7 @@ class Engine:
         run(self._wiring.__enter__)
 
     def _new_batches(self) -> Batches:
+        """Batches without answers, which count in the memory pool."""
         batches = Batches(self.memory_pool.make_room)
         self.memory_pool.share(batches)
         return batches
@@ -136,7 +137,10 @@ class Engine:
             return self._models[name]
 
     def _find_automatic_adapter(self) -> tuple[str, Path | None]:
-        """The name of what a chat takes by itself, and its folder; looked for once."""
+        """The name and the folder of the adapter that "auto" means; looked for once.
+
+        The folder is None for the base alone and for a fused folder's own streams.
+        """
         if self._automatic is None:
             if _OWN in self._models:
                 self._automatic = _OWN, None
@@ -230,6 +234,10 @@ class Engine:
         shares_prompt: bool,
         joins_prompt: bool,
     ) -> Iterator[GenerationResponse | Prefilled]:
+        """The segments of an answer, see `answer_segments`, behind what `kept` has of the prompt.
+
+        What was written joins `kept` when the answer is over. On the MLX thread.
+        """
         cache = model.make_cache()
         known = 0
         if not config.deterministic:
@@ -300,6 +308,10 @@ class Engine:
         kept: PromptCache | None,
         holding: Holding,
     ) -> Iterator[ScoredPrompt | Prefilled]:
+        """Score a prompt in pieces: a `Prefilled` for each, and in the end its scores.
+
+        Releases `holding`, and adds the prompt to `kept` if there is one. On the MLX thread.
+        """
         found: list[TokenLogprobs] = []
         try:
             with wired_weights():
@@ -320,8 +332,11 @@ class Engine:
         mask: Mask | None,
         on_prompt: Callable[[], None] | None,
     ) -> Decode:
-        """How an answer is decoded: beside others, which `Batches.decode` takes a mask and what to
-        call behind the prompt for; or alone, if its calls are to be the same always."""
+        """The function that decodes an answer.
+
+        It is `decode_plan` where calls have to be the same on every run or the model is split over
+        machines; else, and with a mask, `Batches.decode`, with `mask` and `on_prompt` filled in.
+        """
         is_alone = config.deterministic or model.backbone.group is not None
         if is_alone and mask is None:
             return decode_plan
@@ -330,6 +345,7 @@ class Engine:
     def _encode_question(
         self, model: StreamFusedModel, question: Question, template: Mapping[str, Any]
     ) -> list[int]:
+        """The prompt's tokens; `template` has `tools` and `template_args`, for chat templates."""
         if isinstance(question, str):
             return prompt_tokens(question, model, self.tokenizer, **template)
         if len(question) and isinstance(question[0], Mapping):
@@ -348,7 +364,14 @@ class Engine:
         drafter: DrafterArgument | None = None,
         **settings: Any,
     ) -> ChatSession:
-        """A chat on this model: see `ssmlx.ChatSession`, and `stream` for the arguments.
+        """Begin a chat on this model, with the engine's prompt cache and memory bound.
+
+        Args:
+            system: the system prompt; None leaves it to the template.
+            config, adapter, tools, template_args, drafter, settings: as `stream` takes them.
+
+        Returns:
+            The session: see `ssmlx.ChatSession`.
 
         Raises:
             InputError: the adapter or the settings cannot be followed.
@@ -369,12 +392,13 @@ class Engine:
         return chat
 
     def _track_open(self, opened: Answer[Any] | ChatSession) -> None:
-        """Let `close` close it, which may have come first: on the MLX thread, as its list is."""
+        """Have `close` close `opened`; close it now if the engine is closed. On the MLX thread."""
         self._open.add(opened)
         if not self._models:
             opened.close()
 
     def _model_for_swap(self, adapter: str | Path | None) -> StreamFusedModel:
+        """`model`, but None is the base alone, as for `ssmlx.swap_adapter`."""
         return self.model(NO_ADAPTER if adapter is None else adapter)
 
     def close(self) -> None:

@@ -30,17 +30,23 @@ class InputError(ValueError):
         self.do = do
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """How it is pickled: with its line as it is and all attributes."""
         # By pickle's own rule it would be made anew of its line alone. A pool of processes that
         # cannot read what a worker raised waits for ever.
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
     def at(self, where: str) -> "InputError":
-        """The same, of one place among many."""
+        """A new error with the same parts, whose line begins with `where`, a place among many."""
         return InputError(f"{where}: {self.found}", expected=self.expected, do=self.do)
 
 
 class ContextLengthError(InputError):
-    """A prompt leaves no room for an answer: so many tokens, where the model's context ends."""
+    """A prompt leaves no room for an answer in the model's context.
+
+    Attributes:
+        num_tokens: tokens of the prompt.
+        limit: tokens of the context.
+    """
 
     def __init__(self, num_tokens: int, limit: int) -> None:
         found = f"the prompt has {num_tokens} tokens"
@@ -75,6 +81,7 @@ class NoRoomError(InputError):
 
 
 def _gib(num_bytes: int) -> str:
+    """Bytes as GiB, with three digits."""
     return f"{num_bytes / 2**30:.3g} GiB"
 
 
@@ -91,18 +98,18 @@ def first_line(error: BaseException) -> str:
 
 
 def join_first(names: Sequence[str]) -> str:
-    """The first of many names, and how many more there are."""
+    """The first `_MOST_NAMED` names, joined by commas, and how many more there are."""
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def quoted(value: object) -> str:
-    """A value that was found, short enough for a line."""
+    """The `repr` of a value that was found, cut to 80 characters."""
     return repr(value)[:_MOST_LETTERS]
 
 
 def require(ok: bool, found: str, *, expected: str, do: str) -> None:
-    """Raise the `InputError` of these three unless `ok`."""
+    """Raise `InputError(found, expected=expected, do=do)` unless `ok`."""
     if not ok:
         raise InputError(found, expected=expected, do=do)
 
@@ -110,14 +117,17 @@ def require(ok: bool, found: str, *, expected: str, do: str) -> None:
 def unwritable_error(
     path: object, error: Exception, do: str = "choose another place"
 ) -> InputError:
+    """An InputError that says why `path` cannot be written, to be raised by the caller."""
     found = f"cannot write {path} ({getattr(error, 'strerror', None) or first_line(error)})"
     return InputError(found, expected="a place that can be written", do=do)
 
 
 @contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Have an `OSError` inside the block tell of this file, where it names none: that of a write
-    to a full disk does not."""
+    """Set `path` as the file name of an `OSError` from inside the block that has none.
+
+    That of a write to a full disk has none, for example.
+    """
     try:
         yield
     except OSError as error:
@@ -127,6 +137,7 @@ def naming(path: object) -> Iterator[None]:
 
 
 def missing_package_error(what: str, error: Exception, extra: str) -> InputError:
+    """An InputError that `what` cannot be imported and which extra of ssmlx brings it."""
     return InputError(
         f"{what} cannot be imported ({first_line(error)})",
         expected=f"what the extra {extra} brings",
@@ -135,7 +146,7 @@ def missing_package_error(what: str, error: Exception, extra: str) -> InputError
 
 
 def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
-    """Raises InputError where the `value` of an option is none that is known."""
+    """Raise InputError where the `value` of the option `flag` is none of the `known` ones."""
     if value not in known:
         raise InputError(
             f"{flag} {value}", expected="one of " + ", ".join(known), do="choose one of them"

@@ -44,7 +44,7 @@ _T_OF_PAIRS = 3.18
 
 @dataclass
 class ChatTotals:
-    """What a chat's answers add up to."""
+    """Sums over a chat's answers."""
 
     answers: int = 0
     tokens: int = 0
@@ -149,14 +149,17 @@ class ChatSession:
         run(anew)
 
     def _empty_cache(self) -> None:
+        """Drop the cache, the last answer's memory and, unless they are shared, earlier answers."""
         self.free_memory()
         shared = self._prompts
         self._earlier = EarlierAnswers() if shared is None else shared.answers(self.model)
         self._memory: Memory | None = None
 
     def free_memory(self) -> None:
-        """Free the cache, between replies: the next one processes the conversation anew, or what
-        the prompt cache has not of it."""
+        """Drop the key/value cache, to free its memory. Between replies alone.
+
+        The next reply processes the conversation anew, but for what the prompt cache has of it.
+        """
         self._cache = self.model.make_cache()
         self._cached_tokens: list[int] = []
         if self._pool is not None:
@@ -202,7 +205,10 @@ class ChatSession:
         return self._cached_tokens, self._cache
 
     def resume(self, tokens: Sequence[int], cache: TreeCache) -> None:
-        """Take over a `cache` that holds `tokens`: replies reuse what the conversation shares."""
+        """Replace the session's cache by `cache`, which holds `tokens`.
+
+        The next reply reuses as many of these as its prompt begins with.
+        """
         self._cached_tokens = list(tokens)
         self._cache = cache
 
@@ -212,8 +218,14 @@ class ChatSession:
         return self._cache.offset
 
     def reply(self, text: str, progress: Progress | None = None) -> Answer[GenerationResponse]:
-        """Answer `text`, segment by segment. Cancelling the answer stops and keeps it, with what a
-        target call that was under way had said.
+        """Answer the user's next message, segment by segment.
+
+        Message and answer join `messages` when the answer is over. One that is cancelled is kept as
+        far as it was given out; with none of it, the turn does not count.
+
+        Args:
+            text: the message.
+            progress: called with (tokens processed, tokens in all) while the prompt is processed.
 
         Raises:
             InputError: the conversation no longer fits the context, or the last reply is still
@@ -245,6 +257,7 @@ class ChatSession:
             run(closed)
 
     def _check_open(self) -> None:
+        """Raise InputError where the session is closed."""
         require(
             not self._is_closed,
             "this chat is closed",
@@ -253,10 +266,8 @@ class ChatSession:
         )
 
     def _check_idle(self) -> None:
-        """Check that no reply is open: two would write the same cache and history.
-
-        On the MLX thread, behind what a cancelled one still writes.
-        """
+        """Raise InputError where a reply is open, as two would write the same cache and history,
+        or the session is closed. On the MLX thread, behind what a cancelled reply still writes."""
         self._check_open()
         reply = self._reply()
         require(
@@ -269,6 +280,10 @@ class ChatSession:
     def _segments(
         self, text: str, config: GenerateConfig
     ) -> Iterator[GenerationResponse | Prefilled]:
+        """Begin the answer to `text` behind what is cached of the conversation; its segments.
+
+        The longer of the session's own cache and what the prompt cache has is gone on from.
+        """
         question: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, question])
         # At least one token is left to process.
@@ -329,9 +344,11 @@ class ChatSession:
         return is_single_turn(turns, adapter_template(self.model), **self._template)
 
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
+        """The tokens of `turns` under the chat's template."""
         return encode_turns(turns, self.tokenizer, adapter_template(self.model), **self._template)
 
     def _count(self, last: GenerationResponse, reused: int) -> None:
+        """Add an answer to the totals, by its last segment; `reused` prompt tokens were cached."""
         totals = self.totals
         totals.reused_tokens += reused
         totals.answers += 1
@@ -349,6 +366,10 @@ class ChatSession:
 
         Args:
             progress: given (answers done, answers in all).
+
+        Returns:
+            Whether all answers are the same, and how much faster drafting was. The conversation
+            and its cache stay as they are.
 
         Raises:
             InputError: nothing was said yet, or the chat is closed.

@@ -23,6 +23,7 @@ from .errors import InputError, require
 
 MAX_SECONDS = 5.0
 MAX_CHARS = 10_000_000
+"""What rendering a prompt may take, and characters that it may write."""
 _LOOP_FILTER = "ssmlx_until_deadline"
 
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
@@ -30,6 +31,7 @@ _day: ContextVar[datetime | None] = ContextVar("day", default=None)
 
 
 def _require_within_bounds(ok: bool, what: str) -> None:
+    """Raise an InputError that says `what` the template does, unless `ok`."""
     require(
         ok,
         f"the model's chat template {what}",
@@ -39,19 +41,21 @@ def _require_within_bounds(ok: bool, what: str) -> None:
 
 
 def _check_deadline() -> None:
+    """Raise InputError behind the deadline of the `bounded_rendering` around, if there is one."""
     deadline = _deadline.get()
     is_in_time = deadline is None or time.monotonic() < deadline
     _require_within_bounds(is_in_time, f"takes more than {MAX_SECONDS:.0f} s")
 
 
 def _until_deadline(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield `items`, looking at the deadline before each."""
     for item in items:
         _check_deadline()
         yield item
 
 
 class _DeadlineLoops(NodeTransformer):
-    """Has every loop look at the deadline."""
+    """Puts a filter on what every loop of a template goes over, which looks at the deadline."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
@@ -62,8 +66,11 @@ class _DeadlineLoops(NodeTransformer):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
+    """transformers' sandbox, whose loops, calls and output are bounded."""
+
     @classmethod
     def like(cls, other: ImmutableSandboxedEnvironment) -> "_Sandbox":
+        """A bounded copy of `other`, with its globals and filters, and `strftime_now`."""
         own = object.__new__(cls)
         own.__dict__.update(other.__dict__, globals={**other.globals})
         own.globals["strftime_now"] = lambda form: (_day.get() or datetime.now()).strftime(form)
@@ -106,7 +113,10 @@ chat_template_utils._compile_jinja_template = _compile
 
 @contextmanager
 def frozen_date() -> Iterator[None]:
-    """Tell templates that ask for it always the same date: a run goes on the day after."""
+    """Give templates that ask for the date 1 January 2026 inside the block.
+
+    So that a run that goes on another day has the same prompts.
+    """
     token = _day.set(datetime(2026, 1, 1))
     try:
         yield
@@ -116,7 +126,12 @@ def frozen_date() -> Iterator[None]:
 
 @contextmanager
 def bounded_rendering(turns: str) -> Iterator[None]:
-    """Tell in one line what a chat template has against `turns`, and when it takes too much."""
+    """Bound what chat templates that are rendered inside the block may take.
+
+    Raises:
+        InputError: a template takes more than `MAX_SECONDS` or `MAX_CHARS`, or raises any error,
+            which is said to be against `turns`, the message's words for what is rendered.
+    """
     token = _deadline.set(time.monotonic() + MAX_SECONDS)
     try:
         yield

@@ -40,16 +40,17 @@ class _Entry:
         self.nbytes = self.cache.nbytes
 
     def free_memory(self) -> None:
-        """See `pool.Kept`."""
+        """Leave the memory, for the owner's folder if it has one; see `pool.Kept`."""
         owner = self.owner()
         if owner is not None:
             owner._drop(self)
 
     def shared(self, key: CacheKey, tokens: Sequence[int]) -> int:
-        """How many of `tokens` it begins with."""
+        """How many tokens it has in common with the beginning of `tokens`; 0 under another key."""
         return common_prefix_length(self.tokens, tokens) if key == self.key else 0
 
     def covers(self, other: _Entry) -> bool:
+        """Whether it begins with all of another entry's tokens, under the same key."""
         return self.shared(other.key, other.tokens) == len(other.tokens)
 
 
@@ -100,22 +101,30 @@ class PromptCache:
     def take(
         self, model: StreamFusedModel, tokens: Sequence[int], scratch: int = 0
     ) -> tuple[TreeCache, int]:
-        """A cache that holds as many of the first `tokens` as are known, and how many these are.
+        """Find the prompt that shares most with `tokens`, in memory or in the folder.
 
-        At least the last token is left to process. The cache is the caller's own: nobody else sees
-        what becomes of it. An empty one has room for steps of `scratch` rows.
+        Args:
+            model: the cache is for it.
+            tokens: the prompt; its last token is always left to process.
+            scratch: rows that calls may have; an empty cache gets room for them.
+
+        Returns:
+            A cache of the caller's own, which may be changed, and how many of `tokens` it holds.
+            An empty one, and 0, where nothing is known.
         """
         return run(lambda: self._take(model, tuple(tokens[:-1]), scratch))
 
     def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache) -> None:
-        """Keep what `cache` holds of `tokens`, with which it begins; it may go on to change.
+        """Keep a copy of what `cache` holds of `tokens`, with which it begins.
 
-        A prompt that another one begins with is kept by that one.
+        Nothing is added where an entry begins with these tokens already, or where the cache is of
+        recurrent layers. Entries that the new one begins with are dropped; the longest unused leave
+        the memory where there are more than `max_bytes`.
         """
         run(lambda: self._put(model, tuple(tokens), cache))
 
     def count_in(self, pool: MemoryPool) -> None:
-        """Count what is held in a pool from now on, unless it counts in one already."""
+        """Count the prompts in `pool` from now on, unless they count in a pool already."""
 
         def counted() -> None:
             if self._pool is None:
@@ -126,7 +135,10 @@ class PromptCache:
         run(counted)
 
     def answers(self, model: StreamFusedModel) -> EarlierAnswers:
-        """The earlier answers of `model`, for others that may repeat them. On the MLX thread."""
+        """The earlier answers of models with the same key, which later ones may repeat.
+
+        Made where there are none. On the MLX thread.
+        """
         return self._answers.setdefault(CacheKey.of(model), EarlierAnswers())
 
     def flush(self) -> None:
@@ -170,7 +182,8 @@ class PromptCache:
     def _read(
         self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
-        """The prompt of a file of the folder; a damaged one is deleted."""
+        """Read a file of the folder into the memory; returns the entry, and how many of `tokens` it
+        has. A damaged file is logged and deleted, and None returned."""
         try:
             found, cache = read_prompt(path, model)
         except InputError as error:
@@ -200,7 +213,10 @@ class PromptCache:
             self._keep(_Entry(key, tokens, fork, own, is_written=is_split))
 
     def _find_longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
-        """The entry that begins with most of `tokens`, now used, and how many these are."""
+        """The entry that shares most with the beginning of `tokens`, and how many these are.
+
+        It is the latest used then. None and 0 where no entry shares any.
+        """
         with self._lock:
             counts = [entry.shared(key, tokens) for entry in self._entries]
             if not any(counts):
@@ -213,6 +229,10 @@ class PromptCache:
         return entry, count
 
     def _keep(self, entry: _Entry) -> None:
+        """Add an entry as the newest, drop those it covers, and save those that no longer fit.
+
+        One that is larger than the bound is written to the folder at once, and not kept.
+        """
         limits = [self.max_bytes, self._pool.limit if self._pool else None]
         if any(limit is not None and entry.nbytes > limit for limit in limits):
             self._save(entry)
@@ -229,7 +249,7 @@ class PromptCache:
             self._save(one)
 
     def _pop_above_limit(self) -> list[_Entry]:
-        """What has to go for `max_bytes`, taken out: the longest unused first."""
+        """Take out and return the longest unused entries, until all fit. Under the lock."""
         evicted = []
         total = sum(one.nbytes for one in self._entries)
         while self.max_bytes is not None and total > self.max_bytes:
@@ -238,6 +258,7 @@ class PromptCache:
         return evicted
 
     def _drop(self, entry: _Entry) -> None:
+        """Take an entry out of the memory, if it is there, and write it to the folder."""
         with self._lock:
             if entry not in self._entries:
                 return
@@ -245,6 +266,7 @@ class PromptCache:
         self._save(entry)
 
     def _save(self, entry: _Entry) -> None:
+        """Write an entry to the folder, unless that was done; errors are logged."""
         if self._folder is None or entry.is_written:
             return
         entry.is_written = True

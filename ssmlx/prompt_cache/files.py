@@ -46,12 +46,14 @@ _FIELDS = fields(CacheKey)
 
 @dataclass(frozen=True)
 class PromptHeader:
+    """What a prompt file says of itself: whose keys and values it has, and of which tokens."""
+
     key: CacheKey
     tokens: Tokens
 
     @classmethod
     def of(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
-        """What the metadata of the file `path` says."""
+        """Parse and check the metadata of the file `path`; InputError where it is no header."""
         found = f"{path} has the format {metadata.get('format')!r}"
         require(metadata.get("format") == FORMAT, found, expected=FORMAT, do=_DO)
         text = metadata.get("tokens", "")[:_MOST_TEXT]
@@ -66,7 +68,11 @@ class PromptHeader:
 
 
 def read_header(path: Path) -> PromptHeader:
-    """The header of a prompt file, whose sizes are checked against the file's; reads no arrays."""
+    """Read the header of a prompt file, not its arrays.
+
+    Raises:
+        InputError: the file is missing, cut, or no prompt file.
+    """
     require(path.is_file(), f"{path} is no file", expected=_WHOLE, do="check the path")
     try:
         with safe_open(path, framework="numpy") as file:
@@ -77,7 +83,9 @@ def read_header(path: Path) -> PromptHeader:
 
 
 def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]:
-    """The tokens of a prompt file and a cache that holds them, for `model` to go on. Runs MLX.
+    """Read a prompt file: its tokens, and a cache that holds them, for `model` to go on from.
+
+    Runs MLX.
 
     Raises:
         InputError: the file is damaged, or another model's; of what does not fit, the first.
@@ -107,6 +115,8 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
 
 
 def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
+    """Raise InputError where a prompt was made with another model, or does not fit its vocabulary
+    or its context."""
     _require_same_key(CacheKey.of(model), header.key, path)
     count = len(header.tokens)
     limit = model.backbone.context_length
@@ -133,13 +143,13 @@ def _require_same_key(key: CacheKey, found: CacheKey, path: Path) -> None:
 
 
 def _array_names(layer: int, rows: Rows) -> list[str]:
-    """What the arrays of a layer's rows are called."""
+    """The names of a layer's arrays in a file: two where keys and values differ in shape."""
     name = f"layers.{layer}"
     return [name] if len(rows) == 1 else [f"{name}.keys", f"{name}.values"]
 
 
 def _arrays_by_name(rows: Sequence[Rows]) -> dict[str, mx.array]:
-    """The arrays of rows by layer, by their names."""
+    """By name in a file, the arrays of all layers; `rows` has those of each layer."""
     found: dict[str, mx.array] = {}
     for layer, own in enumerate(rows):
         found |= zip(_array_names(layer, own), own, strict=True)
@@ -147,16 +157,21 @@ def _arrays_by_name(rows: Sequence[Rows]) -> dict[str, mx.array]:
 
 
 def _sample_rows(model: StreamFusedModel) -> list[Rows]:
-    """A token's rows by layer, to tell shapes and types: nothing is computed."""
+    """The rows of one token by layer, uncomputed: for their shapes and dtypes."""
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
     return cache.rows(1)
 
 
 def write_prompt(path: Path, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
-    """Write a prompt file, whole or not at all, for the owner's eyes alone.
+    """Write a prompt file, whole or not at all, that its owner alone may read.
 
-    `cache` begins with `tokens`, and may not change meanwhile.
+    Args:
+        path: the file; replaced where it is there.
+        key: whose keys and values these are.
+        tokens: the prompt.
+        cache: begins with `tokens`; not to be changed meanwhile.
+        run: calls a function on the MLX thread.
     """
     metadata = {"format": FORMAT, **asdict(key), "tokens": ",".join(map(str, tokens))}
 
@@ -168,12 +183,13 @@ def write_prompt(path: Path, key: CacheKey, tokens: Tokens, cache: TreeCache, ru
 
 
 def mark_used(path: Path) -> None:
-    """Note that a file is used now, where it is still there and may be touched."""
+    """Set a file's time to now, as the latest used; does nothing where that is not possible."""
     with suppress(OSError):
         os.utime(path)
 
 
 def _read_header_or_warn(path: Path) -> PromptHeader | None:
+    """`read_header`; where the file is broken, the reason is logged and None returned."""
     try:
         return read_header(path)
     except InputError as error:
@@ -200,7 +216,10 @@ class PromptFolder:
         return sorted(found, key=lambda one: one[1].st_mtime_ns)
 
     def headers(self) -> list[tuple[Path, PromptHeader]]:
-        """The files with what they say of themselves, smallest first; damaged ones are left out."""
+        """The files and their headers, the smallest first; damaged files are left out.
+
+        A header is read once, as long as its file stays the same.
+        """
         found = {}
         known = self._headers
         for path, stat in sorted(self.files(), key=lambda one: one[1].st_size):
@@ -210,7 +229,8 @@ class PromptFolder:
         return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 
     def longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
-        """The file that begins with most of `tokens`, and how many these are."""
+        """The file that shares most with the beginning of `tokens`, and how many these are; None
+        and 0 where none does."""
         best = None
         most = 0
         for path, header in self.headers():
@@ -220,7 +240,11 @@ class PromptFolder:
         return best, most
 
     def write(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
-        """Write a prompt unless a file begins with it; files that it begins with are dropped."""
+        """Write a prompt, for which the longest unused files go.
+
+        Nothing is written where a file begins with it already, which is marked as used, or where it
+        is larger than the folder may be. Files that it begins with are deleted.
+        """
         path, count = self.longest(key, tokens)
         if path is not None and count == len(tokens):
             mark_used(path)
@@ -240,6 +264,7 @@ class PromptFolder:
         self._make_room(0)
 
     def _make_room(self, num_bytes: int) -> None:
+        """Delete the longest unused files, until there is room for `num_bytes` more."""
         files = self.files()
         total = sum(stat.st_size for _, stat in files) + num_bytes
         for path, stat in files:
@@ -249,7 +274,7 @@ class PromptFolder:
             total -= stat.st_size
 
     def purge(self) -> list[Path]:
-        """Delete the files that the package wrote here; other files stay."""
+        """Delete the files that the package wrote here, and return their paths; others stay."""
         paths = [path for path, _ in self.files()]
         for path in paths:
             path.unlink(missing_ok=True)
