@@ -73,6 +73,7 @@ class _Task(Generic[Result]):
     device: mx.Device  # the default one of whoever asks
 
     def do(self) -> None:
+        """Call it, and put its result or its error into the future."""
         try:
             result = self.call()
         except BaseException as error:
@@ -275,6 +276,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         return self
 
     def __next__(self) -> Segment:
+        """Wait for the next segment; pieces of the prompt go to `progress` meanwhile."""
         with self._exclusive_reading():
             while True:
                 if _mlx_thread.is_current:
@@ -293,6 +295,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         return self
 
     async def __anext__(self) -> Segment:
+        """Await the next segment; pieces of the prompt go to `progress` meanwhile."""
         with self._exclusive_reading():
             while True:
                 asked = self._request_segment()

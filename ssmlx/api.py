@@ -282,7 +282,7 @@ def stream_generate(
             which `trim` takes back.
         context: the tokens that `cache` holds; penalties read them, and drafters that look tokens
             up or have a cache of their own (prompt lookup, lookahead, a draft model).
-        progress: told (tokens processed, tokens in all) while the prompt is processed.
+        progress: called with (tokens processed, tokens in all) while the prompt is processed.
         earlier: what the session answered before: what this answer repeats of it is drafted, and
             it is added. An `ssmlx.Engine` and its chats keep their own.
         settings: single fields of `GenerateConfig`, such as `max_tokens=100`.
@@ -391,6 +391,7 @@ def answer_segments(
     )
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
+        """Fields of a segment that the tokens do not say; memory only where it is the last."""
         return {
             "peak_memory": mx.get_peak_memory() / 1e9,
             "draft_calls": plan.draft_calls,
@@ -401,6 +402,7 @@ def answer_segments(
         }
 
     def turns() -> Iterator[GenerationResponse | Prefilled]:
+        """Decode, and in the end keep what was learned and said, and call `done`."""
         started = time.perf_counter()
         total = len(tokens) - 1
         given: list[GenerationResponse] = []
@@ -550,7 +552,7 @@ def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
         responses: all segments of the answer, one or more.
     """
     last = responses[-1]
-    told = [one for response in responses for one in response.logprobs or ()]
+    logprobs = [one for response in responses for one in response.logprobs or ()]
     return {
         "prompt": prompt,
         "text": "".join(response.text for response in responses),
@@ -566,5 +568,5 @@ def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
         "drafts": {name: asdict(one) for name, one in last.drafts.items()},
         "lossy": last.lossy,
         "memory": asdict(last.memory) if last.memory else None,
-        **({"logprobs": [asdict(one) for one in told]} if told else {}),
+        **({"logprobs": [asdict(one) for one in logprobs]} if logprobs else {}),
     }

@@ -1,4 +1,4 @@
-"""What is told of work that takes long: to a callback, or by bars where a command shows them."""
+"""Progress of work that takes long: to a callback, or by bars where a command shows them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -81,8 +81,8 @@ class Engine:
         check_memory(memory_gb)
         own, self.tokenizer = load(model, merge_lora=merge_lora, **loading)
         self._merge_lora = merge_lora
-        told = ("cache_dir", "offline", "progress")
-        self._fetch = Fetch(**{name: loading[name] for name in told if name in loading})
+        names = ("cache_dir", "offline", "progress")
+        self._fetch = Fetch(**{name: loading[name] for name in names if name in loading})
         self._base = own.backbone.base()
         self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
         self._loading = threading.Lock()
@@ -188,7 +188,7 @@ class Engine:
             config, settings: as `ssmlx.stream_generate` takes them.
             adapter: a name or a folder; the engine's default unless given, "auto" for what a chat
                 takes by itself, "none" for the base.
-            progress: told (tokens processed, tokens in all) while the prompt is processed.
+            progress: called with (tokens processed, tokens in all) while the prompt is processed.
             tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
             drafter: what drafts, as `ssmlx.stream_generate` takes it.
             prompt_cache: prompts that this answer may begin with and adds to; the engine's own
@@ -211,6 +211,7 @@ class Engine:
         template = {"tools": tools, "template_args": template_args}
 
         def opened() -> Answer[GenerationResponse]:
+            """Encode the question and begin the answer, on the MLX thread."""
             prompt = self._encode_question(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
             kept.count_in(self.memory_pool)
@@ -286,6 +287,7 @@ class Engine:
         model = self.model(adapter)
 
         def opened() -> Answer[ScoredPrompt]:
+            """Encode and check the prompt and claim its memory, on the MLX thread."""
             prompt = self._encode_question(model, question, {})
             check_prompt(model, len(prompt))
             check_tokens(model, prompt)

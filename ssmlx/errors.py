@@ -14,7 +14,7 @@ _MOST_LETTERS = 80
 
 
 class InputError(ValueError):
-    """Bad input, told in one line: what was found, what was expected, what to do.
+    """Bad input, described in one line: what was found, what was expected, what to do.
 
     The commands print the line and exit with code 2; nothing else in the package ends a run
     without a traceback.

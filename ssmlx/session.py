@@ -139,6 +139,7 @@ class ChatSession:
         check_text(system or "")
 
         def anew() -> None:
+            """Begin a new conversation, on the MLX thread."""
             self._check_idle()
             self.system = system
             self.messages: list[Message] = []
@@ -187,6 +188,7 @@ class ChatSession:
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
         def go_on() -> None:
+            """Check that a plan can be made, then take the model over, on the MLX thread."""
             self._check_idle()
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
@@ -234,6 +236,7 @@ class ChatSession:
         config = with_seed(self.config)
 
         def opened() -> Answer[GenerationResponse]:
+            """Begin the reply, on the MLX thread."""
             self._check_idle()
             answer = Answer(self._segments(text, config), progress)
             self._reply = weakref.ref(answer)
@@ -245,6 +248,7 @@ class ChatSession:
         """Cancel the reply that is open, and free the cache; the session answers no more."""
 
         def closed() -> None:
+            """Close the open reply, then drop cache and model, on the MLX thread."""
             reply = self._reply()
             if reply is not None:
                 reply.close()
@@ -302,6 +306,8 @@ class ChatSession:
             decode = self._pool.within_limit(decode_plan)
 
         def done(given: list[GenerationResponse]) -> None:
+            """Keep the answer in the conversation and what it computed in the caches; with none
+            `given`, take the question back."""
             if given:
                 said = "".join(one.text for one in given)
                 self.messages.append({"role": "assistant", "content": said})

@@ -81,6 +81,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _DeadlineLoops().visit(super()._parse(*args))
 
     def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
+        """Join what a template writes; InputError behind `MAX_CHARS` or the deadline."""
         kept = []
         size = 0
         for piece in _until_deadline(pieces):
@@ -103,6 +104,7 @@ def _compile_bounded(template: str) -> Template:
 
 
 def _compile(template: str) -> Template:
+    """transformers' compiler of templates, replaced: bounded inside `bounded_rendering`."""
     return (
         _transformers_compile(template) if _deadline.get() is None else _compile_bounded(template)
     )

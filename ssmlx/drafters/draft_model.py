@@ -161,7 +161,9 @@ class DraftCache:
         """
         known = self._draft.vocab_size
         wanted = self._draft.target_vocab_size
-        logits = self._draft.model(mx.minimum(tokens, known - 1)[None], cache=self._layers)[:, -1]
+        logits: mx.array = self._draft.model(
+            mx.minimum(tokens, known - 1)[None], cache=self._layers
+        )[:, -1]
         if known < wanted:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]
@@ -216,7 +218,10 @@ class DraftModelDrafter:
         self.draft_calls = 0
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
-        """See `Drafter.start`."""
+        """Claim a cache, and process all of `tokens` but the last with the draft model.
+
+        An empty list is yielded before each forward pass.
+        """
         self._cache = self._model.claim_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)
         self.draft_calls = 0

@@ -175,7 +175,7 @@ class HeadDrafter:
         """Nothing to do, as in `start`."""
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """See `Drafter.propose`."""
+        """The tree that the heads draft behind the last accepted node; `shape` is not looked at."""
         hidden = self._backbone.final_norm(verified.last_hidden)[0]
         levels = self.largest.levels
         noise = self._sampling.noise(verified.root_position, levels, self._heads.draft_vocab)

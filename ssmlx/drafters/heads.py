@@ -15,9 +15,9 @@ import mlx.core as mx
 
 from ..errors import require
 from ..json_files import read_json
-from ..loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
+from ..loading.adapter import cast_tensors, check_draft_vocab
 from ..loading.files import account_for, read_tensors, save_tensors
-from ..model.backbone import Backbone
+from ..model.backbone import Backbone, BaseIdentity
 from ..model.streams import StreamFusedModel
 from ..settings import SpeculatorTreeConfig
 from .head_drafter import DraftingHeads, HeadConfig, HeadDrafter, HeadKind

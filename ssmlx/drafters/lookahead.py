@@ -106,7 +106,7 @@ class LookaheadDrafter:
         self._calls = 0  # that were read since the last tree was drafted
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """See `Drafter.follow`."""
+        """Note the newest token, and that a call was read."""
         self._root = tokens[-1]
         self._calls += 1
 

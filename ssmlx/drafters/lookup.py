@@ -145,7 +145,7 @@ class PromptLookupDrafter:
         self._is_offer_known = False
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """See `Drafter.follow`."""
+        """Append `tokens` to the text; the offer is found anew when it is asked for."""
         self.source.extend(tokens)
         self._is_offer_known = False
 

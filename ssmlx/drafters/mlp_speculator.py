@@ -10,7 +10,7 @@ the last stage.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, product
@@ -86,7 +86,7 @@ class MlpSpeculatorConfig(HeadConfig):
     @property
     def emb_weight(self) -> float:
         """c, by which a stage multiplies its token's embedding, over the state's own weight."""
-        state_weight = 0.5 ** (0.5 / self.n_predict)
+        state_weight: float = 0.5 ** (0.5 / self.n_predict)
         return math.sqrt((1 - state_weight**2) * self.width / 2) / state_weight
 
     def tensor_name(self, part: str, stage: int) -> str:
@@ -248,7 +248,7 @@ class MlpSpeculator(DraftingHeads):
 def num_candidate_nodes(widths: Sequence[int], candidates: int | None) -> int:
     """Nodes, the root included, of the full tree of `widths`; or, with `candidates`, the most that
     so many whole paths of it can have."""
-    levels = accumulate(widths, mul)
+    levels: Iterator[int] = accumulate(widths, mul)
     return 1 + sum(count if candidates is None else min(count, candidates) for count in levels)
 
 

@@ -115,6 +115,7 @@ def find_divergence(
     logits = sampling.process(model.backbone.logits(hidden), places)[0]
 
     def token_of(answer: Sequence[int]) -> int:
+        """The answer's token at `place`; its likeliest end token where it is over there."""
         return (
             answer[place]
             if place < len(answer)

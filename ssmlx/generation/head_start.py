@@ -23,7 +23,7 @@ SIZES = (2, 4, 8, 16)
 """Nodes of the trees that are timed; costs between them are interpolated."""
 SECONDS = 1.6
 """Seconds after which no other size is begun: plain calls of 45 ms leave time for all of them."""
-_MOST_TOKENS = 32
+_MOST_TOKENS = 32  # tokens that calls are timed behind at most
 _TEXT = """\
 The first maps of the coast were drawn by sailors, who measured how long it took to pass from one
 headland to the next, and wrote down where the water was deep enough for their ships. A line that

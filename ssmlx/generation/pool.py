@@ -28,9 +28,9 @@ from .memory import CacheSize, cache_size_of
 from .plan import Decode, Plan
 
 SHARE = 2 / 3
-"""Of the memory that is left beside weights, what a pool has unless it is told; the rest is for
+"""Of the memory that is left beside weights, what a pool has by default; the rest is for
 activations, for buffers while they grow, and for other programs."""
-_LEAST = 2**28  # bytes that a pool has unless it is told
+_LEAST = 2**28  # bytes that a pool has by default, at least
 _MARGIN = 64
 """Tokens behind a text for which there is room at least: more than a call advances by."""
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -293,7 +293,7 @@ class MemoryPool:
         """Bytes of running answers and of what they share, counted now."""
         with self._lock:
             running = list(self._running)
-            shared = list(self._shared)
+            shared: list[Shared] = list(self._shared)
         return sum(one.count() for one in running) + sum(one.cache_bytes for one in shared)
 
     def _drop_idle(self) -> None:

@@ -167,6 +167,7 @@ class PromptCache:
         self.close()
 
     def _take(self, model: StreamFusedModel, tokens: Tokens, scratch: int) -> tuple[TreeCache, int]:
+        """`take` on the MLX thread; `tokens` are without the prompt's last one."""
         key = CacheKey.of(model)
         entry, count = self._find_longest(key, tokens)
         if self._folder is not None and model.backbone.group is None:
@@ -197,6 +198,7 @@ class PromptCache:
         return entry, entry.shared(key, tokens)
 
     def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
+        """`put` on the MLX thread; also counts earlier answers anew in the pool."""
         key = CacheKey.of(model)
         answers = self._answers.get(key)
         if self._pool is not None and answers is not None:
