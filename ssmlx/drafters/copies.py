@@ -197,7 +197,7 @@ def _add_copy_counts(
 
 @mx.compile
 def _continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
-    """See `TextOnDevice.continuation`; `last` is [A, 1], `text` its buffer."""
+    """`TextOnDevice.continuation`, compiled: `text` is its buffer, `last` [A, 1]."""
     size = text.shape[0] - NGRAM + 1
     length = mx.array(0)
     places = indices(size)

@@ -230,7 +230,7 @@ class DraftModelDrafter:
             self.draft_calls += 1
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """See `Drafter.follow`. What the text has of the last chain stays in the cache."""
+        """Append `tokens` to the text; what they share with the last chain stays in the cache."""
         chain = to_list(self._chain) if self._chain.size else []
         # The cache holds the text that the chain was drafted from and all of the chain but its
         # last token. At least the newest token is left to process, whose logits are needed.

@@ -136,11 +136,11 @@ class PromptLookupDrafter:
 
     @property
     def cache_bytes(self) -> int:
-        """See `Drafter`. Earlier answers are not counted: many drafters share them."""
+        """Bytes of the text's index. Earlier answers are not counted: many drafters share them."""
         return self.source.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """See `Drafter.start`. A text that goes on from the last one is indexed from there on."""
+        """Begin an answer behind `tokens`; of a text that goes on, only the new part is indexed."""
         self.source.start(tokens)
         self._is_offer_known = False
 

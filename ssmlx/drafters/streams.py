@@ -147,7 +147,7 @@ class StreamDrafter:
 
     @property
     def cache_bytes(self) -> int:
-        """See `Drafter`."""
+        """Bytes of the stream cache, its masks, and what was added to the draft vocabulary."""
         return self._cache.nbytes + self._cache.mask_bytes + self._vocab.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
@@ -159,7 +159,7 @@ class StreamDrafter:
         self._vocab = DraftVocab(self._model, tokens)
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """See `Drafter.follow`. Keys and values are the target's own: only the text is new."""
+        """Write `tokens` into the text that is copied from; keys and values are the target's."""
         self._copies.follow(tokens, position)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:

@@ -270,7 +270,7 @@ class Decode(Protocol):
         logprobs: list[TokenLogprobs] | None = None,
         counts: CallCounts | None = None,
     ) -> Iterator[list[int]]:
-        """See `decode_plan`."""
+        """The tokens of each call; see `decode_plan` for the arguments."""
         ...
 
 

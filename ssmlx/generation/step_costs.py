@@ -55,15 +55,15 @@ class AnyChain:
         self._last = 0
 
     def start(self, tokens: Sequence[int]) -> None:
-        """See `Drafter.start`."""
+        """Note the newest token."""
         self._last = tokens[-1]
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """See `Drafter.follow`."""
+        """Note the newest token."""
         self._last = tokens[-1]
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """See `Drafter.propose`."""
+        """A chain of `shape` that repeats the newest token."""
         trie = Trie(self._last, shape.nodes)
         trie.add([self._last] * shape.levels)
         tree, _ = trie.tree(shape.levels)

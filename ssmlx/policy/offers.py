@@ -113,15 +113,15 @@ class CurveOffer:
         return cls(shape.drafter, {shape: tokens - 1}, needs_host_tokens)
 
     def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
-        """See `Offer`."""
+        """Drafted tokens of `shape` that are accepted at a ratio of 1, times the ratio."""
         return ratio_of(self.drafter, FIRST_RATIO) * self.accepted[shape]
 
     def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
-        """See `Offer`."""
+        """One count, under the drafter's name."""
         yield AcceptanceCount(self.drafter, FIRST_RATIO, accepted, self.accepted[shape])
 
     def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
-        """See `Offer`."""
+        """Certain to hold, and the same: it does not depend on the text."""
         return 1.0, self
 
 
@@ -176,7 +176,7 @@ class ChainOffer:
         ]
 
     def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
-        """See `Offer`."""
+        """The sum over levels of the probability that all tokens down to there are accepted."""
         likely = 1.0
         accepted = 0.0
         for level in range(self._depth(shape)):
@@ -185,12 +185,12 @@ class ChainOffer:
         return accepted
 
     def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
-        """See `Offer`."""
+        """A count for each level down to the first rejected token, under its match's length."""
         for level in range(min(accepted + 1, self._depth(shape))):
             yield AcceptanceCount(*self._ratio(level), float(level < accepted), 1.0)
 
     def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
-        """See `Offer`."""
+        """The probability that the next `tokens` are the chain's first, and what is left of it."""
         likely = 1.0
         for level in range(tokens):
             likely *= ratio_of(*self._ratio(level))
@@ -228,5 +228,5 @@ class SteadySource:
         self._offer = offer
 
     def offer(self) -> Offer:
-        """See `OfferSource`."""
+        """The offer that was given."""
         return self._offer
