@@ -21,7 +21,7 @@ ROWS = "rows"
 
 BUCKETS = (0, 256, 1024, 3072)
 """Least committed tokens of each context bucket: attention over a longer context changes the ratios
-of costs, about by a tenth from one bucket to the next."""
+of costs."""
 DRAFT_COST = 0.3
 ROW_COST = 0.1
 """Plain calls that a drafting pass, and each row beyond the first, take where nothing was measured.
@@ -33,7 +33,7 @@ FIRST_NOISE = 0.08
 """Standard deviation of a call's seconds over their mean, before any was measured: a quiet
 machine's."""
 MAX_NOISE = 0.3
-"""The same at most: beyond it, one disturbed timing would stop all drafting."""
+"""The same at most, so that a few disturbed calls do not make every cost look uncertain."""
 NOISE_WEIGHT = 12
 """Plain calls that the known noise counts as when new ones are averaged in."""
 MEDIAN_ERROR = 1.25
@@ -43,8 +43,8 @@ TYPICAL_RUN_CALLS = 5
 LEAST_COST = 1.01
 """Plain calls that a drafting call takes at least; a timing that says less is noise."""
 ENTRY = 0.35
-"""Plain calls that the first drafting pass behind a plain call takes, about as measured (`entry` in
-perf/README); a call that leaves drafting goes without it."""
+"""Plain calls that the first drafting pass behind a plain call takes beside steady drafting calls;
+a call that verifies and drafts nothing goes without it."""
 SEED_WEIGHT = 0.5
 """Runs that a head start's timing counts as. Below 1, so that it does not count as learned: it was
 timed on one text, before anything was answered."""
@@ -62,7 +62,7 @@ CLAMP = 0.25
 """Relative change of a cost that one answer may cause at most: of one that is not yet learned, and
 of one that is. A single disturbed answer does not overturn a table."""
 FIRST_BANK = 3.0
-"""Plain calls that probes may lose on a new machine: a probe of one or two sizes."""
+"""Plain calls that probes may lose on a new machine."""
 BANK_MOST = 4.0
 """The same at most, however many tokens were written."""
 BANK_REFILL = 0.012
@@ -74,7 +74,7 @@ TIMING_WAIT = 1024
 TIMING_WAIT_MOST = 4096
 """Tokens after which plain calls are timed again: at first, and at most after doubling."""
 MAX_PLAIN_CALLS = 12
-"""Plain calls that an answer times in a row at most: a quarter of an answer of 48 tokens."""
+"""Plain calls that an answer times in a row at most: drafting waits for them."""
 TIMING_PAUSE = 96
 """Tokens behind such a timing before the next, however poor it is: on a busy machine, where timings
 do not agree, short answers would be timed and nothing else."""
