@@ -344,7 +344,10 @@ class ChatSession:
 
     @property
     def asks_alone(self) -> bool:
-        """Whether the model is shown the last message alone, under its adapter's own template."""
+        """Whether the model will be shown the next message alone, under its adapter's own template.
+
+        Not where there is a system prompt, tools or template arguments.
+        """
         others = [turn for turn in self.messages if turn["role"] != "user"]
         turns = [*others, {"role": "user", "content": ""}]
         return is_single_turn(turns, adapter_template(self.model), **self._template)

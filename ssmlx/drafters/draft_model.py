@@ -139,9 +139,9 @@ class DraftCache:
         return int(self._layers[0].offset)
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
-        """Make the cache hold all of `tokens` but the last, which become its text.
+        """Set the text to `tokens`, and make the cache hold all of them but the last.
 
-        What it shares with them stays; the rest is processed in pieces of `PREFILL_STEP_SIZE`. An
+        The rows of a beginning that the last text shares stay; the rest is processed in pieces of `PREFILL_STEP_SIZE`. An
         empty list is yielded before each piece, for others to take their turn.
         """
         kept = common_prefix_length(self.text[: self.offset], tokens[:-1])

@@ -137,7 +137,10 @@ class MlpSpeculator(DraftingHeads):
         self.nbytes = sum(array.nbytes for array in tensors.values())
 
     def first_state(self, hidden: mx.array) -> mx.array:
-        """[B, D] what stage 0 starts from, of final-normed hidden states [B, D]."""
+        """[B, D] the state that stage 0 takes, from final-normed hidden states [B, D].
+
+        With `scale_input` these are RMS-normed once more, and divided by sqrt(2); else unchanged.
+        """
         if not self.config.scale_input:
             return hidden
         return mx.fast.rms_norm(hidden, None, EPSILON) / math.sqrt(2)
