@@ -141,8 +141,9 @@ class DraftCache:
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Set the text to `tokens`, and make the cache hold all of them but the last.
 
-        The rows of a beginning that the last text shares stay; the rest is processed in pieces of `PREFILL_STEP_SIZE`. An
-        empty list is yielded before each piece, for others to take their turn.
+        The rows of a beginning that the last text shares stay; the rest is processed in pieces of
+        `PREFILL_STEP_SIZE`. An empty list is yielded before each piece, for others to take their
+        turn.
         """
         kept = common_prefix_length(self.text[: self.offset], tokens[:-1])
         trim_prompt_cache(self._layers, self.offset - kept)
