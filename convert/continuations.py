@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import PartFile, folder_digest, make_folder, write_whole
-from ssmlx.prompts import asked_tokens, read_prompts, turns_key
+from ssmlx.prompts import encode_with_template, prompt_key, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
-from ssmlx.templates import on_one_day
+from ssmlx.templates import frozen_date
 
 from . import check_torch
 
@@ -280,11 +280,11 @@ def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, A
     """Return the prompts in their order, each conversation once."""
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
-        first.setdefault(turns_key(prompt), prompt)
+        first.setdefault(prompt_key(prompt), prompt)
     return list(first.values())
 
 
-@on_one_day()
+@frozen_date()
 def encode_prompts(
     prompts: Sequence[dict[str, Any]], tokenizer: Any, longest: int, template: str | None = None
 ) -> list[list[int]]:
@@ -308,7 +308,7 @@ def encode_prompts(
     encoded = []
     for number, prompt in enumerate(prompts, 1):
         try:
-            tokens = asked_tokens(prompt, tokenizer, template)
+            tokens = encode_with_template(prompt, tokenizer, template)
         except InputError as error:
             raise error.at(f"prompt {number}") from error
         require(

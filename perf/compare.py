@@ -16,7 +16,7 @@ from ssmlx.errors import require
 from ssmlx.generation.memory import MIB
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import make_folder
-from ssmlx.prompts import read_prompts, turns_key
+from ssmlx.prompts import prompt_key, read_prompts
 from ssmlx.report import Columns, table
 
 from .run import show
@@ -257,8 +257,8 @@ def score_answer_files(args: argparse.Namespace) -> int:
             do="correct it",
         )
         rows = read_prompts(Path(file).expanduser(), "--answers")
-        told = {turns_key(row): row.get("completion") for row in rows}
-        answers = [told.get(turns_key(example.asked)) for example in examples]
+        told = {prompt_key(row): row.get("completion") for row in rows}
+        answers = [told.get(prompt_key(example.asked)) for example in examples]
         lacking = sum(not isinstance(one, str) for one in answers)
         what = f"{file} has no answer to {lacking} of {len(examples)} prompts"
         expected = "`prompt` and `completion`, a text, for each"

@@ -33,7 +33,7 @@ Segment = TypeVar("Segment")
 
 @dataclass(frozen=True)
 class Prefilled:
-    """In place of a segment, a turn that processed a piece of the prompt."""
+    """Stands for a segment where a turn processed a piece of the prompt and gave no text."""
 
     done: int  # tokens
     total: int
@@ -48,7 +48,7 @@ def is_forked() -> bool:
 
 
 def claim_process() -> None:
-    """MLX is to compute in this process, from now on: no process forked from it can do so.
+    """Note that MLX computes in this process from now on, so that none forked from it may.
 
     Raises:
         InputError: it is itself forked from one in which MLX has computed, and would wait for ever
@@ -66,11 +66,14 @@ def claim_process() -> None:
 
 @dataclass(frozen=True)
 class _Task(Generic[Result]):
+    """A call for the MLX thread, and where its result or its error goes."""
+
     future: Future[Result]
     call: Callable[[], Result]
     device: mx.Device  # the default one of whoever asks
 
     def do(self) -> None:
+        """Call it, and put its result or its error into the future."""
         try:
             result = self.call()
         except BaseException as error:
@@ -80,7 +83,10 @@ class _Task(Generic[Result]):
 
 
 class _MlxThread:
-    """A thread that does what it is given, in order. It starts with the first task."""
+    """The one thread that runs MLX: it does tasks in the order of asking.
+
+    It starts with the first task, and never ends.
+    """
 
     def __init__(self) -> None:
         # Put may be called by a finalizer in the middle of another put; of queues, this one can.
@@ -88,13 +94,17 @@ class _MlxThread:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._is_stopped = False
-        self.open: set[_Turns[Any]] = set()  # answers that are not over
+        self.open: set[_SegmentSource[Any]] = set()  # answers that are not over
 
     @property
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
     def submit(self, task: Callable[[], Result]) -> Future[Result]:
+        """Have `task` done; returns at once, with a future of its result or its error.
+
+        The error is an InputError in a forked process, and a RuntimeError when Python is ending.
+        """
         future: Future[Result] = Future()
         try:
             claim_process()
@@ -110,6 +120,7 @@ class _MlxThread:
         return future
 
     def _start(self) -> None:
+        """Start the thread, once, and have open answers closed when Python ends."""
         with self._starting:
             if self._thread is None:
                 # A daemon, for Python waits for any other thread before `atexit` runs.
@@ -118,6 +129,7 @@ class _MlxThread:
                 atexit.register(self._stop)
 
     def _work(self) -> None:
+        """Do tasks for ever, each on the default device of whoever asked."""
         while True:
             task = self._tasks.get()
             if mx.default_device() != task.device:
@@ -143,22 +155,25 @@ class _MlxThread:
 _mlx_thread = _MlxThread()
 
 
-def _never_close_open() -> None:
+def _keep_open_answers_alive() -> None:
     """In a forked process: the ends of the answers that its parent has open would wait for MLX, and
     Python runs a generator's end when nobody holds it any more. So somebody holds them."""
     for turns in _mlx_thread.open:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(turns))
 
 
-os.register_at_fork(after_in_child=_never_close_open)
+os.register_at_fork(after_in_child=_keep_open_answers_alive)
 
 
 def run(task: Callable[[], Result]) -> Result:
-    """Do a task on the thread that runs MLX, after what it was asked for before; its result."""
+    """Do `task` on the thread that runs MLX, wait for it, and return its result or raise its error.
+
+    On that thread itself it is done at once; elsewhere behind what was asked for before.
+    """
     return task() if _mlx_thread.is_current else _mlx_thread.submit(task).result()
 
 
-class _Turns(Generic[Segment]):
+class _SegmentSource(Generic[Segment]):
     """A generator of segments, which only the MLX thread touches."""
 
     def __init__(self, segments: Iterator[Segment | Prefilled]) -> None:
@@ -166,7 +181,10 @@ class _Turns(Generic[Segment]):
         self.is_over = False
 
     def take(self) -> Segment | Prefilled | None:
-        """The next segment; None where the answer is over."""
+        """Compute the next segment; None where the answer is over.
+
+        An error, or a segment with a finish reason, ends the answer: its generator is closed.
+        """
         if self.is_over:
             return None
         _mlx_thread.open.add(self)
@@ -182,6 +200,7 @@ class _Turns(Generic[Segment]):
         return segment
 
     def close(self) -> None:
+        """End the answer, and run what its generator does at its end."""
         self.is_over = True
         _mlx_thread.open.discard(self)
         self._segments.close()
@@ -201,30 +220,36 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     def __init__(
         self, segments: Iterator[Segment | Prefilled], progress: Progress | None = None
     ) -> None:
-        """`progress` is told of the prompt on the thread that reads."""
-        self._turns = _Turns(segments)
+        """Begin nothing yet: a segment is computed when it is asked for.
+
+        Args:
+            segments: computes the segments; touched by the MLX thread alone.
+            progress: called with (tokens processed, tokens in all) while the prompt is processed,
+                on the thread that reads.
+        """
+        self._source = _SegmentSource(segments)
         self._progress = progress
-        self._asked: Future[Segment | Prefilled | None] | None = None
+        self._requested: Future[Segment | Prefilled | None] | None = None
         self._reading = threading.Lock()
-        closing = weakref.finalize(self, _cancel, self._turns)
+        closing = weakref.finalize(self, _cancel, self._source)
         closing.atexit = False
 
     @property
     def is_over(self) -> bool:
         """Whether the last segment was given out, or the answer was cancelled or failed."""
-        return self._turns.is_over
+        return self._source.is_over
 
     def cancel(self) -> Future[None]:
         """Stop the answer after the call that runs now, wherever it is; does not wait for it."""
-        self._asked = None
-        return _cancel(self._turns)
+        self._requested = None
+        return _cancel(self._source)
 
     def close(self) -> None:
         """Cancel the answer, and wait until what it leaves behind can be used."""
         if is_forked():
             return
         if _mlx_thread.is_current:
-            self._turns.close()
+            self._source.close()
         else:
             self.cancel().result()
 
@@ -251,57 +276,67 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         return self
 
     def __next__(self) -> Segment:
-        with self._alone():
+        """Wait for the next segment; pieces of the prompt go to `progress` meanwhile."""
+        with self._exclusive_reading():
             while True:
                 if _mlx_thread.is_current:
-                    segment = self._turns.take()
+                    segment = self._source.take()
                 else:
-                    asked = self._ask()
-                    with self._served(asked):
+                    asked = self._request_segment()
+                    with self._keep_request_if_interrupted(asked):
                         segment = asked.result()
                 if segment is None:
                     raise StopIteration
                 if not isinstance(segment, Prefilled):
                     return segment
-                self._tell(segment)
+                self._report_progress(segment)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Segment:
-        with self._alone():
+        """Await the next segment; pieces of the prompt go to `progress` meanwhile."""
+        with self._exclusive_reading():
             while True:
-                asked = self._ask()
-                with self._served(asked):
+                asked = self._request_segment()
+                with self._keep_request_if_interrupted(asked):
                     segment = await asyncio.shield(asyncio.wrap_future(asked))
                 if segment is None:
                     raise StopAsyncIteration
                 if not isinstance(segment, Prefilled):
                     return segment
-                self._tell(segment)
+                self._report_progress(segment)
 
-    def _ask(self) -> Future[Segment | Prefilled | None]:
-        if self._asked is None:
-            self._asked = _mlx_thread.submit(self._turns.take)
-        return self._asked
+    def _request_segment(self) -> Future[Segment | Prefilled | None]:
+        """Ask the MLX thread for the next segment, unless an interrupted reader has asked."""
+        if self._requested is None:
+            self._requested = _mlx_thread.submit(self._source.take)
+        return self._requested
 
     @contextmanager
-    def _served(self, asked: Future[Segment | Prefilled | None]) -> Iterator[None]:
-        """Where a reader is interrupted, the next one gets what was asked for."""
+    def _keep_request_if_interrupted(
+        self, asked: Future[Segment | Prefilled | None]
+    ) -> Iterator[None]:
+        """While its reader waits for `asked`: forget the request when it is read or has failed.
+
+        Where the reader is interrupted instead, it is kept, and the next reader gets its segment.
+        """
         try:
             yield
         except BaseException as error:
             if asked.done() and asked.exception() is error:
-                self._asked = None
+                self._requested = None
             raise
-        self._asked = None
+        self._requested = None
 
-    def _tell(self, turn: Prefilled) -> None:
+    def _report_progress(self, turn: Prefilled) -> None:
+        """Call `progress`, if there is one."""
         if self._progress is not None:
             self._progress(turn.done, turn.total)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive_reading(self) -> Iterator[None]:
+        """Raise RuntimeError where another thread or task is reading the answer already."""
         if not self._reading.acquire(blocking=False):
             raise RuntimeError("this answer is being read already, by another thread or task")
         try:
@@ -310,9 +345,10 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
             self._reading.release()
 
 
-def _cancel(turns: _Turns[Any]) -> Future[None]:
-    turns.is_over = True  # at once: what is asked for from now on comes after the end
-    return _mlx_thread.submit(turns.close)
+def _cancel(source: _SegmentSource[Any]) -> Future[None]:
+    """End an answer at once for its readers, and have it closed behind the call that runs now."""
+    source.is_over = True
+    return _mlx_thread.submit(source.close)
 
 
 _num_wired = 0
@@ -320,7 +356,7 @@ _limit_before = 0
 
 
 @contextmanager
-def wired() -> Iterator[None]:
+def wired_weights() -> Iterator[None]:
     """Keep the weights in memory that macOS would page out, as mlx-lm does while it generates.
 
     On the MLX thread alone. Of blocks that overlap, the last one to end sets the limit back.

@@ -12,15 +12,15 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answers import Answer, Prefilled, run, wired
+from .answers import Answer, Prefilled, run, wired_weights
 from .bars import Progress
 from .decoding.loop import CallCounts, DraftCounts
 from .decoding.sampling import TokenLogprobs
 from .detokenizer import Detokenizer
-from .drafters.registry import DrafterArgument, Loaded, with_drafter
+from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import ContextLengthError, InputError, quoted, require
-from .generation.memory import Memory, memory_of
+from .generation.memory import Memory, measure_memory
 from .generation.plan import Decode, decode_plan, make_plan
 from .model.cache import TreeCache
 from .model.shapes import to_int
@@ -92,11 +92,18 @@ class GenerationResponse:
         return (self.generation_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
-class Text:
+class AnswerText:
     """The text of an answer as its tokens come, up to where a stop string begins.
 
-    What could be the beginning of one is held back until it turns out not to be. `behind` are the
-    tokens that the answer goes on from; see `Detokenizer`.
+    What could be the beginning of a stop string is held back until it turns out not to be.
+
+    Args:
+        tokenizer: as `load` returns it.
+        stop: the stop strings.
+        behind: tokens that the answer's text goes on from; without any it is that of a beginning.
+
+    Attributes:
+        ended_by: the stop string that was found, None before.
     """
 
     def __init__(
@@ -106,13 +113,18 @@ class Text:
         self._stop = stop
         self._text = ""  # what was not given out yet
         self._end: int | None = None  # where a stop string begins in it
-        self.ended_by: str | None = None  # that stop string
+        self.ended_by: str | None = None
 
     def add(self, token: int) -> bool:
-        """Whether a token, the next one, completes a stop string."""
+        """Append the next token; returns whether the text has a stop string now.
+
+        Of several the one that begins first counts.
+        """
         self._text += self._detokenizer.add(token)
         if self._stop:
-            text = (self._text + self._detokenizer.rest()).rstrip("\N{REPLACEMENT CHARACTER}")
+            text = (self._text + self._detokenizer.held_back_text()).rstrip(
+                "\N{REPLACEMENT CHARACTER}"
+            )
             found = {stop: text.find(stop) for stop in self._stop}
             found = {stop: place for stop, place in found.items() if place >= 0}
             self.ended_by = min(found, key=found.__getitem__, default=None)
@@ -120,9 +132,12 @@ class Text:
         return self._end is not None
 
     def segment(self, *, is_last: bool) -> str:
-        """What the tokens since the last segment completed."""
+        """Take out the text that is certain since the last segment; with `is_last`, all of it.
+
+        It ends where a stop string begins.
+        """
         if is_last:
-            self._text += self._detokenizer.rest()
+            self._text += self._detokenizer.held_back_text()
         size = len(self._text) - (0 if is_last else self._held_back())
         size = size if self._end is None else self._end
         given = self._text[:size]
@@ -136,35 +151,49 @@ class Text:
         return next((size for size in sizes if self._is_begun_by(self._text[-size:])), 0)
 
     def _is_begun_by(self, end: str) -> bool:
+        """Whether any stop string begins with `end`."""
         return any(stop.startswith(end) for stop in self._stop)
 
 
 @dataclass
-class Budget:
-    """Where an answer ends: at an end token or a stop string, at `max_tokens`, or at the context's
-    end. It is told the tokens of each step once, and maybe asked before."""
+class StopChecker:
+    """Decides where an answer ends, and cuts the tokens of its last call there.
 
-    text: Text
+    An answer ends with an end token or a stop string, after `max_tokens`, or where the model's
+    context is full. The tokens of each call are taken once, by `cut_step`; before that,
+    `ends_answer` may be asked about them.
+
+    Attributes:
+        text: gets every token of the answer.
+        end_tokens: tokens that end it.
+        max_tokens: tokens of the answer at most.
+        context_room: tokens that still fit into the context; None where that has no limit.
+        is_full: whether there is no room for another call, where calls need more than a token.
+        generated: tokens of the answer so far.
+    """
+
+    text: AnswerText
     end_tokens: Set[int]
     max_tokens: int
-    context_room: int | None = None  # tokens that still fit; None where it has no limit
-    # whether there is no room for another step, where steps need more than a token
+    context_room: int | None = None
     is_full: Callable[[], bool] = lambda: False
-    generated: int = 0  # tokens so far
+    generated: int = 0
     _asked: tuple[list[int], FinishReason | None] | None = None  # what `cut` will tell
 
-    def ends(self, step: list[int]) -> bool:
-        """Whether the answer ends with the tokens of `step`, which `cut` will be told."""
+    def ends_answer(self, step: list[int]) -> bool:
+        """Whether the answer ends within `step`, the tokens that `cut_step` gets next."""
         self._asked = self._take(step)
         return self._asked[1] is not None
 
-    def cut(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The part of `step` that belongs to the answer, and why it ends if it does."""
+    def cut_step(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens of `step` that belong to the answer, and why it ends with them; None where it
+        does not."""
         taken = self._asked or self._take(step)
         self._asked = None
         return taken
 
     def _take(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Append the tokens of `step` to the answer up to where it ends; see `cut_step`."""
         for count, token in enumerate(step, 1):
             self.generated += 1
             if token in self.end_tokens or self.text.add(token):
@@ -185,17 +214,21 @@ def token_steps(
     context: Sequence[int] = (),
     **more: Any,
 ) -> Iterator[list[int]]:
-    """The tokens of each call of the endless decoding loop that `make_plan` makes of `config` and
-    `more`: what is loaded to draft with, and single fields of `GenerateConfig`.
+    """Decode `prompt` without end, yielding the tokens of each call; nothing stops it.
 
-    On the thread that reads them, and no other.
+    MLX runs on the thread that reads, which has to be one and the same.
+
+    Args:
+        model, prompt, cache, context: see `decode_plan`.
+        config, more: the settings, as `make_plan` takes them.
     """
     plan = make_plan(model, config, context=cache.offset + len(prompt), **more)
     return filter(None, decode_plan(plan, model, prompt, cache, context=context))
 
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
-    """Raises InputError where a prompt of so many tokens is empty, or leaves no room to answer."""
+    """Raise InputError where `num_tokens` is 0, and ContextLengthError where a prompt of so many
+    leaves no room for an answer in the model's context."""
     limit = model.backbone.context_length
     require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     if limit is not None and num_tokens >= limit:
@@ -203,7 +236,7 @@ def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
 
 
 def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:
-    """Raises InputError where one of `tokens` is none of the model's."""
+    """Raise InputError, naming the first, where `tokens` has an id outside the vocabulary."""
     size = model.backbone.vocab_size
     unknown = next((token for token in tokens if not 0 <= token < size), None)
     found = f"the prompt has the token {unknown}"
@@ -212,7 +245,7 @@ def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:
 
 
 def end_token_ids(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> set[int]:
-    """Tokens that end an answer: the tokenizer's and the adapter's."""
+    """Ids of tokens that end an answer: the tokenizer's end tokens and the adapter's."""
     return set(tokenizer.eos_token_ids) | set(model.config.end_token_ids if model.config else ())
 
 
@@ -233,8 +266,8 @@ def stream_generate(
 ) -> Answer[GenerationResponse]:
     """Generate an answer, yielding a segment of it for each target call.
 
-    From any thread, and for any; see `Answer`. What `model` and `drafter` hold is only read, so any
-    number of answers may be open at once; a `cache` belongs to one of them.
+    It may be called, and read, on any thread; see `Answer`. What `model` and `drafter` hold is only
+    read, so any number of answers may be open at once; a `cache` belongs to one of them.
 
     Args:
         model, tokenizer: as `load` returns them.
@@ -244,23 +277,27 @@ def stream_generate(
             `ssmlx.load_draft_model` or `ssmlx.load_heads`; or a sequence of these, of which the
             first that was loaded drafts unless one is named here or in `config`.
         draft_model, heads: older names of it.
-        cache: holds what comes before the prompt, and is left holding prompt and answer but
-            for the last token, or more; a fresh one unless given.
+        cache: holds what comes before the prompt; a fresh one unless given. It is left holding
+            prompt and answer but for the last token, and maybe rows of tokens behind the answer,
+            which `trim` takes back.
         context: the tokens that `cache` holds; penalties read them, and drafters that look tokens
             up or have a cache of their own (prompt lookup, lookahead, a draft model).
-        progress: told (tokens processed, tokens in all) while the prompt is processed.
+        progress: called with (tokens processed, tokens in all) while the prompt is processed.
         earlier: what the session answered before: what this answer repeats of it is drafted, and
             it is added. An `ssmlx.Engine` and its chats keep their own.
         settings: single fields of `GenerateConfig`, such as `max_tokens=100`.
+
+    Returns:
+        The answer: iterate over it, or `async` over it; `cancel` stops it.
 
     Raises:
         InputError: the prompt is empty or too long, or the settings do not fit the model.
         TypeError: `GenerateConfig` has no field of such a name.
     """
     config = with_seed(replace(config or GenerateConfig(), **settings))
-    config, loaded = with_drafter(config, drafter, draft_model, heads)
+    config, loaded = resolve_drafter(config, drafter, draft_model, heads)
     opened = partial(
-        segments_of,
+        answer_segments,
         model,
         tokenizer,
         prompt,
@@ -274,10 +311,10 @@ def stream_generate(
 
 
 def with_seed(config: GenerateConfig) -> GenerateConfig:
-    """The settings with a seed from MLX's random state, if they sample and have none.
+    """`config` with a seed, if it samples and has none.
 
-    Every thread has a random state of its own: the caller's counts. Where all is to be
-    deterministic, the seed is 0.
+    The seed is drawn from MLX's random state of the calling thread, which changes; with
+    `deterministic` it is 0.
     """
     if config.seed is not None or config.temp == 0:
         return config
@@ -286,7 +323,7 @@ def with_seed(config: GenerateConfig) -> GenerateConfig:
     return replace(config, seed=to_int(mx.random.randint(0, 2**31 - 1)))
 
 
-def segments_of(
+def answer_segments(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
     prompt: str | Sequence[int],
@@ -300,25 +337,37 @@ def segments_of(
     earlier: EarlierAnswers | None = None,
     joins_prompt: bool = False,
 ) -> Iterator[GenerationResponse | Prefilled]:
-    """The turns of an answer, for the thread that runs MLX; the arguments are `stream_generate`'s.
+    """The segments of an answer, computed as they are read, on the MLX thread alone.
 
-    Wherever an answer ends that was begun, `done` is told what was given out of it. The tokens are
-    those that `decode` finds, `loaded` is what was loaded to draft with, and `earlier` has the
-    session's answers, which this one may repeat, and joins. With `joins_prompt` the text is what
-    the prompt's goes on with, its leading space included.
+    The prompt is checked, and the plan made, when this is called.
+
+    Args:
+        model, tokenizer, prompt, config, cache, context, earlier: as `stream_generate` takes them.
+        done: called once with all segments that were given out, when the answer has ended, failed
+            or was given up; not where it was never begun.
+        decode: decodes under a plan: `decode_plan`, or what counts memory or batches around it.
+        loaded: what was loaded to draft with.
+        joins_prompt: whether the text goes on from the prompt's, its leading space included.
+
+    Returns:
+        An iterator of segments, with a `Prefilled` in the place of one before the first, for each
+        piece of the prompt.
+
+    Raises:
+        InputError: the prompt or the settings cannot be followed.
     """
-    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _ids(prompt)
-    context = _ids(context)
+    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _token_ids(prompt)
+    context = _token_ids(context)
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
     check_prompt(model, num_prompt if tokens else 0)
-    check_tokens(model, [*context, *tokens, *_ids(config.prompt_lookup.reference)])
+    check_tokens(model, [*context, *tokens, *_token_ids(config.prompt_lookup.reference)])
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
-    text = Text(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
+    text = AnswerText(tokenizer, config.stop, [*context, *tokens] if joins_prompt else ())
     ends = end_token_ids(model, tokenizer)
-    budget = Budget(text, ends, config.max_tokens, room)
+    stop_checker = StopChecker(text, ends, config.max_tokens, room)
     thought_ends = (getattr(tokenizer, "think_end_tokens", None) or ())[-1:]
     plan = make_plan(
         model,
@@ -336,27 +385,28 @@ def segments_of(
         tokens,
         cache,
         context=context,
-        stops=budget.ends,
+        stops=stop_checker.ends_answer,
         logprobs=logprobs,
         counts=counts,
     )
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
+        """Fields of a segment that the tokens do not say; memory only where it is the last."""
         return {
             "peak_memory": mx.get_peak_memory() / 1e9,
             "draft_calls": plan.draft_calls,
             "lossy": plan.lossy,
             "drafted_tokens": counts.drafted_nodes,
             "drafts": {**counts.drafts},
-            "memory": memory_of(model, cache, plan.drafters, plan.loaded) if reason else None,
+            "memory": measure_memory(model, cache, plan.drafters, plan.loaded) if reason else None,
         }
 
     def turns() -> Iterator[GenerationResponse | Prefilled]:
+        """Decode, and in the end keep what was learned and said, and call `done`."""
         started = time.perf_counter()
         total = len(tokens) - 1
         given: list[GenerationResponse] = []
-        said: list[int] = []
-        with wired():
+        with wired_weights():
             try:
                 with closing(cast("Generator[list[int]]", steps)):
                     for first in steps:
@@ -364,21 +414,19 @@ def segments_of(
                             break
                         yield Prefilled(cache.offset - num_cached, total)
                     whole = chain([first], filter(None, steps))
-                    for response in responses_of(
-                        whole, budget, num_prompt, num_cached, measured, started, logprobs
+                    for response in build_responses(
+                        whole, stop_checker, num_prompt, num_cached, measured, started, logprobs
                     ):
-                        if done is not None:
-                            given.append(response)
-                        if earlier is not None:
-                            said += response.tokens
+                        given.append(response)
                         yield response
             finally:
                 try:
                     # Whoever uses the cache next must find no work of this answer in it.
                     mx.eval(cache.state)
                     plan.finish()
-                    if earlier is not None and said:
-                        earlier.add([*context, *tokens], said)
+                    if earlier is not None and given:
+                        answer = [token for response in given for token in response.tokens]
+                        earlier.add([*context, *tokens], answer)
                 finally:  # a failed call's work may fail again
                     if done is not None:
                         done(given)
@@ -386,8 +434,8 @@ def segments_of(
     return turns()
 
 
-def _ids(tokens: Any) -> list[int]:
-    """Token ids in a list, or in an array of NumPy or MLX."""
+def _token_ids(tokens: Any) -> list[int]:
+    """A list of ints from a sequence of token ids or an array of NumPy or MLX; else InputError."""
     try:
         return [index(one) for one in getattr(tokens, "tolist", lambda: tokens)()]
     except TypeError as error:
@@ -396,37 +444,42 @@ def _ids(tokens: Any) -> list[int]:
         raise InputError(found, expected=expected, do="check it") from error
 
 
-def responses_of(
+def build_responses(
     steps: Iterator[list[int]],
-    budget: Budget,
+    stop_checker: StopChecker,
     num_prompt: int,
     num_cached: int,
     measured: Callable[[FinishReason | None], dict[str, Any]],
     started: float | None = None,
     recorded: list[TokenLogprobs] | None = None,
 ) -> Iterator[GenerationResponse]:
-    """An answer's segments, of the tokens of each target call, up to where `budget` ends it.
+    """Make an answer's segments from the tokens of each target call, up to where the answer ends.
 
-    `measured` gives the other fields of a segment, of the reason why it is the last, if it is. The
-    answer began when it `started` (of `time.perf_counter`), or begins now. A step's log
-    probabilities are taken out of `recorded`.
+    Args:
+        steps: the tokens of each call, none of them empty.
+        stop_checker: cuts the last call's tokens, and has the text.
+        num_prompt: tokens of the prompt, cached ones included.
+        num_cached: tokens of the prompt that were cached.
+        measured: called with a segment's finish reason, None before the last: its other fields.
+        started: when the answer began, of `time.perf_counter`; now unless given.
+        recorded: log probabilities of the tokens, which `steps` appends; emptied at each segment.
     """
     started = first_done = time.perf_counter() if started is None else started
     for calls, step in enumerate(steps, 1):
         now = time.perf_counter()
         first_done = now if calls == 1 else first_done
-        step, reason = budget.cut(step)
+        step, reason = stop_checker.cut_step(step)
         yield GenerationResponse(
-            text=budget.text.segment(is_last=reason is not None),
+            text=stop_checker.text.segment(is_last=reason is not None),
             tokens=tuple(step),
             finish_reason=reason,
             prompt_tokens=num_prompt,
-            generation_tokens=budget.generated,
+            generation_tokens=stop_checker.generated,
             target_calls=calls,
             prefill_seconds=first_done - started,
             decode_seconds=now - first_done,
             cached_tokens=num_cached,
-            stop=budget.text.ended_by,
+            stop=stop_checker.text.ended_by,
             logprobs=None if recorded is None else tuple(recorded[: len(step)]),
             **measured(reason),
         )
@@ -445,9 +498,14 @@ def generate(
     verbose: bool = False,
     **more: Any,
 ) -> str:
-    """The whole answer to `prompt`; `verbose` prints it as it comes, with statistics.
+    """Generate an answer and return its whole text.
 
-    See `stream_generate` for the other arguments, `more` among them, and what is raised.
+    Args:
+        model, tokenizer, prompt, config, more: as `stream_generate` takes them.
+        verbose: print the text as it comes, then a line of statistics and one of memory.
+
+    Raises:
+        InputError: see `stream_generate`.
     """
     text = ""
     last = None
@@ -463,7 +521,7 @@ def generate(
 
 
 def summary(response: GenerationResponse) -> str:
-    """One quiet line about an answer: tokens, tokens/s, tokens per target call."""
+    """One line about an answer, of its last segment: tokens, tokens/s, tokens per target call."""
     parts = ["LOSSY (typical acceptance)"] if response.lossy else []
     parts += [
         f"{response.generation_tokens} tokens",
@@ -487,8 +545,14 @@ def drafts_line(response: GenerationResponse) -> str:
 
 
 def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
+    """JSON values of a whole answer: its prompt, text, tokens and statistics.
+
+    Args:
+        prompt: as the user gave it.
+        responses: all segments of the answer, one or more.
+    """
     last = responses[-1]
-    told = [one for response in responses for one in response.logprobs or ()]
+    logprobs = [one for response in responses for one in response.logprobs or ()]
     return {
         "prompt": prompt,
         "text": "".join(response.text for response in responses),
@@ -504,5 +568,5 @@ def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
         "drafts": {name: asdict(one) for name, one in last.drafts.items()},
         "lossy": last.lossy,
         "memory": asdict(last.memory) if last.memory else None,
-        **({"logprobs": [asdict(one) for one in told]} if told else {}),
+        **({"logprobs": [asdict(one) for one in logprobs]} if logprobs else {}),
     }

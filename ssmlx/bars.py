@@ -1,4 +1,4 @@
-"""What is told of work that takes long: to a callback, or by bars where a command shows them."""
+"""Progress of work that takes long: to a callback, or by bars where a command shows them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from threading import Event, Thread
 from typing import Any
 
 Progress = Callable[[int, int], None]
-"""Told (done, in all), of what its giver says."""
+"""Called with (number done, number in all) as work goes on; what is counted says who takes it."""
 
 shown: ContextVar[bool] = ContextVar("shown", default=False)
 """Whether bars are shown, where standard error is a terminal."""
@@ -17,18 +17,25 @@ _TICK_SECONDS = 1.0
 
 
 def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
-    """`items`, behind a bar where bars are shown; `settings` are tqdm's."""
+    """`items` as an iterable that draws a progress bar where bars are shown, else `items` itself.
+
+    Args:
+        items: what is gone through.
+        label: what stands before the bar.
+        settings: tqdm's, such as `total`.
+    """
     return _behind_bar(items, label, settings) if shown.get() else items
 
 
 def _behind_bar(items: Iterable[Any], label: str, settings: dict[str, Any]) -> Iterator[Any]:
+    """Yield `items`, and draw a bar meanwhile."""
     with _ticking(iterable=items, desc=label, **settings) as drawn:
         yield from drawn
 
 
 @contextmanager
 def busy(label: str) -> Iterator[None]:
-    """Show for how long something that cannot be counted is under way, where bars are shown."""
+    """Show `label` and the time that the block has taken so far, where bars are shown."""
     if not shown.get():
         yield
         return
@@ -38,7 +45,10 @@ def busy(label: str) -> Iterator[None]:
 
 @contextmanager
 def _ticking(**settings: Any) -> Iterator[Any]:
-    """A bar that goes on to be drawn while nothing is counted, as before a first item."""
+    """A tqdm bar that is drawn again every second, so that its time goes on between items.
+
+    It appears after `PATIENCE_SECONDS`, and where standard error is no terminal not at all.
+    """
     from huggingface_hub.utils import tqdm
 
     over = Event()

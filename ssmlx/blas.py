@@ -21,7 +21,12 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 @lru_cache(maxsize=1)
 def prefer_openblas() -> bool:
-    """Load the system's OpenBLAS ahead of MLX; whether MLX will be fast, as far as known."""
+    """Load the system's OpenBLAS before MLX, so that MLX's CPU backend uses it. Once a process.
+
+    Returns:
+        False on Linux where OpenBLAS is missing or cannot be loaded; True where it was loaded, on
+        other systems, and where MLX was imported before, when nobody can tell.
+    """
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return True
     name = ctypes.util.find_library("openblas")
@@ -36,7 +41,10 @@ def prefer_openblas() -> bool:
 
 @lru_cache(maxsize=1)
 def this_machine() -> tuple[str, str]:
-    """The chip, on the CPU with how many cores of it; and what computes."""
+    """(the chip, on the CPU with the number of cores that MLX may use; what computes).
+
+    Such as ("Apple M4", "gpu"), or ("x86_64, 2 cores", "cpu, fast BLAS"). Found once a process.
+    """
     import mlx.core as mx
 
     name = str(mx.device_info().get("device_name", "unknown chip"))

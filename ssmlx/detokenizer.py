@@ -33,7 +33,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._is_cleaned = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self._has_newlines = isinstance(tokenizer._tokenizer, NewlineTokenizer)
-        self._context = self._end_of(behind)  # tokens whose text is given out, and stays as it is
+        self._context = self._decoding_context(
+            behind
+        )  # tokens whose text is given out, and stays as it is
         text = self._decode(self._context)
         unfinished = len(text) - len(text.rstrip(_UNFINISHED))
         self._given = len(text) - min(unfinished, _MOST_BYTES - 1)  # characters of what is decoded
@@ -41,7 +43,7 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """The text that the next token completes; it may be empty."""
-        name = self._name(token)
+        name = self._token_name(token)
         if name is None:
             return ""
         self._tokens.append(token)
@@ -58,12 +60,12 @@ class Detokenizer:
             self._given = len(own)
         return piece
 
-    def rest(self) -> str:
+    def held_back_text(self) -> str:
         """The text that is held back, as it is if no token follows; it stays held back."""
         return self._decode([*self._context, *self._tokens])[self._given :]
 
     def _num_certain(self, text: str) -> int:
-        """How many of the characters no later token can change."""
+        """How many characters of `text`, from its beginning, no later token can change."""
         count = len(text.rstrip(_UNFINISHED))
         for is_held_back, pattern in (
             (self._is_cleaned, _TO_BE_CLEANED),
@@ -73,18 +75,20 @@ class Detokenizer:
             count = found.start() if found else count
         return count
 
-    def _end_of(self, tokens: Sequence[int]) -> list[int]:
-        """The last of the tokens, from where bytes do not go on."""
-        known = [token for token in tokens if self._name(token) is not None]
+    def _decoding_context(self, tokens: Sequence[int]) -> list[int]:
+        """The last `_CONTEXT` known ones of `tokens`, and more where these begin amid bytes of one
+        character."""
+        known = [token for token in tokens if self._token_name(token) is not None]
         first = max(0, len(known) - _CONTEXT)
-        while first and _BYTE.fullmatch(self._name(known[first]) or ""):
+        while first and _BYTE.fullmatch(self._token_name(known[first]) or ""):
             first -= 1
         return known[first:]
 
     def _decode(self, tokens: Sequence[int]) -> str:
+        """What the tokenizer makes of `tokens`; nothing of none."""
         return str(self._tokenizer.decode(tokens)) if tokens else ""
 
-    def _name(self, token: int) -> str | None:
+    def _token_name(self, token: int) -> str | None:
         """What the tokenizer calls a token; None if it has no such token, as in vocabularies that
         are padded."""
         try:

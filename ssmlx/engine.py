@@ -11,15 +11,15 @@ from typing import Any, Self, cast
 
 import mlx.core as mx
 
-from .answers import Answer, Prefilled, is_forked, run, wired
-from .api import GenerationResponse, check_prompt, check_tokens, segments_of, with_seed
+from .answers import Answer, Prefilled, is_forked, run, wired_weights
+from .api import GenerationResponse, answer_segments, check_prompt, check_tokens, with_seed
 from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
-from .drafters.registry import DrafterArgument, Loaded, with_drafter
+from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
 from .errors import require
 from .generation.batching import Batches
-from .generation.memory import cache_size
+from .generation.memory import cache_size_of
 from .generation.plan import Decode, decode_plan
 from .generation.pool import Holding, MemoryPool, check_memory, default_limit
 from .generation.scoring import ScoredPrompt, score_in_pieces
@@ -30,7 +30,7 @@ from .loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, resolve_adapter
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
-from .prompts import Message, Tools, own_template, prompt_tokens, turns_tokens
+from .prompts import Message, Tools, adapter_template, encode_turns, prompt_tokens
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig
 
@@ -81,8 +81,8 @@ class Engine:
         check_memory(memory_gb)
         own, self.tokenizer = load(model, merge_lora=merge_lora, **loading)
         self._merge_lora = merge_lora
-        told = ("cache_dir", "offline", "progress")
-        self._fetch = Fetch(**{name: loading[name] for name in told if name in loading})
+        names = ("cache_dir", "offline", "progress")
+        self._fetch = Fetch(**{name: loading[name] for name in names if name in loading})
         self._base = own.backbone.base()
         self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
         self._loading = threading.Lock()
@@ -98,10 +98,11 @@ class Engine:
         self.memory_pool = MemoryPool(limit)
         self.prompt_cache.count_in(self.memory_pool)
         self._batches = self._new_batches()
-        self._wiring = wired()  # at last: what is refused leaves nothing behind
+        self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
         run(self._wiring.__enter__)
 
     def _new_batches(self) -> Batches:
+        """Batches without answers, which count in the memory pool."""
         batches = Batches(self.memory_pool.make_room)
         self.memory_pool.share(batches)
         return batches
@@ -128,15 +129,18 @@ class Engine:
                 do="make a new `ssmlx.Engine`",
             )
             if name == AUTO_ADAPTER:
-                name, folder = self._find()
+                name, folder = self._find_automatic_adapter()
             if name not in self._models:
                 assert folder is not None
                 loaded = load_adapter(folder)
                 self._models[name] = attach_adapter(self._base, loaded, merge_lora=self._merge_lora)
             return self._models[name]
 
-    def _find(self) -> tuple[str, Path | None]:
-        """The name of what a chat takes by itself, and its folder; looked for once."""
+    def _find_automatic_adapter(self) -> tuple[str, Path | None]:
+        """The name and the folder of the adapter that "auto" means; looked for once.
+
+        The folder is None for the base alone and for a fused folder's own streams.
+        """
         if self._automatic is None:
             if _OWN in self._models:
                 self._automatic = _OWN, None
@@ -152,7 +156,7 @@ class Engine:
         if self._default != AUTO_ADAPTER:
             return self._default
         with self._loading:
-            name, _ = self._find()
+            name, _ = self._find_automatic_adapter()
         return None if name == _OWN else name
 
     @property
@@ -184,7 +188,7 @@ class Engine:
             config, settings: as `ssmlx.stream_generate` takes them.
             adapter: a name or a folder; the engine's default unless given, "auto" for what a chat
                 takes by itself, "none" for the base.
-            progress: told (tokens processed, tokens in all) while the prompt is processed.
+            progress: called with (tokens processed, tokens in all) while the prompt is processed.
             tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
             drafter: what drafts, as `ssmlx.stream_generate` takes it.
             prompt_cache: prompts that this answer may begin with and adds to; the engine's own
@@ -203,18 +207,19 @@ class Engine:
         """
         model = self.model(adapter)
         config = with_seed(replace(config or GenerateConfig(), **settings))
-        config, loaded = with_drafter(config, drafter)
+        config, loaded = resolve_drafter(config, drafter)
         template = {"tools": tools, "template_args": template_args}
 
         def opened() -> Answer[GenerationResponse]:
-            prompt = self._tokens(model, question, template)
+            """Encode the question and begin the answer, on the MLX thread."""
+            prompt = self._encode_question(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
             kept.count_in(self.memory_pool)
             segments = self._segments(
                 model, prompt, config, loaded, kept, mask, shares_prompt, joins_prompt
             )
             answer = Answer(segments, progress)
-            self._join(answer)
+            self._track_open(answer)
             return answer
 
         return run(opened)
@@ -230,6 +235,10 @@ class Engine:
         shares_prompt: bool,
         joins_prompt: bool,
     ) -> Iterator[GenerationResponse | Prefilled]:
+        """The segments of an answer, see `answer_segments`, behind what `kept` has of the prompt.
+
+        What was written joins `kept` when the answer is over. On the MLX thread.
+        """
         cache = model.make_cache()
         known = 0
         if not config.deterministic:
@@ -240,7 +249,7 @@ class Engine:
             written = [*prompt, *(token for one in given for token in one.tokens)]
             kept.put(model, written, cache)
 
-        return segments_of(
+        return answer_segments(
             model,
             self.tokenizer,
             prompt[known:],
@@ -248,7 +257,7 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
-            decode=self.memory_pool.bounded(self._decode(model, config, mask, keep)),
+            decode=self.memory_pool.within_limit(self._choose_decode(model, config, mask, keep)),
             loaded=loaded,
             earlier=kept.answers(model),
             joins_prompt=joins_prompt,
@@ -278,20 +287,21 @@ class Engine:
         model = self.model(adapter)
 
         def opened() -> Answer[ScoredPrompt]:
-            prompt = self._tokens(model, question, {})
+            """Encode and check the prompt and claim its memory, on the MLX thread."""
+            prompt = self._encode_question(model, question, {})
             check_prompt(model, len(prompt))
             check_tokens(model, prompt)
             cache = model.make_cache()
-            holding = Holding(self.memory_pool, cache, cache_size(model))
+            holding = Holding(self.memory_pool, cache, cache_size_of(model))
             self.memory_pool.hold(holding, len(prompt))
-            scored = self._scored(model, prompt, cache, top, prompt_cache, holding)
+            scored = self._score_segments(model, prompt, cache, top, prompt_cache, holding)
             answer = Answer(scored, progress)
-            self._join(answer)
+            self._track_open(answer)
             return answer
 
         return run(opened)
 
-    def _scored(
+    def _score_segments(
         self,
         model: StreamFusedModel,
         prompt: list[int],
@@ -300,9 +310,13 @@ class Engine:
         kept: PromptCache | None,
         holding: Holding,
     ) -> Iterator[ScoredPrompt | Prefilled]:
+        """Score a prompt in pieces: a `Prefilled` for each, and in the end its scores.
+
+        Releases `holding`, and adds the prompt to `kept` if there is one. On the MLX thread.
+        """
         found: list[TokenLogprobs] = []
         try:
-            with wired():
+            with wired_weights():
                 for piece in score_in_pieces(model, prompt, cache, top):
                     found += piece
                     yield Prefilled(cache.offset, len(prompt) - 1)
@@ -313,28 +327,32 @@ class Engine:
             kept.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
-    def _decode(
+    def _choose_decode(
         self,
         model: StreamFusedModel,
         config: GenerateConfig,
         mask: Mask | None,
         on_prompt: Callable[[], None] | None,
     ) -> Decode:
-        """How an answer is decoded: beside others, which `Batches.decode` takes a mask and what to
-        call behind the prompt for; or alone, if its calls are to be the same always."""
+        """The function that decodes an answer.
+
+        It is `decode_plan` where calls have to be the same on every run or the model is split over
+        machines; else, and with a mask, `Batches.decode`, with `mask` and `on_prompt` filled in.
+        """
         is_alone = config.deterministic or model.backbone.group is not None
         if is_alone and mask is None:
             return decode_plan
         return partial(self._batches.decode, mask=mask, on_prompt=on_prompt)
 
-    def _tokens(
+    def _encode_question(
         self, model: StreamFusedModel, question: Question, template: Mapping[str, Any]
     ) -> list[int]:
+        """The prompt's tokens; `template` has `tools` and `template_args`, for chat templates."""
         if isinstance(question, str):
             return prompt_tokens(question, model, self.tokenizer, **template)
         if len(question) and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
-            return turns_tokens(turns, self.tokenizer, own_template(model), **template)
+            return encode_turns(turns, self.tokenizer, adapter_template(model), **template)
         return [int(token) for token in cast("Sequence[int]", question)]
 
     def chat(
@@ -348,7 +366,14 @@ class Engine:
         drafter: DrafterArgument | None = None,
         **settings: Any,
     ) -> ChatSession:
-        """A chat on this model: see `ssmlx.ChatSession`, and `stream` for the arguments.
+        """Begin a chat on this model, with the engine's prompt cache and memory bound.
+
+        Args:
+            system: the system prompt; None leaves it to the template.
+            config, adapter, tools, template_args, drafter, settings: as `stream` takes them.
+
+        Returns:
+            The session: see `ssmlx.ChatSession`.
 
         Raises:
             InputError: the adapter or the settings cannot be followed.
@@ -362,19 +387,20 @@ class Engine:
             tools=tools,
             template_args=template_args,
             prompts=self.prompt_cache,
-            swap=self._swap,
+            swap=self._model_for_swap,
             memory_pool=self.memory_pool,
         )
-        run(lambda: self._join(chat))
+        run(lambda: self._track_open(chat))
         return chat
 
-    def _join(self, opened: Answer[Any] | ChatSession) -> None:
-        """Let `close` close it, which may have come first: on the MLX thread, as its list is."""
+    def _track_open(self, opened: Answer[Any] | ChatSession) -> None:
+        """Have `close` close `opened`; close it now if the engine is closed. On the MLX thread."""
         self._open.add(opened)
         if not self._models:
             opened.close()
 
-    def _swap(self, adapter: str | Path | None) -> StreamFusedModel:
+    def _model_for_swap(self, adapter: str | Path | None) -> StreamFusedModel:
+        """`model`, but None is the base alone, as for `ssmlx.swap_adapter`."""
         return self.model(NO_ADAPTER if adapter is None else adapter)
 
     def close(self) -> None:

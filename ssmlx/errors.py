@@ -14,7 +14,7 @@ _MOST_LETTERS = 80
 
 
 class InputError(ValueError):
-    """Bad input, told in one line: what was found, what was expected, what to do.
+    """Bad input, described in one line: what was found, what was expected, what to do.
 
     The commands print the line and exit with code 2; nothing else in the package ends a run
     without a traceback.
@@ -30,17 +30,23 @@ class InputError(ValueError):
         self.do = do
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """How it is pickled: with its line as it is and all attributes."""
         # By pickle's own rule it would be made anew of its line alone. A pool of processes that
         # cannot read what a worker raised waits for ever.
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
     def at(self, where: str) -> "InputError":
-        """The same, of one place among many."""
+        """A new error with the same parts, whose line begins with `where`, a place among many."""
         return InputError(f"{where}: {self.found}", expected=self.expected, do=self.do)
 
 
 class ContextLengthError(InputError):
-    """A prompt leaves no room for an answer: so many tokens, where the model's context ends."""
+    """A prompt leaves no room for an answer in the model's context.
+
+    Attributes:
+        num_tokens: tokens of the prompt.
+        limit: tokens of the context.
+    """
 
     def __init__(self, num_tokens: int, limit: int) -> None:
         found = f"the prompt has {num_tokens} tokens"
@@ -75,6 +81,7 @@ class NoRoomError(InputError):
 
 
 def _gib(num_bytes: int) -> str:
+    """Bytes as GiB, with three digits."""
     return f"{num_bytes / 2**30:.3g} GiB"
 
 
@@ -87,35 +94,40 @@ def first_line(error: BaseException) -> str:
     first, *below = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
     named = [line.rstrip(",.;")[:_MOST_LETTERS] for line in below if line]
     names_more = first.endswith(":") and named and not isinstance(error, TypeError)
-    return f"{first} {first_few(named)}" if names_more else first
+    return f"{first} {join_first(named)}" if names_more else first
 
 
-def first_few(names: Sequence[str]) -> str:
-    """The first of many names, and how many more there are."""
+def join_first(names: Sequence[str]) -> str:
+    """The first `_MOST_NAMED` names, joined by commas, and how many more there are."""
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def quoted(value: object) -> str:
-    """A value that was found, short enough for a line."""
+    """The `repr` of a value that was found, cut to 80 characters."""
     return repr(value)[:_MOST_LETTERS]
 
 
 def require(ok: bool, found: str, *, expected: str, do: str) -> None:
-    """Raise the `InputError` of these three unless `ok`."""
+    """Raise `InputError(found, expected=expected, do=do)` unless `ok`."""
     if not ok:
         raise InputError(found, expected=expected, do=do)
 
 
-def unwritable(path: object, error: Exception, do: str = "choose another place") -> InputError:
+def unwritable_error(
+    path: object, error: Exception, do: str = "choose another place"
+) -> InputError:
+    """An InputError that says why `path` cannot be written, to be raised by the caller."""
     found = f"cannot write {path} ({getattr(error, 'strerror', None) or first_line(error)})"
     return InputError(found, expected="a place that can be written", do=do)
 
 
 @contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Have an `OSError` inside the block tell of this file, where it names none: that of a write
-    to a full disk does not."""
+    """Set `path` as the file name of an `OSError` from inside the block that has none.
+
+    That of a write to a full disk has none, for example.
+    """
     try:
         yield
     except OSError as error:
@@ -124,7 +136,8 @@ def naming(path: object) -> Iterator[None]:
         raise
 
 
-def not_installed(what: str, error: Exception, extra: str) -> InputError:
+def missing_package_error(what: str, error: Exception, extra: str) -> InputError:
+    """An InputError that `what` cannot be imported and which extra of ssmlx brings it."""
     return InputError(
         f"{what} cannot be imported ({first_line(error)})",
         expected=f"what the extra {extra} brings",
@@ -133,7 +146,7 @@ def not_installed(what: str, error: Exception, extra: str) -> InputError:
 
 
 def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
-    """Raises InputError where the `value` of an option is none that is known."""
+    """Raise InputError where the `value` of the option `flag` is none of the `known` ones."""
     if value not in known:
         raise InputError(
             f"{flag} {value}", expected="one of " + ", ".join(known), do="choose one of them"

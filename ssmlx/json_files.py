@@ -14,7 +14,11 @@ from .errors import InputError, require
 
 
 def to_json(value: Any) -> Any:
-    """JSON values of a settings class; a field's metadata may give it another name there."""
+    """JSON values of a settings object, of its fields and of theirs.
+
+    A field stands under its name, or under what its metadata has as "json". Sequences become lists;
+    other values stay as they are.
+    """
     if is_dataclass(value):
         named = {one.metadata.get("json", one.name): one.name for one in fields(value)}
         return {name: to_json(getattr(value, own)) for name, own in named.items()}
@@ -24,7 +28,11 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """What `to_json` made of a settings class, built and checked again by its annotations.
+    """Build a value of the type `kind` from what `to_json` made of it.
+
+    Args:
+        kind: a settings class, or an annotation of one of its fields.
+        value: JSON values. Fields that are missing have their defaults; unknown ones are left out.
 
     Raises:
         TypeError, ValueError, AttributeError: it is broken.
@@ -47,7 +55,7 @@ def from_json(kind: Any, value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says; whatever may be wrong with it is a `ValueError`."""
+    """Parse a JSON text; whatever is wrong with it, deep nesting too, is a `ValueError`."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -55,7 +63,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_text(path: Path, *, expected: str, do: str) -> str:
-    """The UTF-8 text of a file or a pipe, without a byte-order mark."""
+    """Read the UTF-8 text of a file or a pipe, without a byte-order mark.
+
+    Raises:
+        InputError: it cannot be read or is not UTF-8; `expected` and `do` are the message's words.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -69,7 +81,11 @@ def read_text(path: Path, *, expected: str, do: str) -> str:
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The object in a file of `what`; raises InputError where there is none that can be read."""
+    """Read the JSON object in a file.
+
+    Raises:
+        InputError: there is none that can be read; `what` is the message's word for the file.
+    """
     text = read_text(path, expected=what, do="check the path, or convert again")
     try:
         values = parse_json(text)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from .errors import InputError, require
 from .json_files import parse_json, read_text
 from .settings import StreamConfig
-from .templates import refusing_turns
+from .templates import bounded_rendering
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -43,10 +43,18 @@ class Model(Protocol):
 
 
 def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file, each with "prompt" or "messages" and whatever it holds.
+    """Read and check the prompts of a JSON Lines file.
 
-    A last turn of the assistant's, as training data has it, is left out of "messages"; `option`
-    is the command line's name for the file.
+    Args:
+        path: the file.
+        option: the command line's name for it, for messages.
+
+    Returns:
+        The object of each line that is not blank, with "prompt" or "messages" and whatever else it
+        holds. A last turn of the assistant's, as training data has it, is left out of "messages".
+
+    Raises:
+        InputError: there are no prompts, or a line is none; the message names the line.
     """
     lines = read_lines(path, option)
     require(
@@ -61,13 +69,17 @@ def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
 def read_lines(
     path: Path, option: str, expected: str = "a JSON object a line"
 ) -> list[tuple[int, str]]:
-    """The lines of a JSON Lines file that are not blank, each with its number."""
+    """(number from 1, text) of each line of a UTF-8 file that is not blank.
+
+    An InputError where the file cannot be read says what was `expected` and to check `option`.
+    """
     text = read_text(path, expected=expected, do=f"check {option}")
     # JSON allows line separators inside texts that str.splitlines would cut at.
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def _checked_prompt(line: str, where: str) -> dict[str, Any]:
+    """The object of one line, without a last answer; InputError, naming `where`, if it is none."""
     expected = 'an object such as {"prompt": "..."}'
     do = "correct the line"
     try:
@@ -82,7 +94,7 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
         do=do,
     )
     found = f'{where} has a bad "{kinds[0]}"'
-    messages = plain_turns(as_messages(record), found)
+    messages = normalise_turns(as_messages(record), found)
     if messages and messages[-1]["role"] == "assistant":
         del messages[-1]
     require(
@@ -95,24 +107,33 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
         do=do,
     )
     found = f"{where} has an empty prompt"
-    require(bool(user_text({"messages": messages}).strip()), found, expected=expected, do=do)
+    require(bool(last_user_text({"messages": messages}).strip()), found, expected=expected, do=do)
     if "messages" in record:
         record["messages"] = messages
     return record
 
 
-def plain_turns(messages: Any, found: str = "these turns") -> list[dict[str, Any]]:
-    """Turns as templates read them: contents are texts, arguments of tool calls objects."""
+def normalise_turns(messages: Any, found: str = "these turns") -> list[dict[str, Any]]:
+    """Copies of chat turns as templates read them.
+
+    Contents that are parts become one text, None becomes "", and the arguments of tool calls become
+    objects where they are JSON.
+
+    Args:
+        messages: what should be turns.
+        found: how an InputError begins where it is not.
+    """
     require(
         isinstance(messages, Sequence) and all(map(_is_turn, messages)),
         found,
         expected="a list of objects, each with a role, and content: a text, or parts of type text",
         do="correct them",
     )
-    return [_plain_turn(turn) for turn in messages]
+    return [_normalise_turn(turn) for turn in messages]
 
 
 def _is_turn(turn: Any) -> bool:
+    """Whether `turn` has a role, and a content of text or, beside tool calls, None."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         return False
     content = turn.get("content")
@@ -122,24 +143,26 @@ def _is_turn(turn: Any) -> bool:
         isinstance(part, Mapping)
         and part.get("type") == "text"
         and isinstance(part.get("text"), str)
-        for part in _parts(content)
+        for part in _content_parts(content)
     )
 
 
-def _parts(content: Any) -> Sequence[Any]:
+def _content_parts(content: Any) -> Sequence[Any]:
+    """The parts of a turn's content; of a text, one part."""
     return content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
 
 
-def _plain_turn(turn: Message) -> dict[str, Any]:
+def _normalise_turn(turn: Message) -> dict[str, Any]:
+    """See `normalise_turns`; `turn` is one, by `_is_turn`."""
     content = turn.get("content")
-    text = "" if content is None else "".join(part["text"] for part in _parts(content))
+    text = "" if content is None else "".join(part["text"] for part in _content_parts(content))
     plain = {**turn, "content": text}
     if isinstance(calls := turn.get("tool_calls"), list):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
+        plain["tool_calls"] = [_normalise_tool_call(call) for call in calls]
     return plain
 
 
-def _plain_call(call: Any) -> Any:
+def _normalise_tool_call(call: Any) -> Any:
     """A tool call whose arguments are an object, where OpenAI's form has them as its JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
@@ -150,17 +173,19 @@ def _plain_call(call: Any) -> Any:
 
 
 def as_messages(prompt: Prompt) -> Any:
+    """The turns of a prompt, unchecked: its "messages", or its "prompt" as one of the user's."""
     if "messages" in prompt:
         return prompt["messages"]
     return [{"role": "user", "content": prompt["prompt"]}]
 
 
-def turns_key(prompt: Prompt) -> str:
-    """What tells a prompt from others."""
+def prompt_key(prompt: Prompt) -> str:
+    """A text that two prompts share only if their turns and tools are equal."""
     return json.dumps([as_messages(prompt), prompt.get("tools")])
 
 
-def user_text(prompt: Prompt) -> str:
+def last_user_text(prompt: Prompt) -> str:
+    """The content of the user's last turn; "" where there is none."""
     said = [turn["content"] for turn in as_messages(prompt) if turn["role"] == "user"]
     return str(said[-1]) if said else ""
 
@@ -172,53 +197,74 @@ def encode_prompt(
     template: str | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Under a template as `prompt_tokens`; several turns as `turns_tokens`."""
+    """The tokens of a prompt of one or several turns, up to where the answer starts.
+
+    Args:
+        prompt: the prompt.
+        model: its adapter's template is used where `template` is None and there are neither tools
+            nor template arguments.
+        tokenizer: the model's.
+        template, template_args: see `prompt_tokens`.
+    """
     if template is None and not (prompt.get("tools") or template_args):  # which are a chat's
-        template = own_template(model)
-    return asked_tokens(prompt, tokenizer, template, template_args)
+        template = adapter_template(model)
+    return encode_with_template(prompt, tokenizer, template, template_args)
 
 
-def own_template(model: Model) -> str | None:
+def adapter_template(model: Model) -> str | None:
+    """The template that the model's adapter was trained with; None where it has none."""
     return model.config.prompt_template if model.config else None
 
 
-def asked_tokens(
+def encode_with_template(
     prompt: Prompt,
     tokenizer: TokenizerWrapper,
     template: str | None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    messages = plain_turns(as_messages(prompt))
+    """The tokens of a prompt under a given template, or the model's own where that is None.
+
+    Raises:
+        InputError: the prompt is broken, or the template cannot be used for several turns.
+    """
+    messages = normalise_turns(as_messages(prompt))
     more: Any = {"tools": prompt.get("tools"), "template_args": template_args}
     if [turn["role"] for turn in messages] == ["user"]:
-        return text_tokens(messages[0]["content"], tokenizer, template, **more)
+        return encode_user_text(messages[0]["content"], tokenizer, template, **more)
     require(
         template in (None, "chat") or "{prompt}" in template,
         f"--template {template!r} for turns of a chat",
         expected="chat, or a text with {prompt} in it",
         do="choose another",
     )
-    return turns_tokens(messages, tokenizer, template, **more)
+    return encode_turns(messages, tokenizer, template, **more)
 
 
-def turns_tokens(
+def encode_turns(
     messages: Sequence[Message], tokenizer: TokenizerWrapper, template: str | None, **more: Any
 ) -> list[int]:
-    """Turns under the model's chat template; under an adapter's own `template`, the last alone.
+    """The tokens of chat turns, up to where the answer starts.
 
-    An adapter with a template was trained on single prompts, and answers worse behind other turns.
+    Under an adapter's own `template`, which has `{prompt}`, only the user's last turn is encoded
+    where `is_single_turn` says so: such an adapter was trained on single prompts, and answers worse
+    behind other turns. Else all turns, under the model's chat template; `more` are `chat_tokens`'
+    arguments.
     """
-    if template is not None and is_alone(messages, template, **more):
-        asked = plain_turns(messages[-1:])[0]["content"]
+    if template is not None and is_single_turn(messages, template, **more):
+        asked = normalise_turns(messages[-1:])[0]["content"]
         return encode(template.replace("{prompt}", asked), tokenizer)
     return chat_tokens(tokenizer, messages, **more)
 
 
-def is_alone(messages: Sequence[Message], template: str | None, **more: Any) -> bool:
-    """Whether the user's last turn is all that is shown: no system's, no tools, no arguments."""
+def is_single_turn(messages: Sequence[Message], template: str | None, **more: Any) -> bool:
+    """Whether a model is shown the user's last turn alone.
+
+    True where `template` has `{prompt}`, all turns are the user's or the assistant's, the last one
+    is the user's and alone or behind an answer, and none of `more` (tools, arguments) is given.
+    """
     if template is None or "{prompt}" not in template or any(more.values()):
         return False
-    roles = [turn["role"] for turn in plain_turns(messages)]
+    roles = [turn["role"] for turn in normalise_turns(messages)]
     # What a user says in two turns at once is one question.
     return roles[-2:] in (["user"], ["assistant", "user"]) and {*roles} <= {"user", "assistant"}
 
@@ -242,6 +288,9 @@ def chat_tokens(
         add_generation_prompt: whether an answer starts behind them.
         continues: whether the last turn is left open, for the answer to go on from.
 
+    Returns:
+        Token ids, the template's special ones included.
+
     Raises:
         InputError: there is no template, or it refuses the turns, or reads no such arguments.
     """
@@ -257,7 +306,7 @@ def chat_tokens(
         expected="a list of JSON schemas",
         do="correct or drop them",
     )
-    turns = plain_turns(messages)
+    turns = normalise_turns(messages)
     for turn in turns:
         check_text(turn["content"])
     more = dict(template_args or {}) | ({"tools": list(tools)} if tools else {})
@@ -265,7 +314,7 @@ def chat_tokens(
     more["add_generation_prompt"] = add_generation_prompt
     if continues:
         more["continue_final_message"] = True
-    with refusing_turns("these turns"):
+    with bounded_rendering("these turns"):
         return list(tokenizer.apply_chat_template(turns, **more))
 
 
@@ -278,6 +327,11 @@ class ChatFrame:
 
 
 def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
+    """Find the tokens that the chat template puts between an answer and the next user's turn.
+
+    They are split behind the last end token and the blanks that follow it. Empty where there is no
+    template, or it refuses a user's, an assistant's and a user's turn.
+    """
     if not tokenizer.has_chat_template:
         return ChatFrame()
     first = "Hello"
@@ -288,7 +342,7 @@ def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
         for role, text in (("user", first), ("assistant", answer), ("user", second))
     ]
     try:
-        with refusing_turns("three turns"):
+        with bounded_rendering("three turns"):
             text = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except InputError:
         return ChatFrame()
@@ -303,7 +357,10 @@ def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
 
 
 def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) -> None:
-    """Refuse what would be ignored: Jinja is silent about names that no template reads."""
+    """Raise InputError where a name of `given` is not read by the chat template.
+
+    Jinja is silent about such names, and they would be ignored.
+    """
     text = getattr(tokenizer, "chat_template", None)
     for name in given:
         # Where the template is code, nobody can tell what it reads.
@@ -325,7 +382,7 @@ def prompt_tokens(
     tools: Tools | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The tokens of one prompt.
+    """The tokens of one question under a template, up to where the answer starts.
 
     Args:
         text: what the user asks.
@@ -343,10 +400,13 @@ def prompt_tokens(
     return encode_prompt(prompt, model, tokenizer, template, template_args)
 
 
-def text_tokens(
+def encode_user_text(
     text: str, tokenizer: TokenizerWrapper, template: str | None, **more: Any
 ) -> list[int]:
-    """The tokens of one prompt under a template; the arguments are those of `prompt_tokens`."""
+    """The tokens of one question; `more` are `tools` and `template_args`.
+
+    See `prompt_tokens`; but a `template` of None is the chat template, or raw where there is none.
+    """
     require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
     if template is None:
         template = "chat" if tokenizer.has_chat_template else "raw"
@@ -370,7 +430,11 @@ def text_tokens(
 
 
 def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
-    """Tokens of `text`, with the model's start token unless the text begins with it."""
+    """Tokens of `text`, with the special tokens that the tokenizer adds, such as a start token.
+
+    None are added where the text begins with the start token already. InputError where the text is
+    not Unicode.
+    """
     check_text(text)
     bos = tokenizer.bos_token
     add_special_tokens = bos is None or not text.startswith(bos)
@@ -378,7 +442,8 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def check_text(text: str) -> None:
-    """Check that `text` has no stray byte or half of a surrogate pair, which tokenizers refuse."""
+    """Raise InputError where `text` has a stray byte or half of a surrogate pair, which tokenizers
+    refuse."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -389,7 +454,8 @@ def check_text(text: str) -> None:
         ) from error
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return index

@@ -7,11 +7,14 @@ from textwrap import fill
 from typing import Any
 
 Columns = Mapping[str, Callable[[Any], str]]
-"""What the cells of a row say, by the head of their column."""
+"""By the head of a column, a function from a row's value to the text of its cell."""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines: the first column to the left, the others to the right."""
+    """Rows of cells as lines of equal columns: the first one flush left, the others right.
+
+    There is one row or more, all with as many cells.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -22,16 +25,18 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
+    """The texts of the cells of each row."""
     return [[cell(row) for cell in columns.values()] for row in rows]
 
 
 def table(columns: Columns, rows: Iterable[Any], more: Sequence[Sequence[str]] = ()) -> list[str]:
-    """A line a row, below the heads of the columns; `more` are lines of cells below."""
+    """The lines of a text table: the heads of `columns`, a line for each of `rows`, and below them
+    `more`, rows of finished cells."""
     return aligned([list(columns), *cells(columns, rows), *more])
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of these inches, without a window."""
+    """An empty matplotlib figure of `width` by `height` inches, which opens no window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -41,11 +46,13 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def every_pair(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Without end: all colours in the first style of line or mark, then in the next, and anew."""
+    """Yield (colour, style) without end: all colours in the first style, then in the next; and
+    from the first again after the last."""
     return cycle((colour, style) for style in styles for colour in colours)
 
 
 def finish(figure: Any, caption: str, path: Path) -> None:
+    """Write a figure to `path`, with a caption below unless that is empty, and light axes."""
     if caption:
         width = int(15.5 * figure.get_figwidth())
         figure.supxlabel(fill(caption, width), x=0.01, ha="left", fontsize=8)

@@ -12,20 +12,28 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer, Prefilled, is_forked, run
-from .api import GenerationResponse, end_token_ids, segments_of, stream_generate, with_seed
+from .api import GenerationResponse, answer_segments, end_token_ids, stream_generate, with_seed
 from .bars import Progress
-from .drafters.registry import DrafterArgument, Loaded, with_drafter
+from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
 from .drafters.text_index import EarlierAnswers
 from .errors import require
-from .generation.divergence import Divergence, divergence
-from .generation.memory import Memory, memory_of
+from .generation.divergence import Divergence, find_divergence
+from .generation.memory import Memory, measure_memory
 from .generation.plan import Decode, decode_plan, drafter_name, make_plan
 from .generation.pool import MemoryPool
 from .loading.attach import swap_adapter
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
-from .prompts import Message, Tools, check_text, common_prefix, is_alone, own_template, turns_tokens
+from .prompts import (
+    Message,
+    Tools,
+    adapter_template,
+    check_text,
+    common_prefix_length,
+    encode_turns,
+    is_single_turn,
+)
 from .settings import GenerateConfig
 
 _TURNS = "ABBAABBA"
@@ -36,7 +44,7 @@ _T_OF_PAIRS = 3.18
 
 @dataclass
 class ChatTotals:
-    """What a chat's answers add up to."""
+    """Sums over a chat's answers."""
 
     answers: int = 0
     tokens: int = 0
@@ -123,7 +131,7 @@ class ChatSession:
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
         given = (drafter, draft_model, heads)
-        self.config, self._loaded = with_drafter(config or GenerateConfig(), *given)
+        self.config, self._loaded = resolve_drafter(config or GenerateConfig(), *given)
         self.totals = ChatTotals()
         self.reset(system)
 
@@ -136,6 +144,7 @@ class ChatSession:
         check_text(system or "")
 
         def anew() -> None:
+            """Begin a new conversation, on the MLX thread."""
             self._check_idle()
             self.system = system
             self.messages: list[Message] = []
@@ -146,14 +155,17 @@ class ChatSession:
         run(anew)
 
     def _empty_cache(self) -> None:
-        self.let_go()
+        """Drop the cache, the last answer's memory and, unless they are shared, earlier answers."""
+        self.free_memory()
         shared = self._prompts
         self._earlier = EarlierAnswers() if shared is None else shared.answers(self.model)
         self._memory: Memory | None = None
 
-    def let_go(self) -> None:
-        """Free the cache, between replies: the next one processes the conversation anew, or what
-        the prompt cache has not of it."""
+    def free_memory(self) -> None:
+        """Drop the key/value cache, to free its memory. Between replies alone.
+
+        The next reply processes the conversation anew, but for what the prompt cache has of it.
+        """
         self._cache = self.model.make_cache()
         self._cached_tokens: list[int] = []
         if self._pool is not None:
@@ -181,6 +193,7 @@ class ChatSession:
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
         def go_on() -> None:
+            """Check that a plan can be made, then take the model over, on the MLX thread."""
             self._check_idle()
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
@@ -191,7 +204,7 @@ class ChatSession:
     @property
     def memory(self) -> Memory:
         """Where the memory goes: at the end of the last whole answer, or now if there is none."""
-        return self._memory or memory_of(self.model, self._cache, loaded=self._loaded)
+        return self._memory or measure_memory(self.model, self._cache, loaded=self._loaded)
 
     @property
     def cached(self) -> tuple[list[int], TreeCache]:
@@ -199,7 +212,10 @@ class ChatSession:
         return self._cached_tokens, self._cache
 
     def resume(self, tokens: Sequence[int], cache: TreeCache) -> None:
-        """Take over a `cache` that holds `tokens`: replies reuse what the conversation shares."""
+        """Replace the session's cache by `cache`, which holds `tokens`.
+
+        The next reply reuses as many of these as its prompt begins with.
+        """
         self._cached_tokens = list(tokens)
         self._cache = cache
 
@@ -209,8 +225,14 @@ class ChatSession:
         return self._cache.offset
 
     def reply(self, text: str, progress: Progress | None = None) -> Answer[GenerationResponse]:
-        """Answer `text`, segment by segment. Cancelling the answer stops and keeps it, with what a
-        target call that was under way had said.
+        """Answer the user's next message, segment by segment.
+
+        Message and answer join `messages` when the answer is over. One that is cancelled is kept as
+        far as it was given out; with none of it, the turn does not count.
+
+        Args:
+            text: the message.
+            progress: called with (tokens processed, tokens in all) while the prompt is processed.
 
         Raises:
             InputError: the conversation no longer fits the context, or the last reply is still
@@ -219,6 +241,7 @@ class ChatSession:
         config = with_seed(self.config)
 
         def opened() -> Answer[GenerationResponse]:
+            """Begin the reply, on the MLX thread."""
             self._check_idle()
             answer = Answer(self._segments(text, config), progress)
             self._reply = weakref.ref(answer)
@@ -230,18 +253,20 @@ class ChatSession:
         """Cancel the reply that is open, and free the cache; the session answers no more."""
 
         def closed() -> None:
+            """Close the open reply, then drop cache and model, on the MLX thread."""
             reply = self._reply()
             if reply is not None:
                 reply.close()
             if not self._is_closed:
                 self._is_closed = True
-                self.let_go()
+                self.free_memory()
                 del self.model, self._loaded
 
         if not is_forked():
             run(closed)
 
     def _check_open(self) -> None:
+        """Raise InputError where the session is closed."""
         require(
             not self._is_closed,
             "this chat is closed",
@@ -250,10 +275,8 @@ class ChatSession:
         )
 
     def _check_idle(self) -> None:
-        """Check that no reply is open: two would write the same cache and history.
-
-        On the MLX thread, behind what a cancelled one still writes.
-        """
+        """Raise InputError where a reply is open, as two would write the same cache and history,
+        or the session is closed. On the MLX thread, behind what a cancelled reply still writes."""
         self._check_open()
         reply = self._reply()
         require(
@@ -266,10 +289,14 @@ class ChatSession:
     def _segments(
         self, text: str, config: GenerateConfig
     ) -> Iterator[GenerationResponse | Prefilled]:
+        """Begin the answer to `text` behind what is cached of the conversation; its segments.
+
+        The longer of the session's own cache and what the prompt cache has is gone on from.
+        """
         question: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, question])
         # At least one token is left to process.
-        reused = self._cache.longest_trim(common_prefix(self._cached_tokens, prompt[:-1]))
+        reused = self._cache.longest_trim(common_prefix_length(self._cached_tokens, prompt[:-1]))
         if self._prompts is not None and not config.deterministic:
             cache, known = self._prompts.take(self.model, prompt, self._cache.scratch)
             if known > reused:
@@ -281,9 +308,11 @@ class ChatSession:
         decode: Decode = decode_plan
         if self._pool is not None:
             self._pool.forget(self)  # it runs, until it is over
-            decode = self._pool.bounded(decode_plan)
+            decode = self._pool.within_limit(decode_plan)
 
         def done(given: list[GenerationResponse]) -> None:
+            """Keep the answer in the conversation and what it computed in the caches; with none
+            `given`, take the question back."""
             if given:
                 said = "".join(one.text for one in given)
                 self.messages.append({"role": "assistant", "content": said})
@@ -299,7 +328,7 @@ class ChatSession:
             if self._prompts is not None:
                 self._prompts.put(self.model, self._cached_tokens, self._cache)
 
-        segments = segments_of(
+        segments = answer_segments(
             self.model,
             self.tokenizer,
             prompt[reused:],
@@ -320,15 +349,20 @@ class ChatSession:
 
     @property
     def asks_alone(self) -> bool:
-        """Whether the model is shown the last message alone, under its adapter's own template."""
+        """Whether the model will be shown the next message alone, under its adapter's own template.
+
+        Not where there is a system prompt, tools or template arguments.
+        """
         others = [turn for turn in self.messages if turn["role"] != "user"]
         turns = [*others, {"role": "user", "content": ""}]
-        return is_alone(turns, own_template(self.model), **self._template)
+        return is_single_turn(turns, adapter_template(self.model), **self._template)
 
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
-        return turns_tokens(turns, self.tokenizer, own_template(self.model), **self._template)
+        """The tokens of `turns` under the chat's template."""
+        return encode_turns(turns, self.tokenizer, adapter_template(self.model), **self._template)
 
     def _count(self, last: GenerationResponse, reused: int) -> None:
+        """Add an answer to the totals, by its last segment; `reused` prompt tokens were cached."""
         totals = self.totals
         totals.reused_tokens += reused
         totals.answers += 1
@@ -346,6 +380,10 @@ class ChatSession:
 
         Args:
             progress: given (answers done, answers in all).
+
+        Returns:
+            Whether all answers are the same, and how much faster drafting was. The conversation
+            and its cache stay as they are.
 
         Raises:
             InputError: nothing was said yet, or the chat is closed.
@@ -380,7 +418,7 @@ class ChatSession:
         plain = answers["B"][0]
         other = next((one for one in (*answers["A"], *answers["B"]) if one != plain), plain)
         ends = end_token_ids(self.model, self.tokenizer)
-        parting = run(lambda: divergence(self.model, prompt, plain, other, config, ends))
+        parting = run(lambda: find_divergence(self.model, prompt, plain, other, config, ends))
         return Comparison(parting is None, lasts["A"][-1], lasts["B"][-1], ratios, parting)
 
 

@@ -3,7 +3,7 @@
 The sandbox, transformers' own, keeps a template from files and from Python's inner life, not from
 looping for ever. Here loops, calls and pieces of output look at a deadline, and what is written has
 at most so many characters. What a single expression computes is not bounded. transformers compiles
-its templates so, as long as one is rendered under `refusing_turns`.
+its templates so, as long as one is rendered under `bounded_rendering`.
 """
 
 import time
@@ -23,13 +23,15 @@ from .errors import InputError, require
 
 MAX_SECONDS = 5.0
 MAX_CHARS = 10_000_000
+"""What rendering a prompt may take, and characters that it may write."""
 _LOOP_FILTER = "ssmlx_until_deadline"
 
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 _day: ContextVar[datetime | None] = ContextVar("day", default=None)
 
 
-def _bound(ok: bool, what: str) -> None:
+def _require_within_bounds(ok: bool, what: str) -> None:
+    """Raise an InputError that says `what` the template does, unless `ok`."""
     require(
         ok,
         f"the model's chat template {what}",
@@ -39,19 +41,21 @@ def _bound(ok: bool, what: str) -> None:
 
 
 def _check_deadline() -> None:
+    """Raise InputError behind the deadline of the `bounded_rendering` around, if there is one."""
     deadline = _deadline.get()
     is_in_time = deadline is None or time.monotonic() < deadline
-    _bound(is_in_time, f"takes more than {MAX_SECONDS:.0f} s")
+    _require_within_bounds(is_in_time, f"takes more than {MAX_SECONDS:.0f} s")
 
 
 def _until_deadline(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield `items`, looking at the deadline before each."""
     for item in items:
         _check_deadline()
         yield item
 
 
 class _DeadlineLoops(NodeTransformer):
-    """Has every loop look at the deadline."""
+    """Puts a filter on what every loop of a template goes over, which looks at the deadline."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
@@ -62,8 +66,11 @@ class _DeadlineLoops(NodeTransformer):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
+    """transformers' sandbox, whose loops, calls and output are bounded."""
+
     @classmethod
     def like(cls, other: ImmutableSandboxedEnvironment) -> "_Sandbox":
+        """A bounded copy of `other`, with its globals and filters, and `strftime_now`."""
         own = object.__new__(cls)
         own.__dict__.update(other.__dict__, globals={**other.globals})
         own.globals["strftime_now"] = lambda form: (_day.get() or datetime.now()).strftime(form)
@@ -74,11 +81,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _DeadlineLoops().visit(super()._parse(*args))
 
     def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
+        """Join what a template writes; InputError behind `MAX_CHARS` or the deadline."""
         kept = []
         size = 0
         for piece in _until_deadline(pieces):
             size += len(piece)
-            _bound(size <= MAX_CHARS, "makes too much text")
+            _require_within_bounds(size <= MAX_CHARS, "makes too much text")
             kept.append(piece)
         return "".join(kept)
 
@@ -87,24 +95,30 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **kwargs)
 
 
-_theirs = chat_template_utils._compile_jinja_template
+_transformers_compile = chat_template_utils._compile_jinja_template
 
 
 @lru_cache
-def _bounded(template: str) -> Template:
-    return _Sandbox.like(_theirs("").environment).from_string(template)
+def _compile_bounded(template: str) -> Template:
+    return _Sandbox.like(_transformers_compile("").environment).from_string(template)
 
 
 def _compile(template: str) -> Template:
-    return _theirs(template) if _deadline.get() is None else _bounded(template)
+    """transformers' compiler of templates, replaced: bounded inside `bounded_rendering`."""
+    return (
+        _transformers_compile(template) if _deadline.get() is None else _compile_bounded(template)
+    )
 
 
 chat_template_utils._compile_jinja_template = _compile
 
 
 @contextmanager
-def on_one_day() -> Iterator[None]:
-    """Tell templates that ask for it always the same date: a run goes on the day after."""
+def frozen_date() -> Iterator[None]:
+    """Give templates that ask for the date 1 January 2026 inside the block.
+
+    So that a run that goes on another day has the same prompts.
+    """
     token = _day.set(datetime(2026, 1, 1))
     try:
         yield
@@ -113,8 +127,13 @@ def on_one_day() -> Iterator[None]:
 
 
 @contextmanager
-def refusing_turns(turns: str) -> Iterator[None]:
-    """Tell in one line what a chat template has against `turns`, and when it takes too much."""
+def bounded_rendering(turns: str) -> Iterator[None]:
+    """Bound what chat templates that are rendered inside the block may take.
+
+    Raises:
+        InputError: a template takes more than `MAX_SECONDS` or `MAX_CHARS`, or raises any error,
+            which is said to be against `turns`, the message's words for what is rendered.
+    """
     token = _deadline.set(time.monotonic() + MAX_SECONDS)
     try:
         yield

@@ -52,7 +52,7 @@ def together(monkeypatch):
     made = []
     read = batching.prefill
     step = Batch.step
-    monkeypatch.setattr(Plan, "outlook", (1.0, 1.0))
+    monkeypatch.setattr(Plan, "expected_call", (1.0, 1.0))
     cost_batches(monkeypatch, 1.001)
     monkeypatch.setattr(batching, "prefill", lambda *a: made.append("piece") or read(*a))
     monkeypatch.setattr(Batch, "step", lambda self: made.append("call") or step(self))
@@ -243,7 +243,7 @@ def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypa
 
 def test_a_prompt_may_be_given_up(ask, together, batches):
     answer = ask([45, 2] * 40)
-    run(lambda: [answer._turns.take() for _ in range(3)])
+    run(lambda: [answer._source.take() for _ in range(3)])
     answer.close()
     assert not batches._prompts
     assert next(ask([45, 2] * 40)).cached_tokens == 16
@@ -270,16 +270,16 @@ def test_a_mask_is_told_the_tokens_before(ask, together):
 )
 def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks, cost, goes):
     class Open:
-        def __init__(self, outlook):
+        def __init__(self, expected_call):
             self.is_paused = False
             self.text = [1]
-            self.plan = type("Plan", (), {"outlook": outlook})
+            self.plan = type("Plan", (), {"expected_call": expected_call})
 
     cost_batches(monkeypatch, cost)
     group = batching._Group(engine.model())
-    group.open = [Open(outlook) for outlook in outlooks]
-    group.decide()
-    assert group.together == goes
+    group.open = [Open(expected_call) for expected_call in outlooks]
+    group.choose_mode()
+    assert group.is_batched == goes
 
 
 def test_a_row_that_others_began_goes_on_when_they_are_gone(ask, together):
@@ -289,7 +289,7 @@ def test_a_row_that_others_began_goes_on_when_they_are_gone(ask, together):
     late = ask(unknown)
     for one in others:
         next(one)
-    run(late._turns.take)
+    run(late._source.take)
     for one in others:
         next(one)
     for one in others:

@@ -17,7 +17,7 @@ from convert.__main__ import main as convert
 from convert.continuations import Sampling, encode_prompts, generate_batch
 from ssmlx.errors import InputError
 from ssmlx.loading.files import PartFile
-from ssmlx.prompts import as_messages, asked_tokens, read_prompts
+from ssmlx.prompts import as_messages, encode_with_template, read_prompts
 from ssmlx.settings import StreamConfig
 
 WORDS = ["[U]", "<s>", "</s>", "user", "assistant", "system", ":"]
@@ -244,7 +244,7 @@ def test_turns_are_asked_as_decoding_asks_them(folder, prompts, tmp_path):
     assert continuations.main([*command(folder, prompts, out), "--lora", str(lora)]) == 0
     words = TokenizerWrapper(make_tokenizer())
     for row in map(json.loads, out.read_text().splitlines()):
-        assert row["prompt_tokens"] == asked_tokens(row, words, template)
+        assert row["prompt_tokens"] == encode_with_template(row, words, template)
 
 
 def test_sampling_answers_a_prompt_as_often_as_it_is_asked(folder, tmp_path):

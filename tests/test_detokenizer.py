@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import GPTSw3Tokenizer, PreTrainedTokenizerFast
 
 import ssmlx
-from ssmlx.api import Text
+from ssmlx.api import AnswerText
 from ssmlx.detokenizer import Detokenizer
 
 VOCAB = 64
@@ -139,9 +139,9 @@ def test_the_pieces_of_a_text_join_to_the_whole(tokenizer):
         text = ""
         for count, token in enumerate(tokens, 1):
             text += said.add(token)
-            assert text + said.rest() == whole(tokenizer, tokens[:count])
-            assert said.rest() == said.rest()
-        assert text + said.rest() == whole(tokenizer, tokens)
+            assert text + said.held_back_text() == whole(tokenizer, tokens[:count])
+            assert said.held_back_text() == said.held_back_text()
+        assert text + said.held_back_text() == whole(tokenizer, tokens)
 
 
 def ends_in_byte(tokenizer, tokens):
@@ -158,14 +158,14 @@ def test_the_pieces_behind_a_prompt_go_on_from_its_text(tokenizer):
             continue  # its end would be another one
         for tokens in texts(tokenizer, seed, 3):
             said = Detokenizer(tokenizer, prompt)
-            text = "".join(map(said.add, tokens)) + said.rest()
+            text = "".join(map(said.add, tokens)) + said.held_back_text()
             assert before + text == whole(tokenizer, [*prompt, *tokens])
 
 
 def test_the_text_of_steps_is_that_of_tokens(tokenizer):
     rng = random.Random(3)
     for tokens in texts(tokenizer, 4, 50):
-        text = Text(tokenizer, ["zzz"])
+        text = AnswerText(tokenizer, ["zzz"])
         joined = ""
         for start in range(0, len(tokens), size := rng.randint(1, 5)):
             for token in tokens[start : start + size]:
@@ -183,7 +183,7 @@ def test_text_that_nothing_can_change_does_not_wait(kind, tmp_path):
     tokens = [vocabulary[name] for name in ("x", line, 4 * space, "ret", f"{space}a")]
     said = Detokenizer(tokenizer)
     assert [said.add(token) for token in tokens] == ["x", "\n", "    ", "ret", " a"]
-    assert said.rest() == ""
+    assert said.held_back_text() == ""
 
 
 def test_bytes_wait_for_their_character():

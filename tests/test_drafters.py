@@ -35,7 +35,7 @@ from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
 from ssmlx.decoding.sampling import GREEDY, filter_logprobs, log_softmax
 from ssmlx.drafters import copies as text_copies
 from ssmlx.drafters import draft_model
-from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice, foretold, with_copies
+from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice, count_copy_hits, mix_copies
 from ssmlx.drafters.draft_model import (
     DraftCache,
     DraftModel,
@@ -152,11 +152,11 @@ def test_what_help_lists_of_a_drafter_is_what_it_registers(name):
 
 def test_settings_of_another_class_are_refused():
     mine = RegisteredDrafter(name="mine", build=None, settings=LookaheadConfig)
-    assert mine.settings_in(GenerateConfig()) == LookaheadConfig()
+    assert mine.settings_from(GenerateConfig()) == LookaheadConfig()
     given = GenerateConfig(drafter_settings=SMALL_LOOKAHEAD)
-    assert mine.settings_in(given) is SMALL_LOOKAHEAD
+    assert mine.settings_from(given) is SMALL_LOOKAHEAD
     with pytest.raises(InputError, match="expected a LookaheadConfig for the drafter mine"):
-        mine.settings_in(GenerateConfig(drafter_settings={"window": 3}))
+        mine.settings_from(GenerateConfig(drafter_settings={"window": 3}))
 
 
 def drafter_of(model, settings):
@@ -448,7 +448,7 @@ def test_copies_are_mixed_into_what_streams_guess():
     probs = 0.9 * rng.dirichlet(np.ones(4), (5, 3, 4)).astype(np.float32)
     copied = mx.array([[3, 1, 4], [9, 9, 9], [PAD_TOKEN] * 3, [3, PAD_TOKEN, 2], [8, 1, 9]])
     told = mx.array(rng.uniform(0.5, 1, (5, 2, 2)) * [[0.5], [1]], mx.float32)
-    found, logprobs = with_copies(tokens, mx.log(mx.array(probs)), copied, told)
+    found, logprobs = mix_copies(tokens, mx.log(mx.array(probs)), copied, told)
     for place, level in product(range(5), range(3)):
         own = tokens[place, level].tolist()
         copy = copied[place, level].item()
@@ -480,20 +480,20 @@ def test_copies_are_trusted_by_what_they_foretold():
         ([PAD_TOKEN] * 3, [3, 2, 5], [0.0] * 3, 0),
     ]
     for copied, said, shares, count in cases:
-        found = foretold(tokens, mx.log(mx.array(probs)), mx.array(copied), mx.array(said))
+        found = count_copy_hits(tokens, mx.log(mx.array(probs)), mx.array(copied), mx.array(said))
         assert np.allclose(found[0], shares, atol=1e-6)
         assert found[1].tolist() == [1.0] * count + [0.0] * (3 - count)
     # A call shows as much as it accepted, and the word that put it right.
     copies = Copies([3, 2, 5, 9])
     guesses = (tokens, mx.log(mx.array(probs)))
     for place, text, accepted in [(4, [3], 0), (5, [2, 5, 5], 1), (7, [7], 0)]:
-        copies.among(guesses, *(mx.array(one) for one in (text, [accepted], [place])))
-    assert np.allclose(copies._told - text_copies.untold(), [[1, 1], [2, 1]])
+        copies.mix_into_guesses(guesses, *(mx.array(one) for one in (text, [accepted], [place])))
+    assert np.allclose(copies._copy_counts - text_copies.initial_copy_counts(), [[1, 1], [2, 1]])
     # What was guessed before a hole is no guess of what stands behind it.
-    shown = copies._told
+    shown = copies._copy_counts
     copies.follow([3, 2], 8)
-    copies.among(guesses, *(mx.array(one) for one in ([5], [0], [10])))
-    assert np.array_equal(copies._told, shown)
+    copies.mix_into_guesses(guesses, *(mx.array(one) for one in ([5], [0], [10])))
+    assert np.array_equal(copies._copy_counts, shown)
     assert copies._text.continuation(mx.array([10]), 3)[0].tolist() == [7, 3, 2]
 
 
@@ -505,7 +505,7 @@ def test_replays_trust_copies_by_what_was_said_before():
     tokens = np.stack([rng.permutation(6)[:4] for _ in range(21)]).reshape(7, 3, 4).astype(np.int32)
     logprobs = np.log(rng.dirichlet(np.ones(4), (7, 3, 4)).astype(np.float32))
     found = mix_copies_along(prompt, answer, tokens, logprobs)
-    told = text_copies.untold()
+    told = text_copies.initial_copy_counts()
     text = TextOnDevice(prompt + answer)
     shown = []
     for place in range(7):
@@ -513,10 +513,10 @@ def test_replays_trust_copies_by_what_was_said_before():
         guesses = mx.array(tokens[place]), mx.array(logprobs[place]), copied
         for level, before in enumerate(shown[-2:][::-1]):
             told = told + mx.stack([before[:, n] * (n == level) for n in range(2)], axis=1)
-        for one, expected in zip(found, with_copies(*guesses, told), strict=True):
+        for one, expected in zip(found, mix_copies(*guesses, told), strict=True):
             assert np.allclose(one[place], expected, atol=1e-5)
-        shown.append(foretold(*guesses, mx.array([*answer[place + 1 :], -2, -2, -2][:3])))
-    assert told[1].tolist() != text_copies.untold()[1].tolist()
+        shown.append(count_copy_hits(*guesses, mx.array([*answer[place + 1 :], -2, -2, -2][:3])))
+    assert told[1].tolist() != text_copies.initial_copy_counts()[1].tolist()
 
 
 def test_streams_go_on_with_a_copy_as_far_as_they_reach():

@@ -31,7 +31,7 @@ from convert.formats.heads import (
 )
 from convert.reference.heads import new_reference
 from ssmlx.drafters.heads import CONFIG_FILE, WEIGHTS_FILE, load_heads, read_heads
-from ssmlx.drafters.mlp_speculator import num_candidate_nodes, widths_topology
+from ssmlx.drafters.mlp_speculator import full_tree_topology, num_candidate_nodes
 from ssmlx.errors import InputError
 from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
@@ -291,7 +291,7 @@ def test_fewer_stages_and_the_settings_own_widths(backbone, tmp_path):
     assert heads.propose_tree(root, state, shape()).num_nodes == 1 + 4 + 5 + 5
     assert heads.propose_tree(root, state, shape(size=99)).num_nodes == 1 + 4 + 12 + 24
     full = heads.propose_tree(root, state, shape((2, 2)))
-    assert full.topology is widths_topology((2, 2)) and full.num_internal == 3
+    assert full.topology is full_tree_topology((2, 2)) and full.num_internal == 3
     assert full.parents.tolist() == [0, 0, 0, 1, 1, 2, 2]
     for widths in ((), (2, 2, 2, 2), (64, 64, 64)):
         with pytest.raises(InputError, match="tree widths"):

@@ -16,7 +16,7 @@ from ssmlx import api
 from ssmlx.api import stream_generate
 from ssmlx.commands.chat import Chat, Screen, handle_line
 from ssmlx.drafters.draft_model import DraftModel
-from ssmlx.generation.memory import MIB, Memory, memory_of
+from ssmlx.generation.memory import MIB, Memory, measure_memory
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
@@ -78,8 +78,8 @@ def test_the_parts_are_what_is_in_use(exact, scope, packed, schedule, monkeypatc
         config = GenerateConfig(max_tokens=16, tree=TREE, stream_schedule=schedule)
     responses = stream_generate(model, make_tokenizer(VOCAB), PROMPT, config)
     seen = []  # where the memory is told, for the answer is gone when its last segment is read
-    told = api.memory_of
-    monkeypatch.setattr(api, "memory_of", lambda *args: seen.append(settled()) or told(*args))
+    told = api.measure_memory
+    monkeypatch.setattr(api, "measure_memory", lambda *args: seen.append(settled()) or told(*args))
     memory = last_of(responses).memory
     in_use = seen[0] - before
     assert memory.weights == pytest.approx(weights, rel=0.02)
@@ -101,7 +101,7 @@ def test_the_parts_are_what_is_in_use(exact, scope, packed, schedule, monkeypatc
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_draft_head_is_its_rows_of_the_head(tied, packed):
     model = loaded("all", packed=packed, tied=tied)
-    memory = memory_of(model, model.make_cache())
+    memory = measure_memory(model, model.make_cache())
     scales = 2 * 4 * WIDTH // 32  # and biases
     assert memory.draft_head == DRAFT_VOCAB * (WIDTH // 2 + scales if packed else 4 * WIDTH)
     embeddings = 3 * WIDTH * 4
@@ -111,9 +111,9 @@ def test_the_draft_head_is_its_rows_of_the_head(tied, packed):
 
 def test_merged_lora_is_part_of_the_base_and_what_it_replaced_is_told():
     """Without a folder to read them from again, the original weights are kept beside."""
-    plain = memory_of(StreamFusedModel(Backbone(make_base(**SIZES))), TreeCache(LAYERS))
-    merged = memory_of(loaded("all", packed=False), TreeCache(LAYERS))
-    apart = memory_of(loaded("all", packed=False, merge=False), TreeCache(LAYERS))
+    plain = measure_memory(StreamFusedModel(Backbone(make_base(**SIZES))), TreeCache(LAYERS))
+    merged = measure_memory(loaded("all", packed=False), TreeCache(LAYERS))
+    apart = measure_memory(loaded("all", packed=False, merge=False), TreeCache(LAYERS))
     assert merged.base == apart.base == plain.base
     lora = make_lora(make_base(**SIZES), LAYERS - 2, 1)
     assert apart.lora == sum(w.a.nbytes + w.b.nbytes for w in lora.values())
@@ -144,7 +144,7 @@ def test_heads_are_told(exact, kind):
     before = settled()
     heads = make_heads(kind, backbone, vocab=[1, 2, 5, 7])
     assert heads.nbytes == pytest.approx(settled() - before, rel=0.02)
-    memory = memory_of(StreamFusedModel(backbone), TreeCache(LAYERS), loaded=[heads])
+    memory = measure_memory(StreamFusedModel(backbone), TreeCache(LAYERS), loaded=[heads])
     assert memory.drafter == heads.nbytes
 
 

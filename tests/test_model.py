@@ -262,7 +262,8 @@ def test_candidates_are_scored_given_those_before(tied, quantised, draft, noisy)
 
 
 def test_an_untrained_condition_changes_nothing(monkeypatch):
-    monkeypatch.setattr("ssmlx.drafters.copies.Copies.among", lambda self, guesses, *_: guesses)
+    name = "ssmlx.drafters.copies.Copies.mix_into_guesses"
+    monkeypatch.setattr(name, lambda self, guesses, *_: guesses)
     model = tiny.make_model(adapter={"condition_rank": 3, "draft_vocab": range(1, 12)})
     streams = model.streams
     blank = replace(streams.condition, out=mx.zeros((32, 3)))

@@ -51,7 +51,7 @@ def test_a_drafter_that_is_named_is_controlled_too(model, drafter):
 def test_what_is_asked_for_is_obeyed(model, asked, nodes, levels):
     plan = make_plan(model, **asked)
     assert plan.controller == Always(DraftShape("streams", nodes, levels))
-    assert plan.outlook == (1.0, 1.0) and plan.learned is None
+    assert plan.expected_call == (1.0, 1.0) and plan.learned is None
 
 
 def test_text_is_drafted_for_every_model():

@@ -354,11 +354,11 @@ def test_levels_are_those_of_streams_or_fewer():
 
 
 def test_outlook_is_of_the_best_shape_or_plain():
-    tokens, cost = controller_of(known_table()).outlook()
+    tokens, cost = controller_of(known_table()).expected_call()
     assert tokens == pytest.approx(1 + 0.9 * 1.8)
     assert cost == pytest.approx(2.12, abs=0.01)
     dear = dict.fromkeys(TABLES["measured"], 6.0)
-    assert controller_of(known_table(dear)).outlook() == (1.0, 1.0)
+    assert controller_of(known_table(dear)).expected_call() == (1.0, 1.0)
 
 
 def test_costs_between_measured_counts_are_interpolated():
@@ -527,7 +527,7 @@ def test_acceptance_starts_with_the_prior_and_follows_the_text():
         counted.count(2.0, 1.8)
     followed = counted.ratio
     assert followed > 0.95
-    counted.pass_plain(200)
+    counted.count_plain_tokens(200)
     assert counted.ratio < 0.8
 
 
@@ -554,7 +554,7 @@ def test_a_chain_offers_what_each_level_should_bring():
     two, four = offer.shapes[:2]
     assert offer.expected(two, ratio_of) == pytest.approx(0.5)
     assert offer.expected(four, ratio_of) == pytest.approx(0.5 + 0.5 * 0.6 + 0.5 * 0.6 * 0.8)
-    likely, then = offer.after(2, ratio_of)
+    likely, then = offer.after_tokens(2, ratio_of)
     assert likely == pytest.approx(0.5 * 0.6)
     assert (then.match_length, then.following) == (4, 29)
 
@@ -569,7 +569,7 @@ def test_a_chain_counts_each_level_that_was_reached():
     eight = offer.shapes[-1]
 
     def counts(accepted: int) -> list[tuple[str, float]]:
-        return [(one.name, one.accepted) for one in offer.counted(eight, accepted)]
+        return [(one.name, one.accepted) for one in offer.acceptance_counts(eight, accepted)]
 
     lengths = (1, 2, 3, 4, 4)
     names = [f"prompt-lookup {length}" for length in lengths]
@@ -668,7 +668,7 @@ def test_calls_that_wait_are_timed_one_by_one():
 def test_rows_alone_cost_no_more_than_with_drafting_where_that_is_known():
     table = known_table()
     costs = table.frozen(0)
-    assert costs.most_known("rows") == costs.most_known("streams") > 0
+    assert costs.largest_known("rows") == costs.largest_known("streams") > 0
     for nodes in (2, 4, 8, 16):
         assert 1 < costs.calls(("rows", nodes)) <= costs.calls(("streams", nodes))
-    assert CostTable().frozen(0).most_known("rows") == 0
+    assert CostTable().frozen(0).largest_known("rows") == 0

@@ -19,7 +19,7 @@ from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError, NoRoomError
 from ssmlx.generation import pool as pools
 from ssmlx.generation.batching import Batches
-from ssmlx.generation.memory import cache_size
+from ssmlx.generation.memory import cache_size_of
 from ssmlx.generation.plan import Plan
 from ssmlx.generation.pool import MemoryPool, default_limit
 from ssmlx.policy.costs import FrozenCosts
@@ -49,7 +49,7 @@ def unbounded(base, streams):
 @pytest.fixture(scope="module")
 def text_bytes(unbounded):
     """Bytes of the keys and values of so many tokens, without scratch rows."""
-    return run(lambda: cache_size(unbounded.model())).of
+    return run(lambda: cache_size_of(unbounded.model())).of
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ class Thing:
     def __init__(self, gone):
         self._gone = gone
 
-    def let_go(self):
+    def free_memory(self):
         self._gone.append(self)
 
 
@@ -134,7 +134,7 @@ def test_the_default_is_a_share_of_what_the_machine_has_beside_weights(monkeypat
 
 def test_what_a_text_takes_is_known_before_anything_is_computed():
     model = make_model()
-    size = run(lambda: cache_size(model))
+    size = run(lambda: cache_size_of(model))
     cache = model.make_cache()
 
     def filled():
@@ -271,7 +271,7 @@ def test_earlier_answers_are_kept_and_go_as_prompts_do(bounded, text_bytes):
     assert pool.kept == engine.prompt_cache.nbytes <= pool.limit
     assert len(engine.prompt_cache) < 12, "the oldest are gone"
     expected = tokens_of(engine.stream(prompt(5, 1), deterministic=True, **settings))
-    answers.let_go()
+    answers.free_memory()
     assert answers.nbytes == 0
     assert tokens_of(engine.stream(prompt(5, 1), **settings)) == expected
 
@@ -357,7 +357,7 @@ def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeyp
     batches = Batches(lambda wanted: asked.append(wanted) or fits)
     asked = []
     monkeypatch.setattr(unbounded, "_batches", batches)
-    monkeypatch.setattr(Plan, "outlook", (1.0, 1.0))
+    monkeypatch.setattr(Plan, "expected_call", (1.0, 1.0))
     monkeypatch.setattr(FrozenCosts, "calls", lambda self, kind: 1.001)
     texts = [prompt(1000, 3), prompt(5, 1), prompt(5, 2)]
     alone = [tokens_of(unbounded.stream(one, max_tokens=12, deterministic=True)) for one in texts]
@@ -369,7 +369,7 @@ def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeyp
             own += [one for one in [next(answer, None)] if one]
         padding = max(padding, run(lambda: batches.cache_bytes))
     assert [tokens_of(own) for own in heard] == alone
-    wanted = 2 * 1000 * run(lambda: cache_size(unbounded.model())).per_token
+    wanted = 2 * 1000 * run(lambda: cache_size_of(unbounded.model())).per_token
     assert max(asked) == pytest.approx(wanted, rel=0.1)
     assert padding == (pytest.approx(wanted, rel=0.5) if fits else 0)
 

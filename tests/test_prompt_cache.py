@@ -35,12 +35,13 @@ from ssmlx.api import token_steps
 from ssmlx.commands import caches, chat, generate
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
-from ssmlx.loading import prompt_files
 from ssmlx.loading.attach import attach_adapter, swap_adapter
-from ssmlx.loading.prompt_files import PromptKey, read_prompt
+from ssmlx.loading.files import clear_leftovers
 from ssmlx.model.backbone import Backbone
+from ssmlx.model.cache_key import CacheKey
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompt_cache import PromptCache
+from ssmlx.prompt_cache.files import read_prompt
 from ssmlx.settings import LookaheadConfig, TreeConfig
 
 LENGTH = 10
@@ -220,23 +221,23 @@ def test_prompts_belong_to_weights_and_to_lora_on_every_row():
     backbone = Backbone(make_base())
     base = StreamFusedModel(backbone)
     streams, lora = (make_adapter(backbone, scope, **RESIDUAL) for scope in ("streams", "all"))
-    key = PromptKey.of(base)
+    key = CacheKey.of(base)
     other = make_adapter(backbone, "all", seed=9)
     chat = attach_adapter(backbone, streams, merge_lora=True)
-    assert PromptKey.of(chat) == key
+    assert CacheKey.of(chat) == key
     sql = swap_adapter(chat, lora, merge_lora=True)
-    merged = PromptKey.of(sql)
+    merged = CacheKey.of(sql)
     apart = swap_adapter(sql, lora, merge_lora=False)
-    assert PromptKey.of(apart) == merged and merged.lora != key.lora
+    assert CacheKey.of(apart) == merged and merged.lora != key.lora
     assert merged.weights == key.weights
-    assert PromptKey.of(swap_adapter(apart, other)).lora not in (key.lora, merged.lora)
+    assert CacheKey.of(swap_adapter(apart, other)).lora not in (key.lora, merged.lora)
     twin, changed = (StreamFusedModel(Backbone(make_base(**more))) for more in ({}, {"seed": 4}))
-    assert PromptKey.of(twin) == key != PromptKey.of(changed)
+    assert CacheKey.of(twin) == key != CacheKey.of(changed)
     wider = StreamFusedModel(Backbone(make_base(rope_theta=999.0)))
-    assert PromptKey.of(wider).weights != key.weights
+    assert CacheKey.of(wider).weights != key.weights
     half = make_base()
     half.set_dtype(mx.float16)
-    assert PromptKey.of(StreamFusedModel(Backbone(half))).dtype == "float16"
+    assert CacheKey.of(StreamFusedModel(Backbone(half))).dtype == "float16"
 
 
 def test_models_share_a_cache_and_each_finds_its_own():
@@ -434,7 +435,7 @@ import os, signal, sys, time
 sys.path.insert(0, "tests")
 import ssmlx, mlx.core as mx
 from test_prompt_cache import fill, model_of, text
-from ssmlx.loading import files, prompt_files
+from ssmlx.loading import files
 from ssmlx.prompt_cache import PromptCache
 folder, point, first, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 save = mx.save_safetensors
@@ -447,7 +448,7 @@ def half(file, *rest):
     stop()
 mx.set_default_device(mx.cpu)
 if point == "half":
-    prompt_files.mx.save_safetensors = half
+    mx.save_safetensors = half
 if point == "fsync":
     files.os.fsync = stop
 for seed in range(first, first + count):
@@ -475,7 +476,7 @@ def test_a_killed_writer_leaves_whole_files_alone(tmp_path, point):
     assert len(left) == 1
     for path in tmp_path.iterdir():
         os.utime(path, (1, 1))
-    prompt_files.clear_leftovers(tmp_path)
+    clear_leftovers(tmp_path)
     assert set(snapshot(tmp_path)) - set(before) == left  # it is being written
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -51,7 +51,7 @@ def test_data_is_of_one_day(tokenizer, monkeypatch):
         monkeypatch.setattr(templates, "datetime", fixed := Mock(wraps=datetime))
         fixed.now.return_value = datetime(2026, 11, day)
         assert chat_tokens(tokenizer, TURNS)[0] == day
-        with templates.on_one_day():
+        with templates.frozen_date():
             assert chat_tokens(tokenizer, TURNS)[0] == 1
 
 
@@ -133,12 +133,12 @@ def test_an_own_template_asks_the_last_turn_alone(tokenizer, template, turns, mo
     """Unless somebody has a system say something, or tools."""
     said = "{% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
     tokenizer._tokenizer.chat_template = "w8 {% if tools %}w6 {% endif %}" + said
-    assert prompts.turns_tokens(turns, tokenizer, template, **more) == expected
+    assert prompts.encode_turns(turns, tokenizer, template, **more) == expected
     model = Model()
     asked = {"messages": turns, **more}
     model.config = SimpleNamespace(prompt_template=template)
     assert encode_prompt(asked, model, tokenizer) == expected
-    refused = len(turns) > 1 and prompts.is_alone(turns, template, **more)
+    refused = len(turns) > 1 and prompts.is_single_turn(turns, template, **more)
     with pytest.raises(ValueError, match="several turns") if refused else nullcontext():
         given = {"messages": [*turns, ANSWER], **more}
         learnt = Encoder(tokenizer, template, END, 50).encode(given)

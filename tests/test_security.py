@@ -169,7 +169,7 @@ def test_a_fair_template_says_what_transformers_says(words):
     words._tokenizer.chat_template = FAIR
     words.has_chat_template = True
     expected = words.apply_chat_template(TURNS, tokenize=False)
-    with templates.refusing_turns("these"):
+    with templates.bounded_rendering("these"):
         assert words.apply_chat_template(TURNS, tokenize=False) == expected
     assert expected.endswith("   6 [1, (2, 3), {'a': 4}] --- 4")
     assert chat_tokens(words, TURNS) == words.encode(expected, add_special_tokens=False)

@@ -285,7 +285,7 @@ def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
         gone = asyncio.Event()
         pieces = count()
         told = lambda *_: next(pieces) == 3 and gone.set()  # noqa: E731
-        monkeypatch.setattr(answers.Answer, "_tell", told)
+        monkeypatch.setattr(answers.Answer, "_report_progress", told)
         (start,) = await drive(app, long, gone=gone)
         assert start["type"] == "http.response.start" and next(pieces) < 100
 
@@ -327,7 +327,7 @@ def test_whoever_takes_nothing_is_given_up(serve):
 
 
 def test_a_failing_step_ends_its_own_request_alone(serve, monkeypatch):
-    real = api.responses_of
+    real = api.build_responses
 
     def failing(steps, budget, num_prompt, *more):
         for response in real(steps, budget, num_prompt, *more):
@@ -335,7 +335,7 @@ def test_a_failing_step_ends_its_own_request_alone(serve, monkeypatch):
                 raise RuntimeError("a secret")
             yield response
 
-    monkeypatch.setattr(api, "responses_of", failing)
+    monkeypatch.setattr(api, "build_responses", failing)
     app = serve()
     bad = chat(words(30))
 

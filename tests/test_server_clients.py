@@ -81,7 +81,7 @@ def is_well(served, wanted):
     return right and served.is_idle() and served.process.poll() is None
 
 
-def memory_of(served):
+def measure_memory(served):
     command = ["ps", "-o", "rss=", "-p", str(served.process.pid)]
     return int(subprocess.check_output(command)) / 1024
 
@@ -178,12 +178,12 @@ def sent(served, body, times=1):
 
 
 def test_who_does_not_read_delays_nobody(served, wanted):
-    before = memory_of(served)
+    before = measure_memory(served)
     body = asking(stream=True, max_tokens=8000, top_logprobs=20)
     idle = [sent(served, {**body, "logprobs": True}) for _ in range(4)]
     time.sleep(3)
     found = asked(served, wanted[0][0]), sum(served.gauges())
-    grown = memory_of(served) - before
+    grown = measure_memory(served) - before
     [one.close() for one in idle]
     assert found == (wanted[0][1], 4) and grown < 64 and is_well(served, wanted)
 
@@ -365,6 +365,6 @@ def test_clients_that_leave_at_random(served, wanted, count):
     with ThreadPoolExecutor(8) as pool:
         for part in range(4):
             assert all(pool.map(ask, range(part * count // 4, (part + 1) * count // 4)))
-            sizes.append(memory_of(served))
+            sizes.append(measure_memory(served))
     assert is_well(served, wanted)
     assert count < 1000 or sizes[-1] - sizes[0] < 24, sizes

@@ -13,7 +13,7 @@ from real import answer, tokens_of, words
 import ssmlx
 from ssmlx.answers import run
 from ssmlx.errors import InputError
-from ssmlx.generation.divergence import divergence, weigh
+from ssmlx.generation.divergence import compare_logits, find_divergence
 from ssmlx.prompts import chat_tokens, encode_prompt, prompt_tokens
 
 LENGTH = 12
@@ -228,7 +228,7 @@ def test_where_answers_part_the_two_tokens_are_weighed(loaded, temp):
     likely, other = (int(token) for token in mx.argsort(-logits)[:2])
 
     def parting(tokens, ends=(0,)):
-        return divergence(model, prompt, plain, tokens, config, ends)
+        return find_divergence(model, prompt, plain, tokens, config, ends)
 
     assert parting(plain) is None
     swapped = other if plain[2] != other else likely
@@ -245,14 +245,15 @@ def test_where_answers_part_the_two_tokens_are_weighed(loaded, temp):
 def test_rounding_reaches_as_far_as_the_type_is_coarse():
     logits = mx.array([16.0, 15.9, 3.0])
     limits = [
-        weigh(0, 0, 1, logits, None, dtype).limit for dtype in (mx.float32, mx.float16, mx.bfloat16)
+        compare_logits(0, 0, 1, logits, None, dtype).limit
+        for dtype in (mx.float32, mx.float16, mx.bfloat16)
     ]
     assert limits == pytest.approx([0, 16 / 256, 16 / 32])
-    assert weigh(0, 0, 1, logits, None, mx.bfloat16).is_near_tie
-    assert not weigh(0, 0, 1, logits, None, mx.float16).is_near_tie
+    assert compare_logits(0, 0, 1, logits, None, mx.bfloat16).is_near_tie
+    assert not compare_logits(0, 0, 1, logits, None, mx.float16).is_near_tie
     # What was drawn is decided by the noise as well.
     noise = mx.array([[0.0, 0.09, 0.0]])
-    assert weigh(0, 0, 1, logits, noise, mx.float16).gap == pytest.approx(0.01, abs=1e-4)
+    assert compare_logits(0, 0, 1, logits, noise, mx.float16).gap == pytest.approx(0.01, abs=1e-4)
 
 
 @pytest.mark.parametrize("decoding", [None, "plain", "speculative"])

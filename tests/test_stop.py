@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ssmlx
-from ssmlx.api import Budget, Text, responses_of
+from ssmlx.api import AnswerText, StopChecker, build_responses
 from ssmlx.errors import InputError
 from ssmlx.prompts import chat_tokens
 
@@ -60,15 +60,15 @@ TOKENIZERS = {
 
 def told(kind, steps, stop, max_tokens=10**6, asks=False):
     """The segments of an answer of these steps."""
-    budget = Budget(Text(TOKENIZERS[kind], stop), {END}, max_tokens)
+    stop_checker = StopChecker(AnswerText(TOKENIZERS[kind], stop), {END}, max_tokens)
 
     def asked():
         for step in steps:
             if asks:  # as a loop does that builds ahead
-                budget.ends(step)
+                stop_checker.ends_answer(step)
             yield step
 
-    return list(responses_of(asked(), budget, 1, 0, lambda reason: {"peak_memory": 0.0}))
+    return list(build_responses(asked(), stop_checker, 1, 0, lambda reason: {"peak_memory": 0.0}))
 
 
 def cut_at(tokens, rng, longest=5):

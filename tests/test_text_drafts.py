@@ -7,8 +7,8 @@ from tiny import VOCAB, first_tokens, make_base, make_model
 
 from ssmlx.decoding.loop import CallCounts, _SpeculativeLoop
 from ssmlx.drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
-from ssmlx.drafters.text_index import EARLIER_TOKENS, TAIL, EarlierAnswers
-from ssmlx.generation.plan import decode_plan, make_plan, offers_of
+from ssmlx.drafters.text_index import CONTEXT_TOKENS, EARLIER_TOKENS, EarlierAnswers
+from ssmlx.generation.plan import decode_plan, make_plan, offer_source_of
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.policy.acceptance import AcceptancePrior
@@ -39,7 +39,7 @@ def answer(model, count, *, prompt=PROMPT, row_cost=0.01, prior=None, **settings
     """Tokens of an answer, how many each call brought, and what was drafted."""
     plan = make_plan(model, context=len(prompt), **settings)
     if plan.drafters:
-        sources = [offers_of(model, one) for one in plan.drafters]
+        sources = [offer_source_of(model, one) for one in plan.drafters]
         known = table_of(row_cost), prior or AcceptancePrior()
         plan = replace(plan, controller=Controller(*known, sources, reads_seconds=False))
     counts = CallCounts()
@@ -128,16 +128,16 @@ def test_an_index_is_begun_once_though_a_drafter_is_started_again(bare):
     """As an answer that leaves a batch starts its drafters again."""
     drafter = PromptLookupDrafter(PromptLookupConfig())
     drafter.start([1, 2, 3, 1])
-    index = drafter._index
+    index = drafter.source.index
     drafter.start([1, 2, 3, 1, 2, 9])
-    assert drafter._index is index and index.tokens == [1, 2, 3, 1, 2, 9]
+    assert drafter.source.index is index and index.tokens == [1, 2, 3, 1, 2, 9]
     drafter.start([4, 4])
-    assert drafter._index.tokens == [4, 4] and drafter.offer().match_length == 1
+    assert drafter.source.index.tokens == [4, 4] and drafter.offer().match_length == 1
 
 
 def test_earlier_answers_are_bounded():
     earlier = EarlierAnswers()
     for number in range(3 * EARLIER_TOKENS // 100):
         earlier.add([5] * 20, [number % VOCAB] * 100)
-    assert EARLIER_TOKENS // 2 <= len(earlier.index.tokens) <= EARLIER_TOKENS + 100 + TAIL
+    assert EARLIER_TOKENS // 2 <= len(earlier.index.tokens) <= EARLIER_TOKENS + 100 + CONTEXT_TOKENS
     assert earlier.nbytes < 2**24

@@ -4,14 +4,21 @@ import random
 
 import pytest
 
-from ssmlx.drafters.text_index import BOUNDARY, LONGEST, PLACES, RUNS, Match, TextIndex
+from ssmlx.drafters.text_index import (
+    BOUNDARY,
+    MAX_MATCH,
+    MAX_MATCHES,
+    NGRAM_LENGTHS,
+    Match,
+    TextIndex,
+)
 
 
 def agreement(tokens, end, text):
     """Tokens in which `text` ends as `tokens[:end]` does, none of them a boundary."""
     count = 0
     while (
-        count < min(end, len(text), LONGEST)
+        count < min(end, len(text), MAX_MATCH)
         and tokens[end - 1 - count] == text[-1 - count]
         and text[-1 - count] >= 0
     ):
@@ -52,9 +59,9 @@ def test_the_first_match_is_the_longest_then_the_newest(seed):
             continue
         assert found is not None
         # Of the runs that make its length likely, only the newest places are looked at.
-        run = max(length for length in RUNS if length <= expected[0].length)
+        run = max(length for length in NGRAM_LENGTHS if length <= expected[0].length)
         ends = sorted((one.end for one in expected if one.length >= run), reverse=True)
-        among = [one for one in expected if one.end in ends[:PLACES]]
+        among = [one for one in expected if one.end in ends[:MAX_MATCHES]]
         assert found == among[0]
 
 
@@ -79,9 +86,9 @@ def test_nothing_follows_beyond_a_text():
 
 
 def test_a_match_is_no_longer_than_asked_and_bounded():
-    text = [7] * (3 * LONGEST)
+    text = [7] * (3 * MAX_MATCH)
     index = TextIndex(text)
-    assert next(index.matches(text)).length == LONGEST
+    assert next(index.matches(text)).length == MAX_MATCH
     assert next(index.matches(text, 2)).length == 2
     assert list(TextIndex([1, 2]).matches([])) == []
 

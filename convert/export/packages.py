@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssmlx.errors import InputError, first_line, not_installed, require
+from ssmlx.errors import InputError, first_line, missing_package_error, require
 from ssmlx.exported.backends import NEW
 
 from .graph import Converted, Graph
@@ -53,7 +53,7 @@ def import_coremltools() -> Any:
         with silence_output():
             import coremltools
     except (ImportError, AttributeError) as error:
-        raise not_installed("coremltools", error, "coreml") from error
+        raise missing_package_error("coremltools", error, "coreml") from error
     require(
         tuple(int(part) for part in np.__version__.split(".")[:2]) < (2, 4),
         f"numpy {np.__version__}, with which coremltools {coremltools.__version__} fails",
@@ -71,7 +71,7 @@ def import_coreai() -> Any:
             return importlib.import_module("coreai_torch")
     except ImportError as error:
         what = "Core AI's converter (for Python 3.11 or later)"
-        raise not_installed(what, error, "coreai") from error
+        raise missing_package_error(what, error, "coreai") from error
 
 
 @contextlib.contextmanager

@@ -287,7 +287,7 @@ def _speculator_tensors(folder: Path, config: MlpSpeculatorConfig) -> dict[str, 
         for path in paths or [folder / _WEIGHTS]:
             tensors |= read_tensors(path, "an MLP speculator's weights")
     owner = {
-        f"{_SPECULATOR_PREFIX}{part.replace('.', f'.{stage}.')}": config.name_of(part, stage)
+        f"{_SPECULATOR_PREFIX}{part.replace('.', f'.{stage}.')}": config.tensor_name(part, stage)
         for part in _PARTS
         for stage in range(config.n_predict)
     }

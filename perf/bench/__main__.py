@@ -24,7 +24,7 @@ from ssmlx.answers import run as on_mlx_thread
 from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.options import add_options, make_parser, run_command
 from ssmlx.commands.results import print_and_save
-from ssmlx.generation.learned import cost_rows, learned_of
+from ssmlx.generation.learned import cost_table_rows, learned_of
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
@@ -181,7 +181,7 @@ def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, An
         found = run_rounds(target, experiment.systems, prompts, end, label=label)
         needed = max(needed, loaded + found.seconds)
         result["answers"].append(round_figures(experiment, target, prompts, found))
-        result["learned"] = cost_rows(learned_of(streams)[0].costs)
+        result["learned"] = cost_table_rows(learned_of(streams)[0].costs)
         for length in args.contexts if part is parts[-1] else ():
             end = ends[str(length)]
             contexts[length] = measure_context(experiment, target, prompts, found, end, length)

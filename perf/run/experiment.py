@@ -20,7 +20,7 @@ from huggingface_hub.utils import tqdm
 from ssmlx.api import check_prompt
 from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
-from ssmlx.generation.divergence import first_difference, weigh
+from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.loading.files import folder_digest
 from ssmlx.prompts import encode_prompt
 
@@ -420,7 +420,7 @@ def difference(
     text = mx.array([measured.prompts[index] + plain[:place]])
     logits = measured.target.mlx_model(text)[0, -1]
     dtype = getattr(mx, experiment.weights.activations)
-    one = weigh(place, plain[place], other[place], logits, None, dtype)
+    one = compare_logits(place, plain[place], other[place], logits, None, dtype)
     return {**found, "gap": one.gap, "logit": one.logit, "near_tie": one.is_near_tie}
 
 

@@ -26,7 +26,7 @@ from ssmlx.drafters.heads import load_heads
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.errors import require
 from ssmlx.generation.learned import learned_of
-from ssmlx.generation.memory import Memory, memory_of
+from ssmlx.generation.memory import Memory, measure_memory
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_streams
 from ssmlx.loading.attach import check_base, check_lora
@@ -141,7 +141,7 @@ class Target:
 
     def memory(self, kind: str = PLAIN) -> Memory:
         own = self.drafting(kind)
-        return memory_of(own.model, own.model.make_cache(), loaded=own.loaded.values())
+        return measure_memory(own.model, own.model.make_cache(), loaded=own.loaded.values())
 
     def drafters(self, system: System) -> Sequence[Drafter]:
         """Make the drafters of a system; none for plain decoding and mlx-lm."""

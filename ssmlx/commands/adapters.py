@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError, require, unwritable
+from ..errors import InputError, require, unwritable_error
 from ..loading.names import adapters_home, bundled_adapters
 from .adapt import check_adapter_name
 from .options import make_main, make_parser
@@ -121,7 +121,7 @@ def _list_or_change(args: argparse.Namespace) -> None:
                 folder.rename(new)
                 print(f"{folder.name} is called {new.name} now")
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
 
 
 main = make_main(PROG, parse_args, _list_or_change)

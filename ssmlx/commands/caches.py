@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InputError, require, unwritable
+from ..errors import InputError, require, unwritable_error
 from ..loading.names import cache_dir
 from .options import make_main, make_parser
 
@@ -48,11 +48,11 @@ class PromptFile:
         if path is None:
             return
         if path.exists():
-            from ..loading.prompt_files import read_header
+            from ..prompt_cache.files import read_header
 
             read_header(path)
         elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-            raise unwritable(path, OSError("no such folder, or not yours"))
+            raise unwritable_error(path, OSError("no such folder, or not yours"))
 
     def read(self, model: StreamFusedModel) -> None:
         """Read the tokens and cache from the file if it exists.
@@ -61,13 +61,14 @@ class PromptFile:
             InputError: the model's caches cannot be kept, or the file is another model's or LoRA's.
         """
         from ..answers import run
-        from ..loading.prompt_files import PromptKey, read_prompt
+        from ..model.cache_key import CacheKey
+        from ..prompt_cache.files import read_prompt
 
         path = self.path
         if path is None:
             return
         model.backbone.capabilities.require("stages", "--prompt-cache")
-        self._key = run(lambda: PromptKey.of(model))
+        self._key = run(lambda: CacheKey.of(model))
         if path.exists():
             self.tokens, self.cache = run(lambda: read_prompt(path, model))
 
@@ -84,10 +85,10 @@ class PromptFile:
             in common.
         """
         from ..answers import run
-        from ..prompts import common_prefix
+        from ..prompts import common_prefix_length
 
         cache = self.cache
-        count = common_prefix(self.tokens, tokens[:-1])
+        count = common_prefix_length(self.tokens, tokens[:-1])
         if cache is None or count == 0:
             return model.make_cache(), 0
         return run(lambda: cache.fork(count)), count
@@ -119,19 +120,20 @@ class PromptFile:
         """
         from ..answers import run
         from ..loading.files import clear_leftovers
-        from ..loading.prompt_files import PromptKey, write_prompt
+        from ..model.cache_key import CacheKey
+        from ..prompt_cache.files import write_prompt
 
         path = self.path
         if path is None or self.cache is None or not self._is_new:
             return False
-        key = run(lambda: PromptKey.of(model))
+        key = run(lambda: CacheKey.of(model))
         if key != self._key:
             return False
         try:
             clear_leftovers(path.resolve().parent, path.name)
             write_prompt(path, key, self.tokens, self.cache, run)
         except OSError as error:
-            raise unwritable(path, error) from error
+            raise unwritable_error(path, error) from error
         return True
 
 
@@ -160,7 +162,7 @@ def _list_or_purge(args: argparse.Namespace) -> None:
 
     Files that no `PromptCache` wrote are left alone.
     """
-    from ..loading.prompt_files import PromptFolder, read_header
+    from ..prompt_cache.files import PromptFolder, read_header
 
     path = args.folder or _default_folder()
     found = f"{path} is no folder"
@@ -176,7 +178,7 @@ def _list_or_purge(args: argparse.Namespace) -> None:
             for folder in folders:
                 folder.purge()
         except OSError as error:
-            raise unwritable(path, error) from error
+            raise unwritable_error(path, error) from error
         print(f"deleted from {path}: {total}")
         return
     for file, stat in reversed(files):

@@ -137,18 +137,18 @@ def check_model(
     from ..api import end_token_ids
     from ..blas import this_machine
     from ..generation.head_start import sample_text
-    from ..generation.learned import cost_rows, learned_of
-    from ..generation.memory import cache_size, memory_of
+    from ..generation.learned import cost_table_rows, learned_of
+    from ..generation.memory import cache_size_of, measure_memory
     from ..generation.plan import make_plan
     from ..model.capabilities import Capability
-    from ..prompts import own_template
+    from ..prompts import adapter_template
 
     backbone = model.backbone
     learned, prior = learned_of(model)
     # Before anything is timed: what earlier answers have taught.
-    known = cost_rows(learned.costs)
+    known = cost_table_rows(learned.costs)
     text = sample_text(model, tokenizer)
-    template = own_template(model)
+    template = adapter_template(model)
     if template is None and tokenizer.has_chat_template:
         source = "the model's chat template"
     elif template is None:
@@ -188,8 +188,8 @@ def check_model(
             token: tokenizer.decode([token]) for token in sorted(end_token_ids(model, tokenizer))
         },
         "memory": {
-            "weights": memory_of(model, model.make_cache()).weights,
-            "cache": cache_size(model).per_token * SHOWN_TOKENS,
+            "weights": measure_memory(model, model.make_cache()).weights,
+            "cache": cache_size_of(model).per_token * SHOWN_TOKENS,
         },
     }
 

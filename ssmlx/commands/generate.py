@@ -82,7 +82,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     All prompts are encoded and checked before the first is answered.
     """
-    from ..prompts import common_prefix, encode_prompt, read_prompts, user_text
+    from ..prompts import common_prefix_length, encode_prompt, last_user_text, read_prompts
 
     if not args.jsonl:
         options.reject_options(args, ("logprobs",), "--jsonl")
@@ -103,7 +103,7 @@ def _generate(args: argparse.Namespace) -> None:
     for tokens in encoded:
         check_prompt(model, len(tokens))
     kept.read(model)
-    shared = min(common_prefix(tokens, encoded[0]) for tokens in encoded)
+    shared = min(common_prefix_length(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
     plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
@@ -132,7 +132,7 @@ def _generate(args: argparse.Namespace) -> None:
                 print(one.text, end="", flush=True)
         kept.keep(tokens[:shared], cache)
         if args.jsonl:
-            options.print_json(record(user_text(prompt), answer))
+            options.print_json(record(last_user_text(prompt), answer))
             continue
         print(flush=True)
         _print_notes([summary(answer[-1])])

@@ -1,8 +1,8 @@
-"""What the text says again: one guess more beside those of streams.
+"""Copies: tokens that followed the text's last ones before, mixed into the guesses of streams.
 
 Where an answer quotes its prompt or itself (names, numbers, code), what followed the text's last
-tokens where they stood before is likely to follow. How likely, the answer shows: copies are trusted
-by how much of it they have foretold that streams had not.
+tokens where they stood before is likely to follow. How likely, the answer shows: copies weigh more
+the more often they were right where streams were not.
 
 `text_index` knows the same on the host, for drafters that wait for the tokens. Streams do not: they
 draft behind a call that nobody has read, so what they copy has to be looked up on the device.
@@ -15,30 +15,41 @@ import mlx.core as mx
 from ..model.shapes import indices
 from ..model.tree import PAD_TOKEN
 
-NGRAM = 3  # most tokens that are looked up; fewer where so many stand nowhere
-COPIED = 0.15
-GOES_ON = 0.4
-"""How likely the text is to go on as it did before; and to go on with it, where it has begun to."""
-DOUBT = 2.0  # guesses of an answer that weigh as much as these numbers
+NGRAM = 3
+"""Tokens that are looked up at most; fewer where so many stand nowhere."""
+FIRST_COPY_PROB = 0.15
+NEXT_COPY_PROB = 0.4
+"""How likely the first token of a copy is to be right, and each later one behind a right one, where
+the answer has shown nothing yet."""
+DOUBT = 2.0
+"""Copies of an answer that weigh as much as these two numbers."""
 Guesses = tuple[mx.array, mx.array]
-"""Candidates and log probabilities as `grow_conditional` takes them."""
+"""Tokens [G, K] and log probabilities [G, K, K] of streams, as `model.tree.grow_conditional` takes
+them."""
 _ROOM = 256  # tokens by which the text's buffer grows
 _FAR = 2**28  # more tokens than a text has
 
 
 class TextOnDevice:
-    """The text so far [C], then room, on the device: a call's tokens are written unread."""
+    """The text so far in a buffer on the device, to which a call's tokens are written unread.
+
+    Args:
+        tokens: the text at the beginning, [C].
+    """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
-        # Before the text stands what equals nothing, so that it can be shifted.
-        # few sizes
+        # Before the text stand tokens that equal nothing, so that it can be shifted. The buffer has
+        # few sizes, as each is another kernel to compile.
         known = [PAD_TOKEN - 1] * (NGRAM - 1)
         room = _ROOM + -len(tokens) % _ROOM
         self._tokens = mx.array([*known, *tokens, *[PAD_TOKEN] * room], mx.int32)
 
     def write(self, tokens: mx.array, place: mx.array) -> None:
-        """Put `tokens` [P] where `place` [1] says. Written twice, they are there once."""
+        """Write `tokens` [P] from position `place` [1] of the text on, over what stands there.
+
+        The buffer grows where it may be full.
+        """
         self._most += tokens.shape[0]
         if self._most > self._tokens.shape[0] - NGRAM:
             more = max(_ROOM, self._tokens.shape[0])
@@ -46,57 +57,84 @@ class TextOnDevice:
         self._tokens = mx.slice_update(self._tokens, tokens, place + (NGRAM - 1), axes=(0,))
 
     def continuation(self, last: mx.array, count: int) -> mx.array:
-        """[A, count] the tokens that followed the last ones where they stood before.
+        """[A, count] the tokens that followed the text's last ones where they stood before.
 
-        The newest stand at `last` [A], a place each. The longest n-gram decides, then the newest
-        place. What reaches the end goes on in itself, so that a text with a period is copied at
-        full length. Tokens that stand nowhere else are followed by `PAD_TOKEN`.
+        Args:
+            last: [A] positions in the text; each is looked up as if the text ended with it.
+            count: tokens to return for each.
+
+        Returns:
+            What followed the longest match of up to `NGRAM` tokens, of equally long ones the
+            newest. What reaches the position itself repeats, so that a text with a period is copied
+            at full length. `PAD_TOKEN` throughout where the token stands nowhere before.
         """
         return _continuation(self._tokens, last[:, None], count)
 
 
 class Copies:
-    """Mixes copies into the guesses of every call, and learns from it how far to trust them."""
+    """Mixes copies into the guesses of every call, and learns from each how far to trust copies.
+
+    Args:
+        text: the tokens that stand before the first call.
+    """
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = TextOnDevice(text)
-        self._told = untold()
-        self._before: tuple[mx.array, ...] | None = None  # what the last tree was made of
+        self._copy_counts = initial_copy_counts()
+        self._before: tuple[mx.array, ...] | None = None  # guesses, copies
 
     def follow(self, tokens: Sequence[int], position: int) -> None:
-        """The text has gone on by `tokens` from `position` on, of which nothing was guessed."""
+        """Write `tokens`, for which no tree was drafted here, into the text from `position` on."""
         self._text.write(mx.array(list(tokens), mx.int32), mx.array([position], mx.int32))
         self._before = None
 
-    def among(
+    def mix_into_guesses(
         self, guesses: Guesses, said: mx.array, num_accepted: mx.array, place: mx.array
     ) -> Guesses:
-        """`with_copies` of what is guessed behind a call.
+        """Mix copies into `guesses` for the tree behind a call, and learn from that call.
 
-        The call decided on `said` [P], of which the first is at `place` [1] of the text; those
-        after the first `num_accepted` [1] + 1 repeat the last.
+        Args:
+            guesses: [G, K] tokens and [G, K, K] log probabilities of the streams behind the call.
+            said: [P] the tokens that the call decided on; those after the first
+                `num_accepted` + 1 repeat the last.
+            num_accepted: [1] drafted tokens that were accepted.
+            place: [1] the position of `said[0]` in the text.
+
+        Returns:
+            Guesses of the same shapes, with copies among them.
         """
         self._text.write(said, place)
         if self._before is not None:
-            self._told = _told_after(self._told, self._before, said, num_accepted)
+            self._copy_counts = _add_copy_counts(
+                self._copy_counts, self._before, said, num_accepted
+            )
         copied = self._text.continuation(place + num_accepted, guesses[0].shape[0])[0]
         self._before = *guesses, copied
-        return with_copies(*self._before, self._told)
+        return mix_copies(*self._before, self._copy_counts)
 
 
-def untold() -> mx.array:
-    """[2, 2] what copies have foretold when they have told nothing yet, see `foretold`."""
-    return mx.array([[COPIED * DOUBT, GOES_ON * DOUBT], [DOUBT, DOUBT]])
+def initial_copy_counts() -> mx.array:
+    """[2, 2] the counts of `count_copy_hits`, summed, before an answer has shown anything."""
+    return mx.array([[FIRST_COPY_PROB * DOUBT, NEXT_COPY_PROB * DOUBT], [DOUBT, DOUBT]])
 
 
 @mx.compile
-def with_copies(tokens: mx.array, logprobs: mx.array, copied: mx.array, told: mx.array) -> Guesses:
-    """Candidates [..., G, K] and log probabilities [..., G, K, K] with the tokens `copied` [..., G]
-    of the text among them, of which `PAD_TOKEN` is none.
+def mix_copies(
+    tokens: mx.array, logprobs: mx.array, copied: mx.array, copy_counts: mx.array
+) -> Guesses:
+    """Mix the tokens of a copy into the guesses of streams.
 
-    They weigh as much as `told` [..., 2, 2] says, see `foretold`: its first column for the first
-    level, its last for those behind a copy. A copy that no stream guesses takes the place of the
-    least likely candidate.
+    A copy that no stream guesses replaces the least likely candidate of its level.
+
+    Args:
+        tokens: [..., G, K] candidates of each level.
+        logprobs: [..., G, K, K] their log probabilities, given each candidate of the level before.
+        copied: [..., G] the copy; `PAD_TOKEN` where there is none.
+        copy_counts: [..., 2, 2] hits and trials, see `count_copy_hits`: its first column for the
+            first level, its last for levels behind a copied token; hits over trials is the weight.
+
+    Returns:
+        Candidates and log probabilities of the same shapes.
     """
     levels, count = tokens.shape[-2:]
     ours = copied[..., None]
@@ -105,20 +143,29 @@ def with_copies(tokens: mx.array, logprobs: mx.array, copied: mx.array, told: mx
     is_copy = known | is_new
     # The token before is the text's, too: in every row of the first level.
     follows = mx.concatenate([mx.ones_like(known[..., :1, :]), is_copy[..., :-1, :]], axis=-2)
-    weights = (told[..., 0, :] / told[..., 1, :])[..., mx.array([0, *[1] * (levels - 1)])]
+    weights = (copy_counts[..., 0, :] / copy_counts[..., 1, :])[
+        ..., mx.array([0, *[1] * (levels - 1)])
+    ]
     weight = (weights[..., None] * ((ours >= 0) & follows))[..., None]
     probs = mx.where(is_new[..., None, :], 0.0, mx.exp(logprobs))
     mixed = (1 - weight) * probs + weight * is_copy[..., None, :]
     return mx.where(is_new, ours, tokens), mx.log(mixed)
 
 
-def foretold(tokens: mx.array, logprobs: mx.array, copied: mx.array, said: mx.array) -> mx.array:
-    """[2, G] how much of `said` [G], the text behind a place, its copies foretold, and of how much
-    they could have: 1 where all before them was right.
+def count_copy_hits(
+    tokens: mx.array, logprobs: mx.array, copied: mx.array, said: mx.array
+) -> mx.array:
+    """[2, G] by level: the hits of a copy, and its trials.
 
-    Of a token to which the streams gave the probability q, of candidates `tokens` [G, K] and
-    `logprobs` [G, K, K] without copies, it is 1 / (1 + q): all where no stream guessed it, half
-    where streams were sure of it. Of another token than the copy it is nothing.
+    A trial is a level whose copied tokens before it were all right, and which has a copied token.
+    Its hit is 1 / (1 + q) where the copy was right, q the probability that the streams gave to the
+    token: 1 where no stream guessed it, half where the streams were sure of it. Else it is 0.
+
+    Args:
+        tokens: [G, K] the streams' candidates, without copies.
+        logprobs: [G, K, K] their log probabilities, given each candidate of the level before.
+        copied: [G] the copy; `PAD_TOKEN` where there is none.
+        said: [G] the text that came.
     """
     is_said = tokens == said[:, None]
     root = mx.array([[True, *[False] * (tokens.shape[1] - 1)]])  # any row of the first level
@@ -132,20 +179,25 @@ def foretold(tokens: mx.array, logprobs: mx.array, copied: mx.array, said: mx.ar
 
 
 @mx.compile
-def _told_after(
-    told: mx.array, before: tuple[mx.array, ...], said: mx.array, num_accepted: mx.array
+def _add_copy_counts(
+    copy_counts: mx.array, before: tuple[mx.array, ...], said: mx.array, num_accepted: mx.array
 ) -> mx.array:
-    """`told` [2, 2] with what a call has shown of the guesses `before` it, and their copies."""
+    """`copy_counts` [2, 2] with what a call has shown.
+
+    `before` are the tokens, log probabilities and copies that the call's tree was made of; `said`
+    [P] is what the call decided on, of which the first `num_accepted` [1] + 1 count.
+    """
     count = min(before[0].shape[0], said.shape[0])
     known = (a[:count] for a in (*before, said))
     columns = mx.array([[1.0, 0.0], *[[0.0, 1.0]] * (count - 1)])  # the first level's, and others'
     # Not `indices`: an array of it may be `num_accepted`, and none is compiled in twice.
     counts = mx.array([[level] for level in range(count)]) <= num_accepted
-    return told + foretold(*known) @ (columns * counts)
+    return copy_counts + count_copy_hits(*known) @ (columns * counts)
 
 
 @mx.compile
 def _continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
+    """`TextOnDevice.continuation`, compiled: `text` is its buffer, `last` [A, 1]."""
     size = text.shape[0] - NGRAM + 1
     length = mx.array(0)
     places = indices(size)

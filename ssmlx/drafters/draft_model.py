@@ -23,11 +23,11 @@ from ..model.modules import module_arrays
 from ..model.shapes import to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, comb_topology
-from ..prompts import common_prefix
+from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
 from .registry import DrafterInputs, DrafterWeights, register_drafter
 
-_MOST_IDLE = 2
+_MOST_IDLE = 2  # caches that are kept for a next answer, beside the one in use
 
 
 class DraftModel:
@@ -79,14 +79,22 @@ class DraftModel:
         return sum(cache.nbytes for cache in self._caches)
 
     def drop_idle(self) -> None:
-        """Free the caches that wait for a next answer."""
+        """Drop the caches that no living drafter has."""
         self._caches = [cache for cache in self._caches if cache.drafter() is not None]
 
-    def take_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":
-        """A cache for `drafter` as long as it lives: of those that nobody has, the one that holds
-        most of `tokens`. At most `_MOST_IDLE` of the others are kept."""
+    def claim_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":
+        """Give `drafter` a cache of its own for as long as it lives.
+
+        Args:
+            tokens: the text that will be drafted behind.
+            drafter: who gets the cache; only a weak reference is kept.
+
+        Returns:
+            Of the caches that no living drafter has, the one whose text begins with most of
+            `tokens`; a new one where all are taken. Of the other idle ones `_MOST_IDLE` are kept.
+        """
         idle = [cache for cache in self._caches if cache.drafter() is None]
-        shared = {id(cache): common_prefix(cache.text, tokens) for cache in idle}
+        shared = {id(cache): common_prefix_length(cache.text, tokens) for cache in idle}
         cache = max(idle, key=lambda one: shared[id(one)], default=DraftCache(self))
         spare = [one for one in idle if one is not cache][_MOST_IDLE:]
         dropped = {id(one) for one in (cache, *spare)}
@@ -96,13 +104,23 @@ class DraftModel:
 
 
 def _make_cache(model: nn.Module) -> list[Any]:
-    """By layer; where it sees a window, which its mask says too, one that tokens can leave."""
+    """A cache for each layer of `model`.
+
+    Layers with a sliding window get a plain `KVCache` too, from which tokens can be taken back;
+    their mask keeps to the window.
+    """
     made: list[Any] = make_prompt_cache(model)
     return [KVCache() if type(cache) is RotatingKVCache else cache for cache in made]
 
 
 class DraftCache:
-    """A draft model's keys and values of one text."""
+    """A draft model's keys and values of one text.
+
+    Attributes:
+        text: the tokens of the text; the cache holds the first `offset` of them, and maybe drafted
+            ones behind.
+        drafter: a weak reference to the drafter that has this cache; calls to None where none has.
+    """
 
     def __init__(self, draft: DraftModel) -> None:
         self._draft = draft
@@ -112,15 +130,22 @@ class DraftCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its buffers."""
         return sum(layer.nbytes for layer in self._layers)
 
     @property
     def offset(self) -> int:
+        """Tokens that the cache holds."""
         return int(self._layers[0].offset)
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
-        """Make the cache hold all of `tokens` but the newest; an empty list before each pass."""
-        kept = common_prefix(self.text[: self.offset], tokens[:-1])
+        """Set the text to `tokens`, and make the cache hold all of them but the last.
+
+        The rows of a beginning that the last text shares stay; the rest is processed in pieces of
+        `PREFILL_STEP_SIZE`. An empty list is yielded before each piece, for others to take their
+        turn.
+        """
+        kept = common_prefix_length(self.text[: self.offset], tokens[:-1])
         trim_prompt_cache(self._layers, self.offset - kept)
         self.text = list(tokens)
         for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
@@ -130,27 +155,34 @@ class DraftCache:
             mx.eval([layer.state for layer in self._layers])
 
     def logits(self, tokens: mx.array) -> mx.array:
-        """[1, V] logits after the last of `tokens` [R], which join the cache.
+        """[1, V] logits behind the last of `tokens` [R], which are appended to the cache.
 
-        Two embeddings of one vocabulary may be padded to sizes of their own: what one lacks is
-        never drafted.
+        V is the target's vocabulary. Where the draft model's is padded to another size, columns
+        that it lacks are -inf, and its further ones are cut.
         """
         known = self._draft.vocab_size
         wanted = self._draft.target_vocab_size
-        logits = self._draft.model(mx.minimum(tokens, known - 1)[None], cache=self._layers)[:, -1]
+        logits: mx.array = self._draft.model(
+            mx.minimum(tokens, known - 1)[None], cache=self._layers
+        )[:, -1]
         if known < wanted:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]
 
-    def go_on(self, tokens: Sequence[int], held: int) -> None:
-        """The text has gone on by `tokens`, of which the cache holds the first `held` already."""
+    def extend_text(self, tokens: Sequence[int], held: int) -> None:
+        """Append `tokens` to the text, of which the cache holds the first `held` already.
+
+        What the cache holds beyond these is taken back.
+        """
         known = len(self.text) + held
         self.text.extend(tokens)
         trim_prompt_cache(self._layers, max(0, self.offset - known))
 
-    def unprocessed(self) -> mx.array:
-        """[R] the newest tokens of the text, which the cache does not hold; long runs of others
-        are processed."""
+    def unprocessed_tokens(self) -> mx.array:
+        """[R] the newest tokens of the text, which the cache does not hold.
+
+        Where these are more than `PREFILL_STEP_SIZE`, all but the last so many are processed first.
+        """
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
             self.logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
@@ -163,7 +195,12 @@ class DraftModelDrafter:
 
     The K forward passes are one graph: no drafted token is read by the host while drafting.
     Where the target samples, so does the draft model, under the same settings and the same noise
-    of each place: where both distributions are alike, so are the draws.
+    for each position: where both distributions are alike, so are the draws.
+
+    Args:
+        model: the draft model.
+        config: K, `num_draft_tokens`; W, `width`, candidates of each level.
+        sampling: how the target decides.
     """
 
     name = "draft-model"
@@ -182,8 +219,11 @@ class DraftModelDrafter:
         self.draft_calls = 0
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
-        """See `Drafter.start`."""
-        self._cache = self._model.take_cache(tokens, self)
+        """Claim a cache, and process all of `tokens` but the last with the draft model.
+
+        An empty list is yielded before each forward pass.
+        """
+        self._cache = self._model.claim_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)
         self.draft_calls = 0
         for turn in self._cache.start(tokens):
@@ -191,23 +231,29 @@ class DraftModelDrafter:
             self.draft_calls += 1
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """See `Drafter.follow`. What the text has of the last chain stays in the cache."""
+        """Append `tokens` to the text; what they share with the last chain stays in the cache."""
         chain = to_list(self._chain) if self._chain.size else []
         # The cache holds the text that the chain was drafted from and all of the chain but its
         # last token. At least the newest token is left to process, whose logits are needed.
-        self._cache.go_on(tokens, common_prefix(chain[:-1], tokens[:-1]))
+        self._cache.extend_text(tokens, common_prefix_length(chain[:-1], tokens[:-1]))
         self._chain = mx.zeros(0, mx.int32)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """See `Drafter.propose`."""
-        rows = self._draft(self._cache.unprocessed())
+        """The chain of the model's likeliest tokens below the root, with its runners-up.
+
+        Always of the largest shape. Makes a forward pass for each level.
+        """
+        rows = self._draft(self._cache.unprocessed_tokens())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
         return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
 
     def _draft(self, tokens: mx.array) -> list[mx.array]:
-        """The candidates [W] of each level, best first, after `tokens` [R], the newest ones."""
+        """The candidates [W] of each level, best first, behind `tokens` [R], which the cache lacks.
+
+        Each level is a forward pass behind the best candidate of the level before.
+        """
         sampling = self._sampling
         size = sampling.context_size
         text = self._cache.text
@@ -242,6 +288,9 @@ def load_draft_model(
         tokenizer, vocab_size: those of the target.
         name, dtype, cache_dir, offline, progress: as `ssmlx.load` takes them.
 
+    Returns:
+        The draft model, to be given as `drafter=` to `ssmlx.stream_generate`.
+
     Raises:
         InputError: it cannot be loaded, or its vocabulary is another than the target's.
     """
@@ -256,7 +305,13 @@ def load_draft_model(
 def check_vocabulary(
     draft: DraftModel, own: TokenizerWrapper, tokenizer: TokenizerWrapper, vocab_size: int
 ) -> None:
-    """Check that a drafted token means to the target what it means to the draft model."""
+    """Raise InputError unless a token id means the same text to both models.
+
+    Args:
+        draft: the draft model, for its name and vocabulary size.
+        own: the draft model's tokenizer.
+        tokenizer, vocab_size: those of the target. Vocabularies may differ in padding alone.
+    """
     do = "choose a draft model of the same family"
     ours = own.get_vocab()
     theirs = tokenizer.get_vocab()
@@ -281,6 +336,7 @@ def check_vocabulary(
 def _load(
     name: str, model: StreamFusedModel, tokenizer: TokenizerWrapper, **how: Any
 ) -> DraftModel:
+    """`load_draft_model` as `DrafterWeights.load` is called; `how` are its keyword arguments."""
     return load_draft_model(name, tokenizer, model.backbone.vocab_size, **how)
 
 
@@ -292,4 +348,5 @@ def _load(
     reads_text=True,
 )
 def build(inputs: DrafterInputs) -> DraftModelDrafter:
+    """The drafter of an answer, on the draft model that was loaded."""
     return DraftModelDrafter(inputs.loaded, inputs.settings, inputs.sampling)

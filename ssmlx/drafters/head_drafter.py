@@ -25,6 +25,8 @@ _Config = TypeVar("_Config", bound="HeadConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
+    """Settings of drafting heads of any kind, as their folder has them; checked when made."""
+
     kind: ClassVar[HeadKind]
     vocab_size: int = setting(least=1)  # V, the base model's
     # Vd, tokens that the heads guess among; 0 for the whole vocabulary
@@ -36,7 +38,10 @@ class HeadConfig:
 
     @classmethod
     def read(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
-        """The settings in the JSON `values` of the file `path`; others are passed over."""
+        """Settings from the JSON `values` of the file `path`.
+
+        Unknown values and nulls are passed over; a missing one is an InputError that names `path`.
+        """
         known: dict[str, Any] = {
             field.name: tuple(value) if isinstance(value, list) else value
             for field in fields(cls)
@@ -69,10 +74,11 @@ class HeadConfig:
         raise NotImplementedError
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the weights; shared ones stand once."""
+        """Shapes of the trained weights by name; a weight that heads share stands once."""
         raise NotImplementedError
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name of all tensors of the folder: the weights, and `draft_vocab` if any."""
         vocab = {"draft_vocab": (self.draft_vocab_size,)} if self.draft_vocab_size else {}
         return {**self.weight_shapes(), **vocab}
 
@@ -83,40 +89,69 @@ class HeadConfig:
 
 
 class DraftingHeads:
-    """Heads on a base model, of their settings and `config.expected_tensors()` in its dtype."""
+    """Heads on a base model, which guess tokens from its last hidden state.
 
-    drafter: ClassVar[str]  # the name under which they draft
-    nbytes: int  # what they keep in memory beside the base model
+    Args:
+        config: their settings.
+        tensors: those of `config.expected_tensors()`, in the base model's dtype.
+        backbone: the base model.
+
+    Attributes:
+        drafter: the registered name of the drafter that they are for.
+        nbytes: bytes that they keep in memory beside the base model.
+        draft_vocab: [Vd] int32, the token of each column of their logits; None where these are all
+            tokens.
+        num_parameters: trained numbers.
+    """
+
+    drafter: ClassVar[str]
+    nbytes: int
 
     def __init__(
         self, config: HeadConfig, tensors: Mapping[str, mx.array], backbone: Backbone
     ) -> None:
         self.config: Any = config
-        # [Vd] int32, the token of each column of the logits; None for all
         self.draft_vocab = tensors.get("draft_vocab")
         self.num_parameters: int = config.num_parameters
 
-    def fitting(self, tree: Any) -> Any:
-        """The settings of a tree, filled up and narrowed to what these heads can draft."""
+    def fit_tree(self, tree: Any) -> Any:
+        """The settings `tree` with defaults filled in, narrowed to what these heads can draft.
+
+        Raises:
+            InputError: these heads cannot draft such a tree.
+        """
         raise NotImplementedError
 
-    def tree_size(self, tree: Any) -> tuple[int, int]:
-        """Levels below the root, and nodes, that a `fitting` tree has at most."""
+    def max_tree_size(self, tree: Any) -> tuple[int, int]:
+        """(levels below the root, nodes with the root) of the trees of these settings, at most.
+
+        `tree` is what `fit_tree` returned.
+        """
         raise NotImplementedError
 
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: Any, noise: Noise = None
     ) -> Tree:
-        """The tree below `root` [1], which the base model decided on at `hidden`.
+        """Draft a tree.
 
-        `hidden` [1, D] is behind the base model's final norm; `tree` is as `fitting` takes it;
-        `noise` [H, Vd] is known of what each head guesses, see `Sampling.noise`.
+        Args:
+            root: [1] the token that the base model decided on at `hidden`.
+            hidden: [1, D] the base model's last hidden state, behind its final norm.
+            tree: the tree's settings, as `fit_tree` takes them.
+            noise: [H, Vd] what `Sampling.noise` knows of the decisions that each head guesses.
         """
         raise NotImplementedError
 
 
 class HeadDrafter:
-    """Drafts from heads on the newest accepted node; `tree` is as their `fitting` takes it."""
+    """Drafts from heads on the hidden state of the last accepted node, always the largest tree.
+
+    Args:
+        backbone: the target's, for its final norm.
+        heads: what guesses.
+        tree: the tree's settings, as the heads' `fit_tree` takes them.
+        sampling: how the target decides.
+    """
 
     needs = Needs()
     draft_calls = 0
@@ -127,9 +162,9 @@ class HeadDrafter:
     ) -> None:
         self._backbone = backbone
         self._heads = heads
-        self._tree = heads.fitting(tree)
+        self._tree = heads.fit_tree(tree)
         self._sampling = sampling
-        levels, nodes = heads.tree_size(self._tree)
+        levels, nodes = heads.max_tree_size(self._tree)
         self.largest = DraftShape(heads.drafter, nodes, levels)
         self.num_parameters = heads.num_parameters
 
@@ -140,7 +175,7 @@ class HeadDrafter:
         """Nothing to do, as in `start`."""
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """See `Drafter.propose`."""
+        """The tree that the heads draft behind the last accepted node; `shape` is not looked at."""
         hidden = self._backbone.final_norm(verified.last_hidden)[0]
         levels = self.largest.levels
         noise = self._sampling.noise(verified.root_position, levels, self._heads.draft_vocab)

@@ -37,13 +37,23 @@ _KINDS: dict[HeadKind, tuple[type[HeadConfig], type[DraftingHeads]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    config: HeadConfig  # their settings, whose type is their kind
-    tensors: Mapping[str, mx.array]  # `config.expected_tensors()`
-    base: BaseIdentity  # the model that they belong to
-    base_model: str = ""  # what to call that model
+    """What a heads folder holds.
+
+    Attributes:
+        config: their settings, whose class is their kind.
+        tensors: those of `config.expected_tensors()`.
+        base: identifies the model that they belong to.
+        base_model: what a message calls that model.
+    """
+
+    config: HeadConfig
+    tensors: Mapping[str, mx.array]
+    base: BaseIdentity
+    base_model: str = ""
 
 
 def write_heads(folder: Path, heads: Heads) -> None:
+    """Write settings and tensors into `folder`, which is there; older files are replaced."""
     values = {
         "format": FORMAT,
         "kind": heads.config.kind,
@@ -56,7 +66,12 @@ def write_heads(folder: Path, heads: Heads) -> None:
 
 
 def read_heads(folder: Path) -> Heads:
-    """Read a heads folder, every tensor accounted for."""
+    """Read and check a heads folder.
+
+    Raises:
+        InputError: the folder or a file is missing, of another format, or broken; or a tensor is
+            missing, superfluous or of another shape than the settings say.
+    """
     require(
         folder.is_dir(),
         f"no heads folder {folder}",
@@ -95,7 +110,11 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 
 
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
-    """Heads ready to draft, in the dtype of `backbone`; raises InputError where it is another's."""
+    """Heads ready to draft for `backbone`, their tensors cast to its dtype.
+
+    Raises:
+        InputError: the heads belong to another model.
+    """
     heads.base.require_same(
         backbone.identity,
         "the heads belong",
@@ -108,13 +127,15 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
 
 
 def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
-    """Raises InputError unless `tensors` are those that the settings ask for."""
+    """Raise InputError unless `tensors` of the file `source` have the names and shapes of the
+    settings, and the draft vocabulary's ids are in the vocabulary."""
     account_for(tensors, config.expected_tensors(), source)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)
 
 
 def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object) -> DraftingHeads:
+    """`load_heads` as `DrafterWeights.load` is called; the tokenizer and `how` are not needed."""
     return load_heads(folder, model)
 
 
@@ -123,6 +144,7 @@ _WEIGHTS = DrafterWeights("heads", "heads=FOLDER", _load)
 
 @register_drafter("medusa", shaped_by=("tree", "prune"), weights=_WEIGHTS)
 def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
+    """The drafter of an answer, on the Medusa heads that were loaded."""
     tree = inputs.config.tree
     return HeadDrafter(inputs.model.backbone, inputs.loaded, tree, inputs.guess_sampling)
 
@@ -134,5 +156,6 @@ def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
     weights=_WEIGHTS,
 )
 def build_speculator(inputs: DrafterInputs) -> HeadDrafter:
+    """The drafter of an answer, on the MLP speculator that was loaded."""
     tree = inputs.settings
     return HeadDrafter(inputs.model.backbone, inputs.loaded, tree, inputs.guess_sampling)

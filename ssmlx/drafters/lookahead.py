@@ -35,7 +35,12 @@ MAX_KEYS = 1 << 16  # first tokens whose n-grams are kept
 
 
 class NgramPool:
-    """N-grams by their first token; those that were seen longest ago are forgotten."""
+    """N-grams by their first token; those that were seen longest ago are forgotten.
+
+    Args:
+        per_key: n-grams that are kept for a first token.
+        max_keys: first tokens whose n-grams are kept.
+    """
 
     def __init__(self, per_key: int, max_keys: int = MAX_KEYS) -> None:
         self._per_key = per_key
@@ -43,9 +48,11 @@ class NgramPool:
         self._ngrams: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
 
     def __len__(self) -> int:
+        """N-grams that are kept."""
         return sum(len(kept) for kept in self._ngrams.values())
 
     def add(self, ngram: Sequence[int]) -> None:
+        """Keep an n-gram as the newest one, once; the oldest goes where there are too many."""
         first, *rest = ngram
         kept = self._ngrams.setdefault(first, OrderedDict())
         self._ngrams.move_to_end(first)
@@ -56,8 +63,8 @@ class NgramPool:
         if len(self._ngrams) > self._max_keys:
             self._ngrams.popitem(last=False)
 
-    def after(self, first: int) -> Iterator[tuple[int, ...]]:
-        """What follows `first` in its n-grams, the newest first."""
+    def continuations_of(self, first: int) -> Iterator[tuple[int, ...]]:
+        """The tokens behind `first` of each n-gram that begins with it, the newest first."""
         return reversed(self._ngrams.get(first, OrderedDict()))
 
 
@@ -82,7 +89,10 @@ class LookaheadDrafter:
         self.start((0,))
 
     def start(self, tokens: Sequence[int]) -> None:
-        """See `Drafter.start`. The first window is drawn from the text, always the same."""
+        """Empty the pool, and draw a first window from `tokens` by a fixed seed.
+
+        With `pool_from_prompt`, the text's own n-grams fill the pool.
+        """
         config = self._config
         rng = random.Random(0)
         self._pool = NgramPool(config.guesses)
@@ -96,12 +106,16 @@ class LookaheadDrafter:
         self._calls = 0  # that were read since the last tree was drafted
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """See `Drafter.follow`."""
+        """Note the newest token, and that a call was read."""
         self._root = tokens[-1]
         self._calls += 1
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """See `Drafter.propose`. The target's tokens behind its own tree are the next iterates."""
+        """The window, and the pool's n-grams that begin with the root, as one tree.
+
+        Where the call just read verified the last such tree whole, its target tokens are a Jacobi
+        step first: they complete n-grams for the pool, and are the window's last level.
+        """
         # Whether the call just read verified its own tree, and all of it.
         own = self._tree if self._calls == 1 else None
         if own is not None and verified.tree.num_nodes == own.num_nodes:
@@ -117,6 +131,7 @@ class LookaheadDrafter:
         return self._tree
 
     def _draft(self, root: int, num_levels: int) -> Tree:
+        """The tree of window and n-grams below `root`; notes where the last level stands in it."""
         trie = Trie(root, self._max_nodes)
         # The window's nodes first: each has its place, however many guesses there are.
         nodes = [[0] * self._config.window for _ in range(self._num_rows)]
@@ -126,7 +141,7 @@ class LookaheadDrafter:
             for level, row in enumerate(self._window):
                 below = nodes[level][column] = trie.add(row[column : column + 1], below)
             node = nodes[0][column]
-        for rest in self._pool.after(root):
+        for rest in self._pool.continuations_of(root):
             trie.add(rest)
         tree, index = trie.tree(num_levels)
         self._last_level = [index[node] for node in nodes[-1]]
@@ -141,4 +156,5 @@ class LookaheadDrafter:
     shaped_by=(),
 )
 def build(inputs: DrafterInputs) -> LookaheadDrafter:
+    """The drafter of an answer."""
     return LookaheadDrafter(inputs.settings)

@@ -22,6 +22,8 @@ from .head_drafter import DraftingHeads, HeadConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
+    """The settings of Medusa heads, checked when made."""
+
     kind = "medusa"
     num_heads: int = setting(least=1, most=MAX_DRAFT_TOKENS)  # H
     num_layers: int = setting(least=0, most=MAX_LAYERS)  # residual blocks of each head
@@ -43,6 +45,7 @@ class MedusaConfig(HeadConfig):
         return [f"{head}.{self.num_layers}.weight" for head in own]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name of the residual blocks, and of the matrices of heads that have one."""
         width = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.num_heads):
@@ -53,7 +56,11 @@ class MedusaConfig(HeadConfig):
 
 
 class MedusaHeads(DraftingHeads):
-    """Medusa heads on a base model, whose LM head serves those that have no matrix."""
+    """Medusa heads on a base model, whose LM head scores for those that have no matrix.
+
+    Args:
+        config, tensors, backbone: see `DraftingHeads`.
+    """
 
     drafter = "medusa"
 
@@ -88,7 +95,10 @@ class MedusaHeads(DraftingHeads):
         self.nbytes = copied + sum(array.nbytes for array in kept if array is not None)
 
     def medusa_logits(self, hidden: mx.array) -> mx.array:
-        """[H, Vd] logits of every head, of `hidden` [1, D] as `propose_tree` takes it."""
+        """[H, Vd] logits of every head, in the order of heads.
+
+        `hidden` [1, D] is the base model's last hidden state, behind its final norm.
+        """
         expect_shape("hidden state", hidden, 1, self.config.hidden_size)
         states = mx.broadcast_to(hidden, (self.config.num_heads, *hidden.shape))  # [H, 1, D]
         for weights, biases in self._blocks:
@@ -103,17 +113,19 @@ class MedusaHeads(DraftingHeads):
         logits = found[0] if len(found) == 1 else mx.concatenate(found)
         return logits if self._places is None else logits[self._places]
 
-    def fitting(self, tree: TreeConfig) -> TreeConfig:
-        """`tree`, no wider than there are tokens to guess."""
+    def fit_tree(self, tree: TreeConfig) -> TreeConfig:
+        """`tree`, made no wider than there are tokens to guess."""
         return tree.no_wider_than(self.config.num_guessed)
 
-    def tree_size(self, tree: TreeConfig) -> tuple[int, int]:
+    def max_tree_size(self, tree: TreeConfig) -> tuple[int, int]:
+        """(levels below the root: one a head, nodes with the root) of a tree of these settings."""
         return self.config.num_heads, tree.num_nodes(self.config.num_heads)
 
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: TreeConfig, noise: Noise = None
     ) -> Tree:
-        tree = self.fitting(tree)
+        """A tree of the heads' ranked tokens, head h at level h; see `DraftingHeads`."""
+        tree = self.fit_tree(tree)
         count = draft_topology(tree, self.config.num_heads).num_candidates
         logits = with_noise(self.medusa_logits(hidden), noise)
         ranked = rank_candidates(logits, count, self.draft_vocab)

@@ -10,7 +10,7 @@ the last stage.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, product
@@ -86,11 +86,14 @@ class MlpSpeculatorConfig(HeadConfig):
     @property
     def emb_weight(self) -> float:
         """c, by which a stage multiplies its token's embedding, over the state's own weight."""
-        state_weight = 0.5 ** (0.5 / self.n_predict)
+        state_weight: float = 0.5 ** (0.5 / self.n_predict)
         return math.sqrt((1 - state_weight**2) * self.width / 2) / state_weight
 
-    def name_of(self, part: str, stage: int) -> str:
-        """The tensor that is `part` of `stage`: its own, or the one that it shares."""
+    def tensor_name(self, part: str, stage: int) -> str:
+        """The published name of the tensor `part`, such as "ln.bias", of a stage.
+
+        With `tie_weights` that is the tensor of the first stage that shares it.
+        """
         first = 1 if part.startswith("proj") else 0
         kind, _, leaf = part.partition(".")
         return f"{kind}.{min(stage, first) if self.tie_weights else stage}.{leaf}"
@@ -98,9 +101,10 @@ class MlpSpeculatorConfig(HeadConfig):
     @property
     def matrix_names(self) -> list[str]:
         stages = range(self.n_predict)
-        return list(dict.fromkeys(self.name_of("head.weight", stage) for stage in stages))
+        return list(dict.fromkeys(self.tensor_name("head.weight", stage) for stage in stages))
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by published name; with `tie_weights`, a shared tensor stands once."""
         found: dict[str, tuple[int, ...]] = {}
         for stage in range(self.n_predict):
             shapes: dict[str, tuple[int, ...]] = {
@@ -110,7 +114,7 @@ class MlpSpeculatorConfig(HeadConfig):
                 "ln.bias": (self.width,),
                 "head.weight": (self.num_guessed, self.width),
             }
-            found |= {self.name_of(part, stage): shape for part, shape in shapes.items()}
+            found |= {self.tensor_name(part, stage): shape for part, shape in shapes.items()}
         return found
 
 
@@ -133,34 +137,47 @@ class MlpSpeculator(DraftingHeads):
         self.nbytes = sum(array.nbytes for array in tensors.values())
 
     def first_state(self, hidden: mx.array) -> mx.array:
-        """[B, D] what stage 0 starts from, of final-normed hidden states [B, D]."""
+        """[B, D] the state that stage 0 takes, from final-normed hidden states [B, D].
+
+        With `scale_input` these are RMS-normed once more, and divided by sqrt(2); else unchanged.
+        """
         if not self.config.scale_input:
             return hidden
         return mx.fast.rms_norm(hidden, None, EPSILON) / math.sqrt(2)
 
     def stage(self, index: int, state: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """[B, inner] the next state of B paths, and [B, Vd] the logits of each path's next token.
+        """Run one stage on B paths.
 
-        `state` is [B, D] of `first_state` for stage 0, [B, inner] of the stage before for others;
-        `tokens` [B] are the last of each path.
+        Args:
+            index: the stage, from 0.
+            state: [B, D] of `first_state` for stage 0; [B, inner], the stage before's, for others.
+            tokens: [B] the last token of each path.
+
+        Returns:
+            [B, inner] the paths' next states, and [B, Vd] the logits of their next tokens.
         """
-        projected = state @ self._part("proj.weight", index).T
-        embedded = self._part("emb.weight", index)[tokens]
+        projected = state @ self._tensor("proj.weight", index).T
+        embedded = self._tensor("emb.weight", index)[tokens]
         mixed = projected + self.config.emb_weight * embedded
-        normed = mx.fast.rms_norm(mixed, self._part("ln.weight", index), EPSILON)
-        state = nn.gelu(normed + self._part("ln.bias", index))
-        return state, state @ self._part("head.weight", index).T
+        normed = mx.fast.rms_norm(mixed, self._tensor("ln.weight", index), EPSILON)
+        state = nn.gelu(normed + self._tensor("ln.bias", index))
+        return state, state @ self._tensor("head.weight", index).T
 
-    def _part(self, part: str, stage: int) -> mx.array:
-        return self._tensors[self.config.name_of(part, stage)]
+    def _tensor(self, part: str, stage: int) -> mx.array:
+        return self._tensors[self.config.tensor_name(part, stage)]
 
     def rank_paths(
         self, root: mx.array, hidden: mx.array, widths: Sequence[int], noise: Noise = None
     ) -> tuple[mx.array, mx.array]:
-        """Tokens and edge log probabilities [N] of the full tree of `widths`, breadth first.
+        """Guess the full tree of `widths`, all paths of a level in one batch.
 
-        Level i ranks `widths[i]` tokens for each of the widths[0] * ... * widths[i - 1] paths,
-        all of them in one batch.
+        Args:
+            root, hidden, noise: see `DraftingHeads.propose_tree`.
+            widths: children of each node, by level; no more than there are stages.
+
+        Returns:
+            Tokens [N] and log probabilities [N] of all nodes, each given its parent's path, breadth
+            first; the root first, with 0.
         """
         expect_shape("hidden state", hidden, 1, self.config.emb_dim)
         expect_shape("root", root, 1)
@@ -178,8 +195,12 @@ class MlpSpeculator(DraftingHeads):
             edges.append(logprobs.flatten())
         return mx.concatenate(node_tokens), mx.concatenate(edges)
 
-    def fitting(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
-        """`tree`, its widths no more than there are tokens to guess; what it lacks is published."""
+    def fit_tree(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
+        """`tree` with defaults from the published settings, no wider than there are tokens.
+
+        Raises:
+            InputError: more widths than stages, none, or too many nodes.
+        """
         asked = tree.widths
         stages = self.config.n_predict
         widths = tuple(self.config.widths if asked is None else asked)
@@ -196,7 +217,8 @@ class MlpSpeculator(DraftingHeads):
             candidates = self.config.candidates
         return replace(tree, widths=widths, candidates=candidates)
 
-    def tree_size(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
+    def max_tree_size(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
+        """(levels below the root, nodes with the root) of a tree of these settings, at most."""
         assert tree.widths is not None
         most = num_candidate_nodes(tree.widths, tree.candidates)
         return len(tree.widths), min(most, tree.size or most)
@@ -204,10 +226,14 @@ class MlpSpeculator(DraftingHeads):
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: SpeculatorTreeConfig, noise: Noise = None
     ) -> Tree:
-        tree = self.fitting(tree)
+        """The full tree of the widths, pruned to the nodes of the largest path probability.
+
+        With `candidates`, nodes on that many most probable whole paths come first (section 4.1).
+        """
+        tree = self.fit_tree(tree)
         widths = tuple(tree.widths or ())
-        size = self.tree_size(tree)[1]
-        topology = widths_topology(widths)
+        size = self.max_tree_size(tree)[1]
+        topology = full_tree_topology(widths)
         tokens, edges = self.rank_paths(root, hidden, widths, noise)
         full = Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
         if size == topology.num_nodes:
@@ -223,14 +249,18 @@ class MlpSpeculator(DraftingHeads):
 
 
 def num_candidate_nodes(widths: Sequence[int], candidates: int | None) -> int:
-    """Most nodes that `candidates` whole paths can have, the root included; of all if None."""
-    levels = accumulate(widths, mul)
+    """Nodes, the root included, of the full tree of `widths`; or, with `candidates`, the most that
+    so many whole paths of it can have."""
+    levels: Iterator[int] = accumulate(widths, mul)
     return 1 + sum(count if candidates is None else min(count, candidates) for count in levels)
 
 
 @lru_cache(maxsize=64)
-def widths_topology(widths: tuple[int, ...]) -> Topology:
-    """The full tree with `widths[i]` children for every node of depth i, breadth first."""
+def full_tree_topology(widths: tuple[int, ...]) -> Topology:
+    """The topology of the full tree with `widths[i]` children for every node of depth i.
+
+    Nodes are in breadth-first order, and each has a candidate slot of its own.
+    """
     ranks = [r for depth in range(len(widths) + 1) for r in product(*map(range, widths[:depth]))]
     # A node's candidates depend on its path: each has one of its own.
     return replace(topology_of_paths(ranks, max(widths)), slots=indices(len(ranks) - 1))

@@ -53,8 +53,8 @@ class DrafterInputs:
 
     @property
     def guess_sampling(self) -> Sampling:
-        """How the likeliest tokens are found: typical acceptance asks what is likely, not what is
-        drawn."""
+        """How guesses are ranked: as the target decides; greedily under typical acceptance, which
+        asks what is likely and not what is drawn."""
         return self.sampling if self.config.acceptance.kind == "exact" else GREEDY
 
 
@@ -99,8 +99,8 @@ class RegisteredDrafter:
     weights: DrafterWeights | None = None
     reads_text: bool = False
 
-    def settings_in(self, config: GenerateConfig) -> Any:
-        """The drafter's own settings in `config`, or their defaults.
+    def settings_from(self, config: GenerateConfig) -> Any:
+        """The drafter's own settings in `config`, or their defaults; None where it has none.
 
         Raises:
             InputError: they are of another class.
@@ -123,10 +123,17 @@ DrafterArgument = str | Loaded | Sequence[str | Loaded]
 """A name in `ssmlx.settings.DRAFTERS`, what was loaded to draft with, or several of these."""
 
 
-def with_drafter(
+def resolve_drafter(
     config: GenerateConfig, *given: DrafterArgument | None
 ) -> tuple[GenerateConfig, list[Loaded]]:
-    """`config` with the drafter that is named among `given`, and what was loaded among them.
+    """Split what a user gave as drafters into a name and what was loaded.
+
+    Args:
+        config: the settings.
+        given: `drafter=` and the like: names, loaded weights, sequences of these, or None.
+
+    Returns:
+        `config` with the name that was given, if one was; and what was loaded, in order.
 
     Raises:
         InputError: several are named, or something is neither a name nor was loaded to draft.
@@ -160,8 +167,10 @@ _registered: dict[str, RegisteredDrafter] = {}
 
 
 def register_drafter(name: str, **facts: Any) -> Callable[[_Build], _Build]:
-    """Make what is decorated the `build` of the drafter `name`; `facts` are the other fields of
-    `RegisteredDrafter`."""
+    """A decorator that registers a function as the `build` of the drafter `name`.
+
+    `facts` are the other fields of `RegisteredDrafter`. The function stays as it is.
+    """
 
     def register(build: _Build) -> _Build:
         _registered[name] = RegisteredDrafter(name=name, build=build, **facts)
@@ -198,7 +207,7 @@ def build_drafter(
         InputError: what it needs was not loaded, or the settings do not fit it or the model.
     """
     registered = registered_drafter(name)
-    own = _weights_of(registered, loaded)
+    own = _find_weights(registered, loaded)
     assert config.prune
     prune = config.prune.kind
     require(
@@ -213,12 +222,16 @@ def build_drafter(
         expected="prune_adapter.* among its stream weights",
         do="use --prune off, or train one",
     )
-    settings = registered.settings_in(config)
+    settings = registered.settings_from(config)
     return registered.build(DrafterInputs(model, config, sampling, settings, own, end_tokens))
 
 
-def _weights_of(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
-    """What the drafter drafts with, of what was loaded; None if it needs nothing."""
+def _find_weights(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
+    """Of what was loaded, what the drafter drafts with; None if it needs nothing.
+
+    Raises:
+        InputError: it needs weights that were not loaded, or were loaded for another drafter.
+    """
     weights = registered.weights
     name = registered.name
     own = next((one for one in loaded if one.drafter == name), None)

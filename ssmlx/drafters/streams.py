@@ -22,13 +22,24 @@ from .copies import Copies
 from .registry import DrafterInputs, register_drafter
 
 TEXT_TOKENS = 256
+"""Tokens of the text that streams may guess beside the draft vocabulary: each is a row of the LM
+head more, and an answer repeats few names."""
 
 
 class DraftVocab:
-    """The `tokens` [Vd] that streams guess behind a text, and how they rank them.
+    """The tokens that streams may guess in one answer, and the heads that score them.
 
-    Beside the draft vocabulary they are the text's newest `TEXT_TOKENS` others, such as its names,
-    which answers repeat; where it has fewer, those of the lowest ids. None are all tokens.
+    They are the draft vocabulary and the text's newest `TEXT_TOKENS` others, such as its names,
+    which answers repeat; where the text has fewer, those of the lowest ids fill up. Without a text
+    they are the draft vocabulary; where the model has none, all tokens.
+
+    Args:
+        model: the target with its streams.
+        text: the text before the answer.
+
+    Attributes:
+        tokens: [Vd] int32; None for all tokens.
+        nbytes: bytes of what was added for the text.
     """
 
     def __init__(self, model: StreamFusedModel, text: Sequence[int] = ()) -> None:
@@ -52,12 +63,18 @@ class DraftVocab:
     def rank(
         self, hidden: mx.array, roots: mx.array, count: int, noise: Noise = None
     ) -> tuple[mx.array, mx.array]:
-        """The K = `count` likeliest tokens [A, G, K] of every stream, and log probabilities
-        [A, G, K]; conditional ones [A, G, K, K], of each given each of the stream before.
+        """Rank the tokens that every stream guesses.
 
-        Of stream rows `hidden` [1, A * G, D] at A places, whose `roots` are [A]: in all rows of a
-        first stream its tokens are given the root. Conditional ones share the mass of all K anew.
-        `noise` [A * G, Vd] is known of what they guess, see `Sampling.noise`.
+        Args:
+            hidden: [1, A * G, D] rows of G streams beside each of A nodes.
+            roots: [A] the token that each node's streams start behind.
+            count: K, tokens of each stream.
+            noise: [A * G, Vd] what `Sampling.noise` knows of the decisions that are guessed.
+
+        Returns:
+            [A, G, K] tokens, best first, and their log probabilities: [A, G, K]; of conditional
+            streams [A, G, K, K], of each token given each of the stream before (in all rows of a
+            first stream, given the root), which share the mass of the K tokens.
         """
         model = self._model
         places = roots.shape[0]
@@ -71,13 +88,13 @@ class DraftVocab:
         first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
         previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
         more = model.condition_logits(normed.reshape(*tokens.shape[:2], -1), previous, tokens)
-        return tokens, share_anew(logprobs, more)
+        return tokens, renormalise_topk(logprobs, more)
 
 
 @mx.compile
-def share_anew(logprobs: mx.array, more: mx.array) -> mx.array:
-    """[..., C, K] log probabilities of the mass of `logprobs` [..., K], by these and `more` logits
-    [..., C, K]."""
+def renormalise_topk(logprobs: mx.array, more: mx.array) -> mx.array:
+    """[..., C, K] `logprobs` [..., K] with `more` logits [..., C, K] added, then scaled so that
+    each of the C rows has the probability mass that `logprobs` had."""
     scores = logprobs[..., None, :] + more
     mass = mx.logsumexp(logprobs, axis=-1)[..., None, None]
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
@@ -130,11 +147,11 @@ class StreamDrafter:
 
     @property
     def cache_bytes(self) -> int:
-        """See `Drafter`."""
+        """Bytes of the stream cache, its masks, and what was added to the draft vocabulary."""
         return self._cache.nbytes + self._cache.mask_bytes + self._vocab.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """See `Drafter.start`."""
+        """Begin an answer behind the text `tokens`, with an empty stream cache."""
         layers = range(self._model.insertion_layer, self._model.num_layers)
         levels = self.largest.levels
         self._cache = StreamCache(layers, scratch=levels + 2 * (1 + levels))
@@ -142,11 +159,15 @@ class StreamDrafter:
         self._vocab = DraftVocab(self._model, tokens)
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """See `Drafter.follow`. Keys and values are the target's own: only the text is new."""
+        """Write `tokens` into the text that is copied from; keys and values are the target's."""
         self._copies.follow(tokens, position)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """See `Drafter.propose`."""
+        """The tree of `shape` that the streams of the last accepted node guess.
+
+        With the schedule "second-pass", runs these streams through the upper layers first. Shapes
+        other than the largest are trees of the most probable nodes.
+        """
         if self.needs.streams:
             stream_hidden = verified.stream_hidden[:, : shape.levels]
         else:
@@ -157,26 +178,29 @@ class StreamDrafter:
             tree = replace(tree, kind="best", size=shape.nodes)
         root = verified.root
         noise = self._sampling.noise(verified.root_position, shape.levels, self._vocab.tokens)
-        count = self._candidates(shape, tree)
+        count = self._candidates_per_stream(shape, tree)
         tokens, logprobs = self._vocab.rank(stream_hidden, root, count, noise)
         guesses = tokens.squeeze(0), logprobs.squeeze(0)
         if self._model.is_conditional:
             accepted = verified.acceptance
             position = verified.position + 1
-            guesses = self._copies.among(
+            guesses = self._copies.mix_into_guesses(
                 guesses, accepted.new_tokens, accepted.num_accepted, position
             )
         return grow_tree(root, *guesses, tree)
 
-    def _candidates(self, shape: DraftShape, tree: TreeConfig) -> int:
-        """Tokens of each stream that may stand in a tree of `shape`."""
+    def _candidates_per_stream(self, shape: DraftShape, tree: TreeConfig) -> int:
+        """K, the tokens of each stream that can stand in a tree of `shape`."""
         if shape not in self._num_candidates:
             count = num_candidates(tree, shape.levels, conditional=self._model.is_conditional)
             self._num_candidates[shape] = min(count, self._model.draft_vocab_size)
         return self._num_candidates[shape]
 
     def _second_pass(self, verified: Verified, num_streams: int) -> mx.array:
-        """[1, G, D] the streams of the last accepted node, by a second pass."""
+        """[1, G, D] last hidden states of the last accepted node's streams, by a second pass.
+
+        Brings the stream cache up to the target's first.
+        """
         cache = self._cache
         # The root's position, as far as the host knows: a plain call has committed the root's row.
         known_position = verified.cache.offset - (0 if verified.cache.paths else 1)
@@ -198,6 +222,7 @@ class StreamDrafter:
     shaped_by=("num_streams", "tree", "prune"),
 )
 def build(inputs: DrafterInputs) -> StreamDrafter:
+    """The drafter of an answer; the settings name the streams, the tree and the schedule."""
     model = inputs.model
     config = inputs.config
     assert model.config and config.tree and config.stream_schedule

@@ -1,139 +1,157 @@
 """Where the last tokens of a text stood before, in it or in other texts.
 
 Appending a token takes constant time, and so does a look-up, whatever the length of the texts: for
-runs of a few lengths the index knows where each ended last, and from there where it ended before
-that (as in the hash chains of LZ77 compressors). A place that is found is compared backwards.
+n-grams of a few lengths the index knows where each ended last, and from there where it ended before
+that (as in the hash chains of LZ77 compressors). What is found is compared token by token,
+backwards.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-RUNS = (1, 2, 4, 8)
-"""Tokens of the runs that are looked up; a match of another length is found by the next shorter
+NGRAM_LENGTHS = (1, 2, 4, 8)
+"""Tokens of the n-grams that are hashed; a match of another length is found by the next shorter
 one."""
-PLACES = 8
-"""Places of a run that are looked at, the newest ones."""
-LONGEST = 64
-"""Tokens of a match that are compared at most."""
+MAX_MATCHES = 8
+"""Earlier ends of an n-gram that are compared, the newest ones: what bounds a look-up's time."""
+MAX_MATCH = 64
+"""Tokens of a match that are compared at most; longer matches count as this long."""
 BOUNDARY = -1
-"""Stands between texts, and for tokens that nobody knows: it matches nothing."""
-TAIL = 8
-"""Tokens before a text that stand before it in an index too, so that its beginning is found."""
+"""A token id that stands between texts, and for unknown tokens: it matches nothing."""
+CONTEXT_TOKENS = 8
+"""Tokens of a prompt's end that are put before a text in an index, so that the text's beginning is
+found by what stood before it."""
 EARLIER_TOKENS = 2**14
 """Tokens of earlier answers that are kept, some 8 MB: where there would be more, the older half of
 them goes."""
-_BYTES_PER_TOKEN = 8 + len(RUNS) * (8 + 110)
-"""Of the list of tokens, and for each run of its chain and its entry in a dictionary."""
+_BYTES_PER_TOKEN = 8 + len(NGRAM_LENGTHS) * (8 + 110)
+"""About: 8 in the list of tokens; per n-gram length 8 in a list and 110 in a dictionary."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A place where the last tokens of a text stood before."""
+    """A place in an index where the last tokens of a text stood before."""
 
-    end: int  # of the tokens up to there in the index
-    length: int  # tokens that agree
+    end: int  # tokens of the index up to the match's last one, that one included
+    length: int  # tokens before `end` that agree with the end of the text
+
+
+@dataclass
+class _Chain:
+    """Where the n-grams of one length end in an index, as in the hash chains of LZ77 compressors.
+
+    An end is the number of tokens up to it; 0 says that there is none.
+    """
+
+    length: int  # tokens of each n-gram
+    last_ends: dict[int, int] = field(default_factory=dict)  # the newest end, by the n-gram's hash
+    previous_ends: list[int] = field(default_factory=list)  # by end - 1: the end before that
 
 
 class TextIndex:
-    """The tokens of one text or of several, in the order in which they are appended."""
+    """An index of one text or of several, in the order in which their tokens are appended.
+
+    Attributes:
+        tokens: all of them, boundaries included.
+    """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._begin(tokens)
 
     def _begin(self, tokens: Iterable[int]) -> None:
+        """Drop everything, then append `tokens`."""
         self.tokens: list[int] = []
         self._run = 0  # tokens since the last boundary
-        # by run length: where each run, by its hash, ended last; and before that, by the end
-        self._last: list[dict[int, int]] = [{} for _ in RUNS]
-        self._before: list[list[int]] = [[] for _ in RUNS]
+        self._chains = [_Chain(length) for length in NGRAM_LENGTHS]
         self.extend(tokens)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, about: no two runs are taken to be alike."""
+        """Bytes that it takes, about: an upper estimate, as if all n-grams differed."""
         return _BYTES_PER_TOKEN * len(self.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens; one below zero ends a text."""
+        """Append `tokens`; one below zero, such as `BOUNDARY`, ends a text: no match spans it."""
         text = self.tokens
-        chains = list(zip(RUNS, self._last, self._before, strict=True))
         for token in tokens:
             text.append(token)
             end = len(text)
             self._run = self._run + 1 if token >= 0 else 0
-            for length, last, before in chains:
-                if length > self._run:
-                    before.append(0)
+            for chain in self._chains:
+                if chain.length > self._run:
+                    chain.previous_ends.append(0)
                     continue
-                key = hash(tuple(text[end - length :]))
-                before.append(last.get(key, 0))
-                last[key] = end
+                key = hash(tuple(text[end - chain.length :]))
+                chain.previous_ends.append(chain.last_ends.get(key, 0))
+                chain.last_ends[key] = end
 
     def keep_last(self, count: int) -> None:
-        """Forget all but the last `count` tokens."""
+        """Forget all but the last `count` tokens; all of them where that is 0."""
         self._begin(self.tokens[-count:] if count else ())
 
-    def matches(self, text: Sequence[int], most: int = LONGEST) -> Iterator[Match]:
-        """Where the last tokens of `text` stand in the index, but for its own end.
+    def matches(self, text: Sequence[int], max_length: int = MAX_MATCH) -> Iterator[Match]:
+        """Yield where the last tokens of `text` stand in the index, the best matches first.
 
-        Those that agree in most tokens come first, of equally long ones the newest; all that are
-        found by a longer run come before those of a shorter one.
+        Matches are grouped by the n-gram length that found them, the longest first; within a
+        group the longest match comes first, of equally long ones the newest. The end of `text`
+        itself is no match where `text` is this index's own `tokens`. At most `MAX_MATCHES` + 1
+        earlier ends are compared per n-gram length.
 
         Args:
-            text: another text, or `tokens` themselves.
-            most: tokens that are compared.
+            text: another text, or `tokens` themselves; what stands before its last boundary is
+                not matched.
+            max_length: tokens of a match that are compared, and so its greatest length.
         """
-        longest = min(most, self._known_run(text))
+        longest = min(max_length, self._tokens_since_boundary(text))
         found: set[int] = set()
-        for length, last, before in reversed(
-            list(zip(RUNS, self._last, self._before, strict=True))
-        ):
-            if length > longest:
+        for chain in reversed(self._chains):
+            if chain.length > longest:
                 continue
-            end = last.get(hash(tuple(text[len(text) - length :])), 0)
-            places: list[Match] = []
-            for _ in range(PLACES + 1):
+            end = chain.last_ends.get(hash(tuple(text[len(text) - chain.length :])), 0)
+            matches: list[Match] = []
+            for _ in range(MAX_MATCHES + 1):
                 if not end:
                     break
                 is_own = end == len(text) and text is self.tokens
                 if not is_own and end not in found:
-                    agrees = self._agreement(text, end, longest)
-                    if agrees >= length:  # else the hashes of other tokens are the same
-                        places.append(Match(end, agrees))
+                    length = self._match_length(text, end, longest)
+                    if length >= chain.length:  # less where other tokens have the same hash
+                        matches.append(Match(end, length))
                         found.add(end)
-                end = before[end - 1]
-            yield from sorted(places, key=lambda one: (-one.length, -one.end))
+                end = chain.previous_ends[end - 1]
+            yield from sorted(matches, key=lambda one: (-one.length, -one.end))
 
     def following(self, match: Match, count: int) -> list[int]:
-        """Up to `count` tokens that followed a match, within its text."""
+        """Up to `count` tokens behind a match, as far as its text goes: up to a boundary."""
         tokens = self.tokens[match.end : match.end + count]
         return tokens[: tokens.index(BOUNDARY)] if BOUNDARY in tokens else tokens
 
     @staticmethod
-    def _known_run(text: Sequence[int]) -> int:
-        """Tokens at the end of `text` behind its last boundary, `LONGEST` at most."""
-        run = 0
-        for token in reversed(text[-LONGEST:]):
+    def _tokens_since_boundary(text: Sequence[int]) -> int:
+        """How many tokens at the end of `text` no negative one is among, `MAX_MATCH` at most."""
+        count = 0
+        for token in reversed(text[-MAX_MATCH:]):
             if token < 0:
                 break
-            run += 1
-        return run
+            count += 1
+        return count
 
-    def _agreement(self, text: Sequence[int], end: int, most: int) -> int:
-        """Tokens in which the end of `text` and those up to `end` in the index agree."""
+    def _match_length(self, text: Sequence[int], end: int, max_length: int) -> int:
+        """How many of the last tokens of `text` equal those before `end` in the index."""
         tokens = self.tokens
         size = len(text)
         count = 0
-        while count < min(most, end) and tokens[end - 1 - count] == text[size - 1 - count]:
+        while count < min(max_length, end) and tokens[end - 1 - count] == text[size - 1 - count]:
             count += 1
         return count
 
 
 class EarlierAnswers:
-    """The tokens of a session's answers, of one model, which later ones may repeat.
+    """The tokens of a session's earlier answers, which later ones may repeat.
 
-    For whoever asks in one session: a chat, an app's engine, one key of a server. On the thread
-    that runs MLX alone.
+    One for all answers of one model in a session: a chat, an app's engine, one key of a server.
+    Pass it as `earlier=` to `ssmlx.stream_generate`, which drafts from it and adds the answer to
+    it. It is used on the thread that runs MLX alone.
     """
 
     def __init__(self) -> None:
@@ -141,15 +159,18 @@ class EarlierAnswers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take, about."""
+        """Bytes that it takes in host memory, about."""
         return self.index.nbytes
 
-    def let_go(self) -> None:
-        """Forget them: others need the memory."""
+    def free_memory(self) -> None:
+        """Forget all answers, to free their memory: see `pool.Kept`."""
         self.index.keep_last(0)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep an answer's tokens, behind the end of what it answers."""
-        self.index.extend([BOUNDARY, *prompt[-TAIL:], *answer])
+        """Append the tokens of an `answer`, behind the last `CONTEXT_TOKENS` of its `prompt`.
+
+        Where there are more than `EARLIER_TOKENS` then, the older half of that is forgotten.
+        """
+        self.index.extend([BOUNDARY, *prompt[-CONTEXT_TOKENS:], *answer])
         if len(self.index.tokens) > EARLIER_TOKENS:
             self.index.keep_last(EARLIER_TOKENS // 2)

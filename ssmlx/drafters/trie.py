@@ -11,7 +11,13 @@ from ..model.tree import PAD_TOKEN, Tree
 class Trie:
     """A tree of tokens in which siblings always differ: what is added twice is there once.
 
-    What goes beyond `max_nodes`, the `root` (the newest token) included, is left out.
+    Args:
+        root: the newest token of the text.
+        max_nodes: nodes at most, the root included; what goes beyond is left out.
+
+    Attributes:
+        tokens, parents, depths: of each node, in the order of adding; the root is node 0, and its
+            own parent.
     """
 
     def __init__(self, root: int, max_nodes: int) -> None:
@@ -23,10 +29,15 @@ class Trie:
 
     @property
     def is_full(self) -> bool:
+        """Whether no node can be added."""
         return len(self.tokens) == self._max_nodes
 
     def add(self, tokens: Iterable[int], node: int = 0) -> int:
-        """The node at the end of the path of `tokens` below `node`, adding what is missing."""
+        """Add the path of `tokens` below `node`, as far as it is missing and there is room.
+
+        Returns:
+            The node at the path's end; the last one that had room where the trie became full.
+        """
         for token in tokens:
             child = self._children.get((node, token))
             if child is None:
@@ -40,10 +51,14 @@ class Trie:
         return node
 
     def tree(self, num_levels: int) -> tuple[Tree, list[int]]:
-        """The tree, and where each node of the trie stands in it.
+        """Make a `Tree` in breadth-first order.
 
-        Few shapes: paths have `num_levels` levels below the root whatever was added, and nodes
-        are filled up to a `padded_size` with children of the root that no target token equals.
+        So that kernels meet few shapes, paths have `num_levels` levels below the root whatever was
+        added, and nodes are filled up to a `padded_size` with children of the root of the token
+        `PAD_TOKEN`, which is never accepted.
+
+        Returns:
+            The tree, and by node of the trie its index in the tree.
         """
         count = len(self.tokens)
         order = sorted(range(count), key=self.depths.__getitem__)

@@ -48,7 +48,7 @@ def answer_prompts(args: argparse.Namespace) -> None:
     answer.
     """
     from ..api import record, summary
-    from ..prompts import read_prompts, user_text
+    from ..prompts import last_user_text, read_prompts
     from .api import load, prompt_tokens, stream_generate
 
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
@@ -61,7 +61,7 @@ def answer_prompts(args: argparse.Namespace) -> None:
             if not args.jsonl:
                 print(response.text, end="", flush=True)
         if args.jsonl:
-            print_json(record(user_text(prompt), responses))
+            print_json(record(last_user_text(prompt), responses))
         else:
             print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api import Budget, GenerationResponse, Text, responses_of
+from ..api import AnswerText, GenerationResponse, StopChecker, build_responses
 from ..errors import require
 from ..json_files import read_json
 from ..loading.load import load_tokenizer
-from ..prompts import Prompt, asked_tokens, encode
+from ..prompts import Prompt, encode, encode_with_template
 from .backends import Backend, coreai_backend, coreml_backend
 from .decode import SlotCache, speculative_decode
 from .manifest import Manifest
@@ -79,7 +79,7 @@ def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
         InputError: the prompt cannot be put into the template.
     """
     asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    return asked_tokens(asked, model.tokenizer, model.manifest.prompt_template)
+    return encode_with_template(asked, model.tokenizer, model.manifest.prompt_template)
 
 
 def stream_generate(
@@ -109,10 +109,10 @@ def stream_generate(
     require(max_tokens >= 1, f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
     room = manifest.num_slots - manifest.num_nodes
     ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
-    text = Text(model.tokenizer)
-    return responses_of(
+    text = AnswerText(model.tokenizer)
+    return build_responses(
         speculative_decode(model.backend, manifest, tokens, cache),
-        Budget(text, ends, max_tokens, is_full=lambda: cache.offset > room),
+        StopChecker(text, ends, max_tokens, is_full=lambda: cache.offset > room),
         num_cached + len(tokens),
         num_cached,
         lambda reason: {"peak_memory": peak_bytes() / 1e9},

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import InputError, check_choice, first_line, not_installed, require
+from ..errors import InputError, check_choice, first_line, missing_package_error, require
 from .manifest import Manifest
 
 PREFILL = "prefill"
@@ -106,7 +106,7 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
             for name in FUNCTIONS
         }
     except ImportError as error:
-        raise not_installed("coremltools", error, "coreml") from error
+        raise missing_package_error("coremltools", error, "coreml") from error
     except Exception as error:  # Core ML's own, of no common kind
         raise InputError(
             f"{package} cannot be loaded by Core ML ({first_line(error)})",
@@ -174,7 +174,7 @@ def coreai_backend(package: Path, manifest: Manifest) -> CoreAIBackend:
         return CoreAIBackend(package, manifest)
     except ImportError as error:
         what = "Core AI's runtime (for Python 3.11 or later)"
-        raise not_installed(what, error, "coreai") from error
+        raise missing_package_error(what, error, "coreai") from error
     except (RuntimeError, OSError, KeyError) as error:
         raise InputError(
             f"{package} cannot be loaded by Core AI ({first_line(error)})",

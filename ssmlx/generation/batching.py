@@ -29,27 +29,27 @@ import mlx.core as mx
 from ..decoding.batch import Batch, Mask, Row
 from ..decoding.loop import CallCounts, Stops, never_stops, prefill
 from ..decoding.sampling import TokenLogprobs
-from ..loading.prompt_files import PromptKey
 from ..model.cache import TreeCache
+from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
 from ..policy.costs import BATCH
 from .learned import learned_of
-from .memory import cache_size
+from .memory import cache_size_of
 from .plan import Plan, decode_plan
 
 Fits = Callable[[int], bool]
-"""Given bytes, whether there is so much memory for them."""
+"""Called with a number of bytes: whether there is memory for them."""
 
 
 def always_fits(num_bytes: int) -> bool:
-    """Where nobody counts."""
+    """True: a `Fits` for where memory is not counted."""
     return True
 
 
 STAY = 1.05
-"""What the present way is favoured by, times its tokens a second."""
+"""Factor by which the other mode has to be faster for answers to change: a change costs calls."""
 TIMED_CALLS = 5
-"""Calls for equally many texts, behind a first one, that teach what such calls cost."""
+"""Calls for equally many texts, behind a first one, whose median teaches what such a call costs."""
 PIECE_SECONDS = 0.5
 """What a piece of a prompt takes at most, about: so long a turn may have to be waited for."""
 PIECES_ALONE = 2
@@ -67,6 +67,8 @@ READER_SECONDS = 0.001
 
 @dataclass(eq=False, kw_only=True)
 class _Answer(Row):
+    """An open answer: its row in a batch, its plan, and what is left of its prompt."""
+
     plan: Plan
     group: _Group
     todo: list[int] = field(default_factory=list)  # of the prompt
@@ -79,50 +81,61 @@ class _Group:
     def __init__(self, model: StreamFusedModel, fits: Fits = always_fits) -> None:
         self.batch = Batch(model)
         self._fits = fits
-        self._token_bytes = cache_size(model).per_token
+        self._token_bytes = cache_size_of(model).per_token
         self._learned, _ = learned_of(model)
         self.open: list[_Answer] = []
-        self.together = False
+        self.is_batched = False
         self._seconds: list[float] = []  # of calls in a row for as many texts as the last
         self._num_texts = 0
 
-    def decide(self) -> None:
-        """Settle whether the answers that are read go together from now on.
+    def choose_mode(self) -> None:
+        """Set `is_batched`: whether the answers that are read share calls from now on.
 
-        In turns, each with its drafts, they bring the sum of their tokens in the sum of their
-        costs; together, a token each in what a call for so many texts costs.
+        In turns, each with its drafts, they bring the sum of their expected tokens in the sum of
+        their costs; batched, a token each in what a call for so many texts costs. The faster mode
+        is taken, the present one being favoured by `STAY`; never batched where fewer than two are
+        read, the model cannot share calls, or there is no memory for the padding.
         """
         rows = [row for row in self.open if not row.is_paused]
         if len(rows) < 2 or not self.batch.shares_calls:
-            self.together = False
+            self.is_batched = False
             return
-        outlooks = [row.plan.outlook for row in rows]
-        in_turns = sum(tokens for tokens, _ in outlooks) / sum(cost for _, cost in outlooks)
-        costs = self._learned.costs.frozen(self._context(rows))
+        expected_calls = [row.plan.expected_call for row in rows]
+        in_turns = sum(tokens for tokens, _ in expected_calls) / sum(
+            cost for _, cost in expected_calls
+        )
+        costs = self._learned.costs.frozen(self._mean_length(rows))
         batched = len(rows) / costs.calls((BATCH, len(rows)))
-        is_faster = batched * (STAY if self.together else 1 / STAY) >= in_turns
-        self.together = is_faster and self._has_room(rows)
+        is_faster = batched * (STAY if self.is_batched else 1 / STAY) >= in_turns
+        self.is_batched = is_faster and self._has_room(rows)
 
     def _has_room(self, rows: Sequence[Row]) -> bool:
-        """Whether there is memory for rows in a batch, where all are as long as the longest."""
+        """Whether there is memory for a batch of `rows`, each padded to the longest."""
         lengths = [len(row.text) for row in rows]
         padding = len(lengths) * max(lengths) - sum(lengths)
         more = padding * self._token_bytes - self.batch.padding_bytes
         return more <= 0 or self._fits(more)
 
     def step(self) -> float:
-        """A call of the batch; the seconds that it took."""
+        """Make a call of the batch, learn from its seconds, and return them.
+
+        Where a reader has fallen behind, the mode is chosen anew.
+        """
         members = self.batch.members
         started = time.perf_counter()
         self.batch.step()
         seconds = time.perf_counter() - started
-        self._time(members, seconds)
+        self._learn_cost(members, seconds)
         if any(row.is_paused for row in members):
-            self.decide()
+            self.choose_mode()
         return seconds
 
-    def _time(self, members: Sequence[Row], seconds: float) -> None:
-        """Learn what calls for so many texts cost, of those behind the first in a row."""
+    def _learn_cost(self, members: Sequence[Row], seconds: float) -> None:
+        """Add a call's seconds to those of calls for as many texts in a row.
+
+        Every `TIMED_CALLS` of them, the first not counted, teach what a call for so many costs, if
+        it is more than one text and plain calls were timed.
+        """
         if len(members) != self._num_texts:
             self._num_texts = len(members)
             self._seconds = []
@@ -130,7 +143,7 @@ class _Group:
         self._seconds.append(seconds)
         if len(self._seconds) < TIMED_CALLS or len(members) < 2:
             return
-        context = self._context(members)
+        context = self._mean_length(members)
         plain = self._learned.costs.plain_seconds(context)
         if plain is not None:
             cost = median(self._seconds) / plain
@@ -139,7 +152,8 @@ class _Group:
         self._seconds = []
 
     @staticmethod
-    def _context(rows: Sequence[Row]) -> int:
+    def _mean_length(rows: Sequence[Row]) -> int:
+        """Tokens of the rows' texts, in the mean, rounded down."""
         return sum(len(row.text) for row in rows) // len(rows)
 
 
@@ -152,11 +166,11 @@ class Batches:
 
     def __init__(self, fits: Fits = always_fits) -> None:
         self._fits = fits
-        self._groups: dict[PromptKey, _Group] = {}
+        self._groups: dict[CacheKey, _Group] = {}
         self._prompts: deque[_Answer] = deque()
         self._prompt_rate: float | None = None  # tokens a second, of the last piece
         # seconds that pieces took while answers were decoded, and calls did not take since
-        self._owed = 0.0
+        self._owed_seconds = 0.0
         self._num_calls = 0  # that decoded
 
     @property
@@ -165,7 +179,7 @@ class Batches:
         return sum(group.batch.padding_bytes for group in self._groups.values())
 
     def drop_idle(self) -> None:
-        """Nothing: all belongs to running answers."""
+        """Does nothing, as all belongs to running answers; see `pool.Shared`."""
 
     def decode(
         self,
@@ -181,13 +195,23 @@ class Batches:
         mask: Mask | None = None,
         on_prompt: Callable[[], None] | None = None,
     ) -> Iterator[list[int]]:
-        """As `decode_plan`, beside others; with a `mask`, always without drafts.
+        """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
-        `on_prompt` is called when the cache holds the prompt but for its last token, before
-        anything is decoded behind it.
+        Args:
+            plan, model, prompt, cache, context, stops, logprobs, counts: see `decode_plan`.
+            mask: changes the logits of each token; such an answer is always batched, and never
+                drafts.
+            on_prompt: called when the cache holds the prompt but for its last token, before
+                anything is decoded behind it.
+
+        Yields:
+            The tokens of each call; empty lists between pieces of the prompt.
+
+        Raises:
+            RuntimeError: a call that it shared has failed; the cause is the call's error.
         """
         cache.trim(cache.offset)
-        key = PromptKey.of(model)
+        key = CacheKey.of(model)
         text = [*context, *prompt]
         group = self._groups.get(key) or self._groups.setdefault(key, _Group(model, self._fits))
         row = _Answer(
@@ -204,22 +228,27 @@ class Batches:
             on_prompt=on_prompt,
         )
         try:
-            yield from self._read_prompt(row)
+            yield from self._process_prompt(row)
             while True:
                 # It may have joined a batch that is no longer wanted.
-                yield from self._together(row, logprobs)
-                yield from self._alone(row, logprobs, counts)
+                yield from self._decode_batched(row, logprobs)
+                yield from self._decode_alone(row, logprobs, counts)
         finally:
             with suppress(ValueError):
                 self._prompts.remove(row)
             group.batch.leave(row)
             if row in group.open:
                 group.open.remove(row)
-                group.decide()
+                group.choose_mode()
 
-    def _read_prompt(self, row: _Answer) -> Iterator[list[int]]:
+    def _process_prompt(self, row: _Answer) -> Iterator[list[int]]:
+        """Have the prompt of `row` processed, in turns with other prompts and with calls.
+
+        Yields an empty list before each turn. Another answer's turn may process pieces of it, and
+        its error is raised here.
+        """
         if not row.todo:
-            self._open(row)
+            self._start_decoding(row)
             return
         self._prompts.appendleft(row)
         tries = READER_TRIES
@@ -233,32 +262,38 @@ class Batches:
             if calls != self._num_calls:
                 tries = READER_TRIES
                 calls = self._num_calls
-            if self._is_full and self._let_decode(tries):
+            if self._must_decode_first and self._run_or_await_calls(tries):
                 tries -= 1
             else:
-                self._read_piece()
+                self._process_piece()
                 tries = READER_TRIES
         yield []
 
     @property
-    def _is_full(self) -> bool:
-        """Whether calls that decode have to come before the next piece of a prompt."""
-        if not self._prompts or not self._decodes:
+    def _must_decode_first(self) -> bool:
+        """Whether decoding calls have to come before the next piece of a prompt: so that pieces
+        take half of the time at most."""
+        if not self._prompts or not self._is_decoding:
             return False
-        upcoming = len(self._piece(self._prompts[0]))
+        upcoming = len(self._next_piece(self._prompts[0]))
         rate = self._prompt_rate
         seconds = PIECE_SECONDS if rate is None else upcoming / rate
-        return self._owed > 0 and self._owed + seconds > PIECE_SECONDS
+        return self._owed_seconds > 0 and self._owed_seconds + seconds > PIECE_SECONDS
 
     @property
-    def _decodes(self) -> bool:
+    def _is_decoding(self) -> bool:
+        """Whether any answer has its prompt behind it."""
         return any(group.open for group in self._groups.values())
 
-    def _let_decode(self, tries: int) -> bool:
-        """Let answers be decoded, as it is their turn; whether the prompt waits for that.
+    def _run_or_await_calls(self, tries: int) -> bool:
+        """Make a call for every batch, or wait for the readers of answers that decode alone.
 
-        Those in a batch get a call. The readers of others have to come for theirs, and are waited
-        for while there are `tries` left.
+        Args:
+            tries: times that readers are waited for yet; beginning with `READER_TRIES`, it sleeps
+                `READER_SECONDS` at every try but the first.
+
+        Returns:
+            Whether the prompt waits another turn; False where none came and no tries are left.
         """
         running = [group for group in self._groups.values() if group.batch.members]
         for group in running:
@@ -268,22 +303,27 @@ class Batches:
         return bool(running) or tries > 0
 
     def _count_call(self, seconds: float) -> None:
+        """Count a decoding call of so many seconds against those that pieces are ahead by."""
         self._num_calls += 1
-        self._owed = max(0.0, self._owed - seconds)
+        self._owed_seconds = max(0.0, self._owed_seconds - seconds)
 
-    def _piece(self, row: _Answer) -> list[int]:
-        """What is done at once of a prompt that waits for its turn."""
+    def _next_piece(self, row: _Answer) -> list[int]:
+        """The tokens of a row's prompt that are processed at its next turn."""
         most = UNTIMED_PIECE
         if self._prompt_rate is not None:
-            is_alone = len(self._prompts) == 1 and not self._decodes
+            is_alone = len(self._prompts) == 1 and not self._is_decoding
             seconds = PIECE_SECONDS * (PIECES_ALONE if is_alone else 1)
             most = int(self._prompt_rate * seconds) // LEAST_PIECE * LEAST_PIECE
         return row.todo[: min(row.plan.config.prefill_step_size, max(LEAST_PIECE, most))]
 
-    def _read_piece(self) -> None:
-        """Process a piece of the prompt whose turn it is."""
+    def _process_piece(self) -> None:
+        """Process a piece of the first prompt in line, which then goes to the end of the line.
+
+        When it has no more, its answer begins to decode. An error is kept for the row's reader, and
+        ends its turns.
+        """
         row = self._prompts[0]
-        piece = self._piece(row)
+        piece = self._next_piece(row)
         self._prompts.popleft()
         started = time.perf_counter()
         try:
@@ -300,28 +340,35 @@ class Batches:
         if row.todo:
             self._prompts.append(row)
         else:
-            self._open(row)
-        self._owed = self._owed + seconds if self._decodes else 0.0
+            self._start_decoding(row)
+        self._owed_seconds = self._owed_seconds + seconds if self._is_decoding else 0.0
 
-    def _open(self, row: _Answer) -> None:
+    def _start_decoding(self, row: _Answer) -> None:
+        """Count `row` among the answers that decode; it joins the batch where they share calls."""
         row.group.open.append(row)
-        row.group.decide()
-        if row.group.together or row.mask is not None:
+        row.group.choose_mode()
+        if row.group.is_batched or row.mask is not None:
             row.group.batch.join(row)
 
-    def _together(self, row: _Answer, recorded: list[TokenLogprobs] | None) -> Iterator[list[int]]:
-        """Its tokens by the calls of a batch, until answers no longer go together."""
+    def _decode_batched(
+        self, row: _Answer, recorded: list[TokenLogprobs] | None
+    ) -> Iterator[list[int]]:
+        """Yield the tokens of `row` by calls of its batch, as long as answers share calls.
+
+        Makes the calls itself where its token is not there yet. Leaves the batch in the end, also
+        with none yielded.
+        """
         group = row.group
         batch = row.group.batch
-        while row.unread or row.error or row.mask or group.together:
+        while row.unread or row.error or row.mask or group.is_batched:
             while not row.unread:
                 if row.error is not None:
                     raise RuntimeError("a call for several answers failed") from row.error
                 if row not in batch.members:
                     batch.join(row)
-                    group.decide()
-                while self._prompts and not self._is_full:
-                    self._read_piece()
+                    group.choose_mode()
+                while self._prompts and not self._must_decode_first:
+                    self._process_piece()
                 self._count_call(group.step())
             token, logprobs = row.unread.popleft()
             if recorded is not None:
@@ -329,13 +376,16 @@ class Batches:
             yield [token]
         batch.leave(row)
 
-    def _alone(
+    def _decode_alone(
         self,
         row: _Answer,
         logprobs: list[TokenLogprobs] | None,
         counts: CallCounts | None,
     ) -> Iterator[list[int]]:
-        """Its tokens by calls of its own, until answers go together."""
+        """Yield the tokens of `row` by calls of its own, with drafts, until answers share calls.
+
+        Leaves its cache holding all of its text but the last token, computed.
+        """
         steps: Any = decode_plan(
             row.plan,
             row.model,
@@ -352,8 +402,8 @@ class Batches:
                 row.text += step
                 self._count_call(time.perf_counter() - started)
                 yield step
-                row.group.decide()
-                if row.group.together:
+                row.group.choose_mode()
+                if row.group.is_batched:
                     break
                 started = time.perf_counter()
         row.cache.trim(len(row.text) - 1)

@@ -24,10 +24,10 @@ larger: 8 units in the last place. In float32 every drafter must write the same.
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where an answer parts from plain decoding's.
+    """The first place where an answer differs from plain decoding's.
 
     Attributes:
-        place: tokens that both begin with.
+        place: tokens before it, which both begin with.
         plain, other: the tokens behind those.
         gap: how far the target's logits of the two are apart.
         logit: the larger of the two, without its sign.
@@ -48,7 +48,10 @@ class Divergence:
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first place where two answers are not the same; None where they are."""
+    """The index of the first token that two answers do not share; None where they are equal.
+
+    Where one is the beginning of the other, its length.
+    """
     if list(plain) == list(other):
         return None
     pairs = zip(plain, other, strict=False)
@@ -56,15 +59,15 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     return next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
-def weigh(
+def compare_logits(
     place: int, plain: int, other: int, logits: mx.array, noise: Noise, dtype: mx.Dtype
 ) -> Divergence:
-    """The two tokens at a place by the logits [V] that decide there.
+    """Compare two tokens by the logits that decide between them.
 
     Args:
         place: tokens of the answers before it.
         plain, other: the tokens.
-        logits: the target's, penalties included.
+        logits: [V] the target's at that place, penalties included.
         noise: [1, V] what sampling adds to them; None in greedy decoding.
         dtype: of the activations, whose rounding it is.
     """
@@ -75,7 +78,7 @@ def weigh(
     return Divergence(place, plain, other, gap, larger, ROUNDING[dtype] * larger)
 
 
-def divergence(
+def find_divergence(
     model: StreamFusedModel,
     prompt: Sequence[int],
     plain: Sequence[int],
@@ -83,11 +86,10 @@ def divergence(
     config: GenerateConfig,
     ends: Collection[int],
 ) -> Divergence | None:
-    """Where an answer parts from plain decoding's, and how close the two tokens are there.
+    """Find where an answer differs from plain decoding's, and how close the two tokens are there.
 
-    They are weighed by the logits that the model gives behind the text that both begin with.
-
-    On the thread that runs MLX.
+    They are compared by the logits that the model gives behind the text that both begin with, which
+    is processed anew. On the thread that runs MLX.
 
     Args:
         model: as `ssmlx.load` returns it.
@@ -113,6 +115,7 @@ def divergence(
     logits = sampling.process(model.backbone.logits(hidden), places)[0]
 
     def token_of(answer: Sequence[int]) -> int:
+        """The answer's token at `place`; its likeliest end token where it is over there."""
         return (
             answer[place]
             if place < len(answer)
@@ -121,4 +124,4 @@ def divergence(
 
     noise = sampling.noise(first, 1)
     dtype = model.backbone.dtype
-    return weigh(place, token_of(plain), token_of(other), logits, noise, dtype)
+    return compare_logits(place, token_of(plain), token_of(other), logits, noise, dtype)

@@ -20,10 +20,10 @@ from .step_costs import measure_step_costs
 STREAMS = "streams"
 """The registered name of the drafter whose calls are timed, where the model has it."""
 SIZES = (2, 4, 8, 16)
+"""Nodes of the trees that are timed; costs between them are interpolated."""
 SECONDS = 1.6
-"""Nodes of the trees that are timed, and seconds after which no other size is begun: plain calls of
-45 ms leave time for all of them."""
-_MOST_TOKENS = 32
+"""Seconds after which no other size is begun: plain calls of 45 ms leave time for all of them."""
+_MOST_TOKENS = 32  # tokens that calls are timed behind at most
 _TEXT = """\
 The first maps of the coast were drawn by sailors, who measured how long it took to pass from one
 headland to the next, and wrote down where the water was deep enough for their ships. A line that
@@ -34,7 +34,7 @@ _log = logging.getLogger("ssmlx")
 
 
 def sample_text(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> list[int]:
-    """The tokens of a paragraph of prose, as many as leave room in the model's context."""
+    """Tokens of a paragraph of prose: `_MOST_TOKENS` at most, and half of the model's context."""
     room = model.backbone.context_length or 2 * _MOST_TOKENS
     return encode(_TEXT, tokenizer)[: min(_MOST_TOKENS, room // 2)]
 
@@ -56,7 +56,8 @@ def seed_costs(
         model, tokens, sizes, seconds, first_round_seconds: see `measure_step_costs`.
 
     Returns:
-        Plain calls that a call with n nodes takes, by n, as the table has them now.
+        Plain calls that a call with n nodes takes, by each n that was timed, as the table has them
+        now.
     """
     timings = measure_step_costs(
         model, tokens, sizes, seconds=seconds, first_round_seconds=first_round_seconds
@@ -74,9 +75,9 @@ def seed_costs(
 def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: Plan) -> None:
     """Time calls before the first answer, once for a machine and a geometry.
 
-    Only where a controller will decide what streams or the text draft, and nothing is known of what
-    that costs.
-    On the thread that runs MLX, while nothing else decodes.
+    Does nothing where no controller decides, where neither streams nor the text draft, or where
+    costs of such calls are known already. On the thread that runs MLX, while nothing else decodes.
+    Takes some two seconds.
 
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
@@ -88,7 +89,8 @@ def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: 
         return
     tokens = sample_text(model, tokenizer)
     is_known = (
-        plan.learned.costs.frozen(len(tokens)).most_known(STREAMS if STREAMS in names else ROWS) > 0
+        plan.learned.costs.frozen(len(tokens)).largest_known(STREAMS if STREAMS in names else ROWS)
+        > 0
     )
     if is_known or len(tokens) < 2:
         return

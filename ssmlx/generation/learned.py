@@ -39,7 +39,9 @@ _log = logging.getLogger("ssmlx")
 
 
 class Learned:
-    """What is known of calls on this machine with models of one geometry, and its file.
+    """What answers taught of this machine, for models of one geometry, and the file that keeps it.
+
+    The file is read when this is made, and written by `keep` and at exit.
 
     Attributes:
         path: the file.
@@ -56,21 +58,28 @@ class Learned:
         atexit.register(self.write)
 
     def prior(self, adapter: str) -> AcceptancePrior:
-        """How well texts are guessed with an adapter, by its digest."""
+        """The acceptance ratios of an adapter, by its digest; new ones where there are none.
+
+        Where there are too many adapters, the first known one is forgotten.
+        """
         if adapter not in self._priors and len(self._priors) >= _MOST_ADAPTERS:
             del self._priors[next(iter(self._priors))]
         return self._priors.setdefault(adapter, AcceptancePrior())
 
     def keep(self, *, at_once: bool = False) -> None:
-        """Something was learned: write the file, unless `at_once` not too often."""
+        """Note that something was learned, and write the file.
+
+        Unless `at_once`, only where it was not written in the last 30 seconds.
+        """
         self._is_new = True
         if at_once or time.monotonic() - self._written_at > _SECONDS_BETWEEN_WRITES:
             self.write()
 
     def write(self) -> None:
-        """Write what is new, whole or not at all; what cannot be written is lost.
+        """Write the file, whole or not at all, if anything is new since the last time.
 
-        A forked process, which learns nothing, leaves it to the one that it was forked from.
+        An error of the file system is logged, and what is new is lost. A forked process, which
+        learns nothing, writes nothing.
         """
         if not self._is_new or is_forked():
             return
@@ -89,7 +98,10 @@ class Learned:
             _log.debug("%s cannot be written: %s", self.path, error)
 
     def _read(self) -> None:
-        """Take over what the file says, if it can be believed."""
+        """Load the file, if it is there, of this format and of this MLX, and holds what it should.
+
+        Otherwise nothing is changed, and the reason is logged.
+        """
         if not self.path.is_file():
             return
         try:
@@ -106,14 +118,13 @@ class Learned:
             _log.debug("%s is ignored: %s", self.path, error)
 
 
-def cost_rows(costs: CostTable) -> list[list[str]]:
-    """What is known of calls, as the cells of a table.
-
-    A row is a drafter behind a bucket of contexts, a column a number of nodes (of texts, in a
-    batch), a cell the plain calls that such a call takes.
+def cost_table_rows(costs: CostTable) -> list[list[str]]:
+    """The known costs of calls as rows of cells, to print.
 
     Returns:
-        The heads of the columns, then the rows; nothing where nothing is known.
+        First the heads of the columns, by number of nodes (in a batch, of texts); then a row for
+        each drafter and context bucket, whose cells are plain calls that such a call takes. An
+        empty list where nothing is known.
     """
     found: dict[tuple[str, int], dict[int, str]] = {}
     for bucket, name, count, calls, _ in costs.to_dict()["costs"]:
@@ -127,7 +138,8 @@ def cost_rows(costs: CostTable) -> list[list[str]]:
 
 
 def costs_line(costs: CostTable, drafter: str, context: int) -> str:
-    """What a drafter's calls cost behind `context` tokens, as far as is known, in one line."""
+    """A line for `--verbose`: measured costs of a drafter's calls behind `context` tokens, in plain
+    calls by nodes."""
     known = costs.frozen(context).known
     calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == drafter}
     if not calls:
@@ -139,7 +151,7 @@ def costs_line(costs: CostTable, drafter: str, context: int) -> str:
 
 
 def acceptance_line(prior: AcceptancePrior, drafter: str, context: int) -> str:
-    """What texts accept of what a drafter offers behind `context` tokens, in one line."""
+    """A line for `--verbose`: a drafter's acceptance ratio behind `context` tokens."""
     if all(name != drafter for name, *_ in prior.to_dict()["ratios"]):
         return f"acceptance: no text was drafted with {drafter} here yet"
     share = prior.ratio(drafter, context)
@@ -151,9 +163,10 @@ _BY_MODEL: WeakKeyDictionary[StreamFusedModel, tuple[Path, str]] = WeakKeyDictio
 
 
 def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
-    """What is known of calls of `model` here, and of the texts of its adapter.
+    """What was learned for `model` on this machine, and the acceptance ratios of its adapter.
 
-    One for all models of one geometry that a process has loaded.
+    All models of one geometry that a process has loaded share the first. Computes digests of the
+    weights, and reads the file, once.
     """
     if model not in _BY_MODEL:
         folder = Path(model.backbone.cache_dir or cache_dir()).expanduser() / _FOLDER
@@ -165,14 +178,17 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     return learned, learned.prior(adapter)
 
 
-def digest_of(values: Any) -> str:
-    """A short digest of JSON values."""
+def json_digest(values: Any) -> str:
+    """16 hexadecimal digits of the SHA-256 of JSON values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def geometry_digest(model: StreamFusedModel) -> str:
-    """A digest of what decides how long calls of `model` take: the machine, and the names, shapes
-    and types of all weights, LoRA that is not merged among them, and of the streams."""
+    """A digest of what decides how long calls of `model` take; the values of weights do not count.
+
+    It is of the machine, the names, shapes and types of all weights (LoRA that is not merged and
+    streams among them), the numbers of layers and streams, and the draft head.
+    """
     streams = [] if model.streams is None else stream_tensors(model.streams).items()
     weights = [*tree_flatten(model.backbone.model.parameters()), *streams]
     layers = [model.num_layers, model.insertion_layer, model.num_streams]
@@ -180,7 +196,7 @@ def geometry_digest(model: StreamFusedModel) -> str:
     # Without a draft head, no head is packed.
     bits = None if model.draft_head is None else model.backbone.draft_bits
     heads = [model.draft_head is not None, bits, str(model.backbone.dtype)]
-    return digest_of([this_machine(), shapes, layers, heads])
+    return json_digest([this_machine(), shapes, layers, heads])
 
 
 def adapter_digest(model: StreamFusedModel) -> str:

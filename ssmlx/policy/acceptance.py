@@ -10,23 +10,31 @@ from typing import Any, Self
 from .costs import context_bucket
 
 FIRST_RATIO = 0.9
-"""An adapter's own answers flatter: others' questions accepted two thirds of what they did."""
+"""Accepted over offered tokens where nothing was learned. Below 1, because offers come from answers
+to an adapter's own test questions; others' questions accepted two thirds of what these did."""
 FIRST_WEIGHT = 10.0
-"""Offered tokens that the first ratio counts as."""
-PRIOR_MOST = 120.0
-"""Offered tokens that earlier answers count as at most: texts change."""
-ANSWER_WEIGHT = 8.0
-"""Offered tokens that the prior counts as within an answer."""
+"""Offered tokens that the first ratio counts as: an answer or two replace it."""
+MAX_PRIOR_WEIGHT = 120.0
+"""Offered tokens that earlier answers count as at most, so that a ratio follows a user's texts."""
+PRIOR_WEIGHT_IN_ANSWER = 8.0
+"""Offered tokens that the prior's ratio counts as within an answer: a few calls outweigh it."""
 KEEP_PER_CALL = 0.97
+"""Share of an answer's counts that is left with each call that verified a draft, for a text becomes
+easier or harder as it goes on; half of it after 23 calls."""
 KEEP_PER_PLAIN_TOKEN = 0.985
-"""What is kept of an answer's counts with each call that drafted, and with each plain token: a text
-becomes easier or harder as it goes on."""
-_MOST_ENTRIES = 256
+"""The same with each token that was decoded without a draft; half of it after 46 tokens, so that
+drafting is tried again."""
+_MOST_ENTRIES = 256  # ratios that a file may hold
 
 
 @dataclass
 class Ratio:
-    """Accepted over offered tokens, and the offered tokens that this rests on."""
+    """Accepted over offered tokens.
+
+    Attributes:
+        value: the ratio.
+        weight: offered tokens that it rests on.
+    """
 
     value: float = FIRST_RATIO
     weight: float = FIRST_WEIGHT
@@ -42,7 +50,11 @@ class AcceptancePrior:
         self._ratios: dict[tuple[str, int], Ratio] = {}
 
     def ratio(self, name: str, context: int, first_ratio: float = FIRST_RATIO) -> float:
-        """What a text behind `context` tokens should accept of what is offered under a name."""
+        """The acceptance ratio to expect under a name behind `context` tokens.
+
+        It is that of the context's bucket, else of the next shorter one that is known, else
+        `first_ratio`.
+        """
         return self._nearest(name, context, first_ratio).value
 
     def learn(
@@ -53,7 +65,15 @@ class AcceptancePrior:
         offered: float,
         first_ratio: float = FIRST_RATIO,
     ) -> None:
-        """Take an answer's counts."""
+        """Add an answer's counts to the ratio of a name and of the bucket of `context`.
+
+        Args:
+            name: what the ratio is kept under.
+            context: committed tokens when the answer began.
+            accepted: drafted tokens that were accepted.
+            offered: those that were expected at a ratio of 1; with 0 nothing changes.
+            first_ratio: what a new ratio starts from where no shorter bucket has one.
+        """
         if offered <= 0:
             return
         key = name, context_bucket(context)
@@ -61,17 +81,18 @@ class AcceptancePrior:
             start = self._nearest(name, context, first_ratio)
             self._ratios[key] = Ratio(start.value, min(start.weight, FIRST_WEIGHT))
         ratio = self._ratios[key]
-        ratio.weight = min(ratio.weight, PRIOR_MOST) + offered
+        ratio.weight = min(ratio.weight, MAX_PRIOR_WEIGHT) + offered
         ratio.value += (accepted / offered - ratio.value) * offered / ratio.weight
 
     def _nearest(self, name: str, context: int, first_ratio: float) -> Ratio:
-        """The ratio of a context's bucket, or of the next shorter one that is known."""
+        """The ratio of a context's bucket, else of the next shorter one that is known, else a new
+        one of the value `first_ratio`. It is not to be changed."""
         bucket = context_bucket(context)
         known = [one for other, one in self._ratios if other == name and one <= bucket]
         return self._ratios[name, max(known)] if known else Ratio(first_ratio)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is written to disk."""
+        """JSON values to write to disk: {"ratios": [[name, bucket, value, weight], ...]}."""
         return {
             "ratios": [[*key, ratio.value, ratio.weight] for key, ratio in self._ratios.items()]
         }
@@ -99,11 +120,14 @@ class AcceptancePrior:
 
 
 class AnswerAcceptance:
-    """What an answer accepts under one name: the prior's ratio, then its own counts.
+    """What an answer accepts under one name: the prior's ratio, more and more replaced by counts.
 
     Args:
         prior_ratio: that of earlier answers.
-        first_ratio: what is assumed where there were none.
+        first_ratio: what is assumed where there were none; only kept, for `AcceptancePrior.learn`.
+
+    Attributes:
+        total_accepted, total_offered: all counts of the answer, without decay.
     """
 
     def __init__(self, prior_ratio: float, first_ratio: float = FIRST_RATIO) -> None:
@@ -117,21 +141,22 @@ class AnswerAcceptance:
     @property
     def ratio(self) -> float:
         """Accepted over offered tokens, as expected of the next call."""
-        accepted = ANSWER_WEIGHT * self._prior_ratio + self._accepted
-        return accepted / (ANSWER_WEIGHT + self._offered)
+        accepted = PRIOR_WEIGHT_IN_ANSWER * self._prior_ratio + self._accepted
+        return accepted / (PRIOR_WEIGHT_IN_ANSWER + self._offered)
 
     def count(self, accepted: float, offered: float) -> None:
-        """Note what a call accepted, of so many tokens offered (at a ratio of 1)."""
+        """Note what a call accepted, of those `offered` at a ratio of 1. Older counts decay."""
         self._decay(KEEP_PER_CALL)
         self._accepted += accepted
         self._offered += offered
         self.total_accepted += accepted
         self.total_offered += offered
 
-    def pass_plain(self, tokens: int) -> None:
-        """Note tokens that were decoded without a draft."""
+    def count_plain_tokens(self, tokens: int) -> None:
+        """Note that `tokens` were decoded without a draft: older counts decay."""
         self._decay(KEEP_PER_PLAIN_TOKEN**tokens)
 
     def _decay(self, kept: float) -> None:
+        """Multiply the counts behind `ratio`, but not the totals, by `kept`."""
         self._accepted *= kept
         self._offered *= kept

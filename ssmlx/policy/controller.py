@@ -14,105 +14,150 @@ from statistics import median
 
 from ..decoding.controller import Call, DraftShape
 from .acceptance import AcceptancePrior, AnswerAcceptance
-from .costs import BANK_MOST, ENTRY, MOST_PLAIN_CALLS, CostTable, Kind, context_bucket
+from .costs import BANK_MOST, ENTRY, MAX_PLAIN_CALLS, CostTable, Kind, context_bucket
 from .offers import Offer, OfferSource
 
+# Speeds are tokens over plain calls, so that plain decoding has the speed 1. Values without another
+# reason were chosen by replaying recorded answers: see `tests.replayed`.
+
 FIRST_NODES = 4
-"""Nodes at most where no drafting call was timed; then twice as many as were."""
-ENTER = 1.02
-LEAVE = 0.9
-"""Speeds over plain decoding at which drafting begins and ends. A text that gets harder loses
-little while it is read; how much in all is bounded below."""
-STAY = 1.03
-"""What the present shape's speed is favoured by: each change is a kernel to compile, a run cut."""
-BEHIND = 4.0
-BEHIND_PER_TOKEN = 0.07
-"""Plain calls that an answer may be behind plain decoding, should the next call bring one token:
-the first, or the second a token, whichever is more. 0.07 a token is 0.93 of plain decoding."""
-CREDIT = 4.0
-"""Calls whose expected gain it may be behind beside that."""
-RUN_CALLS = 3
-"""Timed calls of one shape in a row that teach its cost at least."""
-PROBE_CALLS = RUN_CALLS + 1
-"""Calls of a probe: each verifies what the one before it drafted."""
-PROBE_BEHIND = 1.0
-"""Plain calls that an answer may be behind for a probe to begin."""
-PROBE_GAIN = 1.08
-"""What a shape has to promise over the best known for a probe."""
-UNTIMED = 0.4
-"""Runs that a cost rests on below which nothing of its size was ever timed."""
-TEACHES = 0.1
-"""Change of a cost from which on another probe may follow soon."""
-SURPRISE = 0.18
-SURPRISES = 3
-"""Calls in a row that are so far off their cost make an answer take new costs. A machine that
-throttles 1.6x makes calls dearer by a fourth to a third; noise of 8 % does not do it thrice."""
-FOLLOWED = 4
-"""Calls whose median is the cost after surprises."""
-MOST_SCALED = 2.5
-"""What an answer scales costs by at most."""
-PLAIN_CALLS = 3
-"""Plain calls that an answer times in a row at least."""
+"""Nodes that a draft may have where no drafting call was timed; later it may have twice the largest
+timed number. Four nodes pay on most machines, and lose little where they do not."""
+
+ENTER_SPEED = 1.02
+"""Speed above which drafting begins: a gain below 2 % is within the error of the costs."""
+LEAVE_SPEED = 0.9
+"""Speed below which drafting ends. Lower than `ENTER_SPEED`: a text that gets harder for a few
+tokens loses less so than by beginning again; the loss in all is bounded below."""
+STAY_BONUS = 1.03
+"""Factor on the present shape's speed: another shape is another kernel to compile, and ends a run
+of calls that teaches a cost."""
+
+MAX_BEHIND = 4.0
+"""Plain calls that an answer may fall behind plain decoding, were the next call to bring one token:
+what a short answer may lose."""
+MAX_BEHIND_PER_TOKEN = 0.07
+"""The same for each token of the answer, where that is more: a long answer has at least 0.93 of
+plain decoding's speed."""
+CREDIT_CALLS = 4.0
+"""Calls whose expected gain is added to what the answer may be behind: where drafting promises
+much, a few bad calls do not end it."""
+
+MIN_RUN_CALLS = 3
+"""Timed calls of one shape in a row from which its cost is learned: the fewest whose median leaves
+out one that was disturbed."""
+PROBE_CALLS = MIN_RUN_CALLS + 1
+"""Calls of a probe: each verifies what the one before it drafted, so the first is not timed."""
+MAX_BEHIND_FOR_PROBE = 1.0
+"""Plain calls that an answer may be behind when a probe begins: who loses tries nothing new."""
+MIN_PROBE_GAIN = 1.08
+"""What a shape has to promise over the best known one, as a factor on its speed, for a probe; the
+noise of a call's seconds is about 8 %."""
+MIN_TIMED_WEIGHT = 0.4
+"""Weight of a cost, in runs, below which its size counts as never timed: above what an
+extrapolated cost has (`UNKNOWN_WEIGHT`), below what a head start has (`SEED_WEIGHT`)."""
+INFORMATIVE_CHANGE = 0.1
+"""Relative change of a cost from which on another probe may begin at once."""
+
+SURPRISING_ERROR = 0.18
+"""Relative error of a call's cost that counts as a surprise: over twice the usual noise of 8 %, and
+below what a machine that throttles 1.6 times causes, a fourth to a third."""
+SURPRISING_CALLS = 3
+"""Surprises in a row, all to one side, that make the answer rescale its costs: noise of 8 % does
+not do that three times."""
+RESCALING_CALLS = 4
+"""Latest calls whose median error gives the scale: few, to follow a machine quickly."""
+MAX_SCALE = 2.5
+"""Greatest factor, and the least as 1 / 2.5, on what calls take beyond a plain one."""
+
+MIN_PLAIN_CALLS = 3
+"""Plain calls that an answer times in a row at least: their median leaves out a disturbed one."""
 PLAIN_ERROR = 0.03
-ERROR_OF_GAIN = 0.15
-"""Standard error up to which they are timed: this, or this share of what drafting gains."""
-PLAIN_KEPT = 64
-"""Plain calls of an answer whose seconds are kept."""
+"""Relative standard error of the seconds of a plain call that is always good enough."""
+PLAIN_ERROR_OF_GAIN = 0.15
+"""The same, as a share of what drafting gains: where it gains 60 %, an error of 9 % seldom
+changes what is best."""
+KEPT_PLAIN_CALLS = 64
+"""Plain calls of an answer whose seconds are kept, the latest."""
+PLAIN_FRESH_TOKENS = 64
+"""Tokens for which an answer's own timing of plain calls stays comparable with its other calls."""
 HOST_WAIT = 0.1
-"""Plain calls that it takes to wait for a call's tokens where the next call could have been under
-way: what a device idles while the host looks up, drafts and launches."""
-PLAIN_FRESH = 64
-"""Tokens for which an answer's timing of plain calls counts as taken beside a call."""
+"""Plain calls that waiting for a call's tokens takes where the next call could have been under way:
+the device idles while the host looks up, drafts and launches."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A shape that can be drafted now."""
+    """A shape that can be drafted now, and what is expected of the call that verifies it.
+
+    Attributes:
+        shape: the shape.
+        offer: the offer of its drafter.
+        tokens: that the call should advance by, 1 or more.
+        cost: plain calls that it should take.
+        hoped_cost: plain calls that it may take at best, by how little is known.
+    """
 
     shape: DraftShape
     offer: Offer
-    tokens: float  # that a call should bring
-    cost: float  # plain calls that it takes
-    hope: float  # what it may turn out to take
+    tokens: float
+    cost: float
+    hoped_cost: float
 
     @property
     def speed(self) -> float:
+        """Expected tokens per plain call; plain decoding has 1."""
         return self.tokens / self.cost
 
     @property
     def hoped_speed(self) -> float:
-        return self.tokens / self.hope
+        """The same at the hoped cost."""
+        return self.tokens / self.hoped_cost
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the next call drafts, and why."""
+    """What a call drafts for the next one.
+
+    Attributes:
+        candidate: what is drafted; None for nothing.
+        risk: plain calls that it may lose, where it begins a probe; None where it does not.
+    """
 
     candidate: Candidate | None
-    risk: float | None = None  # plain calls that it may lose, where it is a probe
+    risk: float | None = None
 
     @property
     def shape(self) -> DraftShape | None:
+        """The shape that is drafted; None for nothing."""
         return self.candidate.shape if self.candidate else None
 
 
 @dataclass
 class Run:
-    """Seconds of calls of one shape in a row."""
+    """Calls in a row that verified trees of one shape, and the seconds of each."""
 
     shape: DraftShape
     seconds: list[float]
 
 
 def size_to_time(offer: Offer, most_timed: int) -> int:
-    """Nodes to time next: twice the `most_timed` so far (0 for none), but `FIRST_NODES` at least,
-    and within what the offer has; its largest once that was timed."""
+    """Nodes of the shape that is to be timed next, not always one of the offer's sizes.
+
+    Args:
+        offer: its shapes bound the result from both sides.
+        most_timed: the largest number of nodes that was timed so far, 0 for none.
+
+    Returns:
+        Twice `most_timed`, but `FIRST_NODES` and the offer's smallest shape at least, and the
+        offer's largest shape at most.
+    """
     size = max(2 * most_timed, FIRST_NODES, offer.shapes[0].nodes)
     return min(size, offer.shapes[-1].nodes)
 
 
 class Controller:
-    """Decides what each call of one answer drafts; see `DraftController`.
+    """Decides what each call of one answer drafts, by expected tokens and costs.
 
     Between calls it is a function of frozen costs and of what was accepted. Seconds are collected
     for `finish`, and have two uses before: a size that nobody has timed is known as soon as a few
@@ -149,22 +194,22 @@ class Controller:
         self._pending: DraftShape | None = None  # the tree that the next recorded call verifies
         self._pending_candidate: Candidate | None = None  # the same, as it was offered
         # of drafters that have offered something: what their costs are kept as, and who waits
-        self._costs_as: dict[str, str] = {}
-        self._waits: set[str] = set()
+        self._cost_names: dict[str, str] = {}
+        self._need_host_tokens: set[str] = set()
         self._tokens = 0
         self._behind = 0.0  # plain calls that this answer is behind plain decoding
         self._probe: DraftShape | None = None
         self._probe_calls = 0  # that the probe has yet to draft
         self._runs: list[Run] = []
         self._is_run_open = False
-        self._plain: deque[float] = deque(maxlen=PLAIN_KEPT)  # seconds, the latest
-        self._since_plain = PLAIN_FRESH
+        self._plain: deque[float] = deque(maxlen=KEPT_PLAIN_CALLS)  # seconds, the latest
+        self._since_plain = PLAIN_FRESH_TOKENS
         self._plain_calls_due = 0
         self._surprises = 0  # calls in a row that are far off their cost; below 0: too cheap
         self._follows_seconds = False
-        self._latest: deque[tuple[Kind, float]] = deque(maxlen=FOLLOWED)
-        if reads_seconds and table.is_timing_due(context, self._bearable_error()):
-            self._plain_calls_due = MOST_PLAIN_CALLS
+        self._latest: deque[tuple[Kind, float]] = deque(maxlen=RESCALING_CALLS)
+        if reads_seconds and table.is_timing_due(context, self._tolerable_plain_error()):
+            self._plain_calls_due = MAX_PLAIN_CALLS
 
     @classmethod
     def deterministic(cls, sources: Sequence[OfferSource], context: int = 0) -> "Controller":
@@ -172,13 +217,20 @@ class Controller:
         return cls(CostTable(), AcceptancePrior(), sources, context=context, reads_seconds=False)
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
+        """The shape that the call under way is to draft; None for nothing.
+
+        Args:
+            is_read: whether drafters know that call's tokens already.
+        """
         self._decisions.append(self._decide(is_read))
         return self._decisions[-1].shape
 
-    def outlook(self) -> tuple[float, float]:
-        """Tokens and cost in plain calls of the shape that should advance fastest now.
+    def expected_call(self) -> tuple[float, float]:
+        """What the fastest call should bring and take now.
 
-        Both are 1 where plain decoding is as fast.
+        Returns:
+            Tokens, and plain calls, of the candidate with the greatest expected speed; 1 and 1
+            where none is faster than plain decoding.
         """
         best = max(self._candidates(is_read=True), key=lambda one: one.speed, default=None)
         if best is None or best.speed <= 1:
@@ -186,18 +238,25 @@ class Controller:
         return best.tokens, best.cost
 
     def record(self, call: Call) -> None:
+        """Note a call that was done: its tokens, what its draft had accepted, and its seconds.
+
+        Calls have to be recorded in order, each once.
+        """
         if context_bucket(call.context) > context_bucket(self._context):
-            self._enter_bucket(call.context)
-        decision = self._decision_of(call.drafted)
+            self._switch_context_bucket(call.context)
+        decision = self._find_decision(call.drafted)
         self._count_tokens(call)
-        self._count_probe(call, decision)
+        self._advance_probe(call, decision)
         if self._reads_seconds:
-            self._note_seconds(call)
+            self._record_seconds(call)
         self._pending = call.drafted
         self._pending_candidate = decision.candidate
 
     def finish(self) -> None:
-        """Hand what the answer has taught to the table and the prior. To be called once."""
+        """Write what the answer has taught into the table and the prior. To be called once.
+
+        A probe that the answer's end has cut off may begin again at once.
+        """
         for name, counted in self._acceptance.items():
             self._prior.learn(
                 name,
@@ -206,13 +265,18 @@ class Controller:
                 counted.total_offered,
                 counted.first_ratio,
             )
-        self._teach()
+        self._teach_costs()
         if self._probe is not None:
             self._table.reset_probes()  # the answer has ended before it taught anything
 
-    def _teach(self) -> None:
-        """Hand what calls took to the table."""
-        if len(self._plain) >= PLAIN_CALLS:
+    def _teach_costs(self) -> None:
+        """Move the seconds that were collected into the table, as costs in plain calls.
+
+        Nothing is learned, and runs are kept, where no plain call was timed in this process.
+        Afterwards runs that are still too short stay, of drafters that wait for tokens; all other
+        runs are dropped.
+        """
+        if len(self._plain) >= MIN_PLAIN_CALLS:
             self._table.learn_plain(self._context, self._plain)
             self._plain.clear()
         plain = self._table.plain_seconds(self._context, is_recent=True)
@@ -220,34 +284,41 @@ class Controller:
             return
         seconds: dict[DraftShape, list[float]] = {}
         for run in self._runs:
-            if len(run.seconds) >= RUN_CALLS:
+            if len(run.seconds) >= MIN_RUN_CALLS:
                 seconds.setdefault(run.shape, []).extend(run.seconds)
         for shape, taken in seconds.items():
             moved = self._table.learn(
                 self._kind(shape), self._context, median(taken) / plain, self._follows_seconds
             )
-            if abs(moved - 1) > TEACHES:
+            if abs(moved - 1) > INFORMATIVE_CHANGE:
                 self._table.reset_probes()
         self._runs = [
             run
             for run in self._runs
-            if run.shape.drafter in self._waits and len(run.seconds) < RUN_CALLS
+            if run.shape.drafter in self._need_host_tokens and len(run.seconds) < MIN_RUN_CALLS
         ]
         self._is_run_open = False
 
-    def _enter_bucket(self, context: int) -> None:
-        """Take the costs of contexts of another length."""
-        self._teach()
+    def _switch_context_bucket(self, context: int) -> None:
+        """Go on with the costs of the context bucket of `context`, in tokens.
+
+        What was timed so far is taught first; plain calls are timed again where that is due.
+        """
+        self._teach_costs()
         self._runs = []
         self._context = context
         self._costs = self._table.frozen(context).scaled(self._costs.scale)
         self._plain.clear()
         self._latest.clear()
         self._surprises = 0
-        if self._reads_seconds and self._table.is_timing_due(context, self._bearable_error()):
-            self._plain_calls_due = MOST_PLAIN_CALLS
+        if self._reads_seconds and self._table.is_timing_due(
+            context, self._tolerable_plain_error()
+        ):
+            self._plain_calls_due = MAX_PLAIN_CALLS
 
     def _decide(self, is_read: bool) -> Decision:
+        """What to draft now: nothing while plain calls are timed; a probe that is under way; else
+        another probe where one is due and affordable; else the fastest shape, if it pays."""
         if self._plain_calls_due:
             return Decision(None)
         candidates = list(self._candidates(is_read))
@@ -258,46 +329,53 @@ class Controller:
                 if one.shape == self._probe and self._is_unlearned(one.shape):
                     return Decision(one)
         best = max(
-            candidates, key=lambda one: one.speed * (STAY if one.shape == self._pending else 1)
+            candidates,
+            key=lambda one: one.speed * (STAY_BONUS if one.shape == self._pending else 1),
         )
-        pays = self._pays(best)
-        probe = self._probe_of(best.speed if pays else 1.0)
+        pays = self._may_draft(best)
+        probe = self._choose_probe(best.speed if pays else 1.0)
         return probe or Decision(best if pays else None)
 
     def _is_unlearned(self, shape: DraftShape) -> bool:
-        """Whether no answer has taught what a shape costs."""
+        """Whether the cost of a shape rests on less than one run of an answer."""
         return self._costs.weight(self._kind(shape)) < 1
 
     def _kind(self, shape: DraftShape) -> Kind:
-        """The kind of call that verifies a shape, and drafts another such where drafting costs."""
-        return self._costs_as.get(shape.drafter, shape.drafter), shape.nodes
+        """The kind under which the table has calls that verify, and draft, this shape."""
+        return self._cost_names.get(shape.drafter, shape.drafter), shape.nodes
 
     def _candidates(self, is_read: bool) -> Iterator[Candidate]:
-        """Every shape that can be drafted now; `is_read` is as `next` has it.
+        """Yield every shape that can be drafted now, with what is expected of it.
 
-        Of a drafter's shapes these are the ones up to the largest that was timed, between which
-        costs are interpolated, and one that is larger: to learn what comes next by.
+        Of a drafter's shapes these are the ones up to the largest number of nodes that was timed
+        (`FIRST_NODES` where none was), and the next larger one to time. Where a drafter has to wait
+        for the tokens of the call under way and these are not read, its offer may no longer hold
+        behind them: tokens and costs are then weighted by how likely it holds, and the wait is
+        added.
 
-        What has to wait for the tokens of the call under way may have nothing to offer behind them:
-        then the next call is a plain one.
+        Args:
+            is_read: whether drafters know the tokens of the call under way.
         """
         for source in self._sources:
             offer = source.offer()
             if offer is None:
                 continue
-            self._costs_as[offer.drafter] = offer.costs_as
+            self._cost_names[offer.drafter] = offer.cost_name
             likely = 1.0
             wait = 0.0
             then = offer
-            if offer.waits:
-                self._waits.add(offer.drafter)
+            if offer.needs_host_tokens:
+                self._need_host_tokens.add(offer.drafter)
                 if not is_read:
-                    likely, then = offer.after(self._unread, self._ratio_of)
-                    is_awaited = self._pending is not None and self._pending.drafter in self._waits
+                    likely, then = offer.after_tokens(self._expected_unread_tokens, self._ratio_of)
+                    is_awaited = (
+                        self._pending is not None
+                        and self._pending.drafter in self._need_host_tokens
+                    )
                     wait = 0.0 if is_awaited else HOST_WAIT
             if not then.shapes:
                 continue
-            most_timed = self._costs.most_known(offer.costs_as)
+            most_timed = self._costs.largest_known(offer.cost_name)
             next_size = size_to_time(then, most_timed)
             for shape in then.shapes:
                 if shape.nodes <= (most_timed or FIRST_NODES) or shape.nodes == next_size:
@@ -307,38 +385,52 @@ class Controller:
                         offer,
                         1 + likely * then.expected(shape, self._ratio_of),
                         1 + likely * (self._costs.calls(kind) - 1) + wait,
-                        1 + likely * (self._costs.hopeful(kind) - 1) + wait,
+                        1 + likely * (self._costs.optimistic_calls(kind) - 1) + wait,
                     )
 
     @property
-    def _unread(self) -> int:
-        """Tokens that the call under way should bring."""
+    def _expected_unread_tokens(self) -> int:
+        """Tokens that the call under way should bring, rounded; 1 for a plain call."""
         pending = self._pending_candidate
         return 1 if pending is None else round(pending.tokens)
 
-    def _pays(self, best: Candidate) -> bool:
-        """Whether to draft, as far as the answer may fall behind plain decoding."""
-        allowed = max(BEHIND, BEHIND_PER_TOKEN * self._tokens)
-        allowed += CREDIT * max(0.0, best.tokens - best.cost)
+    def _may_draft(self, best: Candidate) -> bool:
+        """Whether `best` is fast enough, and the answer not too far behind plain decoding.
+
+        What counts as fast enough depends on whether the call under way drafts already. Behind is
+        what the answer has lost so far and what the next call would lose if it brought one token.
+        """
+        allowed = max(MAX_BEHIND, MAX_BEHIND_PER_TOKEN * self._tokens)
+        allowed += CREDIT_CALLS * max(0.0, best.tokens - best.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
-        loss = self._costs.cautious(self._kind(best.shape)) - 1
+        loss = self._costs.pessimistic_calls(self._kind(best.shape)) - 1
         at_risk = self._behind + loss
         if self._pending is not None:
-            return best.speed > LEAVE and at_risk <= allowed
-        return best.speed > ENTER and at_risk + self._entry(best.shape) <= allowed
+            return best.speed > LEAVE_SPEED and at_risk <= allowed
+        return best.speed > ENTER_SPEED and at_risk + self._entry_cost(best.shape) <= allowed
 
-    def _probe_of(self, speed: float) -> Decision | None:
-        """A shape that may be faster than what is known to be, if its probe can be afforded.
+    def _choose_probe(self, speed: float) -> Decision | None:
+        """The start of a probe: a shape that may turn out faster than what is drafted now.
 
-        What it risks is what its calls do, as if the call under way was read.
+        Candidates are judged as if the call under way was read.
+
+        Args:
+            speed: what is reached without a probe; exactly 1.0 says that plain decoding is best.
+
+        Returns:
+            Of the shapes whose risk the bank can pay for, the one with the greatest hoped speed.
+            Where plain decoding is best, none is affordable and the bank is full, the one of the
+            least risk. None where no probe is due, none promises enough, or the answer is behind.
         """
-        if self._behind > PROBE_BEHIND or not self._table.may_probe(is_start=self._tokens <= 1):
+        if self._behind > MAX_BEHIND_FOR_PROBE or not self._table.may_probe(
+            is_start=self._tokens <= 1
+        ):
             return None
         is_parked = speed == 1.0
         probes = [
-            (self._risk(one, speed), one)
+            (self._probe_risk(one, speed), one)
             for one in self._candidates(is_read=True)
-            if is_parked or one.hoped_speed > speed * PROBE_GAIN
+            if is_parked or one.hoped_speed > speed * MIN_PROBE_GAIN
         ]
         affordable = [pair for pair in probes if pair[0] <= self._table.bank]
         if affordable:
@@ -350,91 +442,115 @@ class Controller:
             return Decision(probe, risk)
         return None
 
-    def _risk(self, probe: Candidate, speed: float) -> float:
-        """Plain calls that a probe may lose over going on at `speed`."""
-        entry = self._entry(probe.shape) if self._pending is None else 0.0
-        likely = (probe.cost + probe.hope) / 2
+    def _probe_risk(self, probe: Candidate, speed: float) -> float:
+        """Plain calls that a probe may lose, compared with going on at `speed`; 0 or more."""
+        entry = self._entry_cost(probe.shape) if self._pending is None else 0.0
+        likely = (probe.cost + probe.hoped_cost) / 2
         return entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
 
-    def _entry(self, shape: DraftShape) -> float:
-        """Plain calls that it costs to draft behind a plain call: a first drafting pass."""
-        return 0.0 if shape.drafter in self._waits else ENTRY
+    def _entry_cost(self, shape: DraftShape) -> float:
+        """Plain calls that the first drafting pass behind a plain call takes; 0 for drafters on the
+        host."""
+        return 0.0 if shape.drafter in self._need_host_tokens else ENTRY
 
     def _ratio_of(self, name: str, first_ratio: float) -> float:
-        return self._acceptance_of(name, first_ratio).ratio
+        """This answer's acceptance ratio under a name; see `offers.RatioOf`."""
+        return self._acceptance_for(name, first_ratio).ratio
 
-    def _acceptance_of(self, name: str, first_ratio: float) -> AnswerAcceptance:
+    def _acceptance_for(self, name: str, first_ratio: float) -> AnswerAcceptance:
+        """This answer's counts under a name, begun with the prior's ratio where there are none."""
         if name not in self._acceptance:
             prior = self._prior.ratio(name, self._first_context, first_ratio)
             self._acceptance[name] = AnswerAcceptance(prior, first_ratio)
         return self._acceptance[name]
 
-    def _decision_of(self, drafted: DraftShape | None) -> Decision:
-        """The decision that a recorded call followed; the loop may have asked once more."""
+    def _find_decision(self, drafted: DraftShape | None) -> Decision:
+        """The latest decision for the shape `drafted`, which a recorded call followed.
+
+        The loop may have asked once more since; an empty decision where none is found.
+        """
         found = (one for one in reversed(self._decisions) if one.shape == drafted)
         return next(found, Decision(None))
 
-    def _cost(self, call: Call) -> float:
-        """Plain calls that a recorded call took, by the table."""
+    def _table_cost(self, call: Call) -> float:
+        """Plain calls that a recorded call is charged with, by frozen costs and not by its seconds.
+
+        A call that verifies without drafting is cheaper by a drafting pass, one that drafts without
+        verifying dearer.
+        """
         if call.shape is None:
-            return 1.0 if call.drafted is None else 1 + self._entry(call.drafted)
-        steady = self._costs.cautious(self._kind(call.shape))
-        return steady if call.drafted else max(1.0, steady - self._entry(call.shape))
+            return 1.0 if call.drafted is None else 1 + self._entry_cost(call.drafted)
+        steady = self._costs.pessimistic_calls(self._kind(call.shape))
+        return steady if call.drafted else max(1.0, steady - self._entry_cost(call.shape))
 
     def _count_tokens(self, call: Call) -> None:
+        """Add a call's tokens to the answer's, to the table's age and to acceptance counts."""
         self._tokens += call.tokens
-        self._behind += self._cost(call) - call.tokens
-        self._table.pass_tokens(call.tokens, self._context)
+        self._behind += self._table_cost(call) - call.tokens
+        self._table.count_tokens(call.tokens, self._context)
         if call.shape is None:
             for counted in self._acceptance.values():
-                counted.pass_plain(call.tokens)
+                counted.count_plain_tokens(call.tokens)
         elif self._pending_candidate is not None:
-            for one in self._pending_candidate.offer.counted(call.shape, call.tokens - 1):
-                counted = self._acceptance_of(one.name, one.first_ratio)
+            for one in self._pending_candidate.offer.acceptance_counts(call.shape, call.tokens - 1):
+                counted = self._acceptance_for(one.name, one.first_ratio)
                 counted.count(one.accepted, one.offered)
 
-    def _count_probe(self, call: Call, decision: Decision) -> None:
+    def _advance_probe(self, call: Call, decision: Decision) -> None:
+        """Count a probe's calls down, end it where another shape was drafted, or begin one.
+
+        A probe that begins is paid for from the table's bank.
+        """
         if self._probe_calls:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
         elif decision.risk is not None and call.drafted != call.shape:
             self._probe = call.drafted
             self._probe_calls = PROBE_CALLS - 1
-            self._table.begin_probe(decision.risk)
+            self._table.pay_for_probe(decision.risk)
 
-    def _take_first_timings(self) -> None:
-        """The open run has timed a size that nobody had: end the probe, hand the seconds to the
-        table, and go on with its costs, so that this answer gains too and not only later ones."""
+    def _learn_first_timings(self) -> None:
+        """End the probe, teach the table what the open run took, and go on with its new costs.
+
+        For a size that nobody had timed: so this answer gains too, and not only later ones.
+        """
         self._probe = None
-        self._teach()
+        self._teach_costs()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
 
-    def _note_seconds(self, call: Call) -> None:
-        """Collect what calls took: of plain calls, and of runs of one shape."""
+    def _record_seconds(self, call: Call) -> None:
+        """Collect a call's seconds: with plain calls, or in the run of its shape.
+
+        Of a call that verified and drafted nothing, the seconds of a drafting pass are added. A run
+        that first times a size changes the answer's costs; others are checked for surprises.
+        """
         self._since_plain += call.tokens
         if call.shape is None:
             self._is_run_open = False
             if call.drafted is None:
-                self._note_plain(call)
+                self._record_plain_seconds(call)
             return
         seconds = call.seconds
         if call.drafted is None and seconds is not None:
             # It has drafted nothing: another of its shape would have taken longer.
             plain = self._table.plain_seconds(self._context)
-            seconds = None if plain is None else seconds + self._entry(call.shape) * plain
+            seconds = None if plain is None else seconds + self._entry_cost(call.shape) * plain
         if seconds is None:
             return
-        run = self._run_of(call.shape)
+        run = self._run_for(call.shape)
         run.seconds.append(seconds)
-        is_untimed = self._costs.weight(self._kind(call.shape)) < UNTIMED
-        if len(run.seconds) == RUN_CALLS and is_untimed:
-            self._take_first_timings()
+        is_untimed = self._costs.weight(self._kind(call.shape)) < MIN_TIMED_WEIGHT
+        if len(run.seconds) == MIN_RUN_CALLS and is_untimed:
+            self._learn_first_timings()
         else:
-            self._check_cost(call.shape, seconds)
+            self._check_for_surprise(call.shape, seconds)
 
-    def _run_of(self, shape: DraftShape) -> Run:
-        """The run that a call joins: where calls wait for each other's tokens, each is timed for
-        itself, and they need not come one behind the other."""
-        is_alone = shape.drafter in self._waits
+    def _run_for(self, shape: DraftShape) -> Run:
+        """The run that a call of `shape` joins, begun where there is none.
+
+        Calls of drafters that wait for tokens are timed each for itself, so they join their shape's
+        run from anywhere; others only where the call before was of the same shape.
+        """
+        is_alone = shape.drafter in self._need_host_tokens
         if is_alone:
             found = next((run for run in self._runs if run.shape == shape), None)
         else:
@@ -447,56 +563,67 @@ class Controller:
         self._is_run_open = not is_alone
         return found
 
-    def _note_plain(self, call: Call) -> None:
+    def _record_plain_seconds(self, call: Call) -> None:
+        """Collect the seconds of a plain call, and end a timing of plain calls that is good enough
+        or has no calls left: its seconds go to the table, and costs are rescaled where due."""
         if call.seconds is not None:
             self._plain.append(call.seconds)
             self._since_plain = 0
         if self._plain_calls_due:
             self._plain_calls_due -= 1
-            if self._is_timed() or (not self._plain_calls_due and self._plain):
+            if self._is_plain_call_timed() or (not self._plain_calls_due and self._plain):
                 self._plain_calls_due = 0
                 self._table.learn_plain(self._context, self._plain)
                 self._plain.clear()
-                self._take_new_costs()
+                self._rescale_costs()
 
-    def _is_timed(self) -> bool:
-        """Whether plain calls have been timed well enough."""
+    def _is_plain_call_timed(self) -> bool:
+        """Whether enough plain calls were timed for the error that is tolerable."""
         count = len(self._plain)
         error = self._table.plain_error(self._context, count)
-        return count >= PLAIN_CALLS and error <= self._bearable_error()
+        return count >= MIN_PLAIN_CALLS and error <= self._tolerable_plain_error()
 
-    def _bearable_error(self) -> float:
-        """Error of the seconds of a plain call that does not matter: the clearer, the more."""
-        tokens, cost = self.outlook()
-        return max(PLAIN_ERROR, ERROR_OF_GAIN * (tokens / cost - 1))
+    def _tolerable_plain_error(self) -> float:
+        """Relative standard error of the seconds of a plain call that changes no decision: the more
+        drafting gains, the greater."""
+        tokens, cost = self.expected_call()
+        return max(PLAIN_ERROR, PLAIN_ERROR_OF_GAIN * (tokens / cost - 1))
 
-    def _check_cost(self, shape: DraftShape, seconds: float) -> None:
-        """See whether calls in a row are far off their cost, all to one side."""
+    def _check_for_surprise(self, shape: DraftShape, seconds: float) -> None:
+        """Count calls in a row whose seconds are far off their cost, all to one side.
+
+        After `SURPRISING_CALLS` of them, and at every call from then on, the answer's costs are
+        rescaled; where plain calls were not timed lately, these are timed again first.
+        """
         kind = self._kind(shape)
         self._latest.append((kind, seconds))
         if self._follows_seconds:
-            self._take_new_costs()
+            self._rescale_costs()
             return
         plain = self._table.plain_seconds(self._context)
         if plain is None:
             return
         off = seconds / (plain * self._costs.calls(kind))
-        if 1 / (1 + SURPRISE) <= off <= 1 + SURPRISE:
+        if 1 / (1 + SURPRISING_ERROR) <= off <= 1 + SURPRISING_ERROR:
             self._surprises = 0
         elif off > 1:
             self._surprises = max(self._surprises, 0) + 1
         else:
             self._surprises = min(self._surprises, 0) - 1
-        if abs(self._surprises) >= SURPRISES:
+        if abs(self._surprises) >= SURPRISING_CALLS:
             self._follows_seconds = True
-            if self._since_plain <= PLAIN_FRESH:
-                self._take_new_costs()
+            if self._since_plain <= PLAIN_FRESH_TOKENS:
+                self._rescale_costs()
             else:
                 # The whole machine may be slower, plain calls too.
-                self._plain_calls_due = MOST_PLAIN_CALLS
+                self._plain_calls_due = MAX_PLAIN_CALLS
 
-    def _take_new_costs(self) -> None:
-        """After surprises: scale the answer's costs to what its latest calls took."""
+    def _rescale_costs(self) -> None:
+        """After surprises: scale the answer's costs to what its latest calls took.
+
+        Nothing happens before surprises, or where no plain call was timed in this process. The
+        answer is also charged with what the surprising calls took beyond their old cost.
+        """
         plain = self._table.plain_seconds(self._context, is_recent=True)
         if plain is None or not self._follows_seconds or not self._latest:
             return
@@ -505,8 +632,8 @@ class Controller:
         scales = [
             (seconds / plain - 1) / (unscaled.calls(kind) - 1) for kind, seconds in self._latest
         ]
-        self._costs = before.scaled(min(max(median(scales), 1 / MOST_SCALED), MOST_SCALED))
-        if abs(self._surprises) >= SURPRISES:
+        self._costs = before.scaled(min(max(median(scales), 1 / MAX_SCALE), MAX_SCALE))
+        if abs(self._surprises) >= SURPRISING_CALLS:
             kind, _ = self._latest[-1]
-            self._behind += SURPRISES * (self._costs.calls(kind) - before.calls(kind))
+            self._behind += SURPRISING_CALLS * (self._costs.calls(kind) - before.calls(kind))
             self._surprises = 0

@@ -13,99 +13,123 @@ from statistics import fmean, median, stdev
 from typing import Any, Self
 
 Kind = tuple[str, int]
-"""A drafter's name or "rows" with nodes, or "batch" with texts."""
+"""What a cost is kept by: (a drafter's name or `ROWS`, nodes), or (`BATCH`, texts)."""
 BATCH = "batch"
 ROWS = "rows"
 
+# Values without another reason were chosen by replaying recorded answers: see `tests.replayed`.
+
 BUCKETS = (0, 256, 1024, 3072)
-"""Least tokens of a context for each bucket: attention over a longer one changes the ratios."""
+"""Least committed tokens of each context bucket: attention over a longer context changes the ratios
+of costs."""
 DRAFT_COST = 0.3
 ROW_COST = 0.1
-"""Plain calls that a drafting pass and each row beyond the first cost where nothing was measured.
+"""Plain calls that a drafting pass, and each row beyond the first, take where nothing was measured.
 Measured calls of 2 to 16 nodes start at 1.3 to 1.7 and gain 0.03 (CPU, float32) to 0.2 (Apple GPUs,
 4 bits) a row: this is between, so that the first shape tried is one of few nodes."""
 CAUTION = 1.2
-"""Standard errors by which a cost may be higher where an answer's loss is bounded."""
+"""Standard errors that are added to a cost where an answer's loss is bounded."""
 FIRST_NOISE = 0.08
-MOST_NOISE = 0.3
-NOISE_CALLS = 12
-"""Standard deviation of a call's seconds over their mean: at first, and at most; and the plain
-calls that the former counts as."""
+"""Standard deviation of a call's seconds over their mean, before any was measured: a quiet
+machine's."""
+MAX_NOISE = 0.3
+"""The same at most, so that a few disturbed calls do not make every cost look uncertain."""
+NOISE_WEIGHT = 12
+"""Plain calls that the known noise counts as when new ones are averaged in."""
 MEDIAN_ERROR = 1.25
-"""Standard error of a median over that of a mean."""
-RUN_CALLS = 5
-"""Calls that a run has as a rule."""
+"""Standard error of a median over that of a mean, of normal noise: sqrt(pi / 2)."""
+TYPICAL_RUN_CALLS = 5
+"""Calls that a run has as a rule: what a weight of 1 stands for where errors are computed."""
 LEAST_COST = 1.01
 """Plain calls that a drafting call takes at least; a timing that says less is noise."""
 ENTRY = 0.35
-"""Plain calls that beginning to draft costs beside steady calls: the first drafting pass."""
+"""Plain calls that the first drafting pass behind a plain call takes beside steady drafting calls;
+a call that verifies and drafts nothing goes without it."""
 SEED_WEIGHT = 0.5
-"""What a head start's timing counts as: half a run. A cost of less than one run is not learned."""
+"""Runs that a head start's timing counts as. Below 1, so that it does not count as learned: it was
+timed on one text, before anything was answered."""
 UNKNOWN_WEIGHT = 0.3
-"""What a cost beyond the measured counts counts as."""
-DOUBT = 0.15
-"""Share of what a call takes beyond a plain one that a single run may be wrong by."""
-MOST_WEIGHT = 8.0
+"""Runs that a cost beyond the measured numbers of nodes counts as: less than a head start."""
+OPTIMISM = 0.15
+"""Share of what a call takes beyond a plain one that a weight of 1 may be wrong by, to the good."""
+MAX_WEIGHT = 8.0
 """Runs that the past counts as at most, so that a table follows its machine."""
-DOUBTED = 0.3
-"""What a cost may be off by; of one that is further off the past counts little."""
+DISTRUST_ERROR = 0.3
+"""Relative error of a cost from which on its past counts as one run, or none: the machine is
+another one now."""
 FIRST_CLAMP = 0.5
 CLAMP = 0.25
-"""What an answer may change a cost by: of one that is not yet learned, and of one that is."""
-BANK = 3.0
+"""Relative change of a cost that one answer may cause at most: of one that is not yet learned, and
+of one that is. A single disturbed answer does not overturn a table."""
+FIRST_BANK = 3.0
+"""Plain calls that probes may lose on a new machine."""
 BANK_MOST = 4.0
+"""The same at most, however many tokens were written."""
 BANK_REFILL = 0.012
-"""Plain calls that probes may lose: at first, at most, and gained with each token (1.2 %)."""
+"""Plain calls that the bank gains with each token: probes take 1.2 % of all time at most."""
 PROBE_WAIT = 64
 PROBE_WAIT_MOST = 512
-"""Tokens between probes: at first, and at most after doubling."""
+"""Tokens between two probes: at first, and at most after doubling with each that taught nothing."""
 TIMING_WAIT = 1024
 TIMING_WAIT_MOST = 4096
 """Tokens after which plain calls are timed again: at first, and at most after doubling."""
-MOST_PLAIN_CALLS = 12
-"""Plain calls that an answer times in a row at most."""
+MAX_PLAIN_CALLS = 12
+"""Plain calls that an answer times in a row at most: drafting waits for them."""
 TIMING_PAUSE = 96
 """Tokens behind such a timing before the next, however poor it is: on a busy machine, where timings
 do not agree, short answers would be timed and nothing else."""
-MOST_PLAIN = 128
-"""Plain calls that a timing averages at most."""
+MAX_AVERAGED_PLAIN_CALLS = 128
+"""Plain calls that a timing averages at most, so that it follows its machine."""
 _MOST_ENTRIES = 1024
-"""Costs that a file may hold."""
+"""Costs that a file may hold: more is no table of ours."""
 
 
 @dataclass
 class Mean:
-    """A running mean that forgets."""
+    """A running mean of a cost, in which the past counts as `MAX_WEIGHT` runs at most.
+
+    Attributes:
+        value: plain calls that a call takes.
+        weight: runs that this rests on.
+    """
 
     value: float
     weight: float
 
     def add(self, value: float, clamp: float) -> None:
-        """Take in `value`, held to `clamp` of the mean; the past counts as `MOST_WEIGHT`."""
+        """Average in a run's `value`, cut to at most the share `clamp` above or below the mean."""
         low = self.value * (1 - clamp)
         high = self.value * (1 + clamp)
-        self.weight = min(self.weight, MOST_WEIGHT - 1) + 1
+        self.weight = min(self.weight, MAX_WEIGHT - 1) + 1
         self.value += (min(max(value, low), high) - self.value) / self.weight
 
 
 @dataclass
 class PlainTiming:
-    """Seconds of a plain call in one context bucket."""
+    """What plain calls take in one context bucket.
+
+    Attributes:
+        seconds: of one call.
+        tokens_since: tokens that were written since the last timing.
+        wait: tokens after which plain calls are timed again.
+        calls: calls timed in this process that agree; 0 where `seconds` is from an earlier one.
+        last_calls: calls of the last timing.
+    """
 
     seconds: float
     tokens_since: int = 0
     wait: int = TIMING_WAIT
-    calls: int = 0  # calls of this process that agree: good enough to compare runs with
-    last_calls: int = 0  # of the last timing
+    calls: int = 0
+    last_calls: int = 0
 
 
 def context_bucket(context: int) -> int:
-    """The least context of the bucket that a context of so many tokens belongs to."""
+    """The bucket of a context of so many tokens, as the least number of tokens in it."""
     return BUCKETS[bisect_right(BUCKETS, max(context, 0)) - 1]
 
 
-def prior_extra(kind: Kind) -> float:
-    """Plain calls that a kind should take beyond one where nothing was measured."""
+def assumed_extra_calls(kind: Kind) -> float:
+    """Plain calls that a call of a kind is assumed to take beyond 1 where nothing was measured."""
     name, rows = kind
     return ROW_COST * (rows - 1) + (0.0 if name in (BATCH, ROWS) else DRAFT_COST)
 
@@ -126,7 +150,7 @@ class FrozenCosts:
     """The costs of one context bucket, as an answer takes them: they do not change.
 
     Args:
-        known: plain calls that measured kinds take, and how well that is known.
+        known: by measured kind, the plain calls that it takes, and the runs that this rests on.
         noise: standard deviation of a call's seconds, over their mean.
         plain_error: standard error of the seconds of a plain call, over the seconds.
         scale: factor on what calls take beyond a plain one; an answer's own finding.
@@ -139,59 +163,66 @@ class FrozenCosts:
     _found: dict[Kind, tuple[float, float]] = field(default_factory=dict, compare=False)
 
     def calls(self, kind: Kind) -> float:
-        """Plain calls that a call of a kind takes."""
-        return 1 + self._extra_and_weight(kind)[0]
+        """Plain calls that a call of a kind should take: measured, interpolated or assumed."""
+        return 1 + self._extra_calls_and_weight(kind)[0]
 
-    def hopeful(self, kind: Kind) -> float:
-        """What a call may turn out to take, by how little is known: less than `calls`."""
-        extra, weight = self._extra_and_weight(kind)
-        return 1 + extra * (1 - DOUBT / max(weight, UNKNOWN_WEIGHT))
+    def optimistic_calls(self, kind: Kind) -> float:
+        """Plain calls that a call may take at best: fewer than `calls`, the less is known."""
+        extra, weight = self._extra_calls_and_weight(kind)
+        return 1 + extra * (1 - OPTIMISM / max(weight, UNKNOWN_WEIGHT))
 
     def weight(self, kind: Kind) -> float:
-        """Runs that the cost of a kind rests on."""
-        return self._extra_and_weight(kind)[1]
+        """Runs that the cost of a kind rests on; 0 where nothing like it was measured."""
+        return self._extra_calls_and_weight(kind)[1]
 
-    def cautious(self, kind: Kind) -> float:
-        """What a call may take after all, by the errors of the timings behind its cost."""
-        extra, weight = self._extra_and_weight(kind)
-        run_error = MEDIAN_ERROR * self.noise / math.sqrt(RUN_CALLS * max(weight, UNKNOWN_WEIGHT))
+    def pessimistic_calls(self, kind: Kind) -> float:
+        """Plain calls that a call may take at worst: `calls` and `CAUTION` standard errors of the
+        timings behind it."""
+        extra, weight = self._extra_calls_and_weight(kind)
+        run_error = (
+            MEDIAN_ERROR * self.noise / math.sqrt(TYPICAL_RUN_CALLS * max(weight, UNKNOWN_WEIGHT))
+        )
         return (1 + extra) * (1 + CAUTION * math.hypot(run_error, self.plain_error))
 
-    def most_known(self, name: str) -> int:
-        """The largest number of nodes that was measured; 0 where none was.
+    def largest_known(self, name: str) -> int:
+        """The largest number of nodes that was measured under a name; 0 where none was.
 
-        Rows alone cost no more than with drafting, so they are known where a drafter's calls are.
+        Under `ROWS` all drafters' sizes count: rows alone cost no more than with drafting.
         """
         names = {one for one, _ in self.known} - {BATCH} if name == ROWS else {name}
         return max((count for one, count in self.known if one in names), default=0)
 
     def scaled(self, factor: float) -> "FrozenCosts":
-        """The same costs with another factor on what is beyond a plain call."""
+        """A copy whose calls take `factor` times the table's extra plain calls."""
         return replace(self, scale=factor, _found={})
 
-    def _extra_and_weight(self, kind: Kind) -> tuple[float, float]:
+    def _extra_calls_and_weight(self, kind: Kind) -> tuple[float, float]:
+        """Plain calls beyond 1 of a kind, and runs that they rest on; computed once."""
         if kind not in self._found:
             self._found[kind] = self._interpolated(kind)
         return self._found[kind]
 
     def _interpolated(self, kind: Kind) -> tuple[float, float]:
-        """Between measured counts, what they take over the prior is interpolated.
+        """The extra plain calls of a kind, and their weight, from what was measured.
 
-        So one measured count moves all others of its name, and a line goes on beyond the last.
+        The measured extra over the assumed one is interpolated between node counts, and kept
+        beyond the first and last; so one measured count moves all others of its name. `ROWS` that
+        were never measured take that factor from a drafter. A kind without measurements has the
+        assumed cost and weight 0.
         """
         name, count = kind
         counts = sorted(n for one, n in self.known if one == name)
-        prior = prior_extra(kind)
+        prior = assumed_extra_calls(kind)
         if not counts and name == ROWS:
             # As much over the prior as what is known of a drafter's calls.
             others = sorted({one for one, _ in self.known} - {BATCH})
             if others:
-                extra, _ = self._extra_and_weight((others[0], count))
-                drafted = prior_extra((others[0], count))
+                extra, _ = self._extra_calls_and_weight((others[0], count))
+                drafted = assumed_extra_calls((others[0], count))
                 return prior * extra / drafted, UNKNOWN_WEIGHT
         if not counts:
             return prior * self.scale, 0.0
-        over = [(self.known[name, n][0] - 1) / prior_extra((name, n)) for n in counts]
+        over = [(self.known[name, n][0] - 1) / assumed_extra_calls((name, n)) for n in counts]
         weights = [self.known[name, n][1] for n in counts]
         is_between = counts[0] <= count <= counts[-1]
         weight = interpolate(counts, weights, count) if is_between else UNKNOWN_WEIGHT
@@ -211,7 +242,7 @@ class CostTable:
     """
 
     def __init__(self) -> None:
-        self.bank = BANK
+        self.bank = FIRST_BANK
         self.noise = FIRST_NOISE
         self.probe_wait = PROBE_WAIT
         self.since_probe = PROBE_WAIT
@@ -219,7 +250,7 @@ class CostTable:
         self._plain: dict[int, PlainTiming] = {}
 
     def frozen(self, context: int) -> FrozenCosts:
-        """An immutable view of the costs behind `context` tokens."""
+        """A copy of the costs of the bucket of `context` tokens, which does not change."""
         means = self._bucket(context)
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
         return FrozenCosts(known, self.noise, self.plain_error(context))
@@ -230,7 +261,7 @@ class CostTable:
         context: int = 0,
         plain_seconds: Sequence[float] = (),
     ) -> None:
-        """Take a head start's timings; what answers have taught is worth more and stays.
+        """Set costs that were timed before any answer; what answers have taught stays.
 
         Args:
             costs: plain calls that kinds of calls take.
@@ -239,17 +270,17 @@ class CostTable:
         """
         if plain_seconds:
             self.learn_plain(context, plain_seconds)
-        means = self._own_bucket(context)
+        means = self._bucket_to_change(context)
         for kind, calls in costs.items():
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
 
     def learn(self, kind: Kind, context: int, calls: float, is_surprise: bool = False) -> float:
-        """Take what calls of a kind took in an answer, in plain calls timed beside them.
+        """Average in what calls of a kind took in an answer.
 
-        A head start that is wrong for one count is mostly wrong for all of them, so what is not
-        yet learned moves along; and so does all where a learned cost is far off, as the machine
-        has changed.
+        Costs of the same name that are not yet learned are scaled along, for a head start that is
+        wrong for one node count is mostly wrong for all. Where a learned cost is off by more than
+        `CLAMP`, the machine has changed: all costs of the name are scaled along.
 
         Args:
             kind: what was measured.
@@ -260,13 +291,13 @@ class CostTable:
         Returns:
             The factor by which what the kind takes beyond a plain call has changed.
         """
-        means = self._own_bucket(context)
+        means = self._bucket_to_change(context)
         before = self.frozen(context).calls(kind)
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
         is_learned = mean.weight >= 1
         clamp = CLAMP if is_learned else FIRST_CLAMP
-        if off > DOUBTED or is_surprise:
+        if off > DISTRUST_ERROR or is_surprise:
             mean.weight = 1.0 if is_learned else 0.0
         mean.add(calls, clamp)
         mean.value = max(mean.value, LEAST_COST)
@@ -281,50 +312,56 @@ class CostTable:
         return moved
 
     def plain_seconds(self, context: int, is_recent: bool = False) -> float | None:
-        """Seconds of a plain call; None where unknown, or not `is_recent` where that is asked."""
+        """Seconds of a plain call in the bucket of `context`; None where it was never timed, or,
+        with `is_recent`, not in this process."""
         timing = self._plain.get(context_bucket(context))
         if timing is None or (is_recent and not timing.calls):
             return None
         return timing.seconds
 
     def is_timing_due(self, context: int, error: float) -> bool:
-        """Whether plain calls should be timed: they never were, long ago, or, not just now, with
-        more than this error."""
+        """Whether an answer should time plain calls.
+
+        True where they were never timed in the context's bucket, where `wait` tokens have passed
+        since, or where their relative standard error is above `error` and the last timing was short
+        or `TIMING_PAUSE` tokens ago.
+        """
         timing = self._plain.get(context_bucket(context))
         if timing is None or timing.tokens_since >= timing.wait:
             return True
         is_poor = timing.calls > 0 and self.plain_error(context) > error
-        has_more = timing.last_calls < MOST_PLAIN_CALLS or timing.tokens_since >= TIMING_PAUSE
+        has_more = timing.last_calls < MAX_PLAIN_CALLS or timing.tokens_since >= TIMING_PAUSE
         return is_poor and has_more
 
     def plain_error(self, context: int, more_calls: int = 0) -> float:
-        """Standard error of the seconds of a plain call, over the seconds; 0 where never timed."""
+        """Relative standard error of the seconds of a plain call, with `more_calls` timed beside
+        those of the table; 0 where none was timed."""
         timing = self._plain.get(context_bucket(context))
         calls = more_calls + (timing.calls if timing else 0)
         return MEDIAN_ERROR * self.noise / math.sqrt(calls) if calls else 0.0
 
     def learn_plain(self, context: int, seconds: Sequence[float]) -> None:
-        """Take the seconds of a few plain calls in a row.
+        """Average in the seconds of a few plain calls in a row, and update the noise.
 
-        Timings that agree are averaged; one that does not says that the machine has changed.
+        A median that is off by more than `CLAMP` replaces the old timing: the machine has changed.
         """
         bucket = context_bucket(context)
         found = median(seconds)
         if len(seconds) >= 3:
-            share = len(seconds) / (len(seconds) + NOISE_CALLS)
-            self.noise += share * (min(stdev(seconds) / fmean(seconds), MOST_NOISE) - self.noise)
+            share = len(seconds) / (len(seconds) + NOISE_WEIGHT)
+            self.noise += share * (min(stdev(seconds) / fmean(seconds), MAX_NOISE) - self.noise)
         timing = self._plain.setdefault(bucket, PlainTiming(found))
         agrees = 1 / (1 + CLAMP) < found / timing.seconds < 1 + CLAMP
         before = timing.calls if agrees else 0
-        timing.calls = min(before + len(seconds), MOST_PLAIN)
+        timing.calls = min(before + len(seconds), MAX_AVERAGED_PLAIN_CALLS)
         timing.last_calls = len(seconds)
         timing.seconds += (found - timing.seconds) * min(len(seconds) / timing.calls, 1.0)
         if timing.tokens_since >= timing.wait:
             timing.wait = min(2 * timing.wait, TIMING_WAIT_MOST)
         timing.tokens_since = 0
 
-    def pass_tokens(self, tokens: int, context: int) -> None:
-        """Note that an answer advanced by `tokens`: the bank gains, and timings age."""
+    def count_tokens(self, tokens: int, context: int) -> None:
+        """Note that an answer advanced by `tokens`: the bank gains, and timings and probes age."""
         self.bank = min(BANK_MOST, self.bank + BANK_REFILL * tokens)
         self.since_probe += tokens
         timing = self._plain.get(context_bucket(context))
@@ -332,7 +369,8 @@ class CostTable:
             timing.tokens_since += tokens
 
     def may_probe(self, is_start: bool) -> bool:
-        """Whether a probe may begin; when an answer starts, a text may be of another kind."""
+        """Whether enough tokens have passed since the last probe; at the start of an answer, whose
+        text may be of another kind, the shortest wait is enough."""
         return self.since_probe >= (PROBE_WAIT if is_start else self.probe_wait)
 
     def reset_probes(self) -> None:
@@ -340,20 +378,23 @@ class CostTable:
         self.probe_wait = PROBE_WAIT
         self.since_probe = PROBE_WAIT
 
-    def begin_probe(self, risk: float) -> None:
-        """Pay for a probe, with all there is at most; the next has to wait twice as long."""
+    def pay_for_probe(self, risk: float) -> None:
+        """Take `risk` plain calls from the bank, or all there is; the next probe has to wait twice
+        as long."""
         self.bank = max(0.0, self.bank - risk)
         self.since_probe = 0
         self.probe_wait = min(2 * self.probe_wait, PROBE_WAIT_MOST)
 
     def _bucket(self, context: int) -> dict[Kind, Mean]:
-        """The costs of a context's bucket, or else of the next shorter one that has any."""
+        """The costs of a context's bucket, else of the next shorter one that has any, else none; to
+        read."""
         bucket = context_bucket(context)
         known = [one for one in self._means if one <= bucket]
         return self._means[max(known)] if known else {}
 
-    def _own_bucket(self, context: int) -> dict[Kind, Mean]:
-        """The costs of a context's own bucket; they start as those of the next shorter one."""
+    def _bucket_to_change(self, context: int) -> dict[Kind, Mean]:
+        """The costs of a context's own bucket, to change; made from the next shorter one's, with a
+        head start's weight, where it had none."""
         bucket = context_bucket(context)
         if bucket not in self._means:
             inherited = self._bucket(context)
@@ -365,7 +406,7 @@ class CostTable:
         return self._means[bucket]
 
     def to_dict(self) -> dict[str, Any]:
-        """What is written to disk."""
+        """JSON values to write to disk: costs, seconds of plain calls, bank and noise."""
         costs = [
             [bucket, name, count, mean.value, mean.weight]
             for bucket, means in self._means.items()
@@ -388,25 +429,27 @@ class CostTable:
 
     @classmethod
     def _read(cls, values: Any) -> Self:
+        """As `from_dict`, but malformed values may raise what Python raises."""
         table = cls()
-        table.bank = _number(values["bank"], 0.0, BANK_MOST)
-        table.noise = _number(values["noise"], 0.0, MOST_NOISE)
+        table.bank = _checked_number(values["bank"], 0.0, BANK_MOST)
+        table.noise = _checked_number(values["noise"], 0.0, MAX_NOISE)
         if len(values["costs"]) > _MOST_ENTRIES or len(values["plain"]) > len(BUCKETS):
             raise ValueError("a table of costs has too many entries")
         for bucket, name, count, calls, weight in values["costs"]:
             if bucket not in BUCKETS or not isinstance(name, str) or type(count) is not int:
                 raise ValueError(f"no kind of call: {name!r}, {count!r} behind {bucket!r} tokens")
-            mean = Mean(_number(calls, 1.0, 1e3), _number(weight, 0.0, MOST_WEIGHT))
-            table._means.setdefault(bucket, {})[name, int(_number(count, 2, 4096))] = mean
+            mean = Mean(_checked_number(calls, 1.0, 1e3), _checked_number(weight, 0.0, MAX_WEIGHT))
+            table._means.setdefault(bucket, {})[name, int(_checked_number(count, 2, 4096))] = mean
         for bucket, seconds, tokens_since in values["plain"]:
             if bucket not in BUCKETS:
                 raise ValueError(f"no bucket of contexts: {bucket!r}")
-            age = int(_number(tokens_since, 0, 1e12))
-            table._plain[bucket] = PlainTiming(_number(seconds, 1e-9, 1e4), age)
+            age = int(_checked_number(tokens_since, 0, 1e12))
+            table._plain[bucket] = PlainTiming(_checked_number(seconds, 1e-9, 1e4), age)
         return table
 
 
-def _number(value: Any, low: float, high: float) -> float:
+def _checked_number(value: Any, low: float, high: float) -> float:
+    """`value` if it is a finite number, and no bool, from `low` to `high`; else a ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"no number: {value!r}")
     if not (math.isfinite(value) and low <= value <= high):

@@ -10,27 +10,34 @@ from .acceptance import FIRST_RATIO
 from .costs import ROWS, interpolate
 
 RatioOf = Callable[[str, float], float]
-"""The acceptance ratio that is known under a name; the second argument where none is."""
+"""Called with the name of a ratio and what it is at first: the acceptance ratio to expect."""
 
 
 @dataclass(frozen=True)
-class Counted:
-    """Drafted tokens that were accepted, of those that could have been, under a ratio's name."""
+class AcceptanceCount:
+    """What a call says of one acceptance ratio.
+
+    Attributes:
+        name: the ratio's.
+        first_ratio: the ratio that is assumed where nothing was learned.
+        accepted: drafted tokens that were accepted.
+        offered: those that were expected at a ratio of 1.
+    """
 
     name: str
-    first_ratio: float  # where nothing was known
+    first_ratio: float
     accepted: float
     offered: float
 
 
 class Offer(Protocol):
-    """What a drafter should bring now.
+    """What a drafter can draft now, and how many tokens of it should be accepted.
 
     Attributes:
         drafter: its registered name.
         shapes: what it can draft, the fewest nodes first.
-        costs_as: the name under which costs of its calls are kept.
-        waits: whether it drafts only when the call under way was read.
+        cost_name: the name under which costs of its calls are kept: the drafter's, or `ROWS`.
+        needs_host_tokens: whether the call under way has to be read before it drafts.
     """
 
     @property
@@ -40,43 +47,44 @@ class Offer(Protocol):
     def shapes(self) -> Sequence[DraftShape]: ...
 
     @property
-    def costs_as(self) -> str: ...
+    def cost_name(self) -> str: ...
 
     @property
-    def waits(self) -> bool: ...
+    def needs_host_tokens(self) -> bool: ...
 
     def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
-        """Drafted tokens of `shape` that should be accepted."""
+        """Drafted tokens of `shape` that should be accepted, the root not counted."""
         ...
 
-    def counted(self, shape: DraftShape, accepted: int) -> Iterator[Counted]:
-        """What it says of ratios that so many drafted tokens of `shape` were accepted."""
+    def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
+        """What the ratios learn from `accepted` drafted tokens of a tree of `shape`."""
         ...
 
-    def after(self, tokens: int, ratio_of: RatioOf) -> tuple[float, "Offer"]:
-        """How likely it is to hold behind so many tokens more, and what it is then."""
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, "Offer"]:
+        """The probability that it still holds when the text has `tokens` more, and the offer
+        then."""
         ...
 
 
 @dataclass(frozen=True)
 class CurveOffer:
-    """Trees of some shapes, whatever the text is.
+    """Trees of given shapes, whose accepted tokens are known in the mean: the same for every text.
 
     Attributes:
-        drafter, shapes, costs_as, waits: see `Offer`.
+        drafter, shapes, cost_name, needs_host_tokens: see `Offer`.
         accepted: drafted tokens of each shape that are accepted at a ratio of 1.
     """
 
     drafter: str
     accepted: Mapping[DraftShape, float]
-    waits: bool = False
+    needs_host_tokens: bool = False
 
     @cached_property
     def shapes(self) -> Sequence[DraftShape]:
         return list(self.accepted)
 
     @property
-    def costs_as(self) -> str:
+    def cost_name(self) -> str:
         return self.drafter
 
     @classmethod
@@ -100,45 +108,46 @@ class CurveOffer:
         return cls(largest.drafter, accepted)
 
     @classmethod
-    def of_shape(cls, shape: DraftShape, tokens: float, *, waits: bool = False) -> Self:
+    def of_shape(cls, shape: DraftShape, tokens: float, *, needs_host_tokens: bool = False) -> Self:
         """Trees of one shape alone, with which a call should advance by so many tokens."""
-        return cls(shape.drafter, {shape: tokens - 1}, waits)
+        return cls(shape.drafter, {shape: tokens - 1}, needs_host_tokens)
 
     def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
-        """See `Offer`."""
+        """Drafted tokens of `shape` that are accepted at a ratio of 1, times the ratio."""
         return ratio_of(self.drafter, FIRST_RATIO) * self.accepted[shape]
 
-    def counted(self, shape: DraftShape, accepted: int) -> Iterator[Counted]:
-        """See `Offer`."""
-        yield Counted(self.drafter, FIRST_RATIO, accepted, self.accepted[shape])
+    def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
+        """One count, under the drafter's name."""
+        yield AcceptanceCount(self.drafter, FIRST_RATIO, accepted, self.accepted[shape])
 
-    def after(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
-        """See `Offer`."""
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
+        """Certain to hold, and the same: it does not depend on the text."""
         return 1.0, self
 
 
 MATCH_LENGTHS = (1, 2, 3, 4, 6, 9, 13, 17, 33)
 FIRST_RATIOS = (0.25, 0.45, 0.5, 0.55, 0.65, 0.75, 0.8, 0.9, 0.95)
-"""Least tokens of a match for each bucket, and how often its next token is right where nothing is
-known of a text: about what answers to e2e's, dialogsum's and sql's test prompts had."""
+"""By bucket of match lengths: the least tokens of a match, and the share of next tokens that are
+accepted where nothing was learned, about as in answers to e2e's, dialogsum's and sql's test
+prompts."""
 CHAIN_NODES = (2, 4, 8, 16, 24, 32)
 """Nodes of the chains that are offered: few, for every number is another kernel to compile."""
 
 
 def match_bucket(length: int) -> int:
-    """Which of `MATCH_LENGTHS` a match belongs to."""
+    """The index of the last of `MATCH_LENGTHS` that a match of `length` tokens reaches."""
     return sum(least <= length for least in MATCH_LENGTHS) - 1
 
 
 @dataclass(frozen=True)
 class ChainOffer:
-    """What followed the text's last tokens where they stood before.
+    """A chain of the tokens that followed the text's last ones where they stood before.
 
     The match grows with each token that is right, and a longer one is right more often: ratios are
     kept by the length of the match.
 
     Attributes:
-        drafter, shapes, costs_as, waits: see `Offer`.
+        drafter, shapes, cost_name, needs_host_tokens: see `Offer`.
         largest: what the drafter can draft at most.
         match_length: tokens at the text's end that stood there before.
         following: tokens that followed them there.
@@ -147,8 +156,8 @@ class ChainOffer:
     largest: DraftShape
     match_length: int
     following: int
-    costs_as: str = ROWS
-    waits: bool = True
+    cost_name: str = ROWS
+    needs_host_tokens: bool = True
 
     @property
     def drafter(self) -> str:
@@ -156,7 +165,8 @@ class ChainOffer:
 
     @cached_property
     def shapes(self) -> Sequence[DraftShape]:
-        """Of those that are filled by half or more."""
+        """Chains of the sizes in `CHAIN_NODES` and of the largest, fewest nodes first; only those
+        that the tokens that follow fill by half or more."""
         most = min(self.following, self.largest.levels)
         counts = [nodes for nodes in CHAIN_NODES if nodes < self.largest.nodes]
         return [
@@ -166,7 +176,7 @@ class ChainOffer:
         ]
 
     def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
-        """See `Offer`."""
+        """The sum over levels of the probability that all tokens down to there are accepted."""
         likely = 1.0
         accepted = 0.0
         for level in range(self._depth(shape)):
@@ -174,13 +184,13 @@ class ChainOffer:
             accepted += likely
         return accepted
 
-    def counted(self, shape: DraftShape, accepted: int) -> Iterator[Counted]:
-        """See `Offer`."""
+    def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
+        """A count for each level down to the first rejected token, under its match's length."""
         for level in range(min(accepted + 1, self._depth(shape))):
-            yield Counted(*self._ratio(level), float(level < accepted), 1.0)
+            yield AcceptanceCount(*self._ratio(level), float(level < accepted), 1.0)
 
-    def after(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
-        """See `Offer`."""
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
+        """The probability that the next `tokens` are the chain's first, and what is left of it."""
         likely = 1.0
         for level in range(tokens):
             likely *= ratio_of(*self._ratio(level))
@@ -188,20 +198,22 @@ class ChainOffer:
         return likely, ChainOffer(self.largest, self.match_length + tokens, left)
 
     def _depth(self, shape: DraftShape) -> int:
+        """Levels of a chain of `shape` that have a token."""
         return min(shape.levels, self.following)
 
     def _ratio(self, level: int) -> tuple[str, float]:
-        """The name of the ratio of a level of the chain, and what it is at first."""
+        """The name of the ratio of a level (0 is the first drafted token), and its first value."""
         bucket = match_bucket(self.match_length + level)
         return f"{self.drafter} {MATCH_LENGTHS[bucket]}", FIRST_RATIOS[bucket]
 
 
 @runtime_checkable
 class OfferSource(Protocol):
-    """A drafter's side of the controller."""
+    """What the controller asks of a drafter, or of what stands for it."""
 
     def offer(self) -> Offer | None:
-        """What it should bring now, or None where it has nothing; asking changes nothing."""
+        """What it can draft behind the tokens that it knows; None for nothing. Asking changes
+        nothing."""
         ...
 
 
@@ -216,5 +228,5 @@ class SteadySource:
         self._offer = offer
 
     def offer(self) -> Offer:
-        """See `OfferSource`."""
+        """The offer that was given."""
         return self._offer

@@ -12,7 +12,7 @@ from typing import Any
 from ..commands import options
 from ..commands.check import time_costs_first
 from ..commands.drafting import drafting_lines
-from ..errors import InputError, not_installed, require
+from ..errors import InputError, missing_package_error, require
 from ..json_files import read_text
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
 
@@ -170,7 +170,7 @@ def _main(args: argparse.Namespace) -> None:
 
         from .app import LOCAL, make_app
     except ImportError as error:
-        raise not_installed("the server", error, "server") from error
+        raise missing_package_error("the server", error, "server") from error
     from ..answers import run
     from ..engine import Engine
     from ..generation.plan import make_plan

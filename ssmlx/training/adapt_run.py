@@ -23,8 +23,8 @@ from ..loading.lora_files import Loras
 from ..loading.names import PLAN_FILE, TRAINED_FOLDER
 from ..loading.weights import weights_digest
 from ..model.backbone import Backbone
-from ..prompts import asked_tokens, read_prompts, user_text
-from ..templates import on_one_day
+from ..prompts import encode_with_template, last_user_text, read_prompts
+from ..templates import frozen_date
 from .config import RunOptions, TrainConfig
 from .job import read_base
 from .mlx_trainer import load_frozen
@@ -303,7 +303,7 @@ def read_lora(folder: Path, backbone: Backbone) -> Loras:
     return fit_lora_to_model(adapter, backbone)
 
 
-@on_one_day()
+@frozen_date()
 def tokenise_prompts(
     run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
 ) -> list[TokenisedPrompt]:
@@ -323,11 +323,11 @@ def tokenise_prompts(
     found = []
     for number, one in enumerate(prompts, 1):
         try:
-            tokens = asked_tokens(one, source.tokenizer, source.training.template)
+            tokens = encode_with_template(one, source.tokenizer, source.training.template)
         except InputError as error:
             raise error.at(f"prompt {number} of {origin}") from error
         if len(tokens) <= most:
-            found.append(TokenisedPrompt(origin, user_text(one), tokens))
+            found.append(TokenisedPrompt(origin, last_user_text(one), tokens))
     if len(found) < len(prompts):
         run.say(f"{len(prompts) - len(found)} prompts of over {most} tokens are left out")
     return found

@@ -33,8 +33,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import InputError
 from ..json_files import parse_json
 from ..model.masks import in_window, window_start
-from ..prompts import ChatFrame, encode, is_alone, plain_turns, read_lines, turns_tokens
-from ..templates import on_one_day
+from ..prompts import ChatFrame, encode, encode_turns, is_single_turn, normalise_turns, read_lines
+from ..templates import frozen_date
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
 _POOL = 32  # batches' worth of shuffled examples that are sorted by length among themselves
@@ -88,7 +88,7 @@ class Encoder:
             asked = [{"role": "user", "content": line["prompt"]}]
             prompt, answer = self._chat([*asked, {"content": line["completion"]}], None)
         elif "messages" in line:
-            turns = plain_turns(line["messages"])
+            turns = normalise_turns(line["messages"])
             if turns and turns[-1]["role"] != "assistant":
                 raise ValueError("its last turn is not the assistant's")
             prompt, answer = self._chat(turns, line.get("tools"))
@@ -112,9 +112,9 @@ class Encoder:
         Raises:
             ValueError: the template is not for several turns, or the tool calls stand elsewhere.
         """
-        if len(turns) > 2 and is_alone(turns[:-1], self.template, tools=tools):
+        if len(turns) > 2 and is_single_turn(turns[:-1], self.template, tools=tools):
             raise ValueError("it has several turns, and a template of one's own is of single ones")
-        of_turns = partial(turns_tokens, tokenizer=self.tokenizer, template=self.template)
+        of_turns = partial(encode_turns, tokenizer=self.tokenizer, template=self.template)
         prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):
             return prompt, self._answer(turns[-1]["content"])
@@ -134,7 +134,7 @@ class Encoder:
         return tokens if self.end_token is None else [*tokens, self.end_token]
 
 
-@on_one_day()
+@frozen_date()
 def read_examples(
     path: Path, encoder: Encoder, progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None
 ) -> list[Example]:

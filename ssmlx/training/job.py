@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..bars import bar, busy
-from ..errors import InputError, require, unwritable
+from ..errors import InputError, require, unwritable_error
 from ..json_files import read_json
 from ..loading.adapter import StreamAdapter
 from ..loading.files import folder_digest, make_folder
@@ -94,7 +94,7 @@ class Trainer(ABC):
             self.write(work, identity)
             work.replace(path)
         except (OSError, RuntimeError) as error:  # MLX's and PyTorch's of a full disk
-            raise unwritable(path, error) from error
+            raise unwritable_error(path, error) from error
         finally:
             work.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..bars import bar
-from ..errors import require, unwritable
+from ..errors import require, unwritable_error
 from ..loading.files import write_whole
 from ..model.tree import num_candidates
 from ..settings import TreeConfig
@@ -328,7 +328,7 @@ class LowerStore:
                         mark = {"batches": number, "identity": self._identity}
                         write_whole(self._mark, json.dumps(mark).encode())
         except OSError as error:
-            raise unwritable(self._path, error, "free some, or give --cache-gb 0") from error
+            raise unwritable_error(self._path, error, "free some, or give --cache-gb 0") from error
 
     def _write(self, file: BinaryIO, batch: Batch) -> None:
         """Compute a batch, and write the states of its tokens to their places in the file."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import require
-from ..templates import on_one_day, refusing_turns
+from ..templates import bounded_rendering, frozen_date
 
 LISTS = Path(__file__).with_name("questions.txt")
 SPLITS = ("train", "valid", "test")
@@ -146,14 +146,14 @@ def opening_words(text: str) -> str:
     return " ".join(normalise_prompt(text).split()[:OPENING_WORDS])
 
 
-@on_one_day()
+@frozen_date()
 def user_prefix(tokenizer: Any) -> list[int]:
     """Return the tokens of the chat template up to where the user's first text begins.
 
     Raises:
         InputError: the template refuses a user's turn.
     """
-    with refusing_turns("a user's turn"):
+    with bounded_rendering("a user's turn"):
         text = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False)
     return list(tokenizer.encode(text[: text.index(_MARKER)], add_special_tokens=False))
 

@@ -22,11 +22,12 @@ import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from ..errors import InputError, first_line, require
+from ..loading.files import account_for, clear_leftovers, new_file
 from ..model.cache import TreeCache
+from ..model.cache_key import CacheKey
 from ..model.layer_state import Rows
 from ..model.streams import StreamFusedModel
-from ..prompts import common_prefix
-from .files import account_for, clear_leftovers, new_file
+from ..prompts import common_prefix_length
 
 FORMAT = "ssmlx-prompt/1"
 _KEPT = re.compile(r"[0-9a-f]{32}\.safetensors")
@@ -40,51 +41,19 @@ Run = Callable[[Callable[[], Any]], Any]
 """Calls what it is given, on the thread that runs MLX; the result."""
 
 
-@dataclass(frozen=True)
-class PromptKey:
-    """What decides the keys and values of tokens.
-
-    LoRA counts where it acts on every row, merged into the weights or not, as that differs by
-    rounding alone. Streams, and LoRA of scope "streams", leave a prompt's rows as they are.
-    """
-
-    model: str
-    dtype: str
-    weights: str  # digest of the base model's settings and weights
-    lora: str  # digest, or "none"
-
-    @classmethod
-    def of(cls, model: StreamFusedModel) -> PromptKey:
-        """The key of a model's prompts. Runs MLX."""
-        backbone = model.backbone
-        kind = getattr(backbone.model, "model_type", type(backbone.model).__name__)
-        return cls(
-            model=f"{kind}, {model.num_layers} layers of {backbone.hidden_size}",
-            dtype=str(backbone.dtype).removeprefix("mlx.core."),
-            weights=backbone.digest,
-            lora=model.lora_digest or "none",
-        )
-
-    def require_same(self, other: PromptKey, path: Path) -> None:
-        """Refuse the file `path` of the key `other`, naming what differs."""
-        names = {"weights": "model's weights", "lora": "adapter's LoRA"}
-        for name, mine in asdict(self).items():
-            found = getattr(other, name)
-            what = f"{path} was made with another {names.get(name, name)}, {found}"
-            require(found == mine, what, expected=mine, do=_DO)
-
-
-_FIELDS = fields(PromptKey)
+_FIELDS = fields(CacheKey)
 
 
 @dataclass(frozen=True)
 class PromptHeader:
-    key: PromptKey
+    """What a prompt file says of itself: whose keys and values it has, and of which tokens."""
+
+    key: CacheKey
     tokens: Tokens
 
     @classmethod
     def of(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
-        """What the metadata of the file `path` says."""
+        """Parse and check the metadata of the file `path`; InputError where it is no header."""
         found = f"{path} has the format {metadata.get('format')!r}"
         require(metadata.get("format") == FORMAT, found, expected=FORMAT, do=_DO)
         text = metadata.get("tokens", "")[:_MOST_TEXT]
@@ -95,11 +64,15 @@ class PromptHeader:
         found = f"{path} has token ids that are none"
         expected = "numbers from 0, and commas"
         require(min(tokens) >= 0 and len(text) < _MOST_TEXT, found, expected=expected, do=_DO)
-        return cls(PromptKey(**{one.name: metadata.get(one.name, "") for one in _FIELDS}), tokens)
+        return cls(CacheKey(**{one.name: metadata.get(one.name, "") for one in _FIELDS}), tokens)
 
 
 def read_header(path: Path) -> PromptHeader:
-    """The header of a prompt file, whose sizes are checked against the file's; reads no arrays."""
+    """Read the header of a prompt file, not its arrays.
+
+    Raises:
+        InputError: the file is missing, cut, or no prompt file.
+    """
     require(path.is_file(), f"{path} is no file", expected=_WHOLE, do="check the path")
     try:
         with safe_open(path, framework="numpy") as file:
@@ -110,7 +83,9 @@ def read_header(path: Path) -> PromptHeader:
 
 
 def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]:
-    """The tokens of a prompt file and a cache that holds them, for `model` to go on. Runs MLX.
+    """Read a prompt file: its tokens, and a cache that holds them, for `model` to go on from.
+
+    Runs MLX.
 
     Raises:
         InputError: the file is damaged, or another model's; of what does not fit, the first.
@@ -122,25 +97,27 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
         arrays, metadata = loaded
         tokens = PromptHeader.of(metadata, path).tokens
         _check_fit(PromptHeader.of(metadata, path), path, model)
-        like = _rows_like(model)
+        like = _sample_rows(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
         dtype = like[0][0].dtype
         require(dtypes == {dtype}, found, expected=str(dtype), do=_DO)
         shapes = {
             name: (*array.shape[:2], len(tokens), array.shape[3])
-            for name, array in _named(like).items()
+            for name, array in _arrays_by_name(like).items()
         }
         account_for(arrays, shapes, path)
     except (RuntimeError, OSError) as error:
         found = f"{path} cannot be read ({first_line(error)})"
         raise InputError(found, expected=_WHOLE, do=_DO) from error
-    rows = [tuple([arrays[name] for name in _names(n, own)]) for n, own in enumerate(like)]
+    rows = [tuple([arrays[name] for name in _array_names(n, own)]) for n, own in enumerate(like)]
     return tokens, TreeCache.of_rows(rows)
 
 
 def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
-    PromptKey.of(model).require_same(header.key, path)
+    """Raise InputError where a prompt was made with another model, or does not fit its vocabulary
+    or its context."""
+    _require_same_key(CacheKey.of(model), header.key, path)
     count = len(header.tokens)
     limit = model.backbone.context_length
     size = model.backbone.vocab_size
@@ -153,48 +130,66 @@ def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> Non
     require(limit is None or count <= limit, found, expected=expected, do=_DO)
 
 
-def _names(layer: int, rows: Rows) -> list[str]:
-    """What the arrays of a layer's rows are called."""
+def _require_same_key(key: CacheKey, found: CacheKey, path: Path) -> None:
+    """Raise InputError where `found`, the key in the file `path`, is not `key`.
+
+    The message names the first field that differs.
+    """
+    names = {"weights": "model's weights", "lora": "adapter's LoRA"}
+    for name, expected in asdict(key).items():
+        value = getattr(found, name)
+        what = f"{path} was made with another {names.get(name, name)}, {value}"
+        require(value == expected, what, expected=expected, do=_DO)
+
+
+def _array_names(layer: int, rows: Rows) -> list[str]:
+    """The names of a layer's arrays in a file: two where keys and values differ in shape."""
     name = f"layers.{layer}"
     return [name] if len(rows) == 1 else [f"{name}.keys", f"{name}.values"]
 
 
-def _named(rows: Sequence[Rows]) -> dict[str, mx.array]:
-    """The arrays of rows by layer, by their names."""
+def _arrays_by_name(rows: Sequence[Rows]) -> dict[str, mx.array]:
+    """By name in a file, the arrays of all layers; `rows` has those of each layer."""
     found: dict[str, mx.array] = {}
     for layer, own in enumerate(rows):
-        found |= zip(_names(layer, own), own, strict=True)
+        found |= zip(_array_names(layer, own), own, strict=True)
     return found
 
 
-def _rows_like(model: StreamFusedModel) -> list[Rows]:
-    """A token's rows by layer, to tell shapes and types: nothing is computed."""
+def _sample_rows(model: StreamFusedModel) -> list[Rows]:
+    """The rows of one token by layer, uncomputed: for their shapes and dtypes."""
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
     return cache.rows(1)
 
 
-def write_prompt(path: Path, key: PromptKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
-    """Write a prompt file, whole or not at all, for the owner's eyes alone.
+def write_prompt(path: Path, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
+    """Write a prompt file, whole or not at all, that its owner alone may read.
 
-    `cache` begins with `tokens`, and may not change meanwhile.
+    Args:
+        path: the file; replaced where it is there.
+        key: whose keys and values these are.
+        tokens: the prompt.
+        cache: begins with `tokens`; not to be changed meanwhile.
+        run: calls a function on the MLX thread.
     """
     metadata = {"format": FORMAT, **asdict(key), "tokens": ",".join(map(str, tokens))}
 
     def save() -> None:
-        mx.save_safetensors(file, _named(cache.rows(len(tokens))), metadata)
+        mx.save_safetensors(file, _arrays_by_name(cache.rows(len(tokens))), metadata)
 
     with new_file(path, mode=0o600) as file:
         run(save)
 
 
 def mark_used(path: Path) -> None:
-    """Note that a file is used now, where it is still there and may be touched."""
+    """Set a file's time to now, as the latest used; does nothing where that is not possible."""
     with suppress(OSError):
         os.utime(path)
 
 
-def _read_or_warn(path: Path) -> PromptHeader | None:
+def _read_header_or_warn(path: Path) -> PromptHeader | None:
+    """`read_header`; where the file is broken, the reason is logged and None returned."""
     try:
         return read_header(path)
     except InputError as error:
@@ -221,27 +216,35 @@ class PromptFolder:
         return sorted(found, key=lambda one: one[1].st_mtime_ns)
 
     def headers(self) -> list[tuple[Path, PromptHeader]]:
-        """The files with what they say of themselves, smallest first; damaged ones are left out."""
+        """The files and their headers, the smallest first; damaged files are left out.
+
+        A header is read once, as long as its file stays the same.
+        """
         found = {}
         known = self._headers
         for path, stat in sorted(self.files(), key=lambda one: one[1].st_size):
             name = (path.name, stat.st_size, stat.st_ino)
-            found[name] = known[name] if name in known else _read_or_warn(path)
+            found[name] = known[name] if name in known else _read_header_or_warn(path)
         self._headers = found
         return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 
-    def longest(self, key: PromptKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
-        """The file that begins with most of `tokens`, and how many these are."""
+    def longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
+        """The file that shares most with the beginning of `tokens`, and how many these are; None
+        and 0 where none does."""
         best = None
         most = 0
         for path, header in self.headers():
-            if header.key == key and (count := common_prefix(header.tokens, tokens)) > most:
+            if header.key == key and (count := common_prefix_length(header.tokens, tokens)) > most:
                 best = path
                 most = count
         return best, most
 
-    def write(self, key: PromptKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
-        """Write a prompt unless a file begins with it; files that it begins with are dropped."""
+    def write(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
+        """Write a prompt, for which the longest unused files go.
+
+        Nothing is written where a file begins with it already, which is marked as used, or where it
+        is larger than the folder may be. Files that it begins with are deleted.
+        """
         path, count = self.longest(key, tokens)
         if path is not None and count == len(tokens):
             mark_used(path)
@@ -261,6 +264,7 @@ class PromptFolder:
         self._make_room(0)
 
     def _make_room(self, num_bytes: int) -> None:
+        """Delete the longest unused files, until there is room for `num_bytes` more."""
         files = self.files()
         total = sum(stat.st_size for _, stat in files) + num_bytes
         for path, stat in files:
@@ -270,7 +274,7 @@ class PromptFolder:
             total -= stat.st_size
 
     def purge(self) -> list[Path]:
-        """Delete the files that the package wrote here; other files stay."""
+        """Delete the files that the package wrote here, and return their paths; others stay."""
         paths = [path for path, _ in self.files()]
         for path in paths:
             path.unlink(missing_ok=True)

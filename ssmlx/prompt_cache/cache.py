@@ -13,14 +13,15 @@ from typing import Self
 
 import mlx.core as mx
 
-from .answers import is_forked, run
-from .drafters.text_index import EarlierAnswers
-from .errors import InputError
-from .generation.pool import MemoryPool
-from .loading.prompt_files import PromptFolder, PromptKey, Tokens, mark_used, read_prompt
-from .model.cache import StateCache, TreeCache
-from .model.streams import StreamFusedModel
-from .prompts import common_prefix
+from ..answers import is_forked, run
+from ..drafters.text_index import EarlierAnswers
+from ..errors import InputError
+from ..generation.pool import MemoryPool
+from ..model.cache import StateCache, TreeCache
+from ..model.cache_key import CacheKey
+from ..model.streams import StreamFusedModel
+from ..prompts import common_prefix_length
+from .files import PromptFolder, Tokens, mark_used, read_prompt
 
 _log = logging.getLogger("ssmlx")
 
@@ -29,7 +30,7 @@ _log = logging.getLogger("ssmlx")
 class _Entry:
     """A prompt; its cache is never written into, only forked."""
 
-    key: PromptKey
+    key: CacheKey
     tokens: Tokens
     cache: TreeCache
     owner: weakref.ref[PromptCache]
@@ -38,17 +39,18 @@ class _Entry:
     def __post_init__(self) -> None:
         self.nbytes = self.cache.nbytes
 
-    def let_go(self) -> None:
-        """See `pool.Kept`."""
+    def free_memory(self) -> None:
+        """Leave the memory, for the owner's folder if it has one; see `pool.Kept`."""
         owner = self.owner()
         if owner is not None:
             owner._drop(self)
 
-    def shared(self, key: PromptKey, tokens: Sequence[int]) -> int:
-        """How many of `tokens` it begins with."""
-        return common_prefix(self.tokens, tokens) if key == self.key else 0
+    def shared(self, key: CacheKey, tokens: Sequence[int]) -> int:
+        """How many tokens it has in common with the beginning of `tokens`; 0 under another key."""
+        return common_prefix_length(self.tokens, tokens) if key == self.key else 0
 
     def covers(self, other: _Entry) -> bool:
+        """Whether it begins with all of another entry's tokens, under the same key."""
         return self.shared(other.key, other.tokens) == len(other.tokens)
 
 
@@ -82,7 +84,7 @@ class PromptCache:
             None if folder is None else PromptFolder(Path(folder).expanduser(), max_disk_bytes)
         )
         self._entries: list[_Entry] = []  # the longest unused first
-        self._answers: dict[PromptKey, EarlierAnswers] = {}
+        self._answers: dict[CacheKey, EarlierAnswers] = {}
         self._lock = threading.Lock()  # never held while MLX runs
 
     @property
@@ -99,22 +101,30 @@ class PromptCache:
     def take(
         self, model: StreamFusedModel, tokens: Sequence[int], scratch: int = 0
     ) -> tuple[TreeCache, int]:
-        """A cache that holds as many of the first `tokens` as are known, and how many these are.
+        """Find the prompt that shares most with `tokens`, in memory or in the folder.
 
-        At least the last token is left to process. The cache is the caller's own: nobody else sees
-        what becomes of it. An empty one has room for steps of `scratch` rows.
+        Args:
+            model: the cache is for it.
+            tokens: the prompt; its last token is always left to process.
+            scratch: rows that calls may have; an empty cache gets room for them.
+
+        Returns:
+            A cache of the caller's own, which may be changed, and how many of `tokens` it holds.
+            An empty one, and 0, where nothing is known.
         """
         return run(lambda: self._take(model, tuple(tokens[:-1]), scratch))
 
     def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache) -> None:
-        """Keep what `cache` holds of `tokens`, with which it begins; it may go on to change.
+        """Keep a copy of what `cache` holds of `tokens`, with which it begins.
 
-        A prompt that another one begins with is kept by that one.
+        Nothing is added where an entry begins with these tokens already, or where the cache is of
+        recurrent layers. Entries that the new one begins with are dropped; the longest unused leave
+        the memory where there are more than `max_bytes`.
         """
         run(lambda: self._put(model, tuple(tokens), cache))
 
     def count_in(self, pool: MemoryPool) -> None:
-        """Count what is held in a pool from now on, unless it counts in one already."""
+        """Count the prompts in `pool` from now on, unless they count in a pool already."""
 
         def counted() -> None:
             if self._pool is None:
@@ -125,8 +135,11 @@ class PromptCache:
         run(counted)
 
     def answers(self, model: StreamFusedModel) -> EarlierAnswers:
-        """The earlier answers of `model`, for others that may repeat them. On the MLX thread."""
-        return self._answers.setdefault(PromptKey.of(model), EarlierAnswers())
+        """The earlier answers of models with the same key, which later ones may repeat.
+
+        Made where there are none. On the MLX thread.
+        """
+        return self._answers.setdefault(CacheKey.of(model), EarlierAnswers())
 
     def flush(self) -> None:
         """Write to the folder what is not there yet. What cannot be written is logged.
@@ -154,8 +167,9 @@ class PromptCache:
         self.close()
 
     def _take(self, model: StreamFusedModel, tokens: Tokens, scratch: int) -> tuple[TreeCache, int]:
-        key = PromptKey.of(model)
-        entry, count = self._longest(key, tokens)
+        """`take` on the MLX thread; `tokens` are without the prompt's last one."""
+        key = CacheKey.of(model)
+        entry, count = self._find_longest(key, tokens)
         if self._folder is not None and model.backbone.group is None:
             path, in_file = self._folder.longest(key, tokens)
             if path is not None and in_file > count:
@@ -167,9 +181,10 @@ class PromptCache:
         return cache, count
 
     def _read(
-        self, path: Path, model: StreamFusedModel, key: PromptKey, tokens: Tokens
+        self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
-        """The prompt of a file of the folder; a damaged one is deleted."""
+        """Read a file of the folder into the memory; returns the entry, and how many of `tokens` it
+        has. A damaged file is logged and deleted, and None returned."""
         try:
             found, cache = read_prompt(path, model)
         except InputError as error:
@@ -183,12 +198,13 @@ class PromptCache:
         return entry, entry.shared(key, tokens)
 
     def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
-        key = PromptKey.of(model)
+        """`put` on the MLX thread; also counts earlier answers anew in the pool."""
+        key = CacheKey.of(model)
         answers = self._answers.get(key)
         if self._pool is not None and answers is not None:
             self._pool.keep(answers, answers.nbytes)
         tokens = tokens[: cache.offset]
-        _, count = self._longest(key, tokens)
+        _, count = self._find_longest(key, tokens)
         if isinstance(cache, StateCache):
             return
         if tokens and count < len(tokens):
@@ -198,8 +214,11 @@ class PromptCache:
             own = weakref.ref(self)
             self._keep(_Entry(key, tokens, fork, own, is_written=is_split))
 
-    def _longest(self, key: PromptKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
-        """The entry that begins with most of `tokens`, now used, and how many these are."""
+    def _find_longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
+        """The entry that shares most with the beginning of `tokens`, and how many these are.
+
+        It is the latest used then. None and 0 where no entry shares any.
+        """
         with self._lock:
             counts = [entry.shared(key, tokens) for entry in self._entries]
             if not any(counts):
@@ -212,6 +231,10 @@ class PromptCache:
         return entry, count
 
     def _keep(self, entry: _Entry) -> None:
+        """Add an entry as the newest, drop those it covers, and save those that no longer fit.
+
+        One that is larger than the bound is written to the folder at once, and not kept.
+        """
         limits = [self.max_bytes, self._pool.limit if self._pool else None]
         if any(limit is not None and entry.nbytes > limit for limit in limits):
             self._save(entry)
@@ -219,7 +242,7 @@ class PromptCache:
         with self._lock:
             covered = [one for one in self._entries if entry.covers(one)]
             self._entries = [one for one in self._entries if not entry.covers(one)] + [entry]
-            evicted = self._above_limit()
+            evicted = self._pop_above_limit()
         if self._pool is not None:
             for one in (*covered, *evicted):
                 self._pool.forget(one)
@@ -227,8 +250,8 @@ class PromptCache:
         for one in evicted:
             self._save(one)
 
-    def _above_limit(self) -> list[_Entry]:
-        """What has to go for `max_bytes`, taken out: the longest unused first."""
+    def _pop_above_limit(self) -> list[_Entry]:
+        """Take out and return the longest unused entries, until all fit. Under the lock."""
         evicted = []
         total = sum(one.nbytes for one in self._entries)
         while self.max_bytes is not None and total > self.max_bytes:
@@ -237,6 +260,7 @@ class PromptCache:
         return evicted
 
     def _drop(self, entry: _Entry) -> None:
+        """Take an entry out of the memory, if it is there, and write it to the folder."""
         with self._lock:
             if entry not in self._entries:
                 return
@@ -244,6 +268,7 @@ class PromptCache:
         self._save(entry)
 
     def _save(self, entry: _Entry) -> None:
+        """Write an entry to the folder, unless that was done; errors are logged."""
         if self._folder is None or entry.is_written:
             return
         entry.is_written = True
