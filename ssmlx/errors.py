@@ -18,6 +18,11 @@ class InputError(ValueError):
 
     The commands print the line and exit with code 2; nothing else in the package ends a run
     without a traceback.
+
+    Args:
+        found: what was found.
+        expected: what was expected in its place.
+        do: what to do about it.
     """
 
     def __init__(self, found: str, *, expected: str, do: str) -> None:
@@ -35,7 +40,7 @@ class InputError(ValueError):
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
     def at(self, where: str) -> "InputError":
-        """The same, of one place among many."""
+        """The same error, told of one place among many: `where` comes before what was found."""
         return InputError(f"{where}: {self.found}", expected=self.expected, do=self.do)
 
 

@@ -207,6 +207,10 @@ class ChatSession:
         """Answer `text`, segment by segment. Cancelling the answer stops and keeps it, with what a
         target call that was under way had said.
 
+        Args:
+            text: the user's message.
+            progress: given (tokens processed, tokens in all) while the prompt is processed.
+
         Raises:
             InputError: the conversation no longer fits the context, or the last reply is still
                 open; the turn does not count.

@@ -34,11 +34,16 @@ class TokenLogprobs:
     """What the model made of a token's place in the text.
 
     Its own distribution, with bias and penalties, without temperature and filters.
+
+    Attributes:
+        token: the token that stands there.
+        logprob: its natural log probability.
+        top: (token, log probability) of the likeliest tokens, the likeliest first.
     """
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens with theirs, best first
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, eq=False)

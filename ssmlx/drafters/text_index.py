@@ -149,7 +149,12 @@ class EarlierAnswers:
         self.index.keep_last(0)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep an answer's tokens, behind the end of what it answers."""
+        """Keep an answer's tokens, behind the last few tokens of what it answers.
+
+        Args:
+            prompt: token ids of what was answered.
+            answer: token ids of the answer.
+        """
         self.index.extend([BOUNDARY, *prompt[-TAIL:], *answer])
         if len(self.index.tokens) > EARLIER_TOKENS:
             self.index.keep_last(EARLIER_TOKENS // 2)
