@@ -165,6 +165,31 @@ def test_a_fine_tuned_model_answers_under_its_own_template(folder, tmp_path):
     )
 
 
+def test_lora_as_peft_writes_it_gives_pefts_answers(folder, tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(peft.utils.save_and_load, "check_file_exists_on_hf_hub", lambda *_: None)
+    torch.manual_seed(3)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], use_dora=True
+    )
+    tuned = peft.get_peft_model(make_model(), config)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=1.0)
+    tuned.save_pretrained(str(tmp_path / "lora"))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in ["w1 w2", "w4", "w30"]))
+    out = tmp_path / "out.jsonl"
+    lora = str(tmp_path / "lora")
+    assert continuations.main([*command(folder, prompts, out), "--lora", lora]) == 0
+    merged = tuned.merge_and_unload().eval()
+    for row in read(out):
+        expected = greedy(merged, row["prompt_tokens"], 9, {2})
+        assert row["completion_tokens"] == expected
+        assert expected != greedy(make_model(), row["prompt_tokens"], 9, {2})
+
+
 def test_lora_as_mlx_lm_writes_it_gives_the_same_answers(folder, tmp_path, capsys):
     lora = tmp_path / "lora"
     converted = tmp_path / "converted"

@@ -11,10 +11,15 @@ import mlx.core as mx
 import mlx_lm.models
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 from real import answer, refusal
-from tiny import make_tokenizer, mlx_lm_tokens
+from test_lora import mlx_lm_lora
+from tiny import assert_close, make_tokenizer, mlx_lm_tokens
 
+from ssmlx.loading.adapter import load_adapter
+from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
@@ -23,6 +28,8 @@ VOCAB = 64
 LAYERS = 4
 PROMPT = [(7 * i * i + 3 * i) % 60 + 1 for i in range(21)]  # past every window
 LENGTH = 24
+LONG = 300  # tokens of an answer that the text drafts for
+SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
 # The settings of all classes at once; each takes those that it has.
 SIZES = {
     **dict.fromkeys(("vocab_size", "num_vocab", "vocab_size_per_layer_input"), VOCAB),
@@ -231,6 +238,7 @@ def random_weights(model):
 
 def write_model(name, folder):
     """A folder with random weights of a class; without any where mlx-lm does not make it here."""
+    folder.mkdir(exist_ok=True)
     config = {**SIZES, "model_type": name, **OWN.get(name, {})}
     (folder / "config.json").write_text(json.dumps(config))
     weights = {"weight": mx.zeros(1)}
@@ -264,6 +272,53 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
         assert "cannot draft for itself" in refusal(decoded, **drafting)
     logits = own(mx.array([PROMPT]))[0]
     assert len({*mx.argmax(logits, axis=-1).tolist()}) > 1 and bool(mx.isfinite(logits).any())
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", classes())
+def test_the_text_drafts_for_what_keeps_rows_and_changes_nothing(name, sampling, tmp_path):
+    """At every call, and as the controller decides: plain decoding's tokens."""
+    if name in NOT_HERE:
+        pytest.skip(NOT_HERE[name])
+    model = StreamFusedModel(load_base(write_model(name, tmp_path), "float32")[0])
+
+    def decoded(**settings):
+        tokens, last = answer(
+            model, make_tokenizer(VOCAB), PROMPT, max_tokens=LONG, **sampling, **settings
+        )
+        return tokens, sum(counts.accepted for counts in last.drafts.values())
+
+    expected, _ = decoded(decoding="plain")
+    assert len(expected) == LONG
+    assert decoded()[0] == expected
+    if model.backbone.capabilities.has("chains"):
+        tokens, accepted = decoded(decoding="streaming", drafter="prompt-lookup")
+        assert tokens == expected and (accepted > 0 or sampling)
+
+
+def cached_logits(model):
+    """[T, V] of `PROMPT`, by mlx-lm's own model with its own cache; 0 for what cannot come."""
+    logits = model(mx.array([PROMPT]), cache=make_prompt_cache(model))[0]
+    return mx.where(mx.isinf(logits), 0, logits)
+
+
+@pytest.mark.parametrize("name", classes())
+def test_a_lora_of_mlx_lms_changes_it_as_mlx_lm_does(name, tmp_path):
+    if name in NOT_HERE:
+        pytest.skip(NOT_HERE[name])
+    folder = write_model(name, tmp_path / "base")
+    own, _ = load_model(folder)
+    before = cached_logits(own)
+    try:
+        lora = mlx_lm_lora(tmp_path / "lora", load_model(folder)[0])
+        expected = cached_logits(load_adapters(own, str(lora)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        pytest.skip(f"mlx-lm itself runs no LoRA on it: {error}")
+    backbone = load_base(folder, "float32")[0]
+    model = attach_adapter(backbone, load_adapter(lora), merge_lora=False)
+    logits = model.backbone.logits(model.append(mx.array(PROMPT), model.make_cache())[0])
+    assert_close(mx.where(mx.isinf(logits), 0, logits), expected, 1e-4)
+    assert mx.abs(expected - before).max() > 0.01
 
 
 @pytest.mark.parametrize("stage", ["_take_ends", "_position_ropes", "_check_stages"])

@@ -71,9 +71,13 @@ def family(tmp_path_factory):
     return give
 
 
-def write_lora(folder, base, *, dora=False, keys=None, num_layers=2, rank=4, scale=3.0, seed=0):
-    """What `mlx_lm.lora` writes, every trained weight at random."""
-    model, _ = mlx_lm.load(str(base))
+def write_lora(folder, base, **settings):
+    """`mlx_lm_lora` for a folder of `write_family`."""
+    return mlx_lm_lora(folder, mlx_lm.load(str(base))[0], **settings)
+
+
+def mlx_lm_lora(folder, model, *, dora=False, keys=None, num_layers=2, rank=4, scale=3.0, seed=0):
+    """The folder that `mlx_lm.lora` writes for a model of mlx-lm's, trained weights at random."""
     model.freeze()
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0}
     parameters |= {} if keys is None else {"keys": keys}

@@ -34,14 +34,13 @@ from ..errors import InputError, quoted, require
 from ..json_files import read_json
 from ..model.backbone import BaseIdentity
 from ..model.condition import Condition
-from ..model.lora import LoraWeights
+from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig
 from .files import account_for, read_tensors, save_tensors
 from .lora_files import (
     SCALE,
     Loras,
-    in_layer,
     kind_of,
     read_lora,
     read_lora_file,

@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from ..errors import InputError, quoted, require
 from ..json_files import read_json
-from ..model.lora import LoraWeights, layer_of
+from ..model.lora import LoraWeights, in_layer, layer_of
 from ..settings import Allowed
 from .files import account_for, read_tensors, save_tensors
 from .names import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
@@ -34,7 +34,6 @@ SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
 LORA_FILE = LORA_FILES["all"]
 _LEAVES = ("lora_a", "lora_b", "m")
 _EMBEDS = "lora_embedding_"
-_IN_A_LAYER = re.compile(r"\blayers\.\d+\.")
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)")
 _EXPERT_LAYERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names
 _WHAT = "LoRA or DoRA, as mlx-lm and PEFT write it"
@@ -102,11 +101,6 @@ _ASIDE = {
     "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type",
 }  # fmt: skip
 """PEFT's settings that change nothing of what a trained LoRA computes. Any other must be unset."""
-
-
-def in_layer(path: str) -> bool:
-    """Whether a module is part of one of the model's layers."""
-    return _IN_A_LAYER.search(path) is not None
 
 
 def lora_tensors(lora: Loras) -> dict[str, mx.array]:
@@ -293,8 +287,9 @@ def _check_module(path: Path, module: str, weights: LoraWeights, rank: Any, keys
     found = f"LoRA of rank {weights.rank} for {module}"
     expected = f"rank {quoted(rank)}, as {path} says"
     require(rank is None or rank == weights.rank, found, expected=expected, do=do)
-    names = {module, layer_of(module)[1]} if in_layer(module) else {module}
-    is_named = keys is None or (isinstance(keys, list) and bool(names & {*map(str, keys)}))
+    # A key is a path inside a layer, whatever the model calls its layers, or a whole path.
+    named = [str(key) for key in keys] if isinstance(keys, list) else []
+    is_named = keys is None or any(f".{module}".endswith(f".{key}") for key in named)
     found = f"LoRA for {module}, which the keys of {path} do not name"
     require(is_named, found, expected="modules of these keys", do=do)
 

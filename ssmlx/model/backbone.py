@@ -306,8 +306,7 @@ class Backbone:
         if self._no_stages is None:
             self._take_parts()
             return
-        model: Any = self.model
-        self._outer = getattr(model, "language_model", model)
+        self._outer = self.model
         self.layers = list(getattr(self._outer, "layers", []))
 
     def base(self) -> Backbone:

@@ -5,6 +5,7 @@ changes while a model answers, so the factor of each feature, its gain, is compu
 """
 
 import copy
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,11 +86,20 @@ class LoraWeights:
         return [self.a, self.b, *([] if self.magnitude is None else [self.magnitude])]
 
 
+_IN_A_LAYER = re.compile(r"\.(\d+)\.")
+"""The first number in a module's path is its layer's, whatever the model calls its layers."""
+
+
+def in_layer(path: str) -> bool:
+    """Whether the module at `path` is part of one of the model's layers."""
+    return _IN_A_LAYER.search(path) is not None
+
+
 def layer_of(path: str) -> tuple[int, str]:
-    """Layer and path inside it of `model.layers.22.mlp.up_proj`."""
-    _, _, inside = path.partition("layers.")
-    layer, _, module = inside.partition(".")
-    return int(layer), module
+    """(22, "mlp.up_proj") of "model.layers.22.mlp.up_proj", a path for which `in_layer` is true."""
+    match = _IN_A_LAYER.search(path)
+    assert match is not None, path
+    return int(match[1]), path[match.end() :]
 
 
 def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: str) -> list[str]:
@@ -117,7 +127,7 @@ def linear_paths(
     """Paths of the modules of `layers` that LoRA acts on; see `select_modules`."""
     found: dict[int, dict[str, str]] = {layer: {} for layer in layers}
     for path, module in model.named_modules():
-        if isinstance(module, LINEARS) and "layers." in path:
+        if isinstance(module, LINEARS) and in_layer(path):
             layer, inside = layer_of(path)
             if layer in found:
                 found[layer][inside] = path
@@ -179,6 +189,8 @@ class RowLora(LoraLayer):
         first = self._scope.first
         if first is None:
             return self.product(x)
+        if x.ndim == 1:  # a single row, as some experts are given
+            return self.summand(x[None])[0]
         rows, z = self._low_rank(x, first)
         y = self.product(rows)
         # A cast only in training, where LoRA stays in float32.
