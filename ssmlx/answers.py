@@ -196,19 +196,19 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
         with ssmlx.stream_generate(model, tokenizer, prompt) as answer:
             for segment in answer: ...
+
+    The functions of this package make answers.
+
+    Args:
+        segments: computes the segments, on the thread that runs MLX; between them may stand how
+            much of the prompt was processed.
+        progress: given (tokens processed, tokens in all) of the prompt, on the thread that reads.
     """
 
     def __init__(
         self, segments: Iterator[Segment | Prefilled], progress: Progress | None = None
     ) -> None:
-        """Make an answer of what computes it; the functions of this package do so.
-
-        Args:
-            segments: computes the segments, on the thread that runs MLX; between them may stand
-                how much of the prompt was processed.
-            progress: given (tokens processed, tokens in all) of the prompt, on the thread that
-                reads.
-        """
+        """`progress` is told of the prompt on the thread that reads."""
         self._turns = _Turns(segments)
         self._progress = progress
         self._asked: Future[Segment | Prefilled | None] | None = None

@@ -31,19 +31,19 @@ OPEN = PAD_TOKEN - 1  # see `Sampling.choose`
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """What the model made of a token's place in the text.
+    """What the model's distribution was where a token of the answer stands.
 
-    Its own distribution, with bias and penalties, without temperature and filters.
+    With logit bias and penalties, without temperature and filters.
 
     Attributes:
-        token: the token that stands there.
-        logprob: its natural log probability.
-        top: (token, log probability) of the likeliest tokens, the likeliest first.
+        token: the token's id.
+        logprob: its log probability.
+        top: the likeliest ids, each with its log probability, best first.
     """
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens with theirs, best first
 
 
 @dataclass(frozen=True, eq=False)
