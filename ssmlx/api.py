@@ -445,19 +445,9 @@ def generate(
     verbose: bool = False,
     **more: Any,
 ) -> str:
-    """Generate an answer, and return its whole text.
+    """The whole answer to `prompt`; `verbose` prints it as it comes, with statistics.
 
-    Args:
-        model, tokenizer, prompt, config: as `stream_generate` takes them.
-        verbose: print the text as it comes, and behind it a line of statistics.
-        more: every other argument of `stream_generate`, single settings among them.
-
-    Returns:
-        The text, without an end token or a stop string.
-
-    Raises:
-        InputError: the prompt is empty or too long, or the settings do not fit the model.
-        TypeError: there is no argument and no setting of such a name.
+    See `stream_generate` for the other arguments, `more` among them, and what is raised.
     """
     text = ""
     last = None

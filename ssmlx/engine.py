@@ -352,13 +352,7 @@ class Engine:
         drafter: DrafterArgument | None = None,
         **settings: Any,
     ) -> ChatSession:
-        """Begin a chat on this model: see `ssmlx.ChatSession`.
-
-        Args:
-            config, settings: of every answer, as `ssmlx.stream_generate` takes them.
-            adapter, drafter: as `stream` takes them.
-            system: the system prompt; None leaves it to the template.
-            tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
+        """A chat on this model: see `ssmlx.ChatSession`, and `stream` for the arguments.
 
         Raises:
             InputError: the adapter or the settings cannot be followed.

@@ -40,7 +40,7 @@ class InputError(ValueError):
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
     def at(self, where: str) -> "InputError":
-        """The same error, told of one place among many: `where` comes before what was found."""
+        """The same, of one place among many."""
         return InputError(f"{where}: {self.found}", expected=self.expected, do=self.do)
 
 

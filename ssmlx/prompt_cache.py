@@ -102,12 +102,7 @@ class PromptCache:
         """A cache that holds as many of the first `tokens` as are known, and how many these are.
 
         At least the last token is left to process. The cache is the caller's own: nobody else sees
-        what becomes of it.
-
-        Args:
-            model: the model, with its adapter, that the cache is for.
-            tokens: ids of the whole text.
-            scratch: rows that steps have room for in a cache that is empty.
+        what becomes of it. An empty one has room for steps of `scratch` rows.
         """
         return run(lambda: self._take(model, tuple(tokens[:-1]), scratch))
 
@@ -115,16 +110,11 @@ class PromptCache:
         """Keep what `cache` holds of `tokens`, with which it begins; it may go on to change.
 
         A prompt that another one begins with is kept by that one.
-
-        Args:
-            model: the model, with its adapter, that filled the cache.
-            tokens: ids of the text in the cache, from its beginning.
-            cache: keys and values of these tokens; they are copied.
         """
         run(lambda: self._put(model, tuple(tokens), cache))
 
     def count_in(self, pool: MemoryPool) -> None:
-        """Count what is held in `pool` from now on, unless it counts in a pool already."""
+        """Count what is held in a pool from now on, unless it counts in one already."""
 
         def counted() -> None:
             if self._pool is None:

@@ -149,7 +149,7 @@ class EarlierAnswers:
         self.index.keep_last(0)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep the tokens of an `answer`, behind the last few of the `prompt` that it answers."""
+        """Keep an answer's tokens, behind the end of what it answers."""
         self.index.extend([BOUNDARY, *prompt[-TAIL:], *answer])
         if len(self.index.tokens) > EARLIER_TOKENS:
             self.index.keep_last(EARLIER_TOKENS // 2)
