@@ -32,7 +32,7 @@ GIVEN = "given"
 PRUNE = "prune"
 STRIDE = 4
 """One carrier in so many, a different one each step, teaches the pruning adapter, and streams
-beside a condition what they guess without it: docs/decisions.md, "The loss is cross-entropy"."""
+beside a condition what they guess without it: perf/README.md, "Objectives"."""
 
 _CHUNK_LOGITS = 1 << 24
 _BITS: dict[int, np.dtype] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
