@@ -63,9 +63,14 @@ def test_what_is_on_this_machine_connects_to_nobody(tiny, monkeypatch, tmp_path)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     base, adapter = map(str, tiny)
     large = write_base(tmp_path / "large", vocab=100_100, layers=1)
+    described = json.loads((large / "tokenizer.json").read_text())
+    known = described["model"]["vocab"]
+    known |= {f"more{number}": number for number in range(len(known), 100_100)}
+    (large / "tokenizer.json").write_text(json.dumps(described))
     for model, own in ((base, adapter), (base, "auto"), (str(large), "auto")):
         loaded, tokenizer = ssmlx.load(model, adapter=own)
         assert ssmlx.generate(loaded, tokenizer, words(3), max_tokens=3)
+    assert len(tokenizer.get_vocab()) > 100_000
     with ssmlx.Engine(base, (adapter,)) as engine:
         assert list(engine.stream(words(3), max_tokens=3))
         assert next(engine.chat().reply(words(2)))
