@@ -8,7 +8,13 @@ from ssmlx.errors import require
 
 
 def check_installed(names: Sequence[str], extra: str, install: str) -> None:
-    """Check that the packages of an extra are there; `install` is the command that brings them."""
+    """Raise InputError where a package of an extra is not installed.
+
+    Args:
+        names: of the packages.
+        extra: that brings them.
+        install: the command that installs it.
+    """
     for name in names:
         require(
             importlib.util.find_spec(name) is not None,
@@ -19,4 +25,4 @@ def check_installed(names: Sequence[str], extra: str, install: str) -> None:
 
 
 def check_torch() -> None:
-    check_installed(["torch"], "torch", 'pip install -e ".[torch]"')
+    check_installed(["torch"], "torch", 'pip install "ssmlx[torch]"')

@@ -1,20 +1,20 @@
-"""`python -m convert`: a PyTorch checkpoint becomes an MLX adapter folder."""
+"""`python -m ssmlx.convert`: a PyTorch checkpoint becomes an MLX adapter folder."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from ssmlx.commands.options import add_options, command, make_parser, reject
+from ssmlx.commands.options import add_options, make_main, make_parser, reject_options
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES
 
-PROG = "convert"
+PROG = "ssmlx.convert"
 EPILOG = """examples:
-  python -m convert --lora CHECKPOINT --streams CHECKPOINT/streams.safetensors \\
+  python -m ssmlx.convert --lora CHECKPOINT --streams CHECKPOINT/streams.safetensors \\
       --out adapters/sql
   python -m ssmlx.chat --adapter adapters/sql
-  python -m convert --heads MEDUSA --base MODEL --out heads/medusa
+  python -m ssmlx.convert --heads MEDUSA --base MODEL --out heads/medusa
 
 LoRA is read as PEFT writes it (safetensors, or .bin without running pickled code), the streams
 from a safetensors file with streams_config.json beside it. Every tensor is accounted for, and
@@ -23,7 +23,8 @@ FOLDER is written whole or not at all. Folders of scope "all" also load in mlx-l
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("convert", "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
+    """Parse the options of `python -m ssmlx.convert`."""
+    parser = make_parser(PROG, "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
     add_options(
         parser,
         (
@@ -87,7 +88,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _says(file: Path, format: str) -> bool:
+def _has_format(file: Path, format: str) -> bool:
+    """Whether a JSON file is there, and has this text as its "format"."""
     try:  # a PyTorch checkpoint has settings of the same name
         return read_json(file, format).get("format") == format
     except InputError:
@@ -95,18 +97,19 @@ def _says(file: Path, format: str) -> bool:
 
 
 def _is_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter of this package's format."""
     from ssmlx.loading import adapter, names
 
-    return _says(folder / names.CONFIG_FILE, adapter.FORMAT)
+    return _has_format(folder / names.CONFIG_FILE, adapter.FORMAT)
 
 
 def _check_target(out: Path) -> None:
-    """Refuse to replace a folder that this command did not write."""
+    """Raise InputError where --out exists, and is neither empty nor an adapter or heads of ours."""
     from ssmlx.drafters import heads
 
     is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     require(
-        is_new or _is_adapter(out) or _says(out / heads.CONFIG_FILE, heads.FORMAT),
+        is_new or _is_adapter(out) or _has_format(out / heads.CONFIG_FILE, heads.FORMAT),
         f"{out} exists and is not an adapter",
         expected="a new folder, or an adapter to replace",
         do="choose another --out",
@@ -114,7 +117,7 @@ def _check_target(out: Path) -> None:
 
 
 def _check_source(args: argparse.Namespace) -> None:
-    """Refuse what is not there before anything is loaded."""
+    """Raise InputError where a folder or file that the options name does not exist."""
     for flag in ("heads",) if args.heads else ("lora", "task_lora", "streams"):
         path = getattr(args, flag)
         found = f"--{flag.replace('_', '-')} {path} does not exist"
@@ -123,6 +126,7 @@ def _check_source(args: argparse.Namespace) -> None:
 
 
 def _convert_heads(args: argparse.Namespace) -> None:
+    """Convert published drafting heads, write them to --out, and print what they are."""
     from ssmlx.drafters.heads import write_heads
     from ssmlx.loading.files import new_folder
     from ssmlx.loading.load import load_base
@@ -130,7 +134,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
     from .formats.heads import convert_heads
 
-    reject(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
+    reject_options(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
     with new_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
@@ -143,6 +147,9 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
 
 def _convert_streams(args: argparse.Namespace) -> None:
+    """Convert a checkpoint or an adapter to an adapter, or with --fuse to a model folder; print
+    what it is.
+    """
     from ssmlx.loading.adapter import load_streams, write_adapter
     from ssmlx.loading.files import new_folder
     from ssmlx.loading.load import load_base, load_tokenizer
@@ -159,7 +166,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         path = resolve_model(args.base)
         backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
         if _is_adapter(args.lora):
-            reject(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
+            reject_options(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
             adapter = load_streams(args.lora)
         else:
             adapter = read_checkpoint(
@@ -189,13 +196,14 @@ def _convert_streams(args: argparse.Namespace) -> None:
     )
 
 
-def _main(args: argparse.Namespace) -> None:
+def convert_checkpoint(args: argparse.Namespace) -> None:
+    """Check the paths, then convert streams, or drafting heads where --heads is given."""
     _check_source(args)
     _check_target(args.out)
     (_convert_heads if args.heads else _convert_streams)(args)
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, convert_checkpoint)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -2,7 +2,7 @@
 
 OPT is published as `pytorch_model.bin` alone, which is a pickle, and which MLX does not read:
 
-    python -m convert.base FOLDER OUT
+    python -m ssmlx.convert.base FOLDER OUT
 
 writes a folder that mlx-lm, `ssmlx` and transformers load. No pickled code is run.
 """
@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import make_parser, run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import new_folder, read_tensors
-from ssmlx.loading.load import reading
+from ssmlx.loading.load import explain_load_errors
 
 from . import check_torch
 
 if TYPE_CHECKING:
     import torch
 
-PROG = "convert.base"
+PROG = "ssmlx.convert.base"
 PICKLES = "pytorch_model*.bin"
 _PACKING = ("group_size", "bits", "mode")
 
@@ -39,7 +39,15 @@ _PACKING = ("group_size", "bits", "mode")
 def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     """Load a base model of transformers in float32 from a local folder.
 
-    The folder is Hugging Face's, or one of mlx-lm with packed weights, which are dequantised.
+    Args:
+        path: a folder of Hugging Face's, or of mlx-lm with packed weights, which are dequantised.
+        attn_implementation: "eager" or "sdpa".
+
+    Returns:
+        The causal language model, in evaluation mode.
+
+    Raises:
+        InputError: the folder is broken, or lacks weights.
     """
     import torch
 
@@ -47,8 +55,8 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     settings = read_json(folder / "config.json", "a model folder")
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     with (
-        _quiet(),
-        reading(
+        _silence_transformers(),
+        explain_load_errors(
             folder,
             f"{folder} cannot be loaded as a model",
             expected="a whole model folder that transformers can load",
@@ -71,7 +79,8 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
+    """Keep transformers from showing bars and warnings inside the block."""
     from transformers.utils import logging  # takes seconds
 
     verbosity = logging.get_verbosity()
@@ -84,7 +93,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """A model whose weights transformers reads, which draws those that it does not find."""
+    """Load a model whose weights transformers can read; return it and faults, in words.
+
+    transformers draws weights that it does not find: these are the faults.
+    """
     from transformers import AutoModelForCausalLM
 
     found = f"{folder} has LoRA beside its weights"
@@ -107,6 +119,9 @@ def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str
 def _load_packed(
     folder: Path, quantization: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
+    """Build a model from its settings and mlx-lm's packed weights; return it and faults, in
+    words.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -120,7 +135,9 @@ def _load_packed(
 
 
 def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights of an mlx-lm folder in float32, unpacked in float32 arithmetic."""
+    """Return the weights of an mlx-lm folder in float32, by name, unpacked in float32
+    arithmetic.
+    """
     import torch
 
     packed: dict[str, Any] = {}
@@ -148,7 +165,13 @@ def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, tor
 
 
 def write_safetensors(source: Path, target: Path) -> None:
-    """Write a model folder of .bin files with safetensors instead; names and dtypes stay."""
+    """Copy a model folder whose weights are .bin files, with safetensors in their place.
+
+    Names and dtypes stay. No pickled code is run.
+
+    Raises:
+        InputError: there are no such files, they cannot be read, or `target` exists.
+    """
     check_torch()
     from huggingface_hub import save_torch_state_dict
 
@@ -165,7 +188,7 @@ def write_safetensors(source: Path, target: Path) -> None:
 
 
 def copy_settings(source: Path, target: Path) -> None:
-    """Copy what a model folder holds beside its weights: settings and tokenizer."""
+    """Copy the settings and the tokenizer of a model folder, but no index of its weights."""
     for pattern in ("*.json", "*.txt", "*.jinja", "tokenizer.model"):
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json"):
@@ -173,7 +196,12 @@ def copy_settings(source: Path, target: Path) -> None:
 
 
 def load_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a .bin file, each with memory of its own; no pickled code is run."""
+    """Read the tensors of a .bin file, by name, each with memory of its own; no pickled code is
+    run.
+
+    Raises:
+        InputError: the file cannot be read, or holds more than tensors.
+    """
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
@@ -194,13 +222,14 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run `python -m ssmlx.convert.base`, and return its exit code."""
     description = "Write a model folder whose weights are .bin files with safetensors instead."
-    epilog = "example:\n  python -m convert.base opt-125m opt-125m-safetensors"
+    epilog = "example:\n  python -m ssmlx.convert.base opt-125m opt-125m-safetensors"
     parser = make_parser(PROG, description, epilog)
     parser.add_argument("source", type=Path, metavar="FOLDER", help=f"has {PICKLES}")
     parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write")
     args = parser.parse_args(argv)
-    return run(lambda: write_safetensors(args.source, args.target), PROG)
+    return run_command(lambda: write_safetensors(args.source, args.target), PROG)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m convert.continuations`: a model's own answers to a file of prompts."""
+"""`python -m ssmlx.convert.continuations`: a model's own answers to a file of prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssmlx.commands.options import add_counts, add_options, command, make_parser
+from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import PartFile, folder_digest, make_folder, write_whole
 from ssmlx.prompts import asked_tokens, read_prompts, turns_key
@@ -23,10 +23,10 @@ from . import check_torch
 if TYPE_CHECKING:
     import torch
 
-PROG = "convert.continuations"
+PROG = "ssmlx.convert.continuations"
 EPILOG = """examples:
-  python -m convert.continuations --prompts prompts.jsonl --out train.jsonl --max-tokens 256
-  python -m convert.continuations --lora runs/sql --prompts data/sql/train.jsonl \\
+  python -m ssmlx.convert.continuations --prompts prompts.jsonl --out train.jsonl --max-tokens 256
+  python -m ssmlx.convert.continuations --lora runs/sql --prompts data/sql/train.jsonl \\
       --out data/sql-own/train.jsonl
 
 A line of the prompts file is a JSON object with "prompt" (a text) or "messages" (a list of role
@@ -42,6 +42,8 @@ COMPACT_AT = 0.125  # drop finished rows once they are this share of the batch
 
 
 class Continuation(NamedTuple):
+    """A model's answer: its tokens, and why it ended."""
+
     tokens: list[int]  # with the end token where there is one
     finish_reason: str  # "stop" at an end token, "length" where max_tokens came first
 
@@ -66,10 +68,21 @@ def generate_batch(
     end_tokens: Sequence[int],
     stream: int = 0,
 ) -> list[Continuation]:
-    """Answer B prompts together.
+    """Answer B prompts together; prompts are padded on the left.
 
-    With `sampling.seed`, `stream` is the seed of this batch, so that batches do not depend on which
-    ones ran before.
+    Args:
+        model: a causal language model of transformers.
+        prompts: token ids.
+        sampling: temperature, top-p, seed and longest answer.
+        end_tokens: ids that end an answer.
+        stream: number of the batch, which its noise depends on beside the seed, so that batches do
+            not depend on which ones ran before.
+
+    Returns:
+        The answers, in the order of the prompts.
+
+    Raises:
+        InputError: the model's logits have NaN.
     """
     import torch
     from transformers import DynamicCache
@@ -126,7 +139,9 @@ def generate_batch(
 def choose_tokens(
     logits: torch.Tensor, sampling: Sampling, generator: torch.Generator
 ) -> torch.Tensor:
-    """[B, V] float32 logits -> [B] tokens."""
+    """Choose a token [B] for each row of float32 logits [B, V]: the likeliest, or by temperature
+    and top-p.
+    """
     import torch
 
     if sampling.temp == 0:
@@ -147,19 +162,31 @@ def grouped_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[B, L, H, Dh] of attention of one new token a row, without a copy of keys for every head.
+    """Compute attention of one new token a row, without a copy of keys for every query head.
 
-    On the CPU several times as fast as PyTorch's kernel there, which takes over for prompts.
-    `query` is [B, H, L, Dh], `key` and `value` are [B, Hkv, S, Dh]; the mask [B, 1, L, S] is True
-    or 0 where visible, or None where everything is.
+    On the CPU it is several times as fast as PyTorch's kernel, which prompts still go to.
+
+    Args:
+        module: the attention module.
+        query: [B, H, L, Dh].
+        key: [B, Hkv, S, Dh].
+        value: [B, Hkv, S, Dh].
+        attention_mask: [B, 1, L, S], True or 0 where visible; None where everything is.
+        scaling: of the scores; None for 1 over the root of Dh.
+        dropout: for PyTorch's kernel alone.
+        kwargs: likewise.
+
+    Returns:
+        [B, L, H, Dh], and None in the place of attention weights.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     batch, heads, length, width = query.shape
     if length > 1:
-        return sdpa_attention_forward(
+        of_prompt: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+        return of_prompt
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], width)
     scores = grouped @ key.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
     if attention_mask is not None and attention_mask.dtype is not scores.dtype:
@@ -173,7 +200,14 @@ def grouped_attention(
 def load_generator(
     path: Path, dtype: str, device: str, lora: Path | None = None
 ) -> tuple[Any, Any]:
-    """The model and the tokenizer of a folder, ready for `generate_batch`."""
+    """Load the model and the tokenizer of a folder for `generate_batch`.
+
+    Args:
+        path: the folder.
+        dtype: what the model computes in, such as "bfloat16".
+        device: "auto", "cpu", "cuda" or "mps".
+        lora: folder of LoRA that is added into the weights; None for none.
+    """
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -181,13 +215,13 @@ def load_generator(
     from ssmlx.loading.load import load_tokenizer
 
     from .base import load_base
-    from .reference.checkpoint import fine_tuned
+    from .reference.checkpoint import merge_fine_tuning
     from .training.run import choose_device
 
     place = choose_device(device)
     model = load_base(path, attn_implementation="sdpa")
     if lora is not None:
-        model = fine_tuned(model, lora)
+        model = merge_fine_tuning(model, lora)
     model = model.to(place, getattr(torch, dtype)).eval()
     if place.type == "cpu":
         AttentionInterface.register("grouped", grouped_attention)
@@ -197,14 +231,16 @@ def load_generator(
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: the tokenizer's, and those of the model's settings."""
+    """Return the ids that end an answer: the tokenizer's and those of the model's settings,
+    ascending.
+    """
     own = model.generation_config.eos_token_id if model.generation_config else None
     own = own if isinstance(own, list) else [own]
     return sorted({token for token in (tokenizer.eos_token_id, *own) if token is not None})
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Prompts of similar length together, the longest first: indices of each batch."""
+    """Put prompts of similar length together: indices of each batch, the longest prompts first."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
@@ -215,7 +251,17 @@ def generate_all(
     batch_size: int,
     part: PartFile,
 ) -> list[Continuation]:
-    """Answer every prompt, in the order of the prompts, keeping each finished batch in `part`."""
+    """Answer every prompt in batches, keeping each finished batch in `part`.
+
+    Args:
+        encoded: the prompts' tokens.
+        generate: answers a batch, given its prompts and its number.
+        batch_size: prompts of a batch.
+        part: finished batches are read from it, and appended to it.
+
+    Returns:
+        The answers, in the order of the prompts.
+    """
     from huggingface_hub.utils import tqdm
 
     batches = plan_batches([len(tokens) for tokens in encoded], batch_size)
@@ -230,7 +276,8 @@ def generate_all(
     return [answer for _, answer in sorted(zip(order, answers, strict=True))]
 
 
-def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the prompts in their order, each conversation once."""
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
         first.setdefault(turns_key(prompt), prompt)
@@ -241,9 +288,16 @@ def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def encode_prompts(
     prompts: Sequence[dict[str, Any]], tokenizer: Any, longest: int, template: str | None = None
 ) -> list[list[int]]:
-    """Each prompt, of `longest` tokens at most, under a template, up to where the answer starts.
+    """Tokenise prompts up to where the answer starts.
 
-    The template has `{prompt}` in it, or is None for the model's chat template.
+    Args:
+        prompts: rows with "prompt" or "messages".
+        tokenizer: of the model.
+        longest: most tokens of a prompt.
+        template: text with `{prompt}`; None for the model's chat template.
+
+    Raises:
+        InputError: there is no chat template, or a prompt is too long or cannot be tokenised.
     """
     require(
         template is not None or bool(tokenizer.chat_template),
@@ -268,12 +322,14 @@ def encode_prompts(
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write one JSON object a line, the file whole or not at all; its folder is made."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     make_folder(path.parent)
     write_whole(path, text.encode())
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `python -m ssmlx.convert.continuations`."""
     parser = make_parser(PROG, "Let a model answer a file of prompts, in batches.", EPILOG)
     for flag, count in (("--prompts", "+"), ("--out", None)):
         told = {"metavar": "FILE", "help": "JSON lines"}
@@ -290,7 +346,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--temp", None, "sampling temperature; 0 is greedy (default: 0)", 0.0),
     )
-    add_counts(
+    add_int_options(
         parser,
         ("max-tokens", 160, "longest answer"),
         ("seed", 0, "seed of the sampler"),
@@ -300,6 +356,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def add_generator_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a model that answers in batches: model, batch size, dtype and device."""
     told = "(default: %(default)s)"
     add_options(
         parser,
@@ -323,10 +380,15 @@ def add_generator_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_batch_size(batch_size: int) -> None:
+    """Raise InputError unless the batch size is 1 or more."""
     require(batch_size >= 1, f"--batch-size {batch_size}", expected="1 or more", do="raise it")
 
 
-def _main(args: argparse.Namespace) -> None:
+def write_continuations(args: argparse.Namespace) -> None:
+    """Answer the prompts of files with a model, and write prompts and answers to --out.
+
+    Finished batches are kept in OUT.part, which is read by the next run, and deleted at the end.
+    """
     from ssmlx.loading.names import resolve_model
 
     check_torch()
@@ -338,7 +400,7 @@ def _main(args: argparse.Namespace) -> None:
     kinds = ("prompt", "messages", "tools")
     rows = [row for path in args.prompts for row in read_prompts(path)]
     prompts = [{k: row[k] for k in kinds if k in row} for row in rows]
-    prompts = (prompts if args.temp else distinct(prompts))[: args.count or None]
+    prompts = (prompts if args.temp else drop_repeated_prompts(prompts))[: args.count or None]
     found = f"--out {args.out} is a folder"
     require(not args.out.is_dir(), found, expected="a file", do="give the name of one in it")
     make_folder(args.out.parent)
@@ -391,7 +453,7 @@ def _main(args: argparse.Namespace) -> None:
     print(f"{args.out}: {told}", file=sys.stderr)
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, write_continuations)
 
 if __name__ == "__main__":
     raise SystemExit(main())

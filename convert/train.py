@@ -1,37 +1,38 @@
-"""`python -m convert.train`: train streams, LoRA and pruning adapter in PyTorch."""
+"""`python -m ssmlx.convert.train`: train streams, LoRA and pruning adapter in PyTorch."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, alone, command
+from ssmlx.commands.options import add_options, make_main, with_folder_lock
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_cache_option,
-    run_options,
-    train_config,
-    training_parser,
+    make_training_parser,
+    read_run_options,
+    read_train_config,
 )
 from ssmlx.training.config import TrainConfig
 
 from . import check_torch
 
-PROG = "convert.train"
+PROG = "ssmlx.convert.train"
 STORE_FILE = "lower.states"
 EPILOG = """examples:
-  python -m convert.train --data data/sql --out runs/sql --num-streams 5
-  python -m convert --lora runs/sql --out adapters/sql
+  python -m ssmlx.convert.train --data data/sql --out runs/sql --num-streams 5
+  python -m ssmlx.convert --lora runs/sql --out adapters/sql
 
   # lossless: LoRA on streams alone, learnt from the model's own continuations
-  python -m convert.continuations --prompts prompts.jsonl --out data/chat/train.jsonl
-  python -m convert.continuations --prompts others.jsonl --out data/chat/valid.jsonl
-  python -m convert.train --adapter-scope streams --data data/chat --out runs/chat
+  python -m ssmlx.convert.continuations --prompts prompts.jsonl --out data/chat/train.jsonl
+  python -m ssmlx.convert.continuations --prompts others.jsonl --out data/chat/valid.jsonl
+  python -m ssmlx.convert.train --adapter-scope streams --data data/chat --out runs/chat
 
   # beside a task's LoRA (--num-streams 0), learnt from what that model answers
-  python -m convert.train --adapter-scope streams --task-lora runs/task --data own --out runs/sql
+  python -m ssmlx.convert.train --adapter-scope streams --task-lora runs/task --data own \\
+      --out runs/sql
 
 The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
-with the same weights. OUT then holds a checkpoint for `python -m convert`, log.jsonl, and
+with the same weights. OUT then holds a checkpoint for `python -m ssmlx.convert`, log.jsonl, and
 curves.png."""
 
 DEFAULTS: dict[str, Any] = {
@@ -42,15 +43,18 @@ DEFAULTS: dict[str, Any] = {
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `python -m ssmlx.convert.train`."""
     description = "Train a model to draft for itself, in PyTorch."
     task_lora = "a checkpoint of this command with --num-streams 0: the LoRA of a task"
-    parser = training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
+    parser = make_training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
     add_machine_options(parser, "the frozen lower layers' results")
     return parser.parse_args(argv)
 
 
 def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = None) -> None:
-    """What PyTorch runs on, and in; `cached` is what it keeps on disk, if anything."""
+    """Add --device and --dtype to a trainer's options; and --cache-gb, where it keeps `cached` on
+    disk.
+    """
     group = parser.add_argument_group("machine")
     add_options(
         group,
@@ -74,30 +78,35 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = No
         add_cache_option(group, cached)
 
 
-def _main(args: argparse.Namespace) -> None:
+def train_streams(args: argparse.Namespace) -> None:
+    """Train streams, LoRA and pruning adapter in PyTorch, as the options say, and write them to
+    --out.
+
+    A stopped run goes on from its last saved state.
+    """
     check_torch()
-    options = run_options(args)
-    train = train_config(args)
+    options = read_run_options(args)
+    train = read_train_config(args)
 
     import torch
 
     from ssmlx.loading.adapter import load_streams
     from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
-    from ssmlx.training.job import prepare, run_to_end
-    from ssmlx.training.mlx_model import with_new_parts, write_trained
+    from ssmlx.training.job import prepare_job, run_to_end
+    from ssmlx.training.mlx_model import add_new_weights, write_validated_adapter
     from ssmlx.training.objective import Validation
 
     from .base import load_base
     from .reference.checkpoint import (
         copy_task_lora,
+        initialise_from,
         load_fine_tuned,
         merge_lora,
         reference_of,
+        replace_trained_weights,
         save_reference,
-        start_from,
         train_part,
-        with_weights_of,
     )
     from .training.run import (
         TorchObjective,
@@ -110,8 +119,8 @@ def _main(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    start = with_new_parts(load_streams(args.init), train) if train.train_only else None
-    job, path = prepare(options, train, start)
+    start = add_new_weights(load_streams(args.init), train) if train.train_only else None
+    job, path = prepare_job(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []
     if args.task_lora is not None:
@@ -125,7 +134,7 @@ def _main(args: argparse.Namespace) -> None:
         task = [folder_digest(args.init)]
         train_part(model, train.train_only)
     if args.init is not None and start is None:
-        start_from(model, args.init, has_task=args.task_lora is not None)
+        initialise_from(model, args.init, has_task=args.task_lora is not None)
     freeze_base(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
@@ -134,9 +143,12 @@ def _main(args: argparse.Namespace) -> None:
     lower_identity = job.lower_identity(args.dtype, *task)
 
     def write(validate: Validation) -> Path | None:
+        """Write the checkpoint, or where a part is trained, the adapter; return the adapter's
+        folder.
+        """
         if start is not None:
             folder = options.out / TRAINED_FOLDER
-            return write_trained(folder, with_weights_of(start, model), validate)
+            return write_validated_adapter(folder, replace_trained_weights(start, model), validate)
         save_reference(model, options.out)
         if args.task_lora is not None:
             copy_task_lora(args.task_lora, options.out)
@@ -153,7 +165,7 @@ def _main(args: argparse.Namespace) -> None:
     )
 
 
-main = command(PROG, parse_args, alone(_main))
+main = make_main(PROG, parse_args, with_folder_lock(train_streams))
 
 if __name__ == "__main__":
     raise SystemExit(main())

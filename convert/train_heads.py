@@ -1,4 +1,4 @@
-"""`python -m convert.train_heads`: train Medusa heads or an MLP speculator on a frozen model."""
+"""`python -m ssmlx.convert.train_heads`: train Medusa heads or an MLP speculator."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmlx.commands.options import add_options, alone, command, make_parser, reject
-from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
+from ssmlx.commands.options import (
+    add_options,
+    make_main,
+    make_parser,
+    reject_options,
+    with_folder_lock,
+)
+from ssmlx.commands.train_options import (
+    OPTIMISATION,
+    add_run_options,
+    add_setting_options,
+    read_run_options,
+)
 from ssmlx.errors import require
 from ssmlx.loading.names import resolve_model
 from ssmlx.settings import MAX_DRAFT_TOKENS, MAX_LAYERS, MAX_TREE_NODES, check_settings, setting
@@ -23,16 +34,16 @@ if TYPE_CHECKING:
 
     from .reference.heads import HeadReference
 
-PROG = "convert.train_heads"
+PROG = "ssmlx.convert.train_heads"
 STORE_FILE = "hidden.states"
 EPILOG = """examples:
-  python -m convert.train_heads --kind medusa --data data/sql --out runs/medusa
-  python -m convert --heads runs/medusa --out heads/medusa
+  python -m ssmlx.convert.train_heads --kind medusa --data data/sql --out runs/medusa
+  python -m ssmlx.convert --heads runs/medusa --out heads/medusa
 
   # an MLP speculator in the paper's two stages: on text, then on the model's own answers
-  python -m convert.train_heads --kind mlp_speculator --data data/sql --out runs/stage1
-  python -m convert.continuations --prompts prompts.jsonl --out data/own/train.jsonl
-  python -m convert.train_heads --kind mlp_speculator --stage 2 --init runs/stage1 \\
+  python -m ssmlx.convert.train_heads --kind mlp_speculator --data data/sql --out runs/stage1
+  python -m ssmlx.convert.continuations --prompts prompts.jsonl --out data/own/train.jsonl
+  python -m ssmlx.convert.train_heads --kind mlp_speculator --stage 2 --init runs/stage1 \\
       --data data/own --out runs/stage2
 
 The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
@@ -54,6 +65,7 @@ _SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights"
 
 
 def _switch(help: str) -> Any:
+    """Declare a setting that is off, and is an option without a value; `help` describes it."""
     return field(default=False, metadata={"help": help})
 
 
@@ -86,6 +98,9 @@ class HeadSettings:
     )
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is out of bounds, or does not go with
+        another.
+        """
         check_settings(self, do="correct the option")
         layers = "1 or more with --share-lm-head, or nothing would be trained"
         widths = f"{self.num_heads} numbers of 1 or more, one a head"
@@ -114,8 +129,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Train drafting heads on a frozen model, in PyTorch.", EPILOG)
     parser.add_argument("--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="which heads")
     add_run_options(parser)
-    add_settings(parser, "heads", ("num_heads",), shown=_DEFAULTS, of=HeadSettings)
-    add_settings(parser, "draft vocabulary", ("draft_vocab_size",), shown=_DEFAULTS)
+    add_setting_options(parser, "heads", ("num_heads",), shown=_DEFAULTS, of=HeadSettings)
+    add_setting_options(parser, "draft vocabulary", ("draft_vocab_size",), shown=_DEFAULTS)
     add_options(
         parser.add_argument_group("model"),
         (
@@ -126,17 +141,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--init", "FOLDER", "published heads to go on from, such as those of stage 1", Path),
     )
-    add_settings(parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, of=HeadSettings)
-    add_settings(parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, of=HeadSettings)
+    add_setting_options(parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, of=HeadSettings)
+    add_setting_options(
+        parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, of=HeadSettings
+    )
     shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
-    add_settings(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)
+    add_setting_options(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)
     add_machine_options(parser, "the frozen model's hidden states")
     return parser.parse_args(argv)
 
 
 def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
+    """Build the settings of the heads to train from the options.
+
+    Args:
+        args: the command's options.
+        init: heads to go on from, whose number and widths are taken; None for new ones.
+
+    Raises:
+        InputError: an option does not go with another.
+    """
     for kind in {*_ONLY} - {args.kind}:
-        reject(args, _ONLY[kind], f"--kind {kind}")
+        reject_options(args, _ONLY[kind], f"--kind {kind}")
     require(
         args.stage != 2 or init is not None,
         "--stage 2 without --init",
@@ -147,7 +173,7 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
     given = {name: value for name, value in given.items() if value is not None}
     settings = {"num_heads": _DEFAULT_HEADS[args.kind], "widths": (), **given}
     if init is not None:
-        reject(args, _SHAPE, "no --init, which has its own shape")
+        reject_options(args, _SHAPE, "no --init, which has its own shape")
         settings["num_heads"] = init.config.num_levels
         settings["widths"] = settings["widths"] or getattr(init.config, "widths", ())
     return HeadSettings(kind=args.kind, **{**settings, "widths": tuple(settings["widths"])})
@@ -156,6 +182,14 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
 def head_config(
     settings: HeadSettings, vocab_size: int, width: int, draft_vocab_size: int
 ) -> HeadConfig:
+    """Return the settings that new heads of a kind are built from.
+
+    Args:
+        settings: of the training.
+        vocab_size: V, of the base model.
+        width: D, its hidden size.
+        draft_vocab_size: Vd; 0 for none.
+    """
     from ssmlx.drafters.medusa import MedusaConfig
     from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 
@@ -179,14 +213,21 @@ def head_config(
     )
 
 
-def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
-    """The data, the base model's folder, what is trained, and the heads to go on from."""
+def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
+    """Read the options, the data and the heads to go on from.
+
+    Returns:
+        The job, the base model's folder, what is trained, and the heads to go on from or None.
+
+    Raises:
+        InputError: something is missing, or does not fit.
+    """
     from ssmlx.prompts import read_lines
-    from ssmlx.training.job import prepare, read_base
+    from ssmlx.training.job import prepare_job, read_base
 
     from .formats.heads import load_published
 
-    options = run_options(args)
+    options = read_run_options(args)
     init = None
     if args.init is not None:
         init = load_published(args.init, read_base(resolve_model(options.model))["vocab_size"])
@@ -202,7 +243,7 @@ def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadRefere
                 '"completion_tokens"' in line,
                 f"{path}, line {number} has no completion_tokens",
                 expected="in stage 2, the model's own answers",
-                do="make them with `python -m convert.continuations`",
+                do="make them with `python -m ssmlx.convert.continuations`",
             )
     values = {name: getattr(args, name) for name in OPTIMISATION}
     for name, late in _LATE.items():
@@ -217,11 +258,15 @@ def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadRefere
         draft_vocab_size=(args.draft_vocab_size or 0) if vocab is None else len(vocab),
         **values,
     )
-    job, folder = prepare(options, train)
+    job, folder = prepare_job(options, train)
     return job if init is None else replace(job, draft_vocab=vocab), folder, settings, init
 
 
-def _main(args: argparse.Namespace) -> None:
+def train_heads(args: argparse.Namespace) -> None:
+    """Train Medusa heads or an MLP speculator, as the options say, and write them to --out.
+
+    A stopped run goes on from its last saved state.
+    """
     check_torch()
     import torch
 
@@ -234,7 +279,7 @@ def _main(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    job, path, settings, init = _read(args)
+    job, path, settings, init = _read_inputs(args)
     out = job.options.out
     train = job.train
     lora = folder_digest(args.lora)
@@ -263,7 +308,7 @@ def _main(args: argparse.Namespace) -> None:
     )
 
 
-main = command(PROG, parse_args, alone(_main))
+main = make_main(PROG, parse_args, with_folder_lock(train_heads))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, command, make_parser
-from ssmlx.commands.results import publish, write_result
+from ssmlx.commands.options import add_options, make_main, make_parser
+from ssmlx.commands.results import print_and_save, print_save_and_draw
 from ssmlx.errors import require
 from ssmlx.generation.memory import MIB
 from ssmlx.json_files import read_json
@@ -20,9 +20,9 @@ from ssmlx.prompts import read_prompts, turns_key
 from ssmlx.report import Columns, table
 
 from .run import show
-from .run.experiment import failures, result_of, task_result
+from .run.experiment import differing_systems, run_result, task_result
 from .run.options import add_experiment_options, check_counts, experiment_of, split_name
-from .run.results import RESULTS, reading
+from .run.results import RESULTS, readable_result
 from .run.show import Row, draw
 from .run.statistics import estimate
 from .run.target import MLX_LM, PLAIN
@@ -67,7 +67,7 @@ NOTES = (
 
 
 def report(result: Row) -> str:
-    """The tables of README.md, and below them what is to be said of each task."""
+    """Format a result: the tables of README.md, then notes about each task."""
     lead = f"{show.heading(result)}. {_timing_text(result)}."
     tables = [table for task in result["tasks"] for table in _tables(task)]
     notes = [f"{task['task']}: {note}" for task in result["tasks"] for note in _task_notes(task)]
@@ -75,7 +75,8 @@ def report(result: Row) -> str:
 
 
 def _tables(task: Row) -> list[str]:
-    """What a task came to; results of earlier versions have no prices."""
+    """The tables of a task: speed, prices, categories. Results of earlier versions have no
+    prices."""
     tables = [_task_table(task)]
     if "price" in task["systems"][0]:
         tables.append(f"**{task['task']}, prices**\n\n{_price_table(task['systems'])}")
@@ -85,8 +86,8 @@ def _tables(task: Row) -> list[str]:
     return tables
 
 
-def _over(name: str) -> show.Cell:
-    """A cell with how much faster whole answers are than others, by price and by the watch."""
+def _price_and_watch_cell(name: str) -> show.Cell:
+    """Make a cell with a speed-up by price, and by watched time in brackets."""
     watched = f"latency_{name}"
 
     def cell(row: Row) -> str:
@@ -99,13 +100,14 @@ def _over(name: str) -> show.Cell:
 
 
 _PRICES: Columns = {
-    "price over plain (watched)": _over("over_plain"),
-    "over the best fixed tree (watched)": _over("over_best_tree"),
+    "price over plain (watched)": _price_and_watch_cell("over_plain"),
+    "over the best fixed tree (watched)": _price_and_watch_cell("over_best_tree"),
     "over the better of both": lambda row: show.interval(row["price"]["over_best"], 3),
 }
 
 
 def _price_table(rows: Sequence[Row]) -> str:
+    """The table of prices over plain decoding's and the best fixed tree's."""
     price = rows[0]["price"]
     counted = f"answers of {price['least_tokens']} tokens or more"
     columns: Columns = {
@@ -119,6 +121,7 @@ def _price_table(rows: Sequence[Row]) -> str:
 
 
 def _category_table(rows: Sequence[Row]) -> str:
+    """The table of a category's systems."""
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         "tokens per call": show.figure("tokens_per_call"),
@@ -129,7 +132,7 @@ def _category_table(rows: Sequence[Row]) -> str:
 
 
 def _slower_text(row: Row) -> str:
-    """Such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
+    """How many answers are slower than each limit, such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
     price = row["price"]
     counts = [
         f"{count} ({100 * count / max(1, price['answers']):.1f} %)"
@@ -148,6 +151,7 @@ def _two_digits(value: float | None) -> str:
 
 
 def _task_table(task: Row) -> str:
+    """The table of a task's systems: speed, tokens per call, latency, memory, same tokens."""
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         "speed-up over mlx-lm": lambda row: _speedup_text(row, "speedup"),
@@ -165,19 +169,21 @@ def _task_table(task: Row) -> str:
 
 
 def _speedup_text(row: Row, name: str) -> str:
-    """Over mlx-lm's: tokens/s, or how much sooner whole answers are there, prompts and all."""
+    """A row's speed-up over mlx-lm by the figure `name`; 1.00 for mlx-lm itself."""
     if row["kind"] == "mlx-lm":
         return "1.00"
     return "-" if row[name] is None else show.interval(row[name], 2)
 
 
 def _calls_text(row: Row) -> str:
-    """Target calls an answer, and a draft model's."""
+    """Target calls for an answer, and a draft model's calls in brackets."""
     target, draft = (row[f"{kind}_calls_per_answer"]["value"] for kind in ("target", "draft"))
     return f"{target:.1f} ({draft:.1f})" if draft else f"{target:.1f}"
 
 
 def _task_notes(task: Row) -> list[str]:
+    """What to know about a task: systems left out, differences, learned costs, cut answers,
+    load."""
     rows = task["systems"]
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
     for row in rows:
@@ -202,7 +208,7 @@ def _task_notes(task: Row) -> list[str]:
 
 
 def difference_text(one: Row) -> str:
-    """Where an answer parts from plain decoding's, and how sure the target was there."""
+    """Say where an answer differs from plain decoding's, and how close the two logits are there."""
     place = f"prompt {one['prompt'] + 1} parts from plain at token {one['token'] + 1}"
     if one["gap"] is None:
         return place
@@ -211,6 +217,7 @@ def difference_text(one: Row) -> str:
 
 
 def _timing_text(result: Row) -> str:
+    """One sentence about intervals and repeats."""
     many = "s" if result["repeats"] > 1 else ""
     return (
         f"[95 % bootstrap intervals over prompts]; times are medians of {result['repeats']} "
@@ -220,11 +227,20 @@ def _timing_text(result: Row) -> str:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     own = experiment_of(args, "compare")
-    return result_of(own, args.model, [task_result(own.run())])
+    return run_result(own, args.model, [task_result(own.run())])
 
 
-def judge(args: argparse.Namespace) -> int:
-    """Metrics of answers that lie in files, each beside the first's, prompt by prompt."""
+def score_answer_files(args: argparse.Namespace) -> int:
+    """Score the answers in files, and compare each file with the first, prompt by prompt.
+
+    Prints and saves score-TASK.
+
+    Returns:
+        0.
+
+    Raises:
+        InputError: a prompt has no reference, or a file lacks answers.
+    """
     task = TASKS[args.task]
     examples = read_examples(data_file(task, args.data, args.data_dir), task, args.count)
     what = "some prompts have no reference"
@@ -267,11 +283,12 @@ def judge(args: argparse.Namespace) -> int:
             shown = f"{found.text(1, signed=True)}, {found.verdict}"
             lines.append(f"{row['name']} - {first}, {figure}: {shown}")
     make_folder(args.out)
-    write_result(result, args.out / f"score-{task.name}", "\n".join(lines))
+    print_and_save(result, args.out / f"score-{task.name}", "\n".join(lines))
     return 0
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     saved = parser.add_mutually_exclusive_group(required=True)
     saved.add_argument(
@@ -280,19 +297,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=Path,
         nargs="+",
         metavar="FILE.json",
-        help="measure nothing; show the result of an earlier run again, or of several, each of "
-        "another task, as one (with --out, written there as well)",
+        help="show saved results of different tasks as one, and measure nothing; with --out, write "
+        "them there too",
     )
     add_experiment_options(parser, saved, repeats=3)
     parser.add_argument(
         "--answers",
         nargs="+",
         metavar="NAME=FILE.jsonl",
-        help="in place of systems: answers, an object a line with prompt and completion",
+        help="score these files instead: a JSON object a line, with prompt and completion",
     )
     add_options(
         parser,
-        ("--out", "FOLDER", f"for the results (default: {RESULTS})", Path),
+        ("--out", "FOLDER", f"folder of the results (default: {RESULTS})", Path),
     )
     args = parser.parse_args(argv)
     check_counts(parser, args, "repeats", "max_tokens")
@@ -307,6 +324,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_results(paths: Sequence[Path]) -> dict[str, Any]:
+    """Read saved results of different tasks as one result.
+
+    Raises:
+        InputError: a file is broken, a task is there twice, or they were not measured in one way.
+    """
     whole: dict[str, Any] = {}
     for path in paths:
         result = _read_result(path)
@@ -330,13 +352,18 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def _read_result(path: Path) -> dict[str, Any]:
+    """Read a saved result and check that it can be shown.
+
+    Raises:
+        InputError: it lacks something.
+    """
     result = read_json(path, "a result of perf.compare")
-    with reading(path, PROG):
+    with readable_result(path, PROG):
         kinds = [{row["kind"] for row in task["systems"]} for task in result["tasks"]]
         if not kinds or not all({MLX_LM, PLAIN} <= one <= show.COLOURS.keys() for one in kinds):
             raise ValueError("no tasks, one without mlx-lm or plain, or an unknown kind of system")
         report(result)
-        failures(result)
+        differing_systems(result)
     return result
 
 
@@ -345,23 +372,24 @@ def _settings(result: dict[str, Any]) -> dict[str, Any]:
     return {**shared, **result["machine"]}
 
 
-def _main(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> int:
+    """Measure, or read results, or score files; 1 if a lossless system's tokens differ."""
     if args.task and args.answers:
-        return judge(args)
+        return score_answer_files(args)
     result = measure(args) if args.task else read_results(args.saved)
     text = report(result)
     if args.out is None:
         print(text)
     else:
         make_folder(args.out)
-        publish(result, args.out / "compare", text, draw)
-    differing = failures(result)
+        print_save_and_draw(result, args.out / "compare", text, draw)
+    differing = differing_systems(result)
     if differing:
         print(f"tokens differ from plain decoding's: {'; '.join(differing)}", file=sys.stderr)
     return 1 if differing else 0
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _compare)
 
 
 if __name__ == "__main__":

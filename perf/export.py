@@ -1,12 +1,12 @@
-"""`python -m perf.export`: does an exported model write what plain decoding writes, and how fast?
+"""Compare exported models with MLX: are their tokens plain decoding's, and how fast are they?
 
 A package of Core AI runs on Linux too, one of Core ML on a Mac alone, with every choice of compute
 units in turn, and with the devices that Core ML would run each operation of "decode" on (without a
 Mac, the project's tests execute such packages in numpy). The tokens are compared with MLX's plain
 decoding; in float32 they must be equal, or the exit code is 1. In float16, and with compressed
 weights, the share of equal answers is told, and by how little the first different token won. The
-target calls are compared with MLX's streaming on the same tree; they may differ where two nodes of
-a draft are equally likely but for rounding.
+target calls are compared with MLX's speculative decoding on the same tree; they may differ where
+two nodes of a draft are equally likely but for rounding.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx import exported
-from ssmlx.commands.machine import machine
-from ssmlx.commands.options import add_counts, add_options, command, make_parser
-from ssmlx.commands.results import write_result
+from ssmlx.commands.machine import describe_machine
+from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
+from ssmlx.commands.results import print_and_save
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
 from ssmlx.exported.manifest import REPORT
@@ -32,15 +32,25 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig
 
-from .run.results import RESULTS, reading
+from .run.results import RESULTS, readable_result
 from .run.tasks import SQL
-from .run.timing import TimedAnswer, answer_of, ssmlx_answer
+from .run.timing import TimedAnswer, ssmlx_answer, timed_answer
 
 PROG = "perf.export"
 
 
-def placement(plan: Any, operations: Iterable[Any]) -> tuple[dict[str, int], dict[str, float]]:
-    """Operations, and shares of their estimated cost, by the device that each prefers in `plan`."""
+def device_placement(
+    plan: Any, operations: Iterable[Any]
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Count operations by the device that Core ML prefers for them.
+
+    Args:
+        plan: a compute plan of coremltools.
+        operations: of a function of the package.
+
+    Returns:
+        (number of operations by device, share of the estimated cost by device)
+    """
     counts: dict[str, int] = {}
     weights: dict[str, float] = {}
     for operation in operations:
@@ -57,20 +67,21 @@ def placement(plan: Any, operations: Iterable[Any]) -> tuple[dict[str, int], dic
 
 
 def compute_plan(package: Path, compute_units: str) -> tuple[dict[str, int], dict[str, float]]:
-    """What Core ML plans for "decode" of a package, as `placement`."""
+    """Return `device_placement` of a Core ML package's function `decode`."""
     import coremltools as ct
     from coremltools.models.compute_plan import MLComputePlan
 
     unit = getattr(ct.ComputeUnit, compute_units.upper().replace("-", "_"))
     compiled = ct.models.utils.compile_model(str(package))
     plan: Any = MLComputePlan.load_from_path(path=compiled, compute_units=unit)
-    return placement(plan, plan.model_structure.program.functions[DECODE].block.operations)
+    return device_placement(plan, plan.model_structure.program.functions[DECODE].block.operations)
 
 
 def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
+    """Settings with which MLX drafts the same tree as an exported package."""
     pruned = manifest.num_kept < manifest.num_nodes
     return GenerateConfig(
-        decoding="streaming",
+        decoding="speculative",
         max_tokens=max_tokens,
         num_streams=manifest.num_streams,
         tree=manifest.tree.config,
@@ -78,10 +89,20 @@ def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
     )
 
 
-def gap(
+def logit_gap(
     model: StreamFusedModel, prompt: Sequence[int], mine: TimedAnswer, theirs: TimedAnswer
 ) -> float:
-    """By how much MLX's logit of its token beats that of `mine`, where the answers part."""
+    """Return how much higher MLX's logit of its own token is, where two answers differ.
+
+    Args:
+        model: MLX's.
+        prompt: token ids.
+        mine: an answer of the package.
+        theirs: MLX's plain answer.
+
+    Returns:
+        The difference of logits at the first different token; 0 where one answer is only shorter.
+    """
     pairs = zip(mine.tokens, theirs.tokens, strict=False)
     where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if where is None:
@@ -94,12 +115,12 @@ def gap(
 def compare(
     args: argparse.Namespace, folder: Path, mlx: tuple[StreamFusedModel, Any]
 ) -> list[dict[str, Any]]:
-    """Run one exported folder on the prompts and compare, a row for each choice of units."""
+    """Run an exported folder on the prompts and compare with MLX; a row for each compute unit."""
     manifest = exported.Manifest.read(folder)
     choices: Sequence[str | None] = [args.compute_units] if args.compute_units else COMPUTE_UNITS
     prompts: list[list[int]] = []
     plain = []
-    streaming = []
+    speculative = []
     rows = []
     for units in choices if manifest.target == "coreml" else [args.compute_units]:
         package = exported.load(folder, compute_units=units)
@@ -109,19 +130,19 @@ def compare(
             alone = GenerateConfig(decoding="plain", max_tokens=args.max_tokens)
             drafting = mlx_config(manifest, args.max_tokens)
             plain = [ssmlx_answer(*mlx, prompt, alone) for prompt in prompts]
-            streaming = [ssmlx_answer(*mlx, prompt, drafting) for prompt in prompts]
+            speculative = [ssmlx_answer(*mlx, prompt, drafting) for prompt in prompts]
         if units is not None:
             list(exported.stream_generate(package, prompts[0], max_tokens=1))  # warm-up
         answers = [
-            answer_of(exported.stream_generate(package, prompt, max_tokens=args.max_tokens))
+            timed_answer(exported.stream_generate(package, prompt, max_tokens=args.max_tokens))
             for prompt in prompts
         ]
         gaps = [
-            gap(mlx[0], prompt, mine, theirs)
+            logit_gap(mlx[0], prompt, mine, theirs)
             for prompt, mine, theirs in zip(prompts, answers, plain, strict=True)
             if mine.tokens != theirs.tokens
         ]
-        row = _row(folder, units, manifest, (answers, streaming, plain))
+        row = _row(folder, units, manifest, (answers, speculative, plain))
         rows.append({**row, "largest_gap": round(max(gaps), 4) if gaps else None})
     return rows
 
@@ -132,10 +153,14 @@ def _row(
     manifest: exported.Manifest,
     sides: tuple[Sequence[TimedAnswer], ...],
 ) -> dict[str, Any]:
-    """What one exported folder came to, by one runtime.
+    """The figures of a package on one runtime, as JSON values.
 
-    `sides` are its answers, those of MLX with the same tree, and plain decoding's; the figures by
-    call and by second are of these three, without the prompts.
+    Args:
+        folder: of the package.
+        units: compute units of Core ML; None for Core AI.
+        manifest: of the package.
+        sides: answers of the package, of MLX with the same tree, and of plain decoding. Figures by
+        call and by second are of these three, in order, and do not count prompts.
     """
     same = [(a, b) for a, b, c in zip(*sides, strict=True) if a.tokens == c.tokens]
     counts = [sum(len(a.tokens) for a in side) for side in sides]
@@ -162,15 +187,16 @@ def _row(
     }
 
 
-def told_of(folder: Path) -> dict[str, Any]:
-    """What an export's report says of its package."""
+def package_figures(folder: Path) -> dict[str, Any]:
+    """The size in megabytes and the error of the weights, from an export's report."""
     report = read_json(folder / REPORT, "the report of an export")
-    with reading(folder / REPORT, "ssmlx.export"):
+    with readable_result(folder / REPORT, "ssmlx.export"):
         error = (report["weight_error"] or {}).get("relative_rms")
         return {"megabytes": round(report["package_bytes"] / 1e6, 1), "weight_error": error}
 
 
-def shown(row: Mapping[str, Any]) -> str:
+def row_text(row: Mapping[str, Any]) -> str:
+    """Format a row as lines of text."""
     error = row["weight_error"]
     gap = row["largest_gap"]
     rates = (
@@ -194,6 +220,7 @@ def shown(row: Mapping[str, Any]) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = make_parser(PROG, __doc__)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="an export")
     add_options(
@@ -210,25 +237,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--prompts", "FILE", 'objects with a "prompt" or "messages"', SQL.test),
         ("--compute-units", None, "one choice only", str, COMPUTE_UNITS),
     )
-    add_counts(parser, ("count", 20, "prompts"), ("max-tokens", 64, "longest answer"))
+    add_int_options(parser, ("count", 20, "prompts"), ("max-tokens", 64, "longest answer"))
     return parser.parse_args(argv)
 
 
-def _main(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> int:
+    """Compare all packages, print and save; 1 if a float32 package's tokens differ."""
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
-    told = [(folder, told_of(folder)) for folder in args.folders]
+    told = [(folder, package_figures(folder)) for folder in args.folders]
     mlx = load(args.model, adapter=args.adapter, dtype=args.dtype)
     rows = [{**row, **own} for folder, own in told for row in compare(args, folder, mlx)]
     make_folder(RESULTS)
-    result = {"machine": machine(), "rows": rows}
-    write_result(result, RESULTS / "export", "\n".join(map(shown, rows)))
+    result = {"machine": describe_machine(), "rows": rows}
+    print_and_save(result, RESULTS / "export", "\n".join(map(row_text, rows)))
     exact = all(
         row["same_tokens"] == row["prompts"] for row in rows if row["precision"] == "float32"
     )
     return 0 if exact else 1
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _export)
 
 if __name__ == "__main__":
     raise SystemExit(main())

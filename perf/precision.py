@@ -1,7 +1,7 @@
-"""How far streaming is plain decoding where rounding is coarser than float32's.
+"""Count where speculative decoding differs from plain decoding in 16, 8 and 4 bits.
 
 In 16 bits a row's logits depend on the rows beside it, and two that all but tie may come out in
-either order. Plain decoding and streaming answer the same prompts in each precision; up to where
+either order. Plain and speculative decoding answer the same prompts in each precision; up to where
 an answer parts from plain decoding's its tokens are compared, and from there on it is another text.
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ssmlx.commands.options import make_parser, run
-from ssmlx.commands.results import write_result
+from ssmlx.commands.options import make_parser, run_command
+from ssmlx.commands.results import print_and_save
 from ssmlx.model.shapes import to_float
 from ssmlx.report import Columns
 
 from .compare import difference_text
-from .run.experiment import Experiment, Measured, differences_of, failures, result_of
+from .run.experiment import Experiment, Measured, differences_of, differing_systems, run_result
 from .run.options import add_experiment_options, add_out, check_counts, experiment_of
 from .run.show import Row, figure, heading, markdown_table, number
 from .run.statistics import Estimate, ratio
@@ -46,7 +46,7 @@ Exit code 1: answers part by more than rounding explains."""
 
 
 def experiments(args: argparse.Namespace) -> list[Experiment]:
-    """One for each task and precision, without mlx-lm."""
+    """Make an experiment for each task and precision, without mlx-lm."""
     found = []
     for task in args.task:
         for dtype in args.dtype:
@@ -58,7 +58,8 @@ def experiments(args: argparse.Namespace) -> list[Experiment]:
     return found
 
 
-def part_of(measured: Measured) -> dict[str, Any]:
+def precision_result(measured: Measured) -> dict[str, Any]:
+    """The result of one task and precision, as JSON values."""
     plan = measured.experiment
     weights = measured.experiment.weights
     assert plan.task is not None
@@ -71,14 +72,19 @@ def part_of(measured: Measured) -> dict[str, Any]:
         "prompts": len(plan.examples),
         "max_tokens": plan.systems[0].config.max_tokens,
         "load": measured.load,
-        "one_pass": asdict(one_pass(measured)),
+        "one_pass": asdict(one_pass_differences(measured)),
         "systems": [_row(measured, one) for one in plan.systems],
     }
 
 
-def one_pass(measured: Measured) -> Estimate:
-    """Of 1,000 tokens of plain decoding's, those that one pass over all its text chooses otherwise:
-    what rounding alone makes of other numbers of rows."""
+def one_pass_differences(measured: Measured) -> Estimate:
+    """Count tokens of plain decoding that one pass over the whole answer chooses differently.
+
+    That is what rounding alone does when a pass has another number of rows.
+
+    Returns:
+        Differences in 1,000 tokens.
+    """
     others = []
     lengths = []
     for prompt, kept in zip(measured.prompts, measured.first(PLAIN), strict=True):
@@ -91,6 +97,8 @@ def one_pass(measured: Measured) -> Estimate:
 
 
 def _row(measured: Measured, system: System) -> dict[str, Any]:
+    """A system's figures: tokens up to the first difference, differences in 1,000, and the
+    metric."""
     task = measured.experiment.task
     examples = measured.experiment.examples
     assert task is not None
@@ -126,8 +134,8 @@ def _metric_of(values: Row) -> Any:
     return next((values[name] for name in METRICS if name in values), None)
 
 
-def lines_of(result: Row) -> list[dict[str, Any]]:
-    """What is said of a part and of a system in it, for every system but plain decoding."""
+def report_rows(result: Row) -> list[dict[str, Any]]:
+    """The rows of the table: each part's systems but plain decoding, with the part's values."""
     return [
         {**part, **row, "plain": part["systems"][0]["metric"]}
         for part in result["tasks"]
@@ -137,6 +145,7 @@ def lines_of(result: Row) -> list[dict[str, Any]]:
 
 
 def _gap_text(row: Row) -> str:
+    """Median and largest gap of logits where answers differ, and its share of the logit."""
     found = [one for one in row["differences"] if one["gap"] is not None]
     if not found:
         return "-"
@@ -160,31 +169,36 @@ COLUMNS: Columns = {
 
 
 def report(result: Row) -> str:
+    """Format the result: a heading, the table, and a line for each difference."""
     notes = [
         f"{row['task']}, {row['dtype']}, {row['name']}: {difference_text(one)}"
-        for row in lines_of(result)
+        for row in report_rows(result)
         for one in row["differences"]
     ]
-    return "\n".join([heading(result), "", markdown_table(COLUMNS, lines_of(result)), "", *notes])
+    return "\n".join(
+        [heading(result), "", markdown_table(COLUMNS, report_rows(result)), "", *notes]
+    )
 
 
-def _main(args: argparse.Namespace) -> int:
+def _precision(args: argparse.Namespace) -> int:
+    """Measure, print and save; 1 if a difference is more than rounding explains."""
     plans = experiments(args)
-    parts = [part_of(plan.run()) for plan in plans]
+    parts = [precision_result(plan.run()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
-    result = {**result_of(plans[0], args.model, parts), "dtype": dtypes}
-    write_result(result, args.out / "precision", report(result))
-    return 1 if failures(result) else 0
+    result = {**run_result(plans[0], args.model, parts), "dtype": dtypes}
+    print_and_save(result, args.out / "precision", report(result))
+    return 1 if differing_systems(result) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and measure; returns the exit code."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
     add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)
     add_out(parser)
     args = parser.parse_args(argv)
     check_counts(parser, args, "repeats", "max_tokens")
-    return run(lambda: _main(args), PROG)
+    return run_command(lambda: _precision(args), PROG)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m perf.serving`: our server beside mlx-lm's own, on the same weights, with one client.
+"""Compare ssmlx's server with mlx-lm's own, on the same weights, with one client.
 
 So many requests at once ask each server in turns, round after round, other prompts each time; and
 `ssmlx.generate`, without any server, one at a time. Then a long prompt arrives while another answer
@@ -31,9 +31,9 @@ import numpy as np
 from mlx_lm.utils import save_config, save_model
 
 import ssmlx
-from ssmlx.commands.machine import machine
-from ssmlx.commands.options import add_options, make_parser, run
-from ssmlx.commands.results import write_result
+from ssmlx.commands.machine import describe_machine
+from ssmlx.commands.options import add_options, make_parser, run_command
+from ssmlx.commands.results import print_and_save
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import resolve_model
@@ -42,7 +42,7 @@ from ssmlx.settings import PREFILL_STEP_SIZE
 
 from .run.options import add_base, add_out, check_counts
 from .run.results import ROOT, machine_load
-from .run.target import FLOATS, load_in
+from .run.target import FLOATS, load_weights_as
 
 PROG = "perf.serving"
 DATA = ROOT / "examples" / "data" / "chat_test.jsonl"
@@ -54,7 +54,7 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Heard:
-    """An answer as a client heard it."""
+    """An answer as a client received it: when each chunk came, and how many tokens."""
 
     asked: float = field(default_factory=time.perf_counter)
     times: list[float] = field(default_factory=list)  # of each chunk of text
@@ -77,6 +77,18 @@ def ask_server(
     max_tokens: int,
     tell: Callable[[int], object] = lambda count: None,
 ) -> Heard:
+    """Send one chat to a server and read its stream.
+
+    Args:
+        address: http://HOST:PORT.
+        model: name for the request.
+        prompt: the user's message.
+        max_tokens: of the answer.
+        tell: called after each chunk of text with the number of chunks so far.
+
+    Raises:
+        InputError: the server does not answer.
+    """
     body = {
         "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
         "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True},
@@ -103,6 +115,7 @@ def ask_server(
 
 
 def ask_engine(engine: ssmlx.Engine, prompt: str, max_tokens: int) -> Heard:
+    """Answer one chat with an engine in this process."""
     heard = Heard()
     for segment in engine.stream([{"role": "user", "content": prompt}], max_tokens=max_tokens):
         heard.times.append(time.perf_counter())
@@ -112,7 +125,16 @@ def ask_engine(engine: ssmlx.Engine, prompt: str, max_tokens: int) -> Heard:
 
 @contextmanager
 def serving(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
-    """A server that answers, on the BLAS that ssmlx chooses; it is ended with the block."""
+    """Start a server and yield a function that asks it; the server ends with the block.
+
+    Args:
+        name: a key of `MODULES`.
+        folder: of the weights; its log is written there.
+        adapter: for ssmlx's server.
+
+    Raises:
+        InputError: it did not start.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     code = f"import ssmlx, runpy; runpy.run_module({MODULES[name]!r}, run_name='__main__')"
@@ -126,7 +148,7 @@ def serving(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
     with (folder / f"{name}.log").open("w") as log:
         process = Popen([sys.executable, "-c", code, *options], stdout=log, stderr=log, cwd=ROOT)
     try:
-        while not _answers(address):
+        while not _is_up(address):
             ok = process.poll() is None and time.monotonic() < deadline
             found = f"{MODULES[name]} did not start"
             do = "pip install 'ssmlx[server]'"
@@ -138,16 +160,17 @@ def serving(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
         process.wait(30)
 
 
-def _answers(address: str) -> bool:
+def _is_up(address: str) -> bool:
+    """Whether a server answers at /health."""
     with suppress(OSError), urlopen(f"{address}/health") as reply:
         return bool(reply.status == 200)
     return False
 
 
 def write_weights(model: str, dtype: str, folder: Path) -> None:
-    """A folder of the weights as both servers load them."""
+    """Write a model folder with weights in `dtype` that both servers can load."""
     base = resolve_model(model)
-    modules, settings = load_in(dtype, base)
+    modules, settings = load_weights_as(dtype, base)
     save_model(folder, modules)
     own = {name: value for name, value in settings.items() if "quantization" not in name}
     save_config({**own, "torch_dtype": dtype}, folder / "config.json")
@@ -155,15 +178,22 @@ def write_weights(model: str, dtype: str, folder: Path) -> None:
         shutil.copy(path, folder)
 
 
-def at_once(ask: Ask, prompts: list[str], max_tokens: int) -> tuple[float, list[Heard]]:
-    """Seconds that all of them took, and what was heard."""
+def ask_all_at_once(ask: Ask, prompts: list[str], max_tokens: int) -> tuple[float, list[Heard]]:
+    """Ask all prompts at the same time; return the seconds for all, and the answers."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         started = time.perf_counter()
         heard = list(pool.map(lambda prompt: ask(prompt, max_tokens), prompts))
         return time.perf_counter() - started, heard
 
 
-def row_of(system: str, count: int, rounds: list[tuple[float, list[Heard]]]) -> Row:
+def load_row(system: str, count: int, rounds: list[tuple[float, list[Heard]]]) -> Row:
+    """Figures of one system under a number of requests at once, as a row.
+
+    Args:
+        system: its name.
+        count: requests at once.
+        rounds: (seconds, answers) of each round.
+    """
     heard = [one for _, some in rounds for one in some]
     p50, p95 = np.percentile([one.first for one in heard], [50, 95])
     tokens = sum(one.tokens for one in heard)
@@ -173,9 +203,18 @@ def row_of(system: str, count: int, rounds: list[tuple[float, list[Heard]]]) -> 
     return {**row, "first_p50": float(p50), "first_p95": float(p95), "each": each}
 
 
-def delay_of(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
-    """What a prompt of `count` tokens does to an answer that is being written as it arrives;
-    nothing of one that has ended by then."""
+def delay_rows(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
+    """Measure how a long prompt delays the tokens of another answer that is being written.
+
+    Args:
+        system: its name.
+        ask: asks it.
+        prompt: of the answer that is delayed.
+        count: tokens of the long prompt.
+
+    Returns:
+        One row; none if the answer ended before the long prompt was sent.
+    """
     pieces = ceil(count / PREFILL_STEP_SIZE)
     others = list[Future[Heard]]()
     with ThreadPoolExecutor(1) as pool:
@@ -196,6 +235,8 @@ def delay_of(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
 
 
 def report(result: Row) -> str:
+    """Format the result as text: a table of loads and one of delays."""
+
     def columns(names: Mapping[str, str]) -> Columns:
         return {head: partial(cell, name) for head, name in names.items()}
 
@@ -236,7 +277,8 @@ def report(result: Row) -> str:
     )
 
 
-def _main(args: argparse.Namespace) -> int:
+def _serving(args: argparse.Namespace) -> int:
+    """Measure both servers, print and save."""
     make_folder(args.out)
     examples = [json.loads(line) for line in DATA.read_text().splitlines()]
     prompts = cycle(one["prompt"] for one in examples if "prompt" in one)
@@ -256,32 +298,35 @@ def _main(args: argparse.Namespace) -> int:
             for _ in range(args.count):
                 asked = [next(upcoming) for _ in range(count)]
                 for name, found in rounds.items():
-                    found.append(at_once(alone[name], asked, args.max_tokens))
-            rows += [row_of(name, count, found) for name, found in rounds.items()]
+                    found.append(ask_all_at_once(alone[name], asked, args.max_tokens))
+            rows += [load_row(name, count, found) for name, found in rounds.items()]
         prompt = next(upcoming)
-        delays = [row for n, ask in systems.items() for row in delay_of(n, ask, prompt, args.long)]
+        delays = [
+            row for n, ask in systems.items() for row in delay_rows(n, ask, prompt, args.long)
+        ]
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "max_tokens")}
-    result = {"machine": machine(), "load": load, **names, "rows": rows, "delays": delays}
-    write_result(result, args.out / "serving", report(result))
+    result = {"machine": describe_machine(), "load": load, **names, "rows": rows, "delays": delays}
+    print_and_save(result, args.out / "serving", report(result))
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and measure; returns the exit code."""
     parser = make_parser(PROG, __doc__)
     add_base(parser)
     add_options(
         parser,
-        ("--adapter", None, "what streams (default: %(default)s)", "chat"),
-        ("--dtype", None, "of the weights (default: %(default)s)", "float32", FLOATS),
-        ("--open", "N", "requests at once (default: 1 2 4 8)", [1, 2, 4, 8]),
-        ("--count", None, "rounds of each (default: %(default)s)", 2),
-        ("--max-tokens", None, "of an answer (default: %(default)s)", 32),
-        ("--long", None, "tokens of the prompt that delays another's (default: %(default)s)", 4000),
+        ("--adapter", None, "adapter of ssmlx's server (default: %(default)s)", "chat"),
+        ("--dtype", None, "type of the weights (default: %(default)s)", "float32", FLOATS),
+        ("--open", "N", "numbers of requests at once (default: 1 2 4 8)", [1, 2, 4, 8]),
+        ("--count", None, "rounds for each number (default: %(default)s)", 2),
+        ("--max-tokens", None, "tokens of an answer (default: %(default)s)", 32),
+        ("--long", None, "tokens of the long prompt (default: %(default)s)", 4000),
     )
     add_out(parser)
     args = parser.parse_args(argv)
     check_counts(parser, args, "open", "count", "max_tokens", "long")
-    return run(lambda: _main(args), PROG)
+    return run_command(lambda: _serving(args), PROG)
 
 
 if __name__ == "__main__":

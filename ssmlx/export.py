@@ -4,6 +4,10 @@ from importlib import import_module
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the export command of `convert.export`, and return its exit code.
+
+    The code lies beside this package in a checkout, and inside it where it is installed.
+    """
     # Beside this package in a checkout, inside it once installed.
     try:
         command = import_module("ssmlx.convert.export.__main__")
@@ -11,7 +15,8 @@ def main(argv: list[str] | None = None) -> int:
         if error.name != "ssmlx.convert":
             raise
         command = import_module("convert.export.__main__")
-    return command.main(argv)
+    exit_code: int = command.main(argv)
+    return exit_code
 
 
 if __name__ == "__main__":

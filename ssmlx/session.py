@@ -53,7 +53,7 @@ class Comparison:
 
     Attributes:
         same_tokens: whether all of them are the same, token for token.
-        streaming: the last response of a drafting answer.
+        speculative: the last response of a drafting answer.
         plain: the last response of a plain one.
         ratios: seconds of a whole plain answer over those of the drafting one next to it, a pair
             each.
@@ -61,10 +61,15 @@ class Comparison:
     """
 
     same_tokens: bool
-    streaming: GenerationResponse
+    speculative: GenerationResponse
     plain: GenerationResponse
     ratios: Sequence[float]
     divergence: Divergence | None = None
+
+    @property
+    def streaming(self) -> GenerationResponse:
+        """`speculative` by its earlier name."""
+        return self.speculative
 
     @property
     def speed_up(self) -> float:
@@ -268,7 +273,7 @@ class ChatSession:
         question: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, question])
         # At least one token is left to process.
-        reused = self._cache.back_to(common_prefix(self._cached_tokens, prompt[:-1]))
+        reused = self._cache.longest_trim(common_prefix(self._cached_tokens, prompt[:-1]))
         if self._prompts is not None and not config.deterministic:
             cache, known = self._prompts.take(self.model, prompt, self._cache.scratch)
             if known > reused:
@@ -291,7 +296,7 @@ class ChatSession:
                 self.messages.pop()
             # What was written is in the cache, as far as it got.
             written = [*prompt, *(token for one in given for token in one.tokens)]
-            self._cache.trim(self._cache.back_to(min(self._cache.offset, len(written))))
+            self._cache.trim(self._cache.longest_trim(min(self._cache.offset, len(written))))
             self._cached_tokens = written[: self._cache.offset]
             if self._pool is not None:
                 self._pool.keep(self, self._cache.nbytes)
@@ -356,7 +361,7 @@ class ChatSession:
         require(bool(users), found, expected="a message to answer", do=do)
         prompt = self._prompt(self.messages[: users[-1] + 1])
         config = with_seed(self.config)  # the same for both, or two samples would be compared
-        drafting = replace(config, decoding="streaming") if config.decoding == "plain" else config
+        drafting = replace(config, decoding="speculative") if config.decoding == "plain" else config
         configs = {"A": drafting, "B": replace(config, decoding="plain")}
         lasts: dict[str, list[GenerationResponse]] = {"A": [], "B": []}
         answers: dict[str, list[list[int]]] = {"A": [], "B": []}

@@ -1,4 +1,4 @@
-"""Frozen settings, validated once, when they are made: values, and nothing that is loaded."""
+"""Frozen settings classes, checked when they are made; they hold values, never loaded weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from .errors import quoted, require
 
-Decoding = Literal["streaming", "plain"]
+Decoding = Literal["speculative", "plain"]
 StreamInit = Literal["identity", "low_rank", "residual"]
 StreamDesign = Literal["embeddings", "value_rotation"]
 AdapterScope = Literal["all", "streams"]
@@ -22,6 +22,7 @@ AcceptanceKind = Literal["exact", "typical"]
 Attention = Literal["auto", "mlx", "fused"]
 
 DECODINGS = get_args(Decoding)
+_EARLIER_NAMES = {"streaming": "speculative"}
 STREAM_INITS = get_args(StreamInit)
 STREAM_DESIGNS = get_args(StreamDesign)
 ADAPTER_SCOPES = get_args(AdapterScope)
@@ -70,8 +71,19 @@ MIN_EDGE_LOGPROB = -20.0
 MAX_EDGE_LOGPROB = -1e-3
 
 
+def decoding_name(text: str) -> str:
+    """The present name of a decoding: "speculative" was called "streaming" once."""
+    return _EARLIER_NAMES.get(text, text)
+
+
 @dataclass(frozen=True)
 class Allowed:
+    """The values that a setting may have.
+
+    A number has to be at least `least`, above `above`, below `below` and at most `most`; one above
+    0 also at least `smallest`. With `choices`, it has to be one of these.
+    """
+
     least: float = -math.inf
     above: float = -math.inf
     below: float = math.inf
@@ -83,6 +95,7 @@ class Allowed:
     option: str | None = None
 
     def holds(self, value: Any, *, whole: bool) -> bool:
+        """Whether a value is allowed; `whole` asks for a whole number. bool is no number."""
         if self.choices:
             return value in self.choices
         if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
@@ -93,6 +106,7 @@ class Allowed:
         return inside and is_finite and not 0 < number < self.smallest
 
     def text(self) -> str:
+        """What is allowed, for messages and help, such as "1 to 256" or "one of a, b"."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.smallest:
@@ -110,16 +124,33 @@ class Allowed:
 
 
 def setting(default: Any = MISSING, help: str = "", **allowed: Any) -> Any:
-    """A field of a settings class: what `--help` says of it, and the `Allowed` of its values."""
+    """Make a field of a settings class.
+
+    Args:
+        default: its default; without one, the field is required.
+        help: what `--help` says of it.
+        allowed: fields of `Allowed`, which `check_settings` checks.
+
+    Returns:
+        A dataclass field.
+    """
     return field(default=default, metadata={"allowed": Allowed(**allowed), "help": help})
 
 
 def check_settings(config: Any, *, found: str = "{option}", do: str | None = None) -> None:
-    """Check every field of a settings class that `setting` made.
+    """Check every field of a settings object that `setting` made.
 
-    Its annotation says the rest: "int" is a whole number, a sequence is checked item by item, and
-    None is allowed where it says so. `found` tells a bad value by its `option` with the value, its
-    `name` and its `value`; `do` says what to do about it, the range unless told.
+    The annotation decides the type: with "int" in it a whole number, for a tuple or sequence every
+    item is checked, and None is allowed if "None" is in it.
+
+    Args:
+        config: the settings.
+        found: template of what was found, with `{option}` (option and value), `{name}` and
+            `{value}`.
+        do: what to do about it; None says to choose an allowed value.
+
+    Raises:
+        InputError: a field has a value that is not allowed.
     """
     for one in fields(config):
         allowed: Allowed | None = one.metadata.get("allowed")
@@ -145,7 +176,7 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """What a stream checkpoint says of itself (paper, sections 3.2.1 and 3.2.3)."""
+    """The settings of streams and LoRA, as an adapter's streams_config.json has them."""
 
     # gamma, the speculative streams per node; 0 for LoRA alone
     num_streams: int = setting(least=0, most=MAX_DRAFT_TOKENS)
@@ -228,7 +259,11 @@ class StreamConfig:
         return self.num_layers - self.num_msa_layers
 
     def usable_streams(self, asked: int | None) -> int:
-        """G, the streams to use: those that are asked for, or all."""
+        """G, the number of streams to use: `asked`, or all for None.
+
+        Raises:
+            InputError: it is not from 1 to the number that was trained.
+        """
         streams = self.num_streams if asked is None else asked
         require(
             1 <= streams <= self.num_streams,
@@ -240,7 +275,11 @@ class StreamConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StreamConfig:
-        """Build from JSON values, ignoring keys that are not settings."""
+        """Build from JSON values; unknown keys are ignored.
+
+        Raises:
+            InputError: a required key is missing, or a value is not allowed.
+        """
         required = ("num_streams", "num_msa_layers", "num_layers", "hidden_size")
         missing = [name for name in required if name not in values]
         require(
@@ -262,12 +301,18 @@ class StreamConfig:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values; `tokens_per_call` where there are any."""
+        """The settings as JSON values; `tokens_per_call` only if it is known."""
         unknown = ["tokens_per_call"] if self.tokens_per_call is None else []
         return {name: value for name, value in vars(self).items() if name not in unknown}
 
 
 def _curve_of(values: Any) -> dict[int, float] | None:
+    """Check `tokens_per_call` and return it sorted, with numbers for JSON's text keys; None for
+    None.
+
+    Raises:
+        InputError: it is no mapping of 2 or more nodes to 1 or more tokens.
+    """
     if values is None:
         return None
     pairs = dict(values).items() if isinstance(values, Mapping) else [("", 0.0)]
@@ -314,10 +359,17 @@ class TreeConfig:
         return replace(self, width=min(width, num_tokens))
 
     def num_nodes(self, num_streams: int) -> int:
-        """N, the nodes of a drafted tree, for `num_streams` levels below the root."""
+        """N, the nodes of a drafted tree, the root included.
+
+        Args:
+            num_streams: G, levels below the root.
+
+        Raises:
+            InputError: a full tree would have more than `MAX_TREE_NODES`.
+        """
         if self.kind == "best":
             return self.size
-        nodes = sum(self.full_width**level for level in range(num_streams + 1))
+        nodes: int = sum(self.full_width**level for level in range(num_streams + 1))
         require(
             nodes <= MAX_TREE_NODES,
             f"a full tree of {self.full_width} children and {num_streams} levels has {nodes} nodes",
@@ -328,18 +380,18 @@ class TreeConfig:
 
     @property
     def full_width(self) -> int:
-        """k of a full tree; 3 unless told."""
+        """k of a full tree: `width`, or 3 if that is None."""
         return self.width or 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig:
-    """How the tree is pruned before streams are inserted (section 3.2.3).
+    """How the tree is pruned before streams are inserted (Speculative Streaming, 3.2.3).
 
     Attributes:
-        kind: "off"; "budget", the `keep` nodes of the largest early-exit path probability, a
-            fixed shape; "threshold", every node whose edges all have at least probability
-            `threshold`, the paper's rule.
+        kind: "off"; "budget", which keeps the `keep` nodes with the largest early-exit path
+        probability, a fixed shape; "threshold", the paper's rule, which keeps every node whose
+        edges all have at least probability `threshold`.
         keep: M, nodes that a budget keeps, the root included.
         threshold: least early-exit probability of a child given its parent.
     """
@@ -354,13 +406,13 @@ class PruneConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLookupConfig:
-    """What prompt lookup drafts.
+    """What prompt lookup drafts: tokens that followed the text's end where it stood before.
 
     Attributes:
-        ngram: most tokens at the text's end that are looked up; shorter ends follow, down to one.
-        num_draft_tokens: tokens that are drafted of each place where they stood before.
-        size: nodes of the tree that the places make together, the root included.
-        reference: tokens to look up in instead of the text so far.
+        ngram: most tokens of the text's end that are looked up; shorter ends follow, down to one.
+        num_draft_tokens: tokens that are drafted after each match.
+        size: nodes of the tree that the matches form, the root included.
+        reference: token ids to look up in instead of the text so far.
     """
 
     ngram: int = setting(3, least=1, most=64, option="ngram={}")
@@ -374,13 +426,13 @@ class PromptLookupConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LookaheadConfig:
-    """The window and the pool of lookahead decoding (Fu et al. 2024).
+    """Window and n-gram pool of lookahead decoding (Fu et al. 2024).
 
     Attributes:
         window: W, guesses that one Jacobi iteration improves at once.
         ngram: N, tokens of an n-gram, the first one included.
-        guesses: G, n-grams that a step verifies at most, and that the pool keeps a first token.
-        pool_from_prompt: whether the prompt's own n-grams are in the pool from the start.
+        guesses: G, most n-grams that a step verifies, and that the pool keeps for a first token.
+        pool_from_prompt: whether the pool starts with the prompt's n-grams.
     """
 
     window: int = setting(5, least=1, most=128, option="window={}")
@@ -417,14 +469,14 @@ class DraftModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculatorTreeConfig:
-    """The tree that an MLP speculator drafts.
+    """The tree that an MLP speculator drafts (arXiv 2404.19124).
 
     Attributes:
-        widths: branches at each stage, of as many stages as are given; None for the speculator's
-            own.
-        candidates: k, the likeliest whole paths, which are kept with what they pass through;
-            None for the speculator's own, unless `size` is given.
-        size: nodes that are kept instead, the likeliest ones, the root included.
+        widths: branches at each stage, as many stages as are given; None for the speculator's own.
+        candidates: k, the likeliest whole paths, which are kept with the nodes on them; None for
+            the
+        speculator's own, unless `size` is given.
+        size: the likeliest nodes to keep instead, the root included.
     """
 
     widths: Sequence[int] | None = setting(None, least=1, option="widths={}")
@@ -443,14 +495,14 @@ class SpeculatorTreeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceConfig:
-    """When a drafted token counts as the target's.
+    """When a drafted token is accepted.
 
     Attributes:
-        kind: "exact", where it is the target's own token: the answer's distribution is the
-            target's. "typical", where the target finds it likely enough (Medusa, section 3.3.1):
-            LOSSY, the answer is no longer distributed as the target's.
-        epsilon: most probability that typical acceptance asks of a token.
-        delta: it asks for delta * exp(-entropy) where that is less than epsilon.
+        kind: "exact", if it is the target's own token: the answer's distribution is the target's.
+        "typical", if the target finds it likely enough (Medusa, section 3.3.1): LOSSY, the
+        answer is no longer distributed as the target's.
+        epsilon: the probability that typical acceptance asks for, at most.
+        delta: it asks for delta * exp(-entropy) if that is less than epsilon.
     """
 
     kind: AcceptanceKind = setting("exact", choices=ACCEPTANCES, option="acceptance={}")
@@ -466,17 +518,17 @@ _RECENT: Any = {"least": 1, "most": MAX_CONTEXT, "option": "--penalty context={}
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How the target decides on a token; the names are mlx-lm's, and so is the order of steps.
+    """How a token is sampled from the target's logits; names and order of steps are mlx-lm's.
 
     Attributes:
         temp: temperature; 0 is greedy, and leaves top_p, min_p, top_k and seed without effect.
-        top_p: sample from the likeliest tokens that together have this probability; 0 and 1 for
+        top_p: sample from the likeliest tokens that together have this probability; 0 and 1 take
             all.
-        min_p: and that have at least this share of the likeliest token's probability.
-        top_k: and that are among the `top_k` likeliest; 0 for all.
-        seed: of the noise that stands for chance. The noise of a place in the text depends on
-            seed and place alone, so the same seed gives the same text plain and streaming, with
-            whatever drafter, tree and pruning. None takes a new one from MLX's random state.
+        min_p: sample from tokens with at least this share of the likeliest one's probability.
+        top_k: sample from the `top_k` likeliest tokens; 0 takes all.
+        seed: of the sampling noise. The noise at a position of the text depends on the seed and the
+            position alone, so the same seed gives the same text with plain and speculative
+            decoding, any drafter, tree and pruning. None takes a new one from MLX's random state.
         repetition_penalty: divides (negative: multiplies) the logits of recent tokens.
         repetition_context_size: recent tokens that it looks at.
         presence_penalty: taken from the logit of every recent token.
@@ -484,9 +536,9 @@ class SamplingConfig:
         frequency_penalty: taken from a token's logit for every time that it stands among them.
         frequency_context_size: recent tokens that it looks at.
         logit_bias: added to the logits of single tokens, by id.
-        logprobs: tell the log probability of every token, and of so many likeliest ones beside it:
-            of the model's distribution under bias and penalties, before temperature and filters;
-            None tells nothing, and costs nothing.
+        logprobs: report the log probability of every token, and of this many likeliest ones
+            beside it, in the model's distribution under bias and penalties, before temperature and
+            filters; None reports nothing, and costs nothing.
     """
 
     temp: float = setting(0.0, least=0, smallest=MIN_TEMP, most=MAX_TEMP)
@@ -528,7 +580,7 @@ class SamplingConfig:
 
     @property
     def context_size(self) -> int:
-        """Recent tokens that a decision depends on beside the model."""
+        """How many recent tokens a token's penalties depend on; 0 without penalties."""
         sizes = [
             getattr(self, f"{name}_context_size")
             for name in ("repetition", "presence", "frequency")
@@ -539,25 +591,26 @@ class SamplingConfig:
 
 @cache
 def _parts(config: type) -> dict[str, tuple[type, ...]]:
-    """The fields of a settings class that hold others, each with what it may hold."""
+    """The fields of a settings class that hold settings objects, with the classes allowed there."""
     kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(config).items()}
     return {name: own for name, own in kinds.items() if any(map(is_dataclass, own))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(SamplingConfig):
-    """How to generate; the same settings for every command. Those of sampling are inherited.
+    """How to generate; the API and all commands take the same settings.
 
-    Where decoding, tree, prune, num_streams and stream_schedule are all None, a controller
-    (`ssmlx.policy.controller`) decides from call to call what is drafted, by what calls cost on
-    this machine and by how well the text is guessed; nothing where plain decoding is as fast. Where
-    any of them is given, it is obeyed.
+    If decoding, tree, prune, num_streams and stream_schedule are all None, a controller
+    (`ssmlx.policy.controller`) decides for each call what is drafted, or nothing, by the costs of
+    calls on this machine and the share of drafted tokens that were accepted. If one of them is
+    given, every call is made as it says.
 
     Attributes:
-        decoding: "streaming", draft at every call, or "plain"; None where the controller decides.
+        decoding: "speculative", which drafts for every call, or "plain"; None lets the controller
+            decide. "streaming", the earlier name of "speculative", means the same.
         max_tokens: most tokens to generate.
-        stop: texts that end an answer, and are not in its text; its tokens go on to the one that
-            completes such a text.
+        stop: texts that end an answer. They are not in its text, but the tokens up to the one that
+            completes such a text are in its tokens.
         drafter: one of `ssmlx.settings.DRAFTERS`; None takes the draft model that is passed beside
             these settings, else the heads, else the model's streams where it has any.
         tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
@@ -571,10 +624,9 @@ class GenerateConfig(SamplingConfig):
             registered; None for its defaults.
         acceptance: when a drafted token counts; all but the default is lossy.
         prefill_step_size: prompt tokens per forward pass.
-        deterministic: make the same calls on every run: nothing that was learned decides what is
-            drafted, and nothing is learned; no prompt that was processed for another answer is gone
-            on from, and sampling without a seed takes seed 0. A chat's own turns come before an
-            answer all the same; how this machine's kernels round stays its own.
+        deterministic: make the same calls in every run: no learned cost or acceptance is used, and
+            none is learned; no processed prompt of another answer is reused, but a chat's own turns
+            are; sampling without a seed takes seed 0. Machines may still round differently.
     """
 
     decoding: Decoding | None = setting(None, choices=DECODINGS)
@@ -597,6 +649,8 @@ class GenerateConfig(SamplingConfig):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.decoding, str):
+            object.__setattr__(self, "decoding", decoding_name(self.decoding))
         super().__post_init__()
         for name, kinds in _parts(GenerateConfig).items():
             part = getattr(self, name)
@@ -621,13 +675,20 @@ class GenerateConfig(SamplingConfig):
 
     @property
     def is_controlled(self) -> bool:
-        """Whether nothing says what is drafted, nor how is decoded: a controller decides then."""
+        """Whether a controller decides what is drafted.
+
+        It does if decoding, tree, prune, num_streams and stream_schedule are None and acceptance is
+        exact.
+        """
         shape = (self.tree, self.prune, self.num_streams, self.stream_schedule)
         is_open = all(one is None for one in shape)
         return is_open and self.decoding is None and self.acceptance.kind == "exact"
 
     def with_default_shape(self) -> GenerateConfig:
-        """The defaults for what was not asked for: the same on every machine."""
+        """Return the settings with defaults for tree, pruning and schedule where they are None.
+
+        With a shape given, no controller decides: drafts are the same on every machine.
+        """
         return replace(
             self,
             tree=self.tree or TreeConfig(),

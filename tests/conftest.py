@@ -31,6 +31,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    """Put tests of the real model first, and leave out those that passed in an earlier run."""
     real = {item.path for item in items if item.get_closest_marker("real")}
     items.sort(key=lambda item: item.path not in real)
     passed = set(_PASSED.read_text().splitlines()) if _PASSED.exists() else set()
@@ -39,6 +40,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_logreport(report):
+    """Write down each test that passed, for a later run; workers of xdist do not."""
     if report.when == "call" and report.passed and not _WORKER:
         with _PASSED.open("a") as file:
             file.write(f"{report.nodeid}\n")
@@ -46,7 +48,7 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread():
-    """At these sizes a second thread costs more than it brings."""
+    """Let PyTorch use one thread: at these sizes a second one makes it slower."""
     if find_spec("torch"):
         import torch
 
@@ -84,24 +86,26 @@ def engine(base):
 
 @pytest.fixture
 def serve(engine, adapter):
-    """Makes an application with the tiny model as `tiny` and its adapter as `tiny:own`; answers
-    have 8 tokens unless it is told otherwise."""
+    """Return a function that makes the server's application for the tiny model.
+
+    The model is `tiny`, with its adapter `tiny:own`. Answers have 8 tokens unless `config` says
+    otherwise; `more` are arguments of `RequestHandler`.
+    """
     from ssmlx.prompt_cache import PromptCache
-    from ssmlx.server.answering import Answering
     from ssmlx.server.app import make_app
+    from ssmlx.server.handler import RequestHandler
 
     def make(config=None, keys=(), **more):
         given = {"prompts": [PromptCache()], **more}
-        answering = Answering(engine, {"tiny": None, "tiny:own": str(adapter)}, **given)
-        return make_app(answering, config or ssmlx.GenerateConfig(max_tokens=8), keys=keys)
+        handler = RequestHandler(engine, {"tiny": None, "tiny:own": str(adapter)}, **given)
+        return make_app(handler, config or ssmlx.GenerateConfig(max_tokens=8), keys=keys)
 
     return make
 
 
 @pytest.fixture(autouse=True)
 def device(request):
-    """Tests compute on the CPU, on a Mac too, but for those marked `metal`; `.ci/cuda` asks for
-    the GPU."""
+    """Compute on the CPU; tests marked `metal`, and all if SSMLX_TEST_DEVICE is gpu, on the GPU."""
     is_metal = request.node.get_closest_marker("metal") is not None
     if is_metal and not mx.metal.is_available():
         pytest.skip("needs an Apple GPU")
@@ -111,14 +115,14 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def nothing_learned(monkeypatch, tmp_path):
-    """What other answers have taught of this machine decides nothing."""
+    """Start every test without costs and acceptance from other answers."""
     monkeypatch.setattr("ssmlx.generation.learned._FOLDER", str(tmp_path / "costs"))
     monkeypatch.setattr("ssmlx.generation.learned._BY_MODEL", WeakKeyDictionary())
 
 
 @pytest.fixture(scope="module")
 def folders(base):
-    """Adapters of both scopes, by what the tests call them."""
+    """Folders of adapters of both scopes, "streams" and "all", and "none" for the base alone."""
     from real import write_tiny_adapter
 
     shelf = base.parent / "adapters"

@@ -38,6 +38,7 @@ SIZES = {
 
 
 def make_base(architecture="Llama", *, vocab=VOCAB, seed=0, attention="eager", **changes):
+    """A random model of transformers; `changes` are fields of its configuration."""
     torch.manual_seed(seed)
     sizes = {**SIZES, "vocab_size": vocab, "tie_word_embeddings": False, **changes}
     if architecture == "Phi3":
@@ -48,6 +49,7 @@ def make_base(architecture="Llama", *, vocab=VOCAB, seed=0, attention="eager", *
 
 
 def stream_config(**changes):
+    """The stream settings of the tiny PyTorch model, with `changes`."""
     values = {
         "num_streams": STREAMS, "num_msa_layers": 2, "num_layers": LAYERS, "hidden_size": WIDTH,
         "prune_rank": 4,
@@ -71,8 +73,15 @@ def make_model(architecture="Llama", *, base=None, lora=LORA, draft_vocab=None, 
 
 
 def convert(folder, reference):
-    """The MLX adapter folder that the converter makes of a reference, for the base in the folder
-    `base` beside it; and that base's backbone."""
+    """Convert a reference to an MLX adapter folder.
+
+    Args:
+        folder: the base is in its subfolder `base`.
+        reference: the PyTorch model.
+
+    Returns:
+        (the adapter's folder, the base's backbone)
+    """
     checkpoint = folder / "checkpoint"
     adapter = folder / "adapter"
     save_reference(reference, checkpoint)
@@ -88,7 +97,7 @@ def some_tokens(length, *, batch=1, vocab=VOCAB, seed=1):
 
 
 def mlx_step(model, prompt, tokens, parents):
-    """Main, stream and early-exit logits of a tree after a prompt."""
+    """Main, stream and early-exit logits of MLX for a tree after a prompt."""
     tree = tree_from_parents(tokens, parents)
     cache = model.make_cache()
     prefill(model, prompt, cache)
@@ -103,6 +112,7 @@ def mlx_step(model, prompt, tokens, parents):
 
 @torch.no_grad()
 def reference_step(reference, prompt, tokens, parents):
+    """The same of the PyTorch reference."""
     input_ids, positions, visible = tree_inputs(prompt, tokens, parents)
     nodes = torch.arange(len(prompt), input_ids.shape[1])
     found = reference(input_ids, positions=positions, visible=visible, stream_rows=nodes)
@@ -110,7 +120,7 @@ def reference_step(reference, prompt, tokens, parents):
 
 
 def gap(mine, theirs):
-    """The largest difference of two arrays, relative to the largest number."""
+    """The largest difference of two arrays, over the largest absolute number."""
     mine, theirs = (
         array.detach().numpy() if isinstance(array, torch.Tensor) else np.array(array)
         for array in (mine, theirs)
@@ -183,7 +193,7 @@ def greedy_plain(model: StreamFusedReference, prompt: Sequence[int], max_tokens:
 
 
 @torch.no_grad()
-def greedy_streaming(
+def greedy_speculative(
     model: StreamFusedReference, prompt: Sequence[int], *, width: int, max_tokens: int
 ) -> tuple[list[int], int]:
     """Speculative Streaming with full trees of `width` children and no pruning.
@@ -213,7 +223,7 @@ def greedy_streaming(
 
 def assert_same_steps(reference, model, prompt, width):
     """MLX decodes with full trees of this width in PyTorch's tokens and calls."""
-    tokens, calls = greedy_streaming(reference, prompt, width=width, max_tokens=14)
+    tokens, calls = greedy_speculative(reference, prompt, width=width, max_tokens=14)
     tree = TreeConfig(kind="full", width=width)
     found, lengths = first_tokens(token_steps(model, prompt, model.make_cache(), tree=tree), 14)
     assert (found, len(lengths)) == (tokens, calls)

@@ -30,6 +30,7 @@ class Sum(BaseModel):
 
 
 def openai_clients(url):
+    """OpenAI's client and its asynchronous one for a server."""
     import openai
 
     own = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0}
@@ -37,7 +38,7 @@ def openai_clients(url):
 
 
 def instructor_forced(url, model):
-    """A model of pydantic's in every mode that holds an answer to it."""
+    """Answers of instructor in each of its modes, as dictionaries by mode."""
     import instructor
     from instructor import Mode
 
@@ -58,7 +59,7 @@ def instructor_forced(url, model):
 
 
 def pydantic_models(url, name):
-    """Its three ways to a model, by the names of their APIs."""
+    """pydantic-ai's models for the three APIs, by name."""
     import anthropic
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -78,7 +79,7 @@ def pydantic_models(url, name):
 
 
 def pydantic_ai_forced(url, name):
-    """A typed result, by a tool and by a schema."""
+    """Typed results of pydantic-ai, by a tool and by a schema, for each API."""
     from pydantic_ai import Agent, NativeOutput, ToolOutput
 
     async def run():
@@ -94,7 +95,7 @@ def pydantic_ai_forced(url, name):
 
 
 def pydantic_ai_story(url, name):
-    """An agent with a tool and a typed result, whole and streamed."""
+    """An agent of pydantic-ai with a tool and a typed result, whole and streamed, for each API."""
     from pydantic_ai import Agent
 
     async def run():
@@ -117,6 +118,7 @@ def pydantic_ai_story(url, name):
 
 
 def smolagents_agent(url, model, **more):
+    """A tool-calling agent of smolagents; `more` are its arguments."""
     from smolagents import OpenAIServerModel, ToolCallingAgent
 
     own = OpenAIServerModel(model, api_base=f"{url}/v1", api_key="none", max_tokens=200)
@@ -129,6 +131,7 @@ def smolagents_forced(url, model):
 
 
 def smolagents_story(url, model):
+    """An agent of smolagents with a tool, whole and streamed."""
     from smolagents import tool
 
     made = []
@@ -151,7 +154,7 @@ def smolagents_story(url, model):
 
 
 def openai_agents(url, name):
-    """The library, and its ways to a model by the names of their APIs."""
+    """OpenAI's agents library, and its models by API."""
     import agents
 
     agents.set_tracing_disabled(True)
@@ -163,7 +166,7 @@ def openai_agents(url, name):
 
 
 def openai_agents_forced(url, name):
-    """A tool that has to be called, and a typed result."""
+    """A forced tool call and a typed result of OpenAI's agents, for each API."""
     agents, models = openai_agents(url, name)
 
     @agents.function_tool
@@ -188,6 +191,7 @@ def openai_agents_forced(url, name):
 
 
 def openai_agents_story(url, name):
+    """An agent of OpenAI's library with a tool, whole and streamed, for each API."""
     agents, models = openai_agents(url, name)
     made = []
 

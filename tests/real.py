@@ -52,6 +52,7 @@ def words(count: int, first: int = 0) -> str:
 
 
 def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of the words w0, w1, ... into a folder."""
     vocab = {word: index for index, word in enumerate(WORDS)}
     vocab |= {f"w{index}": len(WORDS) + index for index in range(VOCAB - len(WORDS))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -73,7 +74,8 @@ def write_base(
     vocab: int = VOCAB,
     norm: float = 1.0,
 ) -> Path:
-    """A random Llama folder that both mlx-lm and transformers load; it never ends an answer."""
+    """Write the folder of a random Llama that mlx-lm and transformers load; it never ends an
+    answer."""
     folder.mkdir(parents=True)
     sizes = {
         "model_type": "llama", "hidden_size": width, "num_hidden_layers": layers,
@@ -99,7 +101,8 @@ def write_base(
 
 
 def write_packed(folder: Path, base: Path, *, dtype: mx.Dtype | None = None, **options) -> Path:
-    """A folder of `write_base` with weights of 4 bits, or as `options` say, as mlx-lm writes it."""
+    """Write a quantised copy of a `write_base` folder as mlx-lm does; 4 bits unless `options`
+    differ."""
     model, config = load_model(base)
     if dtype is not None:
         model.set_dtype(dtype)
@@ -115,7 +118,7 @@ def write_packed(folder: Path, base: Path, *, dtype: mx.Dtype | None = None, **o
 def make_adapter(
     base: Path, *, scope: str = "all", template: str | None = None, **changes
 ) -> StreamAdapter:
-    """Random streams, prune adapter and LoRA for a folder of `write_base`."""
+    """Random streams, pruning adapter and LoRA for a folder of `write_base`."""
     return tiny.make_adapter(
         load_base(base, "float32")[0],
         scope,
@@ -128,6 +131,7 @@ def make_adapter(
 
 
 def write_tiny_adapter(folder: Path, base: Path, **settings) -> Path:
+    """Write what `make_adapter` makes into a folder, and return the folder."""
     folder.mkdir(parents=True)
     write_adapter(folder, make_adapter(base, **settings))
     return folder
@@ -139,7 +143,7 @@ def without_prune(adapter: StreamAdapter) -> StreamAdapter:
 
 
 def questions(numbers) -> list[dict]:
-    """Examples by number: a prompt of one to three words, answered by the five words after it."""
+    """Examples by number: a prompt of one to three words, and the five words that follow them."""
     return [
         {"prompt": words(1 + i % 3, first=i), "completion": words(5, first=i + i % 3 + 1)}
         for i in numbers
@@ -147,7 +151,7 @@ def questions(numbers) -> list[dict]:
 
 
 def write_data(folder: Path, train: list[dict], valid: list[dict] | None = None) -> Path:
-    """A folder to train on; what is held out is `train` again where nothing is given."""
+    """Write train.jsonl and valid.jsonl; without `valid`, both are `train`."""
     folder.mkdir(exist_ok=True, parents=True)
     for name, lines in (("train", train), ("valid", valid or train)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
@@ -155,20 +159,20 @@ def write_data(folder: Path, train: list[dict], valid: list[dict] | None = None)
 
 
 def random_examples(count: int, vocab: int = VOCAB, seed: int = 0) -> list[Example]:
-    """Prompts of 1 to 4 tokens, answers of 2 to 8."""
+    """Examples with prompts of 1 to 4 random tokens and answers of 2 to 8."""
     rng = np.random.default_rng(seed)
     sizes = [(int(rng.integers(1, 5)), int(rng.integers(2, 9))) for _ in range(count)]
     return [Example(rng.integers(0, vocab, p + a).astype(np.int32), p) for p, a in sizes]
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below `folder`, hidden ones too."""
+    """The bytes of every file below a folder, by relative path; hidden files too."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def run_module(*args: str, stdin: str = "", **options) -> subprocess.CompletedProcess:
-    """`python -m ...` in the checkout, as a user runs it."""
+    """Run `python -m ...` in the checkout; `options` are those of `subprocess.run`."""
     return subprocess.run(
         [sys.executable, "-m", *args],
         input=stdin,
@@ -194,10 +198,10 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def kill_once_there(path: Path, module: str, arguments: list[str]) -> None:
-    """SIGKILL to `python -m module` as soon as a file is there.
+    """Run `python -m module` and kill it as soon as `path` exists.
 
-    It computes there what it would here, to the last bit: libraries are loaded in the same order
-    (the OpenBLAS that MLX loads first is then PyTorch's too) and use as many threads.
+    It computes bit for bit what this process would: it loads libraries in the same order, so that
+    both use the same BLAS, and as many threads.
     """
     threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0
     command = [sys.executable, "-c", _AS_HERE, str(threads), module, *arguments]
@@ -211,7 +215,7 @@ def kill_once_there(path: Path, module: str, arguments: list[str]) -> None:
 
 
 def exit_code(main, *argv) -> int:
-    """What a command ends with, though its parser may end it."""
+    """The exit code of a command's `main`, also where its parser raises SystemExit."""
     try:
         return main([*map(str, argv)])
     except SystemExit as stop:
@@ -219,7 +223,7 @@ def exit_code(main, *argv) -> int:
 
 
 def one_line(err: str, prog: str) -> str:
-    """The message of a failed command, which must be exactly one line."""
+    """Check that a failed command printed exactly one line, and return it."""
     assert err.count("\n") == 1 and err.endswith("\n"), err
     assert err.startswith((f"{prog}: error: ", f"python -m {prog}: error: ")), err
     assert "Traceback" not in err
@@ -227,7 +231,7 @@ def one_line(err: str, prog: str) -> str:
 
 
 def said_later(err: str) -> list[str]:
-    """What a chat says behind the two lines of what drafts and what would be faster."""
+    """The lines that a chat prints after the two about drafting."""
     lines = err.splitlines()
     return lines[1 + next(n for n, line in enumerate(lines) if line.startswith("faster: ")) :]
 
@@ -237,14 +241,18 @@ def tokens_of(responses):
 
 
 def answer(model, tokenizer, prompt, **settings):
-    """(tokens, last response) of an answer by ssmlx."""
+    """Return (token ids, last response) of an answer by ssmlx."""
     responses = list(ssmlx.stream_generate(model, tokenizer, prompt, **settings))
     return tokens_of(responses), responses[-1]
 
 
 @contextmanager
 def answering(answer):
-    """An HTTP server on this machine: (path, headers) -> (status, headers, body)."""
+    """Run an HTTP server on this machine inside the block.
+
+    Args:
+        answer: maps (path, headers) to (status, headers, body) for GET and HEAD.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -271,7 +279,7 @@ def answering(answer):
 
 
 def refusal(function, *args, **kwargs) -> str:
-    """The one line with which bad input is refused."""
+    """Call a function that has to raise `InputError`, and return its one line."""
     with pytest.raises(InputError) as caught:
         function(*args, **kwargs)
     assert "\n" not in str(caught.value)

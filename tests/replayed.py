@@ -48,15 +48,15 @@ TABLES: dict[str, dict[int, float]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """What calls truly cost, and what is believed of it at first.
+    """The true costs of calls, and errors of the costs that the controller starts with.
 
     Args:
-        table: the true costs, by name.
-        true: factor on what calls truly take beyond a plain one.
-        throttle: factor on that from half of the tokens on.
-        read: factor on it in the head start's timings; None for no head start.
-        noise: standard deviation of a call's seconds, over their mean; half of it of a head
-            start's timing.
+        table: name of the true costs.
+        true: factor on the true costs beyond one plain call.
+        throttle: factor on that in the second half of the tokens.
+        read: factor on it in the timings before the first answer; None for no such timings.
+        noise: standard deviation of a call's seconds, over their mean; the timings before the first
+        answer have half of it.
     """
 
     table: str = "measured"
@@ -66,7 +66,7 @@ class Condition:
     noise: float = 0.08
 
     def cost(self, nodes: int, is_late: bool = False) -> float:
-        """Plain calls that a call with `nodes` nodes truly takes."""
+        """True cost of a call with `nodes` nodes, in plain calls."""
         scale = self.true * (self.throttle if is_late else 1.0)
         return 1 + (_table_cost(self.table, nodes) - 1) * scale
 
@@ -105,7 +105,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """How an answer's drafts are accepted."""
+    """A recorded answer: how many tokens a draft of each size has accepted at each place."""
 
     length: int
     depths: Sequence[Sequence[int]]  # accepted tokens by nodes (0 to MAX_NODES) and place
@@ -113,7 +113,7 @@ class Answer:
 
 @cache
 def curves() -> dict[str, dict[int, float]]:
-    """Tokens per call by nodes, of each adapter."""
+    """Expected tokens per call by number of nodes, for each adapter."""
     read = json.loads(CURVES.read_text())
     return {
         task: {int(nodes): tokens for nodes, tokens in curve.items()}
@@ -128,7 +128,7 @@ def num_streams() -> dict[str, int]:
 
 @cache
 def recorded_answers(name: str, seed: int = 0) -> list[Answer]:
-    """The recorded answers of a task."""
+    """The recorded answers of a task; `seed` decides which accepted tokens a harder task loses."""
     task, kept = TASKS[name]
     recorded = np.load(RECORDED)
     needed = recorded[f"{task}-0"].astype(int)  # [streams, places, levels]
@@ -149,12 +149,13 @@ def recorded_answers(name: str, seed: int = 0) -> list[Answer]:
 
 
 def resampled_answers(name: str, seed: int) -> list[Answer]:
-    """As many answers as were recorded, drawn with replacement."""
+    """As many of a task's answers as were recorded, drawn with replacement."""
     answers = recorded_answers(name, seed)
     return random.Random(seed).choices(answers, k=len(answers))
 
 
 def shuffled_answers(name: str, seed: int) -> list[Answer]:
+    """All recorded answers of a task in random order."""
     answers = list(recorded_answers(name))
     random.Random(seed).shuffle(answers)
     return answers
@@ -162,7 +163,7 @@ def shuffled_answers(name: str, seed: int) -> list[Answer]:
 
 @dataclass(frozen=True)
 class Taken:
-    """What an answer took."""
+    """The calls that an answer took."""
 
     length: int
     calls: float  # plain calls
@@ -175,7 +176,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What answers took, and what the better of plain and the best fixed tree would have."""
+    """The calls that answers took, and those of the better of plain decoding and a fixed tree."""
 
     taken: list[Taken]
     best_fixed: list[float]  # plain calls of each answer
@@ -186,7 +187,7 @@ class Replayed:
 
     @property
     def late_share(self) -> float:
-        """Over the second half of the answers."""
+        """Calls of the best fixed choice over those taken, in the second half of the answers."""
         half = len(self.taken) // 2
         return sum(self.best_fixed[half:]) / sum(one.calls for one in self.taken[half:])
 
@@ -197,11 +198,18 @@ class Replayed:
 
 
 class Loop:
-    """The decoding loop's side: makes calls, and records them."""
+    """A decoding loop without a model: it asks the controller and records the costs of its
+    calls."""
 
     def __init__(
         self, answer: Answer, condition: Condition, rng: random.Random, late_from: float
     ) -> None:
+        """Args:
+        answer: what is replayed.
+        condition: the costs.
+        rng: of the noise.
+        late_from: the token from which on calls are throttled.
+        """
         self._answer = answer
         self._condition = condition
         self._rng = rng
@@ -210,7 +218,7 @@ class Loop:
         self.calls: list[Call] = []
 
     def run(self, controller: Controller) -> None:
-        """Decode the answer. The prompt's call is the first, and its token the first place."""
+        """Decode the answer; the first call is the prompt's."""
         place = 0
         shape: DraftShape | None = None
         while place < self._answer.length:
@@ -222,6 +230,13 @@ class Loop:
             shape = drafted
 
     def _call(self, place: int, shape: DraftShape | None, drafted: DraftShape | None) -> Call:
+        """Make a call that verifies `shape` and record its cost.
+
+        Args:
+            place: tokens before it.
+            shape: the draft that it verifies; None for a plain call.
+            drafted: the draft that follows it, if any.
+        """
         tokens = 1
         cost = 1.0
         if shape is not None:
@@ -240,7 +255,7 @@ class Loop:
 
 
 def head_start(condition: Condition, rng: random.Random) -> CostTable:
-    """A table as a head start's timings leave it."""
+    """The cost table after timings before the first answer."""
     table = CostTable()
     if condition.read is not None:
         extras = {n: condition.cost(n) - 1 for n in SEEDED_SIZES}
@@ -264,7 +279,7 @@ def replay(
     seed: int,
     more_sources: Sequence[OfferSource] = (),
 ) -> Replayed:
-    """Decode answers one after another, with one table and one prior."""
+    """Decode answers one after another with one cost table and one acceptance prior."""
     task, _ = TASKS[name]
     rng = random.Random(seed)
     table = head_start(condition, rng)
@@ -285,7 +300,7 @@ def replay(
 
 
 def best_fixed(answers: Sequence[Answer], condition: Condition) -> list[float]:
-    """Plain calls of each answer by plain decoding or the fixed tree that is best over all."""
+    """Plain calls of each answer, with plain decoding or the best fixed tree over all answers."""
     half = sum(one.length for one in answers) / 2
     best = [one.length - 1.0 for one in answers]
     for size in FIXED_SIZES:
@@ -306,6 +321,8 @@ def best_fixed(answers: Sequence[Answer], condition: Condition) -> list[float]:
 
 @dataclass(frozen=True)
 class Summary:
+    """Figures over several seeds, in shares of the best fixed choice."""
+
     share: float  # mean of the seeds
     late_share: float
     worst: float  # the slowest answer's speed over plain
@@ -313,6 +330,7 @@ class Summary:
 
 
 def summary(name: str, condition: Condition, seeds: Sequence[int], resampled: bool) -> Summary:
+    """Replay a task with several seeds; answers are resampled, or else shuffled."""
     draw = resampled_answers if resampled else shuffled_answers
     replayed = [replay(name, draw(name, seed), condition, seed) for seed in seeds]
     speeds = [speed for one in replayed for speed in one.speeds]
@@ -325,6 +343,7 @@ def summary(name: str, condition: Condition, seeds: Sequence[int], resampled: bo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table of all conditions and tasks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs=2, default=(100, 108), help="first and end")
     parser.add_argument("--shuffled", action="store_true", help="recorded answers, not resampled")

@@ -19,16 +19,19 @@ ROOT = Path(__file__).parents[1]
 
 
 class Served(NamedTuple):
+    """A running server: its process, port and address."""
+
     process: subprocess.Popen[str]
     port: int
     url: str
 
     def gauges(self) -> list[float]:
-        """Answers that are open, and requests that wait."""
+        """The numbers of open answers and of waiting requests, from /metrics."""
         told = httpx.get(f"{self.url}/metrics", timeout=60).text
         return [float(one) for one in re.findall(r"\nssmlx_(?:open|waiting) (.*)", told)]
 
     def is_idle(self) -> bool:
+        """Wait up to 30 seconds until nothing is open or waiting; whether that came."""
         end = time.monotonic() + 30
         while any(self.gauges()) and time.monotonic() < end:
             time.sleep(0.02)
@@ -37,8 +40,13 @@ class Served(NamedTuple):
 
 @contextmanager
 def serving(folder: Path, *options: object, answers: Sequence[str] | str = ()) -> Iterator[Served]:
-    """A server at any free port, scripted if there are `answers`; its log, which is in `folder`,
-    holds no traceback in the end."""
+    """Run a server on a free port inside the block, and check that its log has no traceback.
+
+    Args:
+        folder: where its log is written.
+        options: of the command.
+        answers: texts to answer with, one after another, or "ids"; without any, the model answers.
+    """
     log = folder / "server.log"
     command = [__file__, json.dumps(answers)] if answers else ["-m", "ssmlx.server"]
     told = map(str, (*options, "--port", 0, "--dtype", "float32"))
@@ -62,7 +70,7 @@ def serving(folder: Path, *options: object, answers: Sequence[str] | str = ()) -
 
 
 def script(texts: Iterator[str]) -> None:
-    """Let every answer of an engine be the next of these, four characters a call."""
+    """Replace an engine's answers by these texts, four characters a call, in this process."""
     from ssmlx import Engine, GenerationResponse
     from ssmlx.answers import Answer
 
@@ -78,7 +86,7 @@ def script(texts: Iterator[str]) -> None:
 
 
 def spell() -> None:
-    """Let the text of every answer be the ids of its tokens."""
+    """Replace the text of every answer by its token ids, in this process."""
     from ssmlx import engine
 
     real = engine.segments_of

@@ -20,17 +20,17 @@ import ssmlx
 from ssmlx.commands import adapt as adapt_command
 from ssmlx.commands import machine, upload
 from ssmlx.commands.adapt import PROG, main
-from ssmlx.commands.options import os_fault
+from ssmlx.commands.options import file_error
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.attach import adapters_for, default_adapter
-from ssmlx.loading.files import PartFile, alone_in, folder_digest
-from ssmlx.loading.found import runs, runs_for
+from ssmlx.loading.files import PartFile, exclusive_folder, folder_digest
+from ssmlx.loading.found import PAYS, runs, runs_for
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import adapters_home, own_adapters, resolve_adapter
 from ssmlx.loading.weights import weights_digest
-from ssmlx.training import adapt, answers, record, sizing
-from ssmlx.training.adapt import AdaptOptions, Amounts
-from ssmlx.training.answers import Speaker, Text
+from ssmlx.training import adapt, adapt_check, adapt_plan, adapt_run, answers, record, sizing
+from ssmlx.training.adapt_run import AdaptOptions, Amounts
+from ssmlx.training.answers import AnswerRequest, BatchResponder
 from ssmlx.training.config import RunOptions, TrainConfig
 from ssmlx.training.job import read_base, stream_config
 
@@ -68,7 +68,7 @@ def own_cache(monkeypatch, tmp_path):
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch):
     """The same plan on every machine, of few answers."""
-    monkeypatch.setattr(adapt, "measure_rates", lambda *_: RATES)
+    monkeypatch.setattr(adapt_plan, "measure_rates", lambda *_: RATES)
 
 
 def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
@@ -86,7 +86,7 @@ def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
         seed=seed,
         amounts=AMOUNTS,
     )
-    with alone_in(out):
+    with exclusive_folder(out):
         adapt.adapt(options, prog=PROG, say=lines.append)
     return resolve_adapter("mine"), "\n".join(lines)
 
@@ -129,7 +129,7 @@ def test_streams_are_learned_for_the_model_as_a_lora_tunes_it(packed, tmp_path):
     assert model.num_streams > 0 and model.is_fine_tuned
     prompt = ssmlx.prompt_tokens("w1 w2 w3", model, tokenizer)
     expected = answer(tuned, tokenizer, prompt, max_tokens=LENGTH)[0]
-    found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="streaming")
+    found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="speculative")
     assert found == expected and last.drafted_tokens > 0
     plain, _ = ssmlx.load(packed, dtype="float32")
     assert answer(plain, tokenizer, prompt, max_tokens=LENGTH)[0] != expected
@@ -185,11 +185,11 @@ def test_what_it_should_bring_is_forecast_as_training_goes_on(packed):
     log = record.read_record(folder.parent / "round-1" / "log.jsonl")
     curve = ssmlx.load(packed, adapter=folder)[0].config.tokens_per_call
     kept = max(range(len(log)), key=lambda n: log[n].get("tokens_per_call", 0.0))
-    nodes, speedup = sizing.best_tree(costs, curve)
+    nodes, speedup = sizing.fastest_tree(costs, curve)
     validated = [entry["step"] for entry in log if "tokens_per_call" in entry and entry["step"]]
     line = forecasts[validated.index(log[kept]["step"])]
     assert f"{curve[nodes]:.2f} tokens per call with {nodes} nodes" in line
-    assert f"{speedup:.2f} times" in line and ("it is used from" in line) == (speedup < adapt.PAYS)
+    assert f"{speedup:.2f} times" in line and ("it is used from" in line) == (speedup < PAYS)
 
 
 def test_streams_get_the_layers_that_should_be_fastest():
@@ -199,7 +199,7 @@ def test_streams_get_the_layers_that_should_be_fastest():
     assert sizing.choose_layers({2: cheap, 4: dear, 8: dear}, 30) == 2
     assert sizing.choose_layers({2: cheap, 4: cheap, 8: cheap}, 30) == 8
     assert {*sizing.candidate_layers(4)} == {1}
-    assert sizing.best_tree({2: 1.0, 4: 3.0}, {2: 1.5, 4: 2.0}) == (2, 1.5)
+    assert sizing.fastest_tree({2: 1.0, 4: 3.0}, {2: 1.5, 4: 2.0}) == (2, 1.5)
 
 
 def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
@@ -215,7 +215,7 @@ def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
 
 @pytest.mark.slow
 def test_what_this_machine_makes_fits_into_the_hours(packed, monkeypatch):
-    monkeypatch.setattr(adapt, "measure_rates", sizing.measure_rates)
+    monkeypatch.setattr(adapt_plan, "measure_rates", sizing.measure_rates)
     _, said = adapted(packed, hours=0.002)
     plan = json.loads((adapters_home() / "mine" / "plan.json").read_text())
     (planned,) = plan["rounds"]
@@ -230,9 +230,9 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
 
     def timed(_model, _tokenizer, _prompt, config, _count):
         how = "plain" if config.decoding == "plain" else config.drafter
-        return adapt.TimedAnswer([3, 4], 2, seconds[how])
+        return adapt_check.TimedAnswer([3, 4], 2, seconds[how])
 
-    monkeypatch.setattr(adapt, "timed_answer", timed)
+    monkeypatch.setattr(adapt_check, "timed_answer", timed)
     folder, said = adapted(packed)
     assert "; 3.00 times plain decoding's speed (1.50 by prompt lookup alone) on 2 prompts" in said
     use_it = f"use it: python -m ssmlx.chat --model {packed}"
@@ -273,8 +273,8 @@ def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch)
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**settings, "of_a_later_release": 1}))
     options = AdaptOptions(model=str(copy), path=copy, out=adapters_home() / "copy")
-    assert adapt.folder_of_same(options) == adapters_home() / "mine"
-    assert adapt.folder_of_same(replace(options, seed=1)) == adapters_home() / "copy"
+    assert adapt_run.find_run_folder(options) == adapters_home() / "mine"
+    assert adapt_run.find_run_folder(replace(options, seed=1)) == adapters_home() / "copy"
     folder, said = adapted(copy)
     assert "goes on with mine, where 26 answers, and step 3 of 12 of the training are" in said
     (run,) = runs()
@@ -297,12 +297,12 @@ def stops_at(turn, real):
 
 def test_answers_that_take_long_leave_fewer_passes():
     one = sizing.Round(hours=1, answers=10, epochs=3, answer_seconds=1000, train_seconds=2000)
-    assert sizing.fitted_round(one, None, 1000) == one
-    late = sizing.fitted_round(one, None, 2600)
+    assert sizing.shorten_round(one, None, 1000) == one
+    late = sizing.shorten_round(one, None, 2600)
     assert (late.epochs, late.train_seconds) == (1.5, 1000)  # as many as fit into 1,000 s
-    assert sizing.fitted_round(one, None, 9999).epochs == 1.5  # half at least
+    assert sizing.shorten_round(one, None, 9999).epochs == 1.5  # half at least
     second = replace(one, hours=2, spent_before=5000)
-    assert sizing.fitted_round(second, one, 6000) == second
+    assert sizing.shorten_round(second, one, 6000) == second
     # What else takes time leaves less for answers.
     plans = [sizing.plan_round(1, RATES, 30, LENGTH, check_seconds=other) for other in (0, 1200)]
     assert plans[0].answers == 26 and plans[1].answers == 17
@@ -322,7 +322,7 @@ def test_a_full_disk_is_named(packed, monkeypatch):
         patch.setattr("os.fsync", full)
         adapted(packed)
     part = adapters_home() / "mine" / "round-1" / "questions.part"
-    assert str(os_fault(caught.value)).startswith(f"{part}: No space left on device; expected")
+    assert str(file_error(caught.value)).startswith(f"{part}: No space left on device; expected")
     adapted(packed)  # once there is room
 
 
@@ -437,7 +437,7 @@ def test_your_prompts_come_first_and_are_told_to_be_private(packed, tmp_path):
         for name in ("train", "valid")
         for line in (folder.parent / "round-1" / "data" / f"{name}.jsonl").open()
     ]
-    assert sum(row["source"] == adapt.FILES for row in rows) == 6
+    assert sum(row["source"] == adapt_run.FILES for row in rows) == 6
 
 
 def refused(capsys, *argv):
@@ -469,19 +469,19 @@ def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
 
 def test_memory_decides_how_many_go_at_a_time():
     peaks = {1: 100, 3: 300}
-    assert sizing._largest((16, 8, 4), peaks, 900, "training") == (8, 800)
+    assert sizing._largest_fitting((16, 8, 4), peaks, 900, "training") == (8, 800)
     with pytest.raises(ssmlx.InputError, match="training takes"):
-        sizing._largest((16, 8, 4), peaks, 300, "training")
+        sizing._largest_fitting((16, 8, 4), peaks, 300, "training")
 
 
 def test_weights_are_unpacked_where_there_is_room(packed, tmp_path):
     settings = json.loads((packed / "config.json").read_text())
     size = (packed / "model.safetensors").stat().st_size
-    assert sizing.frozen_dtype(packed, settings, 20 * size) == "auto"
-    assert sizing.frozen_dtype(packed, settings, 6 * size) == "stored"
+    assert sizing.choose_frozen_dtype(packed, settings, 20 * size) == "auto"
+    assert sizing.choose_frozen_dtype(packed, settings, 6 * size) == "stored"
     plain = {**settings, "quantization": None, "text_config": None}
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    assert sizing.frozen_dtype(packed, read_base(tmp_path), 6 * size) == "auto"
+    assert sizing.choose_frozen_dtype(packed, read_base(tmp_path), 6 * size) == "auto"
 
 
 def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
@@ -497,16 +497,16 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
         draft_vocab_size=32,
         max_length=64 + answer_tokens,
     )
-    speaker = Speaker(backbone.model, ssmlx.load(base)[1], 1)
+    responder = BatchResponder(backbone.model, ssmlx.load(base)[1], 1)
     settings = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 64}
     config = stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
-    rates = sizing.measure_rates(backbone, config, train, speaker, 64, answer_tokens, 2**33)
+    rates = sizing.measure_rates(backbone, config, train, responder, 64, answer_tokens, 2**33)
     assert rates.batch_size == 16 and rates.answers_at_once == 32
     assert min(rates.answer_tokens_per_second, rates.train_seconds_per_token) > 0
     assert batches and all((batch.tokens < 32).all() for batch in batches)  # streams learn of all
     # The largest batch, for real.
     tokens = sizing.np.arange(train.max_length, dtype="int32") % 32
-    twin = backbone.twin()
+    twin = backbone.clone_sharing_weights()
     vocab = sizing.np.arange(32, dtype="int32")
     model = sizing.TrainedModel(twin, sizing.new_adapter(twin, config, train, vocab))
     objective = sizing.MlxObjective(model, train, vocab)
@@ -519,26 +519,28 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
 
 def test_answers_are_those_of_one_text_after_the_other(base, tmp_path):
     model, tokenizer = ssmlx.load(base, dtype="float32")
-    speaker = Speaker(model.backbone.model, tokenizer, 3, seed=5)
+    responder = BatchResponder(model.backbone.model, tokenizer, 3, seed=5)
     prompts = [ssmlx.prompt_tokens(words(n), model, tokenizer) for n in (1, 9, 3, 5, 2)]
-    texts = [Text(n, prompt, 0.8 * (n == 2)) for n, prompt in enumerate(prompts)]
-    together = dict(speaker.answers(texts, LENGTH))
-    alone = dict(one for text in texts for one in speaker.answers([text], LENGTH))
+    texts = [AnswerRequest(n, prompt, 0.8 * (n == 2)) for n, prompt in enumerate(prompts)]
+    together = dict(responder.iterate_answers(texts, LENGTH))
+    alone = dict(one for text in texts for one in responder.iterate_answers([text], LENGTH))
     assert together == alone and sorted(together) == [0, 1, 2, 3, 4]
     for number in (0, 1, 3, 4):
         expected, _ = answer(model, tokenizer, prompts[number], max_tokens=LENGTH, decoding="plain")
         assert together[number] == expected
-    other = dict(Speaker(model.backbone.model, tokenizer, 3, seed=6).answers(texts, LENGTH))
+    other = dict(
+        BatchResponder(model.backbone.model, tokenizer, 3, seed=6).iterate_answers(texts, LENGTH)
+    )
     assert other[2] != together[2]
 
 
 def test_a_model_that_asks_nothing_sensible_is_is_not_waited_for(base, tmp_path):
     model, tokenizer = ssmlx.load(base, dtype="float32")
     part = PartFile(tmp_path / "questions.part", {})
-    speaker = Speaker(model.backbone.model, tokenizer, 2)
-    assert speaker.questions(2, 4, part) == []  # it never ends a text
+    responder = BatchResponder(model.backbone.model, tokenizer, 2)
+    assert responder.make_up_questions(2, 4, part) == []  # it never ends a text
     assert len(part.done) == answers._TRIES * 2
-    assert speaker.questions(100, 4, part) == [] and len(part.done) == answers._ROUNDS * 4
+    assert responder.make_up_questions(100, 4, part) == [] and len(part.done) == answers._ROUNDS * 4
 
 
 @pytest.mark.parametrize(
@@ -555,17 +557,17 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
     monkeypatch.setattr(adapt_command, "time", now)
     monkeypatch.setattr(machine, "power_source", lambda: next(sources))
     monkeypatch.setattr(os, "getloadavg", lambda: next(free))
-    adapt_command.waiting(True)()
+    adapt_command.make_wait(True)()
     assert len(slept) == waits
-    adapt_command.waiting(False)()
+    adapt_command.make_wait(False)()
     assert len(slept) == waits
 
 
 def test_names_of_models_become_names_of_adapters():
     for model, name in (("org/Some-Model_4bit@refs/pr/3", "some-model_4bit"), ("a/b c", "b-c")):
-        assert adapt_command.name_of(Namespace(model=model, name=None, adapter=None)) == name
+        assert adapt_command.adapter_name(Namespace(model=model, name=None, adapter=None)) == name
     asked = Namespace(model="org/Qwen3-4B", name=None, adapter="you/My-LoRA@main")
-    assert adapt_command.name_of(asked) == "qwen3-4b-my-lora"
+    assert adapt_command.adapter_name(asked) == "qwen3-4b-my-lora"
 
 
 @pytest.mark.slow
@@ -576,4 +578,4 @@ def test_families_draft_for_themselves(name, tmp_path):
     assert model.num_streams > 0 and model.backbone.base().model.model_type == name
     prompt = ssmlx.prompt_tokens(words(40), model, tokenizer)
     plain, _ = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="plain")
-    assert answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="streaming")[0] == plain
+    assert answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="speculative")[0] == plain

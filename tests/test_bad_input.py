@@ -19,16 +19,16 @@ import ssmlx
 from convert.__main__ import main as convert
 from ssmlx import GenerateConfig
 from ssmlx.commands import train
-from ssmlx.commands.options import run
+from ssmlx.commands.options import run_command
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import ContextLengthError, InputError
 from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import load_adapter
-from ssmlx.loading.files import alone_in, save_tensors
+from ssmlx.loading.files import exclusive_folder, save_tensors
 from ssmlx.loading.lora_files import LORA_FILE
 from ssmlx.prompts import read_prompts
-from ssmlx.server.asks import RequestError
+from ssmlx.server.requests import RequestError
 from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, read_examples
@@ -171,14 +171,17 @@ class Full(io.StringIO):
 
 def test_a_full_disk_is_told(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Full())
-    assert run(lambda: print("answer"), "prog") == 2
+    assert run_command(lambda: print("answer"), "prog") == 2
     assert capsys.readouterr().err.startswith("prog: error: standard output: No space left")
 
 
 def test_streams_that_a_shell_closed(monkeypatch):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    assert run(lambda: sys.stdin.read() + print("a") if sys.stdin.isatty() else None, "prog") == 0
+    assert (
+        run_command(lambda: sys.stdin.read() + print("a") if sys.stdin.isatty() else None, "prog")
+        == 0
+    )
     assert sys.stdout is None
 
 
@@ -302,12 +305,12 @@ def test_convert_sees_at_once_that_a_folder_is_missing(
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     out = tmp_path / "run"
-    with alone_in(out):
-        assert "another run writes into" in refusal(alone_in(out).__enter__)
+    with exclusive_folder(out):
+        assert "another run writes into" in refusal(exclusive_folder(out).__enter__)
         (out / "state").touch()
-    with alone_in(out):
+    with exclusive_folder(out):
         pass
-    with alone_in(tmp_path / "other"):
+    with exclusive_folder(tmp_path / "other"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -315,8 +318,8 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from ssmlx.loading.files import alone_in
-with alone_in(Path(sys.argv[1])):
+from ssmlx.loading.files import exclusive_folder
+with exclusive_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(100)
 """
@@ -327,10 +330,10 @@ def test_a_killed_runs_lock_is_no_obstacle(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
-    assert "another run" in refusal(alone_in(tmp_path).__enter__)
+    assert "another run" in refusal(exclusive_folder(tmp_path).__enter__)
     process.kill()
     process.communicate()
-    with alone_in(tmp_path):
+    with exclusive_folder(tmp_path):
         pass
 
 
@@ -342,7 +345,7 @@ def test_what_differs_from_a_stopped_run_is_named(base, tmp_path, capsys):
     given = [*map(str, given), "--out", str(tmp_path / "run"), "--lora-rank"]
     assert train.main([*given, "2"]) == 0
     capsys.readouterr()
-    with alone_in(tmp_path / "run"):
+    with exclusive_folder(tmp_path / "run"):
         assert train.main([*given, "2"]) == 2
     assert "another run writes into" in capsys.readouterr().err
     assert train.main([*given, "3", "--seed", "1"]) == 2

@@ -137,7 +137,7 @@ def test_answers_come_and_go_in_any_order(ask, together, batches):
 
 
 def test_an_answer_drafts_again_when_it_is_alone(ask, together):
-    settings = {"max_tokens": 60, "drafter": "prompt-lookup", "decoding": "streaming"}
+    settings = {"max_tokens": 60, "drafter": "prompt-lookup", "decoding": "speculative"}
     expected = tokens_of(ask(QUESTIONS[0], alone=True, **settings))
     answer = ask(QUESTIONS[0], **settings)
     found = []
@@ -226,7 +226,7 @@ def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypa
     monkeypatch.setattr(batching, "LEAST_PIECE", 2)
     monkeypatch.setattr(batching, "UNTIMED_PIECE", 4)
     settings = {"prefill_step_size": 512, "drafter": drafter}
-    settings |= {"decoding": "streaming"} if drafter else {}
+    settings |= {"decoding": "speculative"} if drafter else {}
     with ThreadPoolExecutor(1) as pool:
         unknown = [40 if drafter else 41, 2] * 110
         heard = pool.submit(list, ask(unknown, **settings))
@@ -271,7 +271,7 @@ def test_a_mask_is_told_the_tokens_before(ask, together):
 def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks, cost, goes):
     class Open:
         def __init__(self, outlook):
-            self.rests = False
+            self.is_paused = False
             self.text = [1]
             self.plan = type("Plan", (), {"outlook": outlook})
 

@@ -10,7 +10,7 @@ from tiny import FakeClock, make_model
 
 from perf.bench import __main__ as bench
 from perf.bench import machine
-from perf.bench.__main__ import Part, Rounds, context_result, deadlines, rounds
+from perf.bench.__main__ import Part, Rounds, measure_context, part_deadlines, run_rounds
 from perf.bench.report import report
 from perf.run.tasks import Example
 from perf.run.timing import TimedAnswer
@@ -25,7 +25,7 @@ def time():
 
 
 def test_parts_share_the_time_by_weight_and_in_order():
-    found = deadlines(100.0, 60.0, {"a": 1.0, "b": 2.0, "c": 3.0})
+    found = part_deadlines(100.0, 60.0, {"a": 1.0, "b": 2.0, "c": 3.0})
     assert found == pytest.approx({"a": 110, "b": 130, "c": 160})
 
 
@@ -39,7 +39,7 @@ def test_a_median_is_taken_over_turns_but_the_first(time):
         return mx.array(0)
 
     calls = {1: lambda: call(1, next(slow)), 2: lambda: call(2, 5.0), 4: lambda: call(4, 6.0)}
-    found, noise = machine.medians(calls, 3, time)
+    found, noise = machine.median_seconds(calls, 3, time)
     assert found == {1: 2.0, 2: 5.0, 4: 6.0} and order == [1, 2, 4] * 4
     assert noise == 0.0  # of the three calls, two are steady
     spreads = [machine.spread(one) for one in ([1.0], [2.0, 2.0], [1.0, 2.0, 3.0, 4.0])]
@@ -49,8 +49,8 @@ def test_a_median_is_taken_over_turns_but_the_first(time):
 def test_rows_are_timed_in_trees_of_that_many_nodes_behind_the_context():
     model = make_model()
     for size in machine.ROWS:
-        assert machine.likely_tree(model, size).num_nodes == size
-    assert machine.filled_cache(model, [1, 2, 3], 20, 8).offset == 20
+        assert machine.make_likely_tree(model, size).num_nodes == size
+    assert machine.make_filled_cache(model, [1, 2, 3], 20, 8).offset == 20
     assert machine.weight_bits(model) == 32
 
 
@@ -75,16 +75,16 @@ class FakeTarget:
 def test_as_many_rounds_as_fit_after_a_warm_up(time, seconds, limit, found):
     target = FakeTarget(time, *seconds)
     limit = time() + limit
-    measured = rounds(target, bench.systems(1)[:1], "abcdefgh", limit, label="", now=time)
+    measured = run_rounds(target, bench.bench_systems(1)[:1], "abcdefgh", limit, label="", now=time)
     assert [one["mlx-lm"] for one in measured.found] == list(found) and not measured.is_cold
     assert target.asked == ["a", *found] and time() <= limit
     assert measured.seconds == max(seconds)
 
 
 def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
-    of = bench.systems(1)
+    of = bench.bench_systems(1)
     target = FakeTarget(time, 3)
-    found = rounds(target, of, "ab", time() + 5, label="", now=time)
+    found = run_rounds(target, of, "ab", time() + 5, label="", now=time)
     assert found.found == [{one.name: "a" for one in of}] and found.is_cold
 
 
@@ -112,13 +112,13 @@ def loaded(folders):
 
 def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):
     texts = [[1, 2, 3], [4, 5], [6, 7]], [[8], [9, 10], []]
-    assert bench.text_of_length(2, 0, *texts) == [2, 3]
-    assert bench.text_of_length(6, 1, *texts) == [1, 2, 3, 8, 4, 5]
-    assert bench.text_of_length(9, 4, *texts) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
+    assert bench.text_of_context(2, 0, *texts) == [2, 3]
+    assert bench.text_of_context(6, 1, *texts) == [1, 2, 3, 8, 4, 5]
+    assert bench.text_of_context(9, 4, *texts) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
     _, target, _ = loaded(folders)
-    *text, end = bench.answer_tokens(Example({"prompt": "w1"}, ("w5 w6", "w7")), target)
+    *text, end = bench.reference_tokens(Example({"prompt": "w1"}, ("w5 w6", "w7")), target)
     assert target.tokenizer.decode(text) == "w5 w6" and end == target.tokenizer.eos_token_id
-    assert bench.answer_tokens(Example({"prompt": "w1"}), target) == []
+    assert bench.reference_tokens(Example({"prompt": "w1"}), target) == []
 
 
 def run_bench(folders, out, monkeypatch, *more):
@@ -181,9 +181,9 @@ def test_a_context_is_not_begun_where_a_round_would_end_too_late(folders, monkey
     before = Rounds([{"plain": answer}], False, 200.0)
     given = (experiment, target, [[1, 2, 3, 4], *prompts[1:]], before)
     now = perf_counter()
-    assert context_result(*given, now + 389, 8) is None  # 1.3 times 200 + 100 seconds
-    assert context_result(*given, now + 450, 12) is None
-    found = context_result(*given, now + 450, 8)
+    assert measure_context(*given, now + 389, 8) is None  # 1.3 times 200 + 100 seconds
+    assert measure_context(*given, now + 450, 12) is None
+    found = measure_context(*given, now + 450, 8)
     assert found["tokens"] == 8 and found["prompts"] == 1
 
 

@@ -189,8 +189,8 @@ def test_a_chat_times_a_few_sizes_once(talk, timed):
 
 @pytest.mark.parametrize(
     "args",
-    [("--decoding", "plain"), ("--decoding", "streaming"), ("--tree-size", 4), ("--deterministic",),
-     ("--drafter", "lookahead")],
+    [("--decoding", "plain"), ("--decoding", "speculative"), ("--tree-size", 4),
+     ("--deterministic",), ("--drafter", "lookahead")],
     ids=lambda args: " ".join(map(str, args)),
 )  # fmt: skip
 def test_nothing_is_timed_where_no_controller_decides_on_its_cost(talk, timed, args):

@@ -18,7 +18,7 @@ from huggingface_hub.utils import enable_progress_bars
 import ssmlx
 from ssmlx import bars
 from ssmlx.commands import chat, generate
-from ssmlx.commands.options import DownloadBar, generate_config, on_screen
+from ssmlx.commands.options import DownloadBar, generate_config, logging_to_stderr
 from ssmlx.errors import InputError
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading import load as loading
@@ -108,8 +108,8 @@ BAD = {
     ),
     "dtype": ((*ASK, "--dtype", "int3"), "invalid choice: 'int3'"),
     "unknown option": ((*ASK, "--trees", "3"), "unrecognized arguments: --trees 3"),
-    "streaming without adapter": (
-        (*ASK, "--decoding", "streaming"),
+    "speculative without adapter": (
+        (*ASK, "--decoding", "speculative"),
         "the model has no streams; expected an adapter with streams; give --adapter FOLDER",
     ),
     "drafter": ((*ASK, "--drafter", "oak"), "--drafter oak; expected one of streams, prompt-"),
@@ -195,7 +195,7 @@ IDLE = (
     ("--tree full --tree-size 8", "--tree best"),
     ("--prune-to 4", "--prune budget"),
     ("--prune threshold --prune-to 4", "--prune budget"),
-    *((f"--decoding plain {option}", "streaming decoding") for option in (
+    *((f"--decoding plain {option}", "speculative decoding") for option in (
         "--drafter lookahead", "--tree best", "--num-streams 1", "--prune budget",
     )),
 )  # fmt: skip
@@ -510,7 +510,7 @@ def test_help_does_not_wait_for_mlx_and_fits_two_screens(module):
         env={**os.environ, "COLUMNS": "100"},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    name = module.removesuffix(".__main__")
+    name = module.removesuffix(".__main__").replace("convert", "ssmlx.convert")
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"usage: python -m {name} ")
     options = [line for line in lines if line.startswith("  --")]
@@ -527,7 +527,7 @@ def test_a_real_process_prints_json_lines_alone(base, adapter):
 
 
 def test_a_real_process_fails_in_one_line(base):
-    done = real.run_module("ssmlx.chat", "--model", str(base), "--decoding", "streaming")
+    done = real.run_module("ssmlx.chat", "--model", str(base), "--decoding", "speculative")
     said = refusal((done.returncode, done.stdout, done.stderr), "ssmlx.chat")
     assert "the model has no streams" in said
 
@@ -648,12 +648,12 @@ def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves(monkeypatch, capsy
     assert ("2.00M/4.00M" in err) == (patience == 0)
     assert err == "" or not err.split("\r")[-2].strip(), "nothing stays"
     assert list(bars.bar([1, 2], "numbers")) == [1, 2] and capsys.readouterr().err == ""
-    with on_screen():
+    with logging_to_stderr():
         assert list(bars.bar([1, 2], "numbers", mininterval=0)) == [1, 2]
     assert ("numbers" in capsys.readouterr().err) == (patience == 0)
 
 
 def test_a_line_is_said_once_where_a_library_listens_too(capsys, caplog):
-    with on_screen():
+    with logging_to_stderr():
         logging.getLogger("ssmlx").info("a line")
     assert capsys.readouterr().err == "ssmlx: a line\n" and not caplog.records

@@ -377,10 +377,10 @@ def test_a_draft_model_starts_every_answer_from_nothing(command, folders, tmp_pa
 
 def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
     def lossy(model, tree, logits, sampler, places, acceptance):
-        tokens = (call.choose(model, logits, sampler, places) + 1) % real.VOCAB
+        tokens = (call.sample(model, logits, sampler, places) + 1) % real.VOCAB
         return tokens, call.accept(tree, tokens)
 
-    monkeypatch.setattr(call, "verify", lossy)
+    monkeypatch.setattr(call, "decide_and_accept", lossy)
     code, out, err = command("--systems", "prompt-lookup")
     assert code == 1 and "tokens differ from plain decoding's: sql, prompt-lookup" in err
     assert "prompt-lookup: prompt 1 parts from plain at token 4; the target's two logits" in out
@@ -417,7 +417,7 @@ def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
         assert (found["token"], found["near_tie"]) == (0, tie)
         assert found["gap"] == pytest.approx(abs(float(logits[pair[0]] - logits[pair[1]])))
         row = {"name": "x", "kind": "streams", "differences": [found]}
-        failed = figures.failures({"tasks": [{"task": "sql", "systems": [row]}]})
+        failed = figures.differing_systems({"tasks": [{"task": "sql", "systems": [row]}]})
         assert failed == ([] if tie else ["sql, x"])
     exact = replace(plan, weights=replace(plan.weights, dtype="float32"))
     pair = [order[close]], [order[close + 1]]

@@ -353,7 +353,7 @@ def test_bad_prompts_are_one_line(folder, tmp_path, capsys, text, message):
     assert continuations.main(command(folder, prompts, tmp_path / "out.jsonl")) == 2
     lines = capsys.readouterr().err.splitlines()
     assert message in lines[-1]
-    assert lines[-1].startswith("convert.continuations: error: ")
+    assert lines[-1].startswith("ssmlx.convert.continuations: error: ")
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 

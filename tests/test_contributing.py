@@ -70,6 +70,6 @@ def test_both_work(copy, tmp_path):
 
     plain = answer("--decoding", "plain")
     # At every call, as asked for: a controller may decide that 24 tokens are not worth it.
-    drafted = answer("--drafter", "bigram tokens=6", "--decoding", "streaming")
+    drafted = answer("--drafter", "bigram tokens=6", "--decoding", "speculative")
     assert drafted["tokens"] == plain["tokens"]
     assert drafted["target_calls"] < plain["target_calls"]

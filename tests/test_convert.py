@@ -79,7 +79,7 @@ def refusal(base, tmp_path, capsys):
         assert (code, captured.out) == (2, "")
         assert snapshot(tmp_path) == before
         assert sorted(path.name for path in tmp_path.iterdir()) == names
-        return one_line(captured.err, "convert")
+        return one_line(captured.err, "ssmlx.convert")
 
     return refusal
 

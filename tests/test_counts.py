@@ -21,13 +21,13 @@ from ssmlx.decoding.controller import Never
 from ssmlx.decoding.drafter import top_columns
 from ssmlx.decoding.drafting import scratch_rows
 from ssmlx.decoding.loop import plain_decode, speculative_decode
-from ssmlx.decoding.sampling import Places, Sampling, last_tokens
+from ssmlx.decoding.sampling import RowPositions, Sampling, last_tokens
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter
 from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.loading.load import load
 from ssmlx.model import shapes
-from ssmlx.model.backbone import arrays_of
+from ssmlx.model.modules import module_arrays
 from ssmlx.settings import DraftModelConfig, SamplingConfig, SpeculatorTreeConfig, TreeConfig
 
 # --- Sorts, and passes over all logits ---
@@ -94,10 +94,10 @@ def test_no_call_sorts_the_vocabulary(big_model, kind, temp, filters):
     def results(token):
         call = plain_call(big_model, token, last_tokens((), 0), cache, sampling)
         if drafter is None:
-            return call.decided()
+            return call.arrays_to_read()
         tree = drafter.propose(call.verified, drafter.largest)
         following = verify_tree(big_model, tree, cache, sampler=sampling, tail=call.tail)
-        return [*call.decided(), *tree.arrays, *following.decided()]
+        return [*call.arrays_to_read(), *tree.arrays, *following.arrays_to_read()]
 
     found = primitives(results, mx.array([5]))
     assert any(BIG in shape for _, inputs, _ in found for _, shape, _ in inputs)
@@ -127,7 +127,7 @@ def test_top_columns_are_a_stable_sorts(size, kind):
 def tree_places(rows):
     """Places of a root and of `rows` - 1 nodes, at most five levels."""
     depths = mx.minimum(mx.arange(rows), 4)
-    return Places(mx.array([7]), depths, 5, mx.zeros((rows, 0), mx.int32))
+    return RowPositions(mx.array([7]), depths, 5, mx.zeros((rows, 0), mx.int32))
 
 
 def passes(function, *arrays, size):
@@ -163,19 +163,19 @@ def test_sampling_reads_the_logits_three_times(filters, dtype):
     sampler = Sampling(SamplingConfig(temp=0.8, seed=1, **FILTERS[filters]), size)
     places = tree_places(rows)
     found = passes(
-        lambda logits: sampler.choose(logits, places),
+        lambda logits: sampler.sample(logits, places),
         mx.zeros((rows, size), dtype),
         size=rows * size,
     )
     assert len(found) <= 3, found
     # What was counted as one kernel is one.
     text = io.StringIO()
-    mx.export_to_dot(text, sampler.choose(mx.zeros((rows, size)), places))
+    mx.export_to_dot(text, sampler.sample(mx.zeros((rows, size)), places))
     names = re.findall(r'label ="(\w+)"', text.getvalue())
     assert "Log" not in names and any("Log" in name for name in names if "Compiled" in name)
 
 
-@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+@pytest.mark.parametrize("decoding", ["plain", "speculative"])
 def test_outgrown_buffers_are_freed_every_256_tokens(decoding, monkeypatch):
     model = make_model("llama", "streams", num_hidden_layers=2)
     freed = []
@@ -333,19 +333,19 @@ def test_bytes_of_a_call(monkeypatch):
     tree = drafter.propose(first.verified, drafter.largest)
     fork = cache.fork(128)
     fork.reserve(tokens=1)
-    mx.eval(first.decided(), tree.arrays, cache.state, fork.state)
+    mx.eval(first.arrays_to_read(), tree.arrays, cache.state, fork.state)
 
     def plain(token):
-        return [*plain_call(model, token, tail, fork).decided(), *fork.state]
+        return [*plain_call(model, token, tail, fork).arrays_to_read(), *fork.state]
 
     def verified_and_drafted(tokens):
         call = verify_tree(model, replace(tree, tokens=tokens), cache, tail=tail)
         drafted = drafter.propose(call.verified, drafter.largest)
-        return [*call.decided(), *drafted.arrays, *cache.state]
+        return [*call.arrays_to_read(), *drafted.arrays, *cache.state]
 
     monkeypatch.setattr(mx.fast, "rms_norm", as_one)
     monkeypatch.setattr(mx.fast, "rope", as_one)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention_as_one)
     least = bytes_moved(plain, mx.array([5], mx.int32))
     assert bytes_moved(verified_and_drafted, tree.tokens) <= 1.37 * least
-    assert least <= 1.06 * sum(array.nbytes for array in arrays_of(model.backbone.model))
+    assert least <= 1.06 * sum(array.nbytes for array in module_arrays(model.backbone.model))

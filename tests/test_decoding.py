@@ -52,12 +52,12 @@ from ssmlx.decoding.prune import (
 from ssmlx.decoding.sampling import (
     GREEDY,
     NUM_CANDIDATES,
-    Places,
+    RowPositions,
     Sampling,
     filter_logprobs,
     last_tokens,
     log_softmax,
-    places_of,
+    row_positions,
     to_gumbel,
     uniform_noise,
 )
@@ -363,7 +363,7 @@ def test_prompt_lookup_with_latent_attention(architecture, sampling):
         first_tokens(token_steps(model, prompt, model.make_cache(), **settings, **sampling), 300)
         for settings in (
             {"decoding": "plain"},
-            {"decoding": "streaming", "drafter": "prompt-lookup"},
+            {"decoding": "speculative", "drafter": "prompt-lookup"},
         )
     )
     assert drafted[0] == plain[0] and len(drafted[1]) < 300
@@ -412,7 +412,7 @@ KINDS = {
 @pytest.mark.parametrize("adapter", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_streaming_equals_plain_and_mlx_lm(architecture, scope, adapter):
+def test_speculative_equals_plain_and_mlx_lm(architecture, scope, adapter):
     model = make_model(architecture, scope, adapter=adapter)
     expected = mlx_lm_tokens(target_of(architecture, scope), PROMPT, 24)
     assert first_tokens(plain_decode(model, PROMPT, model.make_cache()), 24)[0] == expected
@@ -495,7 +495,7 @@ def test_an_end_token_stops_anywhere(source):
             model = make_model(adapter={"end_token_ids": (end,)})
             options = {}
         expected = plain[: plain.index(end) + 1]
-        for decoding in ("plain", "streaming"):
+        for decoding in ("plain", "speculative"):
             settings = {"decoding": decoding, "max_tokens": 30}
             tokens, found = answer(model, **options, **settings, **WIDE)
             assert tokens == expected
@@ -514,7 +514,7 @@ def test_the_context_ends_an_answer():
     expected = greedy_of_shared(30)
     for length in (1, 5, 13, 14, 15):
         prompt = (PROMPT + expected)[:length]
-        for decoding in ("plain", "streaming"):
+        for decoding in ("plain", "speculative"):
             tokens, found = answer(model, prompt, decoding=decoding, **WIDE)
             assert found[-1].finish_reason == "context"
             assert length + len(tokens) == 16
@@ -840,7 +840,7 @@ def test_caches_are_written_in_place(schedule, someone_holds_it):
     before = mx.get_active_memory()
     for _ in range(12):
         next(steps)
-        held = cache.hold() if someone_holds_it else None
+        held = cache.snapshot() if someone_holds_it else None
     del held
     layer = cache.nbytes / model.num_layers
     assert (mx.get_peak_memory() - before > layer) == someone_holds_it
@@ -866,7 +866,7 @@ def test_latent_caches_are_written_in_place(decoding, someone_holds_it):
     assert len(set(before)) == 2 * LAYERS
     held = []  # all of them, or a buffer that was left would be used again
     for _ in range(6):
-        held += [cache.hold()] if someone_holds_it else []
+        held += [cache.snapshot()] if someone_holds_it else []
         next(steps)
     mx.synchronize()
     assert (addresses_of(cache) != before) == someone_holds_it
@@ -1009,9 +1009,9 @@ def test_what_is_drawn_is_the_best_beside_the_noise_of_its_place(temp):
     depths = mx.array([0, 1, 1, 3])
     some = mx.array([7, 2])
     noise = sampling.noise(first, 4)
-    at = Places(first, depths, 4, mx.zeros((4, 0), mx.int32))
+    at = RowPositions(first, depths, 4, mx.zeros((4, 0), mx.int32))
     best = mx.argmax(logits + noise[depths], axis=1)
-    assert sampling.choose(logits, at).tolist() == best.tolist()
+    assert sampling.sample(logits, at).tolist() == best.tolist()
     assert mx.array_equal(sampling.noise(first, 4, some), noise[:, some])
     assert mx.array_equal(sampling.noise(first + 1, 3), noise[1:])
     assert GREEDY.noise(first, 4) is None
@@ -1065,7 +1065,7 @@ PENALTIES = (
 def places(recent):
     """Places of rows whose recent tokens are `recent`."""
     rows = len(recent)
-    return Places(mx.array([0]), mx.zeros(rows, mx.int32), 1, mx.array(recent, mx.int32))
+    return RowPositions(mx.array([0]), mx.zeros(rows, mx.int32), 1, mx.array(recent, mx.int32))
 
 
 @pytest.mark.parametrize("settings", PENALTIES)
@@ -1087,7 +1087,7 @@ def test_penalties_are_mlx_lms(settings):
 
 
 @pytest.mark.parametrize("settings", PENALTIES)
-def test_penalised_streaming_plain_and_mlx_lm_agree(settings):
+def test_penalised_speculative_plain_and_mlx_lm_agree(settings):
     base = make_base()
     processors = make_logits_processors(**settings)
     answer = mlx_lm.stream_generate(
@@ -1115,7 +1115,7 @@ def test_a_node_sees_the_text_and_its_own_path():
     paths = tree.paths.tolist()
     tokens = tree.tokens.tolist()
     for size in (0, 1, 2, 4, 9):
-        found = places_of(tree, mx.array([3]), last_tokens(text, size))
+        found = row_positions(tree, mx.array([3]), last_tokens(text, size))
         assert found.recent.shape == (12, size)
         for node, row in enumerate(found.recent.tolist()):
             whole = [PAD_TOKEN] * size + text
@@ -1132,8 +1132,8 @@ def test_draws_follow_mlx_lms_distribution(settings):
     logits = mx.array(np.random.default_rng(1).normal(0, 1.5, (1, VOCAB)), mx.float32)
     sampling = Sampling(SamplingConfig(**settings, seed=4), VOCAB)
     rows = 4000
-    spread = Places(mx.array([0]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
-    ours = sampling.choose(mx.broadcast_to(logits, (rows, VOCAB)), spread)
+    spread = RowPositions(mx.array([0]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
+    ours = sampling.sample(mx.broadcast_to(logits, (rows, VOCAB)), spread)
     mx.random.seed(0)
     sampler = mlx_lm.sample_utils.make_sampler(**settings)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -1181,16 +1181,19 @@ def test_filters_keep_mlx_lms_tokens(settings, kind):
     ours = filter_logprobs(logprobs, config)
     assert np.array_equal(ours, theirs)
     sampling = Sampling(config, size)
-    spread = Places(mx.array([7]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
-    tokens = sampling.choose(logits, spread)
+    spread = RowPositions(mx.array([7]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
+    tokens = sampling.sample(logits, spread)
     expected = mx.argmax(sampling.perturb(theirs / config.temp, spread), axis=-1)
     is_open = tokens < 0
     assert np.array_equal(mx.where(is_open, 0, tokens), mx.where(is_open, 0, expected))
-    assert sampling.leaves_open or not is_open.any()
+    assert sampling.may_leave_unresolved or not is_open.any()
     counts = (theirs > -math.inf).sum(axis=1)
-    assert np.array_equal(is_open, (counts >= NUM_CANDIDATES) & sampling.leaves_open)
+    assert np.array_equal(is_open, (counts >= NUM_CANDIDATES) & sampling.may_leave_unresolved)
     for row in range(rows):
-        assert sampling.settle(tokens, logits, spread, mx.array([row]))[row] == expected[row]
+        assert (
+            sampling.resample_full_vocab(tokens, logits, spread, mx.array([row]))[row]
+            == expected[row]
+        )
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"min_p": 0.05, "repetition_penalty": 1.3}])

@@ -71,7 +71,7 @@ from ssmlx.settings import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
-from ssmlx.training.guesses import copies_along
+from ssmlx.training.guesses import mix_copies_along
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)
@@ -180,7 +180,7 @@ def drafter_of(model, settings):
 def written(model, prompt, count, config=None, **settings):
     """Tokens, and how many of them each call brought, where every call drafts."""
     config = config or GenerateConfig()
-    config = replace(config, decoding=config.decoding or "streaming")
+    config = replace(config, decoding=config.decoding or "speculative")
     steps = token_steps(model, prompt, model.make_cache(), config, **settings)
     return first_tokens(steps, count)
 
@@ -253,7 +253,7 @@ def test_the_target_as_its_own_draft_model(num_draft_tokens, width):
     draft = DraftModelConfig(num_draft_tokens=num_draft_tokens, width=width)
     for sampling in ({}, {"temp": 1.0, "seed": 2, "repetition_penalty": 1.5}):
         settings = {"draft_model": DraftModel(make_base()), "draft": draft, **sampling}
-        settings["decoding"] = "streaming"
+        settings["decoding"] = "speculative"
         settings["max_tokens"] = 1 + 4 * (num_draft_tokens + 1)
         responses = list(stream_generate(model, make_tokenizer(), [3, 1], **settings))
         assert [len(r.tokens) for r in responses] == [1] + [num_draft_tokens + 1] * 4
@@ -504,7 +504,7 @@ def test_replays_trust_copies_by_what_was_said_before():
     answer = [3, 2, 5, 3, 2, 1, 3]
     tokens = np.stack([rng.permutation(6)[:4] for _ in range(21)]).reshape(7, 3, 4).astype(np.int32)
     logprobs = np.log(rng.dirichlet(np.ones(4), (7, 3, 4)).astype(np.float32))
-    found = copies_along(prompt, answer, tokens, logprobs)
+    found = mix_copies_along(prompt, answer, tokens, logprobs)
     told = text_copies.untold()
     text = TextOnDevice(prompt + answer)
     shown = []
@@ -729,7 +729,7 @@ def test_a_drafter_is_given_by_name_or_as_it_was_loaded():
     # The older names.
     assert make_plan(model, draft_model=draft, heads=heads).kind == "draft-model"
     tokenizer = make_tokenizer(VOCAB)
-    always = {"decoding": "streaming", "seed": 1}
+    always = {"decoding": "speculative", "seed": 1}
     answers = [
         list(stream_generate(model, tokenizer, PROMPT, max_tokens=12, **always, **given))
         for given in ({"drafter": draft}, {"draft_model": draft})
@@ -772,7 +772,7 @@ def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch)
     draft = DraftModel(make_base())
     other = [*PROMPT[:2], 7, 7, 7, 7]
     written(model, PROMPT, 1, draft_model=draft)
-    plan = make_plan(model, decoding="streaming", draft_model=draft)
+    plan = make_plan(model, decoding="speculative", draft_model=draft)
     steps = decode_plan(plan, model, other, model.make_cache())
     assert not any(islice(steps, stop))  # two turns in the target's prompt, two in its own
     del steps, plan
@@ -908,7 +908,7 @@ def test_the_command_takes_every_drafter(run, folders, base, tmp_path):
         record = run("--drafter", drafter, *options)
         assert record["tokens"] == expected and record["draft_calls"] == 0
         assert record["target_calls"] <= 10
-    always = ("--decoding", "streaming")
+    always = ("--decoding", "speculative")
     record = run("--drafter", f"draft-model model={base} tokens=2", *always)
     assert record["tokens"] == expected
     assert (record["target_calls"], record["draft_calls"]) == (4, 1 + 3 * 2)  # 1 + 3 + 3 + 3
@@ -963,7 +963,7 @@ def test_a_session_reuses_its_caches(base, loaded, folders, kind):
         drafts_with = {"heads": ssmlx.load_heads(folders[kind], model)}
     config = GenerateConfig(max_tokens=8, temp=1.0, seed=1, repetition_penalty=1.2)
     bare = ssmlx.ChatSession(model, tokenizer, config)
-    always = replace(config, drafter=kind, decoding="streaming")
+    always = replace(config, drafter=kind, decoding="speculative")
     session = ssmlx.ChatSession(model, tokenizer, always, **drafts_with)
     for text in ("w1 w2", "w3", "w4 w5"):
         held = offset_of(draft)

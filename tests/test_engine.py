@@ -148,7 +148,7 @@ def test_so_do_tasks_of_an_event_loop(engine, folders):
         assert asyncio.run(all_of_them()) == []
 
 
-@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+@pytest.mark.parametrize("decoding", ["plain", "speculative"])
 def test_two_threads_share_a_model_without_an_engine(decoding):
     model = make_model(scope="streams")
     tokenizer = make_tokenizer()
@@ -169,7 +169,7 @@ def on_a_thread(task):
         return pool.submit(task).result(30)
 
 
-@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+@pytest.mark.parametrize("decoding", ["plain", "speculative"])
 def test_an_answer_is_read_on_by_other_threads(decoding):
     model = make_model()
     tokenizer = make_tokenizer()
@@ -259,7 +259,7 @@ def test_nothing_is_computed_that_nobody_asks_for(engine, folders, monkeypatch):
         build = getattr(loop, name)
         counted = partial(lambda build, *a, **more: steps.append(1) or build(*a, **more), build)
         monkeypatch.setattr(loop, name, counted)
-    segments = ask(engine, folders, "streams", max_tokens=200, decoding="streaming")
+    segments = ask(engine, folders, "streams", max_tokens=200, decoding="speculative")
     for asked in range(1, 4):
         next(segments)
         time.sleep(0.05)
@@ -277,7 +277,7 @@ def test_an_answer_has_one_reader_at_a_time(engine, folders):
     assert len(tokens_of([first, *segments])) == LENGTH
 
 
-@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+@pytest.mark.parametrize("decoding", ["plain", "speculative"])
 def test_a_cancelled_prompt_ends_the_answer(engine, folders, decoding):
     told = []
 
@@ -359,7 +359,7 @@ def test_an_error_ends_its_answer_and_no_other(engine, folders, monkeypatch):
     expected = tokens_of(ask(engine, folders, "streams"))
     well = ask(engine, folders, "none")
     # By itself, where others would have it decode plainly beside them.
-    ill = ask(engine, folders, "streams", decoding="streaming", deterministic=True)
+    ill = ask(engine, folders, "streams", decoding="speculative", deterministic=True)
     heard = [next(well), next(ill)]
     monkeypatch.setattr(StreamDrafter, "propose", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

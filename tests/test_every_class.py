@@ -21,7 +21,6 @@ from tiny import assert_close, make_tokenizer, mlx_lm_tokens
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
-from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 
 VOCAB = 64
@@ -264,7 +263,7 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
         return answer(model, make_tokenizer(VOCAB), PROMPT, max_tokens=LENGTH, **settings)[0]
 
     assert decoded(decoding="plain") == expected
-    drafting = {"decoding": "streaming", "drafter": "prompt-lookup"}
+    drafting = {"decoding": "speculative", "drafter": "prompt-lookup"}
     if model.backbone.capabilities.has("trees"):
         assert decoded(**drafting) == expected
     else:
@@ -292,7 +291,7 @@ def test_the_text_drafts_for_what_keeps_rows_and_changes_nothing(name, sampling,
     assert len(expected) == LONG
     assert decoded()[0] == expected
     if model.backbone.capabilities.has("chains"):
-        tokens, accepted = decoded(decoding="streaming", drafter="prompt-lookup")
+        tokens, accepted = decoded(decoding="speculative", drafter="prompt-lookup")
         assert tokens == expected and (accepted > 0 or sampling)
 
 
@@ -321,7 +320,10 @@ def test_a_lora_of_mlx_lms_changes_it_as_mlx_lm_does(name, tmp_path):
     assert mx.abs(expected - before).max() > 0.01
 
 
-@pytest.mark.parametrize("stage", ["_take_ends", "_position_ropes", "_check_stages"])
+@pytest.mark.parametrize(
+    "stage",
+    ["stages.Stages._find_ends", "backbone.make_ropes_take_positions", "backbone.check_stages"],
+)
 @pytest.mark.parametrize("kind", [KeyError, RuntimeError, AssertionError])
 def test_an_error_of_ours_is_no_fault_of_the_files(stage, kind, tmp_path, monkeypatch):
     folder = write_model("qwen3", tmp_path)
@@ -331,7 +333,7 @@ def test_an_error_of_ours_is_no_fault_of_the_files(stage, kind, tmp_path, monkey
     def fails(*_given):
         raise kind("a hole")
 
-    monkeypatch.setattr(Backbone, stage, fails)
+    monkeypatch.setattr(f"ssmlx.model.{stage}", fails)
     model = StreamFusedModel(load_base(folder, "float32")[0])
     assert answer(model, make_tokenizer(VOCAB), PROMPT, max_tokens=LENGTH)[0] == expected
     assert "a hole" in model.backbone.capabilities.stages

@@ -18,7 +18,7 @@ from convert.export.export import build_graphs, build_reference, make_manifest
 from convert.export.parts import Head
 from convert.export.settings import ExportConfig
 from ssmlx.errors import InputError
-from ssmlx.exported.decode import SlotCache, prefill, step_inputs
+from ssmlx.exported.decode import SlotCache, decode_inputs, prefill
 from ssmlx.loading import load as loading
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import TreeConfig
@@ -172,7 +172,7 @@ def one_step(folders, profile):
     backend = TorchBackend(graphs)
     cache = SlotCache(backend.make_state(), manifest.num_slots)
     prefill(backend, manifest, PROMPT[:-1], cache)
-    inputs = step_inputs(TREE, cache.free(manifest.num_nodes), cache, manifest)
+    inputs = decode_inputs(TREE, cache.free(manifest.num_nodes), cache, manifest)
     return manifest, backend.predict("decode", inputs, cache.state)
 
 
@@ -207,7 +207,7 @@ def test_conditional_scores_are_the_references(profile, tmp_path):
         logits = reference.draft_logits(own)
         before, columns = logits.log_softmax(dim=-1).topk(count)
         assert found["candidate_tokens"][stream].tolist() == VOCAB[columns].tolist()
-        corrected = reference.draft_logits(reference.given(own, previous))[:, columns]
+        corrected = reference.draft_logits(reference.apply_condition(own, previous))[:, columns]
         scores = before + corrected - logits[columns]
         expected = scores.log_softmax(dim=-1) + before.logsumexp(dim=-1)
         assert (expected - before).abs().max() > 0.1, "hardly a difference, so this shows little"
@@ -230,7 +230,7 @@ def test_a_rejected_nodes_slot_can_be_used_again(tmp_path):
     for cache in (clean, dirty):
         prefill(backend, manifest, PROMPT[:-1], cache)
         slots = cache.free(manifest.num_nodes)
-        inputs = step_inputs(TREE, slots, cache, manifest)
+        inputs = decode_inputs(TREE, slots, cache, manifest)
         answers.append(backend.predict("decode", inputs, cache.state))
     for name, expected in answers[0].items():
         assert np.allclose(answers[1][name], expected, atol=1e-5), name

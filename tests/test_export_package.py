@@ -261,7 +261,7 @@ def test_operations_and_cost_are_counted_by_device():
     )
     costs = [("GPU", 3.0), ("CPU", 1.0), ("GPU", None), ("constant", None)]
     expected = ({"GPU": 2, "CPU": 1}, {"GPU": 0.75, "CPU": 0.25})
-    assert perf_export.placement(plan, costs) == expected
+    assert perf_export.device_placement(plan, costs) == expected
 
 
 @pytest.mark.parametrize(("profile", "kinds"), [
@@ -276,9 +276,9 @@ def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kind
     graph = build_graphs(folders.base, folders.load_adapter(), settings)[1]
     whole = convert_graph(graph, settings)
     expected = compression.expected_matrices(whole, graph)
-    names = compression.weight_names(whole, graph)
+    names = compression.compressible_weights(whole, graph)
     assert len(names) > 14
-    for operation in compression._operations(whole._mil_program):
+    for operation in compression._matrix_operations(whole._mil_program):
         if operation.weight.val is not None and 32 in operation.weight.shape:  # the condition's
             assert operation.weight.op.name not in names
 

@@ -12,7 +12,7 @@ from ssmlx import exported
 from ssmlx.errors import InputError
 from ssmlx.exported.api import ExportedModel, stream_generate
 from ssmlx.exported.backends import CarriedCache, CoreMLState, coreml_backend
-from ssmlx.exported.decode import MASKED, SlotCache, step_inputs, streaming_decode
+from ssmlx.exported.decode import MASKED, SlotCache, decode_inputs, speculative_decode
 from ssmlx.exported.manifest import Manifest, TreeShape, package_digest
 from ssmlx.model.tree import draft_topology, grow_tree, root_tree
 from ssmlx.settings import TreeConfig
@@ -123,7 +123,7 @@ def test_a_row_sees_what_is_committed_and_its_ancestors():
 
 def test_nodes_that_fill_up_see_themselves_alone_and_have_no_depth():
     cache = SlotCache(None, SLOTS)
-    inputs = step_inputs(root_tree(mx.array([9])), cache.free(NODES), cache, make_manifest())
+    inputs = decode_inputs(root_tree(mx.array([9])), cache.free(NODES), cache, make_manifest())
     assert inputs["tokens"].tolist() == [9, 0, 0, 0, 0, 0]
     assert inputs["depths"].tolist() == [0, -1, -1, -1, -1, -1]
     assert np.array_equal(inputs["ancestors"], np.eye(NODES))
@@ -132,7 +132,9 @@ def test_nodes_that_fill_up_see_themselves_alone_and_have_no_depth():
 @pytest.mark.parametrize(("right", "advance"), [(0, 1), (1, 2), (2, 3), (3, 4)])
 def test_each_call_advances_by_what_the_streams_foresaw(right, advance):
     model = make_model(right)
-    steps = streaming_decode(model.backend, model.manifest, [5, 6, 7, 8, 9, 10], model.make_cache())
+    steps = speculative_decode(
+        model.backend, model.manifest, [5, 6, 7, 8, 9, 10], model.make_cache()
+    )
     taken = [next(steps) for _ in range(5)]
     assert [len(step) for step in taken] == [1, *[advance] * 4]
     tokens = [token for step in taken for token in step]
@@ -142,7 +144,7 @@ def test_each_call_advances_by_what_the_streams_foresaw(right, advance):
 
 def test_candidates_may_be_scored_given_the_token_before():
     model = make_model(tree=TreeShape(NODES - 1, NODES, is_conditional=True))
-    steps = streaming_decode(model.backend, model.manifest, [5, 6, 7], model.make_cache())
+    steps = speculative_decode(model.backend, model.manifest, [5, 6, 7], model.make_cache())
     assert [len(next(steps)) for _ in range(4)] == [1, *[1 + STREAMS] * 3]
 
 

@@ -99,7 +99,7 @@ DRAFTS = [
     {"tree": TreeConfig(kind="full", width=3)},
     {"tree": TreeConfig(size=12)},
     {"tree": TreeConfig(kind="full", width=2), "stream_schedule": "fused"},
-    {"decoding": "streaming", "drafter": "prompt-lookup"},
+    {"decoding": "speculative", "drafter": "prompt-lookup"},
 ]
 SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
 
@@ -142,7 +142,7 @@ def test_decoding_is_mlx_lms(name, tied, bits):
         assert decoded(model, **draft, **SAMPLED)[0] == sampled
     assert min(calls) < LENGTH
     draft = DraftModel(make_base(name, tied, bits))
-    _, lengths = decoded(model, draft_model=draft, decoding="streaming")
+    _, lengths = decoded(model, draft_model=draft, decoding="speculative")
     assert {*lengths[1:]} == {4}  # the model itself guesses all
     second_pass = {**DRAFTS[2], "stream_schedule": "second-pass"}
     assert decoded(model, **second_pass)[1] == decoded(model, **DRAFTS[2])[1]
@@ -210,14 +210,14 @@ def test_what_cannot_take_tokens_back_decodes_plainly(name, bits):
     assert decoded(model, cache=cache)[0] == expected and len(set(expected)) > 1
     assert decoded(model, **SAMPLED)[0] != expected
     text = [*PROMPT, *expected]
-    assert cache.back_to(cache.offset) == len(text) and cache.nbytes > 0
+    assert cache.longest_trim(cache.offset) == len(text) and cache.nbytes > 0
     more = mlx_lm_tokens(base, [*text, 9, 8], LENGTH)
     assert decoded(model, [9, 8], cache, text)[0] == more
-    cache.trim(cache.back_to(5))
+    cache.trim(cache.longest_trim(5))
     assert decoded(model, cache=cache)[0] == expected
     with pytest.raises(InputError, match="hidden states between layers; decode plainly"):
         model.backbone.append(mx.array(PROMPT), model.make_cache(), [0])
-    for draft in ({"drafter": "prompt-lookup"}, {"decoding": "streaming"}):
+    for draft in ({"drafter": "prompt-lookup"}, {"decoding": "speculative"}):
         with pytest.raises(InputError, match=r"ArraysCache, from which .* decode plainly"):
             decoded(model, **draft)
 

@@ -22,7 +22,7 @@ from ssmlx.errors import naming
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import names, weights
 from ssmlx.loading.attach import default_adapter
-from ssmlx.loading.files import alone_in, folder_digest, write_whole
+from ssmlx.loading.files import exclusive_folder, folder_digest, write_whole
 from ssmlx.loading.found import PAYS, runs, runs_for
 from ssmlx.loading.names import adapters_home, resolve_adapter
 from ssmlx.loading.weights import weights_digest
@@ -129,16 +129,16 @@ def test_of_a_large_tensor_pieces_from_first_to_last_are_seen(tmp_path, monkeypa
     assert digest_with(weights.PIECE_BYTES + 1) == found[0]
     # Of very many tensors less is read, and the same everywhere.
     monkeypatch.setattr(weights, "MOST_READS", 1)
-    one = weights._digest_of([path])
-    assert one == weights._digest_of([path]) and one not in found
+    one = weights._digest_files([path])
+    assert one == weights._digest_files([path]) and one not in found
 
 
 def test_the_digest_is_remembered_and_a_change_is_noticed(base, tmp_path, monkeypatch):
     copy = shutil.copytree(base, tmp_path / "copy")
     before = weights_digest(copy)
     read = []
-    real = weights._digest_of
-    monkeypatch.setattr(weights, "_digest_of", lambda files: read.append(1) or real(files))
+    real = weights._digest_files
+    monkeypatch.setattr(weights, "_digest_files", lambda files: read.append(1) or real(files))
     assert weights_digest(copy) == before and read == []
     path = copy / "model.safetensors"
     times = path.stat()
@@ -326,7 +326,7 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     costs.seed({("rows", 4): 1.1})
     usual = 1 + sizing.candidate_layers(4)[1] * (sizing._USUAL_TOKENS[4] - 1)
     second_pass = costs.frozen(0).calls(("rows", 5)) / 4 + 0.05
-    assert sizing.forecast(plain) == pytest.approx(usual / (1.1 + second_pass))
+    assert sizing.forecast_speedup(plain) == pytest.approx(usual / (1.1 + second_pass))
     # Once calls with untrained streams were timed, by these.
     costs.seed({("untrained streams in 1 layers", 4): 1.1})
     assert lines_of(plain, "none")[1].endswith(
@@ -408,10 +408,10 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
 
     make_run(base, figures={"speed_up": 1.5})
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
-    monkeypatch.setattr(check, "head_start", lambda *_: None)
+    monkeypatch.setattr(check, "time_costs_first", lambda *_: None)
     for command in (chat, server):
-        monkeypatch.setattr(command, "head_start", lambda *_: None)
-    monkeypatch.setattr(check, "time_costs", lambda *_: [])
+        monkeypatch.setattr(command, "time_costs_first", lambda *_: None)
+    monkeypatch.setattr(check, "time_stream_costs", lambda *_: [])
     given = ("--model", base, "--dtype", "float32")
     told = {}
     for option in ((), ("--adapter", "none")):
@@ -427,9 +427,11 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
     ):
         same = {tuple(told[command.PROG, option]) for command in (chat, check, server)}
         assert len(same) == 1 and next(iter(same))[0].startswith(begins)
-    assert server.models_of("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
-    assert server.models_of("m", ["auto"]) == server.models_of("m", []) == {"m": None}
-    assert "--adapter none and --adapter auto" in refusal(server.models_of, "m", ["none", "auto"])
+    assert server.models_by_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
+    assert server.models_by_name("m", ["auto"]) == server.models_by_name("m", []) == {"m": None}
+    assert "--adapter none and --adapter auto" in refusal(
+        server.models_by_name, "m", ["none", "auto"]
+    )
 
 
 def test_check_times_what_a_model_s_own_streams_would_cost(base, capsys):
@@ -438,7 +440,7 @@ def test_check_times_what_a_model_s_own_streams_would_cost(base, capsys):
     told = json.loads(capsys.readouterr().out)["drafting"]
     assert told[1].startswith("faster: ") and "times plain decoding's speed here" in told[1]
     plain = ssmlx.load(base, dtype="float32")[0]
-    assert sizing.forecast(plain) > 0
+    assert sizing.forecast_speedup(plain) > 0
     assert lines_of(plain, "none")[1] == told[1]  # from then on
 
 
@@ -481,7 +483,7 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     ):
         code, out, err = run(*argv)
         assert (code, out) == (2, "") and said in one_line(err, adapters.PROG)
-    with alone_in(adapters_home() / "changed"):
+    with exclusive_folder(adapters_home() / "changed"):
         code, _, err = run("remove", "changed")
         assert code == 2 and "another run writes into" in err
     assert (adapters_home() / "changed" / "plan.json").exists()

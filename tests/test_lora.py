@@ -32,7 +32,7 @@ from ssmlx.commands import chat, check, generate
 from ssmlx.loading.adapter import Adapter, load_adapter, load_streams, write_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
-from ssmlx.loading.lora_files import uniform
+from ssmlx.loading.lora_files import unify_rank_and_scale
 from ssmlx.loading.names import PEFT_FILE
 from ssmlx.model.lora import EmbeddingLora, ExpertsLora, LoraLayer, RowLora
 
@@ -206,7 +206,7 @@ def test_what_a_run_of_mlx_lm_writes_is_an_adapter(family, tmp_path, kind):
     assert np.abs(np.array(expected - mlx_lm_logits(base))).max() > 0.1
     prompt = TOKENS.tolist()
     wanted = mlx_lm_tokens(mlx_lm.load(str(base), adapter_path=str(folder))[0], prompt, LENGTH)
-    for settings in ({}, {"decoding": "streaming", "drafter": "prompt-lookup"}, {"temp": 0.0}):
+    for settings in ({}, {"decoding": "speculative", "drafter": "prompt-lookup"}, {"temp": 0.0}):
         found, last = answer(model, tokenizer, prompt, max_tokens=LENGTH, **settings)
         assert found == wanted[: len(found)] and last.finish_reason in ("length", "stop")
     assert load_adapter(folder).base_model == str(base)
@@ -310,14 +310,14 @@ def test_a_server_lists_and_answers_with_both(shelf):
     from test_server import client_of, reply, said
 
     from ssmlx.prompt_cache import PromptCache
-    from ssmlx.server.answering import Answering
     from ssmlx.server.app import make_app
+    from ssmlx.server.handler import RequestHandler
 
     base, root = shelf
     with ssmlx.Engine(base, dtype="float32") as engine:
         models = {"tiny": None, "tiny:one": str(root / "one"), "tiny:two": str(root / "two")}
-        answering = Answering(engine, models, prompts=[PromptCache()])
-        client = client_of(make_app(answering, ssmlx.GenerateConfig(max_tokens=LENGTH)))
+        handler = RequestHandler(engine, models, prompts=[PromptCache()])
+        client = client_of(make_app(handler, ssmlx.GenerateConfig(max_tokens=LENGTH)))
         assert [one["id"] for one in client.get("/v1/models").json()["data"]] == list(models)
         texts = [said(reply(client, asking("w1 w2 w3", model=name))) for name in models]
         for text, adapter in zip(texts, ("none", root / "one", root / "two"), strict=True):
@@ -340,15 +340,15 @@ def test_nothing_asks_it_for_streams(shelf, capsys):
     assert "prompt-lookup   can draft" in said and "ssmlx.adapt --adapter LORA" in said
     assert exit_code(generate.main, *given, "--prompt", "w1 w2", "--max-tokens", "4") == 0
     capsys.readouterr()
-    more = ("--decoding", "streaming", "--prompt", "w1")
+    more = ("--decoding", "speculative", "--prompt", "w1")
     assert exit_code(generate.main, *given, *more) == 2
     assert "the model has no streams; expected an adapter" in one_line(
         capsys.readouterr().err, generate.PROG
     )
     talk = chat.Chat(ssmlx.ChatSession(*ssmlx.load(base)), chat.Screen(), None)
     told = "LoRA, which changes the answers; no streams: what the text says again is drafted"
-    assert chat.adapter(str(root / "two"), talk) == f"adapter {root / 'two'}: {told}"
-    assert chat.adapter("none", talk).startswith("no adapter: ")
+    assert chat.adapter_command(str(root / "two"), talk) == f"adapter {root / 'two'}: {told}"
+    assert chat.adapter_command("none", talk).startswith("no adapter: ")
 
 
 def settings_of(**changes):
@@ -445,7 +445,7 @@ def test_streams_draft_for_a_model_with_any_of_it(shelf, tmp_path):
             assert_close(logits(model), logits(plain), TOLERANCE)
             expected = greedy(plain, tokenizer)
             found, last = answer(
-                model, tokenizer, TOKENS.tolist(), max_tokens=LENGTH, decoding="streaming"
+                model, tokenizer, TOKENS.tolist(), max_tokens=LENGTH, decoding="speculative"
             )
             assert found == expected and last.drafted_tokens > 0
 
@@ -455,7 +455,7 @@ def test_ranks_and_scales_that_differ_become_one(family, tmp_path):
     first = load_adapter(write_lora(tmp_path / "one", base, num_layers=4, scale=2.0)).lora
     second = load_adapter(write_lora(tmp_path / "two", base, num_layers=4, rank=2, seed=3)).lora
     mixed = {path: (first if n % 2 else second)[path] for n, path in enumerate(sorted(first))}
-    same = uniform(mixed)
+    same = unify_rank_and_scale(mixed)
     assert {(one.rank, one.scale) for one in same.values()} == {(4, 1.0)}
     backbone, _ = load_base(base, "float32")
     found = [

@@ -166,7 +166,7 @@ def test_it_goes_beside_streams_and_is_written_with_them(family, tmp_path):
     model, tokenizer = ssmlx.load(folder, adapter=tmp_path / "both")
     plain, _ = ssmlx.load(folder, adapter=tmp_path / "lora")
     wanted, _ = answer(plain, tokenizer, TOKENS, max_tokens=9)
-    found, last = answer(model, tokenizer, TOKENS, max_tokens=9, decoding="streaming")
+    found, last = answer(model, tokenizer, TOKENS, max_tokens=9, decoding="speculative")
     assert found == wanted and last.drafted_tokens > 0
 
 

@@ -1,4 +1,4 @@
-"""Where the memory goes: every part against what MLX says is in use, and streaming's peak."""
+"""Where the memory goes: every part against what MLX says, and drafting's peak."""
 
 import gc
 
@@ -14,7 +14,7 @@ from tiny_heads import HEAD_KINDS, make_heads
 
 from ssmlx import api
 from ssmlx.api import stream_generate
-from ssmlx.commands.chat import Chat, Screen, turn
+from ssmlx.commands.chat import Chat, Screen, handle_line
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.generation.memory import MIB, Memory, memory_of
 from ssmlx.loading.attach import attach_adapter
@@ -129,7 +129,7 @@ def test_a_draft_model_and_its_cache_are_told():
         model,
         make_tokenizer(VOCAB),
         PROMPT,
-        decoding="streaming",
+        decoding="speculative",
         draft_model=draft,
         max_tokens=8,
     )
@@ -167,10 +167,10 @@ def test_a_chat_tells_its_memory(tmp_path, capsys):
     loaded = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     session = ChatSession(*loaded, GenerateConfig(max_tokens=9, tree=TREE))
     chat = Chat(session, Screen(), None)
-    assert turn("/memory", chat)
+    assert handle_line("/memory", chat)
     assert "second pass" not in capsys.readouterr().err  # nothing was said yet
     list(session.reply("w1 w2"))
-    assert turn("/memory", chat)
+    assert handle_line("/memory", chat)
     said = capsys.readouterr().err
     for part in ("base model", "stream weights", "cache", "tree", "second pass", "at once"):
         assert part in said
@@ -206,7 +206,7 @@ def real_peaks(model, tokenizer, tree: TreeConfig, *, bare: bool) -> tuple[Memor
     prompts = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")
     tokens = encode_prompt(prompts[1], model, tokenizer)
     told = []
-    for decoding in ("streaming", "plain"):
+    for decoding in ("speculative", "plain"):
         config = GenerateConfig(decoding=decoding, max_tokens=64, tree=tree)
         settled()
         mx.clear_cache()
@@ -218,7 +218,7 @@ def real_peaks(model, tokenizer, tree: TreeConfig, *, bare: bool) -> tuple[Memor
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_streaming_takes_little_more_than_plain_decoding():
+def test_speculative_decoding_takes_little_more_than_plain_decoding():
     """At most 3 % at the peak, weights included, where the same adapter is loaded.
 
     Beside plain decoding without an adapter it is more, by the draft head alone.
@@ -233,7 +233,7 @@ def test_streaming_takes_little_more_than_plain_decoding():
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_with_a_packed_draft_head_streaming_takes_little_more_than_the_base_alone():
+def test_with_a_packed_draft_head_speculative_decoding_takes_little_more_than_the_base_alone():
     """At most 3 % at the peak, weights included, beside a model without any adapter.
 
     With 16 nodes it is 3.2: a row of logits is 0.2 MiB.
@@ -243,7 +243,7 @@ def test_with_a_packed_draft_head_streaming_takes_little_more_than_the_base_alon
     assert streamed.peak <= 1.03 * plain.peak
 
 
-@pytest.mark.parametrize("settings", [{"decoding": "streaming"}, {}, {"decoding": "plain"}])
+@pytest.mark.parametrize("settings", [{"decoding": "speculative"}, {}, {"decoding": "plain"}])
 def test_an_answer_leaves_nothing_for_the_garbage_collector(settings):
     """Its cache is freed with it: who waits for a collection may hold many of them meanwhile."""
     model = make_model()

@@ -45,7 +45,7 @@ def forget():
     """What was learnt about this machine."""
     hook._trials.clear()
     hook._wanted.clear()
-    hook._planned.cache_clear()
+    hook._plan_and_bucket.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +76,12 @@ def speeds(monkeypatch):
     now = [0.0]
     real = trial.try_kernel
 
-    def through(queries, sides, way):
+    def run_layers(queries, key_values, way):
         now[0] += seconds["mlx" if isinstance(way, partial) else "fused"]
         return queries
 
     monkeypatch.setattr(trial, "clock", lambda: now[0])
-    monkeypatch.setattr(trial, "through", through)
+    monkeypatch.setattr(trial, "run_layers", run_layers)
     monkeypatch.setattr(hook, "try_kernel", lambda *a: tried.append(a[0]) or real(*a))
     return seconds, tried
 
@@ -288,7 +288,7 @@ def test_without_metal_fused_is_an_error_and_auto_is_off():
         metal.use("fused")
     with pytest.raises(InputError, match="attention metal; expected one of auto, mlx, fused"):
         metal.use("metal")  # type: ignore[arg-type]
-    assert metal.in_use() == "auto"
+    assert metal.chosen_attention() == "auto"
     assert not hook.is_on()
 
 
@@ -378,15 +378,15 @@ def test_auto_takes_what_was_clearly_faster(seconds, is_taken, on_shim, speeds):
     times, tried = speeds
     times["fused"] = seconds
     assert hook.plan_for(*attention_of()) is None and not tried
-    hook.settle()
+    hook.time_pending_shape()
     assert [(one.rows, one.keys) for one in tried] == [(6, 20)]
     for rows, keys in ((6, 20), (5, 17), (8, 32)):
         assert bool(hook.plan_for(*attention_of(rows, keys))) == is_taken
-    hook.settle()
+    hook.time_pending_shape()
     assert len(tried) == 1
     assert hook.plan_for(*attention_of(9, 20)) is None  # more rows than were tried
     assert hook.plan_for(*attention_of(6, 33)) is None
-    hook.settle(), hook.settle(), hook.settle()
+    hook.time_pending_shape(), hook.time_pending_shape(), hook.time_pending_shape()
     assert len(tried) == 3
 
 
@@ -404,7 +404,7 @@ def test_a_taken_kernel_says_what_mlx_says(on_shim, speeds):
     assert backbone.takes_tree_masks
     expected = np.array(outputs(visible))
     outputs(TreeMask(visible, lambda: visible))
-    hook.settle(), hook.settle()
+    hook.time_pending_shape(), hook.time_pending_shape()
     before = on_shim.calls
     found = outputs(TreeMask(visible, lambda: visible))
     assert on_shim.calls == before + 3
@@ -443,7 +443,7 @@ def test_a_kernel_that_disagrees_with_mlx_is_not_used(on_shim, speeds, monkeypat
     _, tried = speeds
     for rows in (6, 9, 20):
         assert not hook.plan_for(*attention_of(rows))
-        hook.settle()
+        hook.time_pending_shape()
         assert not hook.plan_for(*attention_of(rows))
     assert len(tried) == 1 and caplog.text.count("differs from MLX's by") == 1
     metal.use("fused")
@@ -457,7 +457,7 @@ def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
 
     monkeypatch.setattr(kernels, "run_on_metal", fails)
     assert not hook.plan_for(*attention_of())
-    hook.settle()
+    hook.time_pending_shape()
     assert not hook.plan_for(*attention_of())
     assert "does not run (no such pipeline)" in caplog.text
 

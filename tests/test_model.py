@@ -19,7 +19,7 @@ from ssmlx.drafters.streams import DraftVocab
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
-from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merged
+from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merge_lora
 from ssmlx.model.masks import StepMasks, stream_visibility
 from ssmlx.model.rope import PositionedRope, Positions
 from ssmlx.model.streams import StreamFusedModel
@@ -131,7 +131,7 @@ def test_row_lora_acts_on_its_rows_alone(quantised):
         assert scope.first == 3
     assert mx.array_equal(layer(x), plain)
     if not quantised:
-        tiny.assert_close(merged(linear, lora)(x), added)
+        tiny.assert_close(merge_lora(linear, lora)(x), added)
 
 
 @pytest.mark.parametrize("quantised", [False, True])
@@ -436,7 +436,7 @@ def test_a_step_that_is_not_run_is_taken_back():
     write_tree(cache, naive, rng, 4, 4, 1)
     cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
     naive.commit([0, 2], [0, 2], 1, 2)
-    before = cache.hold()
+    before = cache.snapshot()
     cache.reserve(tokens=2, scratch=9)  # grows, and writes over the rows of the step before
     for layer in range(DEPTH):
         view = cache.view(layer, mx.arange(9))

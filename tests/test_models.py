@@ -222,11 +222,11 @@ def test_context_of_opt(tmp_path):
     assert model.backbone.context_length == CONTEXT
     prompt = [3 + index % 50 for index in range(CONTEXT - 6)]
     answers = {}
-    for decoding in ("plain", "streaming"):
+    for decoding in ("plain", "speculative"):
         tree = {} if decoding == "plain" else {"tree": TreeConfig(kind="full", width=2)}
         answers[decoding], last = answer(model, tokenizer, prompt, decoding=decoding, **tree)
         assert (len(answers[decoding]), last.finish_reason) == (6, "context")
-    assert answers["streaming"] == answers["plain"]
+    assert answers["speculative"] == answers["plain"]
     found = mlx_lm.stream_generate(model.backbone.model, tokenizer, prompt, max_tokens=6)
     assert [response.token for response in found] == answers["plain"]
     with pytest.raises(InputError, match="48 tokens"):
@@ -282,7 +282,7 @@ def pickled(tmp_path):
 
 
 def test_bin_files_become_safetensors(pickled, tmp_path, capsys):
-    with pytest.raises(InputError, match=r"python -m convert\.base"):
+    with pytest.raises(InputError, match=r"python -m ssmlx\.convert\.base"):
         ssmlx.load(str(pickled))
     out = tmp_path / "out"
     assert convert_base.main([str(pickled), str(out)]) == 0
@@ -324,7 +324,7 @@ def test_bin_files_that_cannot_be_read(fault, pickled, tmp_path, capsys):
         (pickled / "config.json").unlink()
     before = snapshot(tmp_path)
     assert convert_base.main([str(pickled), str(out)]) == 2
-    one_line(capsys.readouterr().err, "convert.base")
+    one_line(capsys.readouterr().err, "ssmlx.convert.base")
     assert snapshot(tmp_path) == before
 
 

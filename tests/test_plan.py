@@ -39,7 +39,7 @@ def test_a_drafter_that_is_named_is_controlled_too(model, drafter):
 @pytest.mark.parametrize(
     ("asked", "nodes", "levels"),
     [
-        ({"decoding": "streaming"}, 16, 3),
+        ({"decoding": "speculative"}, 16, 3),
         ({"tree": TreeConfig(size=6)}, 6, 3),
         ({"tree": TreeConfig(kind="full", width=2)}, 15, 3),
         ({"num_streams": 2}, 16, 2),

@@ -293,10 +293,10 @@ def test_draft_models_and_indexes_count(bounded, text_bytes, base):
     draft = DraftModel(make_base(seed=5, vocab_size=64))
     engine = bounded(text_bytes(8 * STEP))
     pool = engine.memory_pool
-    drafting = {"decoding": "streaming", "max_tokens": 30}
+    drafting = {"decoding": "speculative", "max_tokens": 30}
     held = {}
     for name, drafter in {"none": None, "lookup": "prompt-lookup", "draft": draft}.items():
-        how = PLAIN if drafter is None else {"drafter": drafter, "decoding": "streaming"}
+        how = PLAIN if drafter is None else {"drafter": drafter, "decoding": "speculative"}
         answer = engine.stream(prompt(40), **{**drafting, **how}, adapter="none")
         for _ in range(3):
             next(answer)
@@ -382,13 +382,13 @@ def client(bounded, text_bytes):
     pytest.importorskip("starlette")
     from test_server import client_of
 
-    from ssmlx.server.answering import Answering
     from ssmlx.server.app import make_app
+    from ssmlx.server.handler import RequestHandler
 
     engine = bounded(text_bytes(STEP) + 60_000)
-    answering = Answering(engine, {"tiny": "none"}, [ssmlx.PromptCache(None)])
+    handler = RequestHandler(engine, {"tiny": "none"}, [ssmlx.PromptCache(None)])
     config = ssmlx.GenerateConfig(max_tokens=300, decoding="plain")
-    return client_of(make_app(answering, config))
+    return client_of(make_app(handler, config))
 
 
 LONG = words(250)

@@ -1,4 +1,4 @@
-"""perf.precision: where streaming parts from plain decoding in 16 bits, and by how little."""
+"""perf.precision: where drafting parts from plain decoding in 16 bits, and by how little."""
 
 import json
 
@@ -12,7 +12,7 @@ from tiny import make_base, make_model, make_tokenizer, slow
 from perf import precision
 from perf.run import target
 from perf.run.rounding import RoundedEmbedding, RoundedLinear, round_products
-from perf.run.target import PACKED, load_in
+from perf.run.target import PACKED, load_weights_as
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import TreeConfig
 
@@ -58,11 +58,11 @@ def test_every_precision_is_measured(measure, tmp_path, capsys, dtypes):
     assert [part["dtype"] for part in found] == dtypes
     assert {part["products"] for part in found} == {"float32, rounded"}
     for part in found:
-        plain, *streaming = part["systems"]
+        plain, *speculative = part["systems"]
         assert 0 <= part["one_pass"]["value"] < 500
         assert (plain["name"], plain["differences"]) == ("plain", [])
-        assert [row["name"] for row in streaming] == list(precision.VARIANTS)
-        for row in streaming:
+        assert [row["name"] for row in speculative] == list(precision.VARIANTS)
+        for row in speculative:
             assert row["compared"] <= 2 * TOKENS and row["metric"] and row["metric_less_plain"]
             assert row["same_as_plain"] == 2 - len(row["differences"])
             assert all(one["near_tie"] for one in row["differences"])
@@ -85,7 +85,7 @@ def test_a_divergence_counts_with_the_tokens_before_it(measure, tmp_path, monkey
 
     def other(model, tokenizer, prompt, config, **loaded):
         found = real(model, tokenizer, prompt, config, **loaded)
-        if config.decoding == "streaming":
+        if config.decoding == "speculative":
             calls.append(prompt)
             found.tokens[2] = 0 if len(calls) < 3 else found.tokens[2]
         return found
@@ -130,7 +130,7 @@ def test_a_base_that_is_stored_in_as_many_bits_keeps_them(folders, tmp_path):
     stored = mx.load(str(write_packed(tmp_path, folders / "base") / "model.safetensors"))
     name = "model.layers.0.self_attn.q_proj"
     for dtype, bits in PACKED.items():
-        layer = dict(load_in(dtype, tmp_path)[0].named_modules())[name]
+        layer = dict(load_weights_as(dtype, tmp_path)[0].named_modules())[name]
         assert (layer.bits, layer.scales.dtype) == (bits, mx.float16)
         assert mx.array_equal(layer.weight, stored[f"{name}.weight"]) == (bits == 4)
 

@@ -141,7 +141,7 @@ def test_a_full_context_is_warm_too():
     model = model_of()
     tokenizer = make_tokenizer()
     tokens = text(505)
-    for decoding in ("plain", "streaming", "plain"):
+    for decoding in ("plain", "speculative", "plain"):
         prompts = PromptCache()
         for known in (0, 504):
             cache, found = prompts.take(model, tokens)
@@ -200,9 +200,9 @@ def test_what_another_extends_is_dropped_and_bytes_are_those_held():
     model = model_of()
     prompts = PromptCache()
     tokens = text(300)
-    warm(prompts, model, tokens[:250], decoding="streaming")
-    warm(prompts, model, tokens, decoding="streaming")
-    warm(prompts, model, tokens[:100], decoding="streaming")
+    warm(prompts, model, tokens[:250], decoding="speculative")
+    warm(prompts, model, tokens, decoding="speculative")
+    warm(prompts, model, tokens[:100], decoding="speculative")
     assert len(prompts) == 3  # their answers differ
     cache, _ = prompts.take(model, tokens)
     prompts.put(model, tokens[:-1], cache)

@@ -18,7 +18,8 @@ from ssmlx.loading.adapter import load_adapter, write_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import is_quantised, load_base, load_tokenizer, resolve_draft_bits
 from ssmlx.loading.names import resolve_adapter, resolve_model
-from ssmlx.model.backbone import Backbone, head_bytes
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.lm_head import head_bytes
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import encode_prompt, read_prompts

@@ -24,7 +24,7 @@ from ssmlx.commands import train
 from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_shape
-from ssmlx.model.ranks import Group, own_product, shard
+from ssmlx.model.ranks import Group, partial_product, shard
 from ssmlx.settings import AcceptanceConfig, PruneConfig
 from ssmlx.training.record import LOG_FILE, read_record
 
@@ -108,7 +108,7 @@ def test_the_parts_of_a_layer_with_lora_are_the_whole_one(is_packed, how, merge)
     else:
         parts = zip((attached(layer) for layer in layers), mx.split(x, 2, axis=-1), strict=True)
         found = sum(
-            one.summand(x) if isinstance(one, SummedLora) else own_product(one, x)
+            one.summand(x) if isinstance(one, SummedLora) else partial_product(one, x)
             for one, x in parts
         )
     tiny.assert_close(found, attached(whole)(x), 1e-5)

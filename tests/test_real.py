@@ -287,6 +287,6 @@ def test_states_given_a_token_are_those_of_pytorch(model_of, reference):
         weight = getattr(reference.condition, name).weight
         weight.data = torch.from_numpy(np.array(array))
     with torch.no_grad():
-        expected = reference.given(torch.from_numpy(hidden), torch.tensor(tokens))
+        expected = reference.apply_condition(torch.from_numpy(hidden), torch.tensor(tokens))
     before = model.backbone.token_embeddings(mx.array(tokens))
     close(np.array(hidden + maps(mx.array(hidden), before)), expected)

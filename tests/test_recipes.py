@@ -107,15 +107,17 @@ def test_more_values_come_half_of_the_time_and_never_a_held_out_name(task, value
 
 def test_splits_share_no_hand_written_prompt_and_no_list_item():
     lists = questions.split_lists()
-    written = questions.written_prompts(0)
-    assert written == questions.written_prompts(0)
+    written = questions.write_shipped_prompts(0)
+    assert written == questions.write_shipped_prompts(0)
     text = "\n".join(written["train"]).encode()
     assert hashlib.blake2b(text, digest_size=8).hexdigest() == "b5dd4f46a5f2fe90"
-    other = questions.written_prompts(1)["train"]
+    other = questions.write_shipped_prompts(1)["train"]
     assert other != written["train"]
-    assert not {*map(questions.normalised, other)} & {*map(questions.normalised, written["test"])}
+    assert not {*map(questions.normalise_prompt, other)} & {
+        *map(questions.normalise_prompt, written["test"])
+    }
     for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
-        texts = [set(map(questions.normalised, written[split])) for split in (one, other)]
+        texts = [set(map(questions.normalise_prompt, written[split])) for split in (one, other)]
         assert not texts[0] & texts[1]
         for name in questions.read_lists():
             assert not set(lists[one][name]) & set(lists[other][name])
@@ -135,7 +137,7 @@ def test_a_prompt_that_stands_alone():
     for text in ("Hi", "a" * 401, "Что такое гравитация, скажите?", "go go go go go go go go"):
         assert not questions.is_good_prompt(text)
     assert not questions.is_good_prompt("What is this <|im_start|> here?")
-    assert questions.normalised("  What's UP?! ") == questions.normalised("what s up")
+    assert questions.normalise_prompt("  What's UP?! ") == questions.normalise_prompt("what s up")
 
 
 def test_the_model_continues_its_templates_user_turn():
@@ -149,7 +151,7 @@ def test_sampled_prompts_are_new_each_time():
     tokenizer = make_tokenizer()
     draw = {"batch_size": 32, "seed": 1}
     found = chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
-    assert len({questions.normalised(text) for text in found}) == 6
+    assert len({questions.normalise_prompt(text) for text in found}) == 6
     assert found == chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
 
 

@@ -26,12 +26,14 @@ def read_tensors(path):
 
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
-def test_streaming_writes_what_plain_decoding_writes(architecture, scope):
+def test_speculative_decoding_writes_what_plain_decoding_writes(architecture, scope):
     model = oracle.make_model(base=oracle.make_base(architecture, vocab=7), adapter_scope=scope)
     plain = oracle.greedy_plain(model, [3, 1, 4], 20)
     calls = {}
     for width in (1, 2, 4, 7):
-        tokens, calls[width] = oracle.greedy_streaming(model, [3, 1, 4], width=width, max_tokens=20)
+        tokens, calls[width] = oracle.greedy_speculative(
+            model, [3, 1, 4], width=width, max_tokens=20
+        )
         assert tokens == plain
     # With every token a candidate, each call after the prompt's advances G + 1 tokens.
     assert calls[7] == 1 + -(-19 // (oracle.STREAMS + 1))

@@ -65,7 +65,7 @@ def test_a_replay_takes_the_calls_that_decoding_takes(
     guesser, guesses, size, num_streams, schedule
 ):
     config = GenerateConfig(
-        decoding="streaming",
+        decoding="speculative",
         tree=TreeConfig(size=size),
         num_streams=num_streams,
         stream_schedule=schedule,
@@ -73,7 +73,7 @@ def test_a_replay_takes_the_calls_that_decoding_takes(
     steps = token_steps(guesser, PROMPT, guesser.make_cache(), config)
     tokens, lengths = first_tokens(steps, LENGTH)
     needed = replay.needed_sizes(guesses, num_streams, LARGEST)
-    replayed = replay.advance([replay.depths_within(needed, size)])
+    replayed = replay.count_calls([replay.depths_within(needed, size)])
     assert tokens == guesses.answer.tolist()
     assert replayed.num_tokens == LENGTH - 1
     assert replayed.num_calls == len(lengths) - 1  # all but the prompt's

@@ -16,7 +16,7 @@ from tiny import make_lora
 from perf import serving
 from perf.run import results, tasks
 from perf.run import target as targets
-from perf.run.experiment import speedups
+from perf.run.experiment import speedup_figures
 from perf.run.price import best_tree, kinds_of, price_answers, price_figures
 from perf.run.results import AnswerStore, Kept, files_version
 from perf.run.statistics import Estimate, mean, median_ratio, paired_difference, ratio, speedup
@@ -148,7 +148,7 @@ def test_speed_ups_are_of_the_median_repeat():
     ours = [[kept(1.0), kept(9.0), kept(1.0)], [kept(2.0)] * 3, [kept(4.0)] * 3]
     theirs = [[kept(2.0)] * 3, [kept(3.0)] * 3, [kept(8.0)] * 3]
     system = System(STREAMS, STREAMS, GenerateConfig())
-    found = speedups(system, {STREAMS: ours, MLX_LM: theirs, PLAIN: ours})
+    found = speedup_figures(system, {STREAMS: ours, MLX_LM: theirs, PLAIN: ours})
     assert found["speedup"]["value"] == pytest.approx((4 / 2.0) / (4 / 3.0))
     assert found["latency_speedup"]["value"] == pytest.approx(13 / 7)
     assert found["over_plain"]["value"] == found["latency_over_plain"]["value"] == 1
@@ -324,7 +324,7 @@ def test_all_systems_write_the_same_with_the_same_arrays(folders, scope, base, d
     systems = [
         System(MLX_LM, MLX_LM, plain),
         System(PLAIN, PLAIN, plain),
-        System(STREAMS, STREAMS, replace(plain, decoding="streaming")),
+        System(STREAMS, STREAMS, replace(plain, decoding="speculative")),
     ]
     answers = [target.answer(system, [9, 8, 7, 30]) for system in systems]
     assert len({tuple(answer.tokens) for answer in answers}) == 1
@@ -353,7 +353,7 @@ def test_what_drafting_adds_is_counted_once(tmp_path):
         streams = adapter.streams.num_parameters
         assert targets.added_parameters(adapter) == streams + (lora if scope == "streams" else 0)
         target = Target(Weights(base, adapter=adapter))
-        system = System(STREAMS, STREAMS, GenerateConfig(decoding="streaming"))
+        system = System(STREAMS, STREAMS, GenerateConfig(decoding="speculative"))
         assert target.extra_parameters(system) == targets.added_parameters(adapter)
 
 
@@ -379,7 +379,7 @@ def test_an_answer_that_ends_too_soon_tells_no_delay(chunks):
             tell(count + 1)
         return serving.Heard(asked=0.0, times=times)
 
-    rows = serving.delay_of("ssmlx", ask, "hello", 4000)
+    rows = serving.delay_rows("ssmlx", ask, "hello", 4000)
     assert [row["longest"] for row in rows] == [1.0] * (chunks > serving.BEFORE)
 
 

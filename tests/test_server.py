@@ -19,8 +19,8 @@ from ssmlx import answers, api
 from ssmlx.commands import caches as files
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server import __main__ as command
-from ssmlx.server.answering import Answering, Limits
 from ssmlx.server.app import make_app
+from ssmlx.server.handler import Limits, RequestHandler
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -120,9 +120,9 @@ def test_an_adapters_own_end_has_no_logprob_as_it_has_no_text(engine, base, adap
     answer = engine.stream(chat()["messages"], adapter=str(adapter), max_tokens=4)
     (*_, end) = (token for segment in answer for token in segment.tokens)
     own = write_tiny_adapter(tmp_path / "own", base, end_token_ids=(end,))
-    answering = Answering(engine, {"tiny": str(own)}, prompts=[PromptCache()])
+    handler = RequestHandler(engine, {"tiny": str(own)}, prompts=[PromptCache()])
     asked = chat(logprobs=True, max_tokens=9)
-    (choice,) = reply(client_of(make_app(answering, ssmlx.GenerateConfig())), asked)[0]["choices"]
+    (choice,) = reply(client_of(make_app(handler, ssmlx.GenerateConfig())), asked)[0]["choices"]
     told = "".join(one["token"] for one in choice["logprobs"]["content"])
     assert (choice["finish_reason"], told.strip()) == ("stop", choice["message"]["content"])
 
@@ -179,11 +179,11 @@ def test_what_cannot_be_followed_is_refused_in_a_line(client, stream):
 
 def test_a_closed_server_says_so_and_holds_no_weights(base):
     engine = ssmlx.Engine(str(base), dtype="float32")
-    answering = Answering(engine, {"tiny": None})
-    client = client_of(make_app(answering, ssmlx.GenerateConfig()))
+    handler = RequestHandler(engine, {"tiny": None})
+    client = client_of(make_app(handler, ssmlx.GenerateConfig()))
     weights = ref(engine.model())
     reply(client, chat(max_tokens=2))
-    answering.close()
+    handler.close()
     for path in (CHAT, "/v1/messages", "/v1/messages/count_tokens"):
         assert client.post(path, json=chat(max_tokens=2)).status_code == 503
     del engine
@@ -242,10 +242,10 @@ def test_prompts_on_disk_outlive_the_server_and_stay_apart(serve, tmp_path):
         client = client_of(serve(keys=keys, prompts=prompts))
         return [cached(reply(client, body, headers={"x-api-key": key})) for key in keys]
 
-    caches = command.prompt_caches(tmp_path, keys)
+    caches = command.make_prompt_caches(tmp_path, keys)
     assert known(chat(words(9)), caches) == [0, 0]
     caches[0].flush()
-    again = known(chat(words(9)), command.prompt_caches(tmp_path, keys))
+    again = known(chat(words(9)), command.make_prompt_caches(tmp_path, keys))
     assert again[0] > 9 and again[1] == 0
     assert files.main(["purge", str(tmp_path)]) == 0 and not [*tmp_path.rglob("*.safetensors")]
 
@@ -396,7 +396,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, base, capsys):
     twice = ("--port", 0, "--adapter", base, "--adapter", base)
     assert exit_code(command.main, "--model", base, *twice) == 2
     assert "two adapters are called" in one_line(capsys.readouterr().err, "ssmlx.server")
-    with command.listening("127.0.0.1", 0) as taken:
+    with command.listen_at("127.0.0.1", 0) as taken:
         assert exit_code(command.main, "--model", base, "--port", taken.getsockname()[1]) == 2
     assert "free port" in one_line(capsys.readouterr().err, "ssmlx.server")
 
@@ -412,7 +412,7 @@ REAL = [
 def test_the_real_model_answers_as_generate_does():
     num_accepted = 0
     with ssmlx.Engine("smollm2-135m", dtype="float32") as engine:
-        client = client_of(make_app(Answering(engine, {"smol": None, "smol:sql": "sql"})))
+        client = client_of(make_app(RequestHandler(engine, {"smol": None, "smol:sql": "sql"})))
         for name, adapter, text in REAL:
             model = engine.model(adapter)
             prompt = ssmlx.prompt_tokens(text, model, engine.tokenizer)

@@ -136,7 +136,7 @@ WAYS = [
 
 @pytest.mark.long
 @pytest.mark.real
-@pytest.mark.parametrize("decoding", ["streaming", "plain"])
+@pytest.mark.parametrize("decoding", ["speculative", "plain"])
 @pytest.mark.parametrize("task", ["sql_test_100", "e2e_test_100", "chat_test"])
 def test_the_real_model_says_the_same_tokens(tmp_path, task, decoding, length=12):
     name = task.partition("_")[0]

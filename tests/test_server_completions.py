@@ -16,8 +16,8 @@ import ssmlx
 from ssmlx.decoding.batch import Batch
 from ssmlx.generation import batching
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.server.answering import Answering, Limits
 from ssmlx.server.app import make_app
+from ssmlx.server.handler import Limits, RequestHandler
 
 PROMPTS = [words(9), words(5, 20), "w7", words(9)]
 IDS = [[8, 9, 10], [11, 12], [13]]
@@ -144,8 +144,8 @@ def test_an_end_token_is_told_as_others_tell_it(engine, base, tmp_path):
     """So that whoever drops the one token that had to be written drops none of the prompt."""
     end = next(engine.stream([8, 9], adapter="none", max_tokens=1)).tokens
     own = write_tiny_adapter(tmp_path / "own", base, scope="streams", end_token_ids=end)
-    answering = Answering(engine, {"tiny": str(own)}, prompts=[PromptCache()])
-    client = client_of(make_app(answering, ssmlx.GenerateConfig()))
+    handler = RequestHandler(engine, {"tiny": str(own)}, prompts=[PromptCache()])
+    client = client_of(make_app(handler, ssmlx.GenerateConfig()))
     body = {"prompt": [8, 9], "max_tokens": 1, "logprobs": 0, "echo": True}
     (found,), _ = choices(client, **body)
     assert len(found["logprobs"]["tokens"]) == 3 and found["finish_reason"] == "stop"

@@ -24,13 +24,13 @@ from test_server_protocols import LAST, OFFERED, TOKENIZER, make_tokenizer, told
 
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.server.answering import Answering
 from ssmlx.server.app import make_app
-from ssmlx.server.asks import End, Text, ToolCall
-from ssmlx.server.calls import _FORMS, call_grammar
-from ssmlx.server.choices import Parser
-from ssmlx.server.grammars import json_grammar, processor
-from ssmlx.server.schemas import parsed_tools
+from ssmlx.server.calls import _CALL_FORMATS, tool_call_grammar
+from ssmlx.server.choices import AnswerParser
+from ssmlx.server.grammars import grammar_mask, json_grammar
+from ssmlx.server.handler import RequestHandler
+from ssmlx.server.requests import ChoiceEnd, TextPart, ToolCallPart
+from ssmlx.server.schemas import tools_for_parser
 
 ADD = {
     "name": "add",
@@ -52,7 +52,7 @@ TOOLS = [{"type": "function", "function": one} for one in (ADD, NOW)]
 def drawn(tokenizer, grammar, seed, liked="", most=3000):
     """A text of noise that a grammar holds to its form; of likely characters that are liked."""
     noise = np.random.default_rng(seed)
-    constrain = processor(tokenizer, grammar)
+    constrain = grammar_mask(tokenizer, grammar)
     size = len(tokenizer.get_vocab())
     bonus = np.zeros(size, np.float32)
     for one in liked:
@@ -73,7 +73,7 @@ def fits(arguments):
     return is_known and type(arguments.get("b")) is bool and isinstance(word, str)
 
 
-@pytest.mark.parametrize("form", sorted(_FORMS))
+@pytest.mark.parametrize("form", sorted(_CALL_FORMATS))
 @pytest.mark.parametrize("has_tokens", [False, True])
 def test_a_call_that_has_to_be_made_is_one_in_every_form_that_mlx_lm_reads(form, has_tokens):
     module = import_module(f"mlx_lm.tool_parsers.{form}")
@@ -84,7 +84,7 @@ def test_a_call_that_has_to_be_made_is_one_in_every_form_that_mlx_lm_reads(form,
     offered = TOOLS
     for seed in range(4):
         for names, most in ((("add",), 1), (("now",), 1), (("add", "now"), 3)):
-            grammar = call_grammar(tokenizer, offered, names, most)
+            grammar = tool_call_grammar(tokenizer, offered, names, most)
             text = drawn(tokenizer, grammar, seed, '"<,}\n')
             calls = called(tokenizer, text, offered)
             assert 1 <= len(calls) <= most and {name for name, _ in calls} <= {*names}, text
@@ -93,10 +93,10 @@ def test_a_call_that_has_to_be_made_is_one_in_every_form_that_mlx_lm_reads(form,
 
 def called(tokenizer, text, tools):
     """The calls in a text, which has nothing else; each a name and arguments."""
-    parser = Parser(tokenizer, replace(OFFERED, tools=tools))
+    parser = AnswerParser(tokenizer, replace(OFFERED, tools=tools))
     calls = []
-    for part in parser.read(Text(text, 1)) + parser.read(End("stop", LAST)):
-        if isinstance(part, ToolCall):
+    for part in parser.read(TextPart(text, 1)) + parser.read(ChoiceEnd("stop", LAST)):
+        if isinstance(part, ToolCallPart):
             calls.append((part.name, json.loads(part.text)))
         else:
             assert not getattr(part, "text", "").strip(), (text, part)
@@ -129,7 +129,7 @@ class Nested(Flat):
     points: Annotated[list[Point], Field(max_length=2)] | None = None
 
 
-@pytest.mark.parametrize("form", sorted(_FORMS))
+@pytest.mark.parametrize("form", sorted(_CALL_FORMATS))
 def test_a_call_has_the_types_that_a_tool_refers_to(form):
     module = import_module(f"mlx_lm.tool_parsers.{form}")
     tokenizer = make_tokenizer(module, thinks=False)
@@ -140,7 +140,7 @@ def test_a_call_has_the_types_that_a_tool_refers_to(form):
         if seed == 2:  # as Anthropic's clients send it
             del schema["properties"]["kind"]["type"], schema["$defs"]["Colour"]["type"]
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-        text = drawn(tokenizer, call_grammar(tokenizer, tools, ["f"], 1), seed, '"<,}\n')
+        text = drawn(tokenizer, tool_call_grammar(tokenizer, tools, ["f"], 1), seed, '"<,}\n')
         ((_, arguments),) = called(tokenizer, text, tools)
         wanted.model_validate_json(json.dumps(arguments), strict=True)
 
@@ -153,18 +153,20 @@ def test_schemas_that_are_none_or_refer_to_themselves_do_no_harm():
         {"properties": {"x": {"anyOf": [3, {"type": []}, {"$ref": "#/"}]}, "y": {"type": [3]}}},
     ):  # fmt: skip
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-        assert [one["function"]["name"] for one in parsed_tools([tool, tool])] == ["f", "f"]
-    assert parsed_tools(None) is None and parsed_tools([3]) == [3]
+        assert [one["function"]["name"] for one in tools_for_parser([tool, tool])] == ["f", "f"]
+    assert tools_for_parser(None) is None and tools_for_parser([3]) == [3]
     tools = [{"name": "f", "parameters": {"properties": 3}}]
     glm = make_tokenizer(glm47, thinks=False)
-    assert "a JSON schema" in refusal(call_grammar, glm, tools, ["f"], 1)
+    assert "a JSON schema" in refusal(tool_call_grammar, glm, tools, ["f"], 1)
     many = [str(n) for n in range(5_000)]
     refers = {"$ref": "#/$defs/0"}
     large = {"$defs": {"0": {"enum": many}, **dict.fromkeys(many, refers)}}
     large["properties"] = {one: {"anyOf": [refers] * 9, **dict.fromkeys(many[:9])} for one in many}
     tools = [{"type": "function", "function": {"name": "f", "parameters": large}}]
     started = time.monotonic()
-    assert parsed_tools(tools) and "too large" in refusal(call_grammar, glm, tools, ["f"], 1)
+    assert tools_for_parser(tools) and "too large" in refusal(
+        tool_call_grammar, glm, tools, ["f"], 1
+    )
     assert time.monotonic() - started < 10
 
 
@@ -218,8 +220,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(folder):
     with ssmlx.Engine(str(folder), dtype="float32") as engine:
-        answering = Answering(engine, {"tiny": None}, prompts=[PromptCache()])
-        yield client_of(make_app(answering, ssmlx.GenerateConfig(max_tokens=1500)))
+        handler = RequestHandler(engine, {"tiny": None}, prompts=[PromptCache()])
+        yield client_of(make_app(handler, ssmlx.GenerateConfig(max_tokens=1500)))
 
 
 SIMPLE = {**ADD["parameters"], "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}}
@@ -276,7 +278,7 @@ def test_a_choice_that_no_tool_fits_is_refused(client):
     assert (found.status_code, found.json()["error"]["param"]) == (400, "tool_choice")
     unknown = make_tokenizer(json_tools, thinks=False)
     unknown._tool_parser = lambda text, tools: None
-    assert "is not known" in refusal(call_grammar, unknown, TOOLS, ["add"], 1)
+    assert "is not known" in refusal(tool_call_grammar, unknown, TOOLS, ["add"], 1)
 
 
 @pytest.mark.parametrize(("more", "pattern"), [
@@ -329,4 +331,4 @@ def test_one_call_alone_where_several_are_not_wanted():
     from test_server_protocols import ARGUMENTS, CALL
 
     own = replace(OFFERED, parallel_calls=False)
-    assert told(Parser(TOKENIZER, own), [CALL + CALL])[0] == [(ToolCall, ARGUMENTS)]
+    assert told(AnswerParser(TOKENIZER, own), [CALL + CALL])[0] == [(ToolCallPart, ARGUMENTS)]

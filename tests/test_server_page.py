@@ -11,8 +11,8 @@ sync_api = pytest.importorskip("playwright.sync_api")
 uvicorn = pytest.importorskip("uvicorn")
 
 import ssmlx
-from ssmlx.server.answering import Answering
 from ssmlx.server.app import LOCAL, make_app
+from ssmlx.server.handler import RequestHandler
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
@@ -38,8 +38,8 @@ HOSTILE = """<img src=x onerror="document.title='owned'"> **<b onclick=alert(1)>
 @pytest.fixture(scope="module")
 def address(base, adapter):
     engine = ssmlx.Engine(str(base), dtype="float32")
-    answering = Answering(engine, {"tiny": None, "tiny:own": str(adapter)})
-    app = make_app(answering, hosts=(*LOCAL, OTHER))
+    handler = RequestHandler(engine, {"tiny": None, "tiny:own": str(adapter)})
+    app = make_app(handler, hosts=(*LOCAL, OTHER))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = Thread(target=server.run)
     thread.start()

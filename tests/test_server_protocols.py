@@ -25,11 +25,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ssmlx
-from ssmlx.server.answering import Answering, Limits, Metrics
 from ssmlx.server.app import make_app
-from ssmlx.server.asks import Ask, End, Reasoning, Text, ToolCall
-from ssmlx.server.choices import Parser
-from ssmlx.server.grammars import json_grammar, processor
+from ssmlx.server.choices import AnswerParser
+from ssmlx.server.grammars import grammar_mask, json_grammar
+from ssmlx.server.handler import Limits, Metrics, RequestHandler
+from ssmlx.server.requests import AnswerRequest, ChoiceEnd, ReasoningPart, TextPart, ToolCallPart
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
 ARGUMENTS = {"a": 1, "b": "é"}
@@ -55,7 +55,7 @@ def make_tokenizer(parser, *, thinks):
 
 
 TOKENIZER = make_tokenizer(json_tools, thinks=True)
-OFFERED = Ask(question="", config=ssmlx.GenerateConfig(), tools=[TOOL])
+OFFERED = AnswerRequest(question="", config=ssmlx.GenerateConfig(), tools=[TOOL])
 COUNTS = {"prompt_tokens": 7, "generation_tokens": 20, "target_calls": 4, "cached_tokens": 4}
 COUNTS |= {"prefill_seconds": 1, "decode_seconds": 1, "peak_memory": 0}
 LAST = ssmlx.GenerationResponse(text="", tokens=(), finish_reason="stop", **COUNTS)
@@ -78,14 +78,14 @@ class Scripted:
     def named(self, ask):
         return replace(ask, model="tiny")
 
-    def prepared(self, ask):
+    def prepare(self, ask):
         return [1] * 7, ask.config
 
     async def parts(self, ask, user=0):
         self.ask = ask
-        parser = Parser(TOKENIZER, ask)
-        said = [one for text in self.texts for one in parser.read(Text(text, 2))]
-        end = End(self.reason, replace(LAST, stop=self.stop))
+        parser = AnswerParser(TOKENIZER, ask)
+        said = [one for text in self.texts for one in parser.read(TextPart(text, 2))]
+        end = ChoiceEnd(self.reason, replace(LAST, stop=self.stop))
         for one in said + (parser.read(end) if self.reason else []):
             yield one
         if self.reason is None:
@@ -96,25 +96,25 @@ def pieces(text, size):
     return [text[place : place + size] for place in range(0, len(text), size)]
 
 
-def clients(answering):
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(answering)))
+def clients(handler):
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(handler)))
     more = {"api_key": "none", "max_retries": 0, "http_client": http}
     first = openai.AsyncOpenAI(base_url="http://localhost/v1", **more)
     return first, anthropic.AsyncAnthropic(base_url="http://localhost", **more)
 
 
-def posted(answering, route, body):
+def posted(handler, route, body):
     async def post():
-        transport = httpx.ASGITransport(make_app(answering))
+        transport = httpx.ASGITransport(make_app(handler))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost/v1/") as http:
             return await http.post(route, json=body)
 
     return asyncio.run(post())
 
 
-def events(answering, route, body, kind):
+def events(handler, route, body, kind):
     """The events of a reply, which are what the client's types say; and their names."""
-    lines = posted(answering, route, {**body, "stream": True}).text.split("\n")
+    lines = posted(handler, route, {**body, "stream": True}).text.split("\n")
     found = [TypeAdapter(kind).validate_json(one[6:]) for one in lines if one[:6] == "data: "]
     assert [one.type for one in found] == [one[7:] for one in lines if one[:7] == "event: "]
     return found
@@ -127,12 +127,12 @@ async def collected(manager):
 
 def told(parser, texts, reason="stop"):
     """Parts, neighbours of one kind joined, and why the answer ended."""
-    found = [one for text in texts for one in parser.read(Text(text, 1))]
-    *found, end = [*found, *parser.read(End(reason, LAST))]
+    found = [one for text in texts for one in parser.read(TextPart(text, 1))]
+    *found, end = [*found, *parser.read(ChoiceEnd(reason, LAST))]
     said = []
     for part in found:
-        value = json.loads(part.text) if isinstance(part, ToolCall) else part.text
-        if said and said[-1][0] is type(part) and not isinstance(part, ToolCall):
+        value = json.loads(part.text) if isinstance(part, ToolCallPart) else part.text
+        if said and said[-1][0] is type(part) and not isinstance(part, ToolCallPart):
             said[-1] = type(part), said[-1][1] + value
         elif value:
             said.append((type(part), value))
@@ -141,48 +141,48 @@ def told(parser, texts, reason="stop"):
 
 def test_markers_are_found_wherever_a_text_is_split():
     text = f"{THOUGHT}I add. <tool{CALL}\n{CALL}\n< done"
-    calls = [(ToolCall, ARGUMENTS)] * 2
-    wanted = [(Reasoning, "Hm, <b>."), (Text, "I add. <tool"), *calls, (Text, "< done")]
+    calls = [(ToolCallPart, ARGUMENTS)] * 2
+    wanted = [(ReasoningPart, "Hm, <b>."), (TextPart, "I add. <tool"), *calls, (TextPart, "< done")]
     for size in range(1, len(text) + 1):
-        found = told(Parser(TOKENIZER, OFFERED), pieces(text, size))
+        found = told(AnswerParser(TOKENIZER, OFFERED), pieces(text, size))
         assert found == (wanted, "tool_calls"), size
 
 
 @pytest.mark.parametrize(("text", "reason", "wanted"), [
-    ('<tool_call>{"name": "add"</tool_call> so', "stop", [(Text, '{"name": "add"so')]),
-    ("<tool_call>[1, 2]</tool_call>", "stop", [(Text, "[1, 2]")]),
-    (CALL.replace("1", "NaN"), "stop", [(Text, INNER.replace("1", "NaN"))]),
-    (CALL[:-12], "stop", [(ToolCall, ARGUMENTS)]),
-    (CALL[:-12], "length", [(Text, INNER)]),
-    ("so <tool_c", "length", [(Text, "so <tool_c")]),
-    ("<think>Hm", "length", [(Reasoning, "Hm")]),
+    ('<tool_call>{"name": "add"</tool_call> so', "stop", [(TextPart, '{"name": "add"so')]),
+    ("<tool_call>[1, 2]</tool_call>", "stop", [(TextPart, "[1, 2]")]),
+    (CALL.replace("1", "NaN"), "stop", [(TextPart, INNER.replace("1", "NaN"))]),
+    (CALL[:-12], "stop", [(ToolCallPart, ARGUMENTS)]),
+    (CALL[:-12], "length", [(TextPart, INNER)]),
+    ("so <tool_c", "length", [(TextPart, "so <tool_c")]),
+    ("<think>Hm", "length", [(ReasoningPart, "Hm")]),
 ])  # fmt: skip
 def test_what_is_no_call_is_text(text, reason, wanted):
-    calls = any(kind is ToolCall for kind, _ in wanted)
+    calls = any(kind is ToolCallPart for kind, _ in wanted)
     for size in (1, 5, 100):
-        found = told(Parser(TOKENIZER, OFFERED), pieces(text, size), reason)
+        found = told(AnswerParser(TOKENIZER, OFFERED), pieces(text, size), reason)
         assert found == (wanted, "tool_calls" if calls else reason)
 
 
 def test_text_before_a_call_is_told_at_once_and_every_token_once():
-    parser = Parser(TOKENIZER, OFFERED)
-    assert parser.read(Text("I add", 3)) == [Text("I add", 3)]
-    assert parser.read(Text(" <to", 2)) == [Text(" ", 2)]
-    assert parser.read(Text("o many", 2)) == [Text("<too many", 2)]
-    (call,) = parser.read(Text(CALL, 9))
-    assert call.name == "add" and len(parser.read(End("stop", LAST))) == 1
+    parser = AnswerParser(TOKENIZER, OFFERED)
+    assert parser.read(TextPart("I add", 3)) == [TextPart("I add", 3)]
+    assert parser.read(TextPart(" <to", 2)) == [TextPart(" ", 2)]
+    assert parser.read(TextPart("o many", 2)) == [TextPart("<too many", 2)]
+    (call,) = parser.read(TextPart(CALL, 9))
+    assert call.name == "add" and len(parser.read(ChoiceEnd("stop", LAST))) == 1
 
 
 def test_other_models_markers():
     own = make_tokenizer(mistral, thinks=False)
     text = '[TOOL_CALLS]add[ARGS]{"a": 1}add[ARGS]{"a": 2}'
-    wanted = [(ToolCall, {"a": 1}), (ToolCall, {"a": 2})]
-    assert told(Parser(own, OFFERED), pieces(text, 4)) == (wanted, "tool_calls")
-    assert told(Parser(TOKENIZER, replace(OFFERED, tools=None)), [CALL])[0] == [(Text, INNER)], (
-        "none are offered"
-    )
-    opened = Parser(TOKENIZER, OFFERED, TOKENIZER.encode("Hello <think>\n"))
-    assert told(opened, ["Hm</thi", "nk>So"])[0] == [(Reasoning, "Hm"), (Text, "So")]
+    wanted = [(ToolCallPart, {"a": 1}), (ToolCallPart, {"a": 2})]
+    assert told(AnswerParser(own, OFFERED), pieces(text, 4)) == (wanted, "tool_calls")
+    assert told(AnswerParser(TOKENIZER, replace(OFFERED, tools=None)), [CALL])[0] == [
+        (TextPart, INNER)
+    ], "none are offered"
+    opened = AnswerParser(TOKENIZER, OFFERED, TOKENIZER.encode("Hello <think>\n"))
+    assert told(opened, ["Hm</thi", "nk>So"])[0] == [(ReasoningPart, "Hm"), (TextPart, "So")]
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -350,7 +350,7 @@ def test_a_schema_is_followed_whatever_the_logits():
     }  # fmt: skip
     noise = np.random.default_rng(0)
     for _ in range(5):
-        constrain = processor(TOKENIZER, json_grammar(schema))
+        constrain = grammar_mask(TOKENIZER, json_grammar(schema))
         tokens = []
         while not tokens or tokens[-1] not in TOKENIZER.eos_token_ids:
             logits = mx.array(noise.normal(size=(1, 300)).astype(np.float32))
@@ -361,7 +361,7 @@ def test_a_schema_is_followed_whatever_the_logits():
         assert found["name"] in ("é", "b") and all(type(one) is int for one in found["tags"])
     for bad in ({"type": "foo"}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}):
         assert "expected one that llguidance knows" in refusal(
-            processor, TOKENIZER, json_grammar(bad)
+            grammar_mask, TOKENIZER, json_grammar(bad)
         )
 
 
@@ -369,7 +369,7 @@ def test_a_model_says_the_same_by_every_route(base, tmp_path):
     turns = [{"role": "user", "content": "w1 w2"}]
     asked = {"model": "tiny", "messages": turns, "max_tokens": 8}
     with ssmlx.Engine(str(base), dtype="float32") as engine:
-        tiny = Answering(engine, {"tiny": None}, [ssmlx.PromptCache(folder=tmp_path)])
+        tiny = RequestHandler(engine, {"tiny": None}, [ssmlx.PromptCache(folder=tmp_path)])
         chat = posted(tiny, "chat/completions", asked).json()
         message = posted(tiny, "messages", {**asked, "thinking": {"type": "disabled"}}).json()
         count = posted(tiny, "messages/count_tokens", {"messages": turns}).json()["input_tokens"]
@@ -394,7 +394,7 @@ def test_smollm2_keeps_to_a_schema_by_every_route():
     turns = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 200}
     chat = {"type": "json_schema", "json_schema": form}
     with ssmlx.Engine("smollm2-135m") as engine:
-        own = Answering(engine, {"smollm2": None})
+        own = RequestHandler(engine, {"smollm2": None})
         first = posted(own, "chat/completions", {**turns, "response_format": chat}).json()
         second = posted(own, "messages", {**turns, "output_config": {"format": form}}).json()
         third = posted(own, "responses", {"input": prompt, "text": {"format": form}}).json()

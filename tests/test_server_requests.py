@@ -11,8 +11,8 @@ from test_server import CHAT, JSON, chat, client_of, reply, said
 
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.server.answering import Answering, Limits
 from ssmlx.server.app import make_app
+from ssmlx.server.handler import Limits, RequestHandler
 
 LENGTH = 8
 
@@ -22,9 +22,9 @@ def serve(engine):
     """A client of an application with the tiny model as `tiny`."""
 
     def make(config=None, **more):
-        answering = Answering(engine, {"tiny": None}, prompts=[PromptCache()], **more)
+        handler = RequestHandler(engine, {"tiny": None}, prompts=[PromptCache()], **more)
         config = config or ssmlx.GenerateConfig(max_tokens=LENGTH)
-        return client_of(make_app(answering, config))
+        return client_of(make_app(handler, config))
 
     return make
 

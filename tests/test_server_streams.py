@@ -17,8 +17,8 @@ from test_server import CHAT, COMPLETIONS, drive
 import ssmlx
 from ssmlx.generation import batching
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.server.answering import Answering, Limits
 from ssmlx.server.app import make_app
+from ssmlx.server.handler import Limits, RequestHandler
 
 LONG = words(100)
 TURNS = [{"role": "user", "content": LONG}]
@@ -36,8 +36,8 @@ PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 def app(engine):
     """Its streams are silent for 20 ms at most; prompts are read in pieces of 16 tokens."""
     limits = Limits(silence=0.02)
-    answering = Answering(engine, {"tiny": None}, prompts=[PromptCache()], limits=limits)
-    return make_app(answering, ssmlx.GenerateConfig(max_tokens=4, prefill_step_size=16))
+    handler = RequestHandler(engine, {"tiny": None}, prompts=[PromptCache()], limits=limits)
+    return make_app(handler, ssmlx.GenerateConfig(max_tokens=4, prefill_step_size=16))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ LENGTH = 12
 
 @pytest.fixture
 def make_session(loaded):
-    def make_session(decoding="streaming", system=None):
+    def make_session(decoding="speculative", system=None):
         config = ssmlx.GenerateConfig(decoding=decoding, max_tokens=LENGTH)
         return ssmlx.ChatSession(*loaded, config, system=system)
 
@@ -52,7 +52,7 @@ def expected(session, decoding):
     return answer(model, tokenizer, prompt, decoding=decoding, max_tokens=LENGTH)[0]
 
 
-@pytest.mark.parametrize("decoding", ["streaming", "plain"])
+@pytest.mark.parametrize("decoding", ["speculative", "plain"])
 def test_turns_reuse_the_cache_and_answer_as_if_they_did_not(make_session, processed, decoding):
     session = make_session(decoding)
     reused = []
@@ -60,7 +60,7 @@ def test_turns_reuse_the_cache_and_answer_as_if_they_did_not(make_session, proce
         before = session.totals.reused_tokens
         tokens = tokens_of(session.reply(text))
         reused.append(session.totals.reused_tokens - before)
-        assert tokens == expected(session, "plain") == expected(session, "streaming")
+        assert tokens == expected(session, "plain") == expected(session, "speculative")
         assert session.messages[-1] == {
             "role": "assistant",
             "content": session.tokenizer.decode(tokens),
@@ -88,7 +88,7 @@ def test_progress_tells_only_what_is_processed(make_session):
     assert told[0][0] == 0 and told[-1][0] == told[-1][1] < 10
 
 
-@pytest.mark.parametrize("decoding", ["streaming", "plain"])
+@pytest.mark.parametrize("decoding", ["speculative", "plain"])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_a_reply_closed_halfway_is_kept(make_session, decoding, segments):
     session = make_session(decoding)
@@ -255,7 +255,7 @@ def test_rounding_reaches_as_far_as_the_type_is_coarse():
     assert weigh(0, 0, 1, logits, noise, mx.float16).gap == pytest.approx(0.01, abs=1e-4)
 
 
-@pytest.mark.parametrize("decoding", [None, "plain", "streaming"])
+@pytest.mark.parametrize("decoding", [None, "plain", "speculative"])
 def test_compare_answers_in_turns_beside_the_chat(make_session, decoding):
     session = make_session(decoding)
     with pytest.raises(InputError, match="nothing was said yet"):
@@ -266,5 +266,5 @@ def test_compare_answers_in_turns_beside_the_chat(make_session, decoding):
     result = session.compare()
     low, high = result.interval
     assert result.same_tokens and low <= result.speed_up <= high and len(result.ratios) == 4
-    assert result.plain.target_calls == LENGTH >= result.streaming.target_calls
+    assert result.plain.target_calls == LENGTH >= result.speculative.target_calls
     assert (session.context_tokens, session.messages) == (held, messages)

@@ -7,7 +7,11 @@ import pytest
 from tiny import make_model, make_tokenizer
 
 import ssmlx
+from ssmlx.commands.generate import parse_args
+from ssmlx.commands.options import generate_config
 from ssmlx.generation.plan import make_plan
+from ssmlx.json_files import from_json
+from ssmlx.settings import GenerateConfig
 
 
 def test_a_setting_that_does_not_exist_is_named():
@@ -20,6 +24,25 @@ def test_a_setting_that_does_not_exist_is_named():
     ):
         with pytest.raises(TypeError, match="'temperatur'"):
             ask(temperatur=3)
+
+
+def test_the_earlier_name_of_speculative_decoding_gives_the_same():
+    """The option, a saved setting and the API take "streaming" for "speculative"."""
+    model = make_model()
+    tokenizer = make_tokenizer()
+    settings = {}
+    answers = {}
+    for name in ("speculative", "streaming"):
+        args = parse_args(["--prompt", "w1", "--decoding", name])
+        saved = from_json(GenerateConfig, {"decoding": name})
+        settings[name] = (generate_config(args), saved, GenerateConfig(decoding=name))
+        responses = list(
+            ssmlx.stream_generate(model, tokenizer, [1, 2, 3], decoding=name, max_tokens=9)
+        )
+        answers[name] = [(one.text, one.tokens, one.target_calls) for one in responses]
+    assert settings["streaming"] == settings["speculative"]
+    assert {one.decoding for one in settings["streaming"]} == {"speculative"}
+    assert answers["streaming"] == answers["speculative"] != []
 
 
 def test_help_shows_what_there_is():

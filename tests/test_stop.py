@@ -146,7 +146,7 @@ HOW = ({"decoding": "plain"}, {}, {"drafter": "prompt-lookup"}, {"drafter": "loo
 
 
 @pytest.mark.parametrize("place", [1, 7, 12])
-def test_plain_and_streaming_stop_at_the_same_token(loaded, place):
+def test_plain_and_speculative_stop_at_the_same_token(loaded, place):
     model, tokenizer = loaded
     tokens, _ = answer(model, tokenizer, "w1 w2", max_tokens=LENGTH)
     stop = tokenizer.decode(tokens[place : place + 2])
@@ -162,7 +162,7 @@ def test_plain_and_streaming_stop_at_the_same_token(loaded, place):
         assert segments[-1].generation_tokens == ends + 1
 
 
-@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+@pytest.mark.parametrize("decoding", ["plain", "speculative"])
 def test_a_conversation_goes_on_behind_a_stop_string(loaded, decoding):
     model, tokenizer = loaded
     free = ssmlx.ChatSession(*loaded, ssmlx.GenerateConfig(max_tokens=LENGTH))

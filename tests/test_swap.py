@@ -76,9 +76,9 @@ def tokens_of(model: StreamFusedModel, decoding: str) -> list[int]:
 
 
 def answers(model: StreamFusedModel) -> list[list[int]]:
-    """Greedy answers, plain and, where there are streams, streaming."""
+    """Greedy answers, plain and, where there are streams, speculative."""
     plain = tokens_of(model, "plain")
-    return [plain, tokens_of(model, "streaming")] if model.num_streams else [plain]
+    return [plain, tokens_of(model, "speculative")] if model.num_streams else [plain]
 
 
 def fresh(kind: str, adapter: StreamAdapter | None) -> StreamFusedModel:
@@ -141,7 +141,7 @@ def test_no_weight_is_copied(kind, scope):
         apart = lora.keys() - merged
         added = {f"{path}.{part}" for path in apart for part in ("lora_a", "lora_b")}
         assert now.keys() == before.keys() | added
-        kept = {path: leaf for path, leaf in model.backbone.kept.items()}
+        kept = {path: leaf for path, leaf in model.backbone.replaced_in_memory.items()}
         assert kept.keys() == lora.keys()
         assert all(kept[path].weight is modules[path].weight for path in kept)
         assert same_arrays(leaves(ssmlx.swap_adapter(model, "none").backbone), before)
@@ -450,9 +450,9 @@ def test_settings_that_the_next_adapter_cannot_follow_refuse_it(base, shelf, tmp
     reused = session.totals.reused_tokens
     assert said(session, "w3")
     assert session.totals.reused_tokens > reused
-    streaming = chat_session(base, "chat", decoding="streaming")
-    assert "the model has no streams" in refusal(streaming.swap_adapter, "none")
-    assert said(streaming, "w1 w2")
+    speculative = chat_session(base, "chat", decoding="speculative")
+    assert "the model has no streams" in refusal(speculative.swap_adapter, "none")
+    assert said(speculative, "w1 w2")
 
 
 @pytest.fixture

@@ -173,11 +173,11 @@ def test_the_heads_learn_and_nothing_else_does(base, kind, shape):
     objective = head_objective(base, kind, **shape)
     before = {name: p.detach().clone() for name, p in objective.model.named_parameters()}
     batch = BatchPlan(real.random_examples(16), 8, 0).batch(0)
-    first = objective.parts(batch, objective.lower(batch))
+    first = objective.mean_losses(batch, objective.lower(batch))
     trained = take_steps(objective).named
     assert trained.keys() == before.keys()
     assert [name for name, p in trained.items() if torch.equal(p, before[name])] == []
-    assert objective.parts(batch, objective.lower(batch)) != first
+    assert objective.mean_losses(batch, objective.lower(batch)) != first
     frozen = dict(objective._frozen.base.named_parameters())
     for name, parameter in load_base(base).named_parameters():
         assert torch.equal(parameter, frozen[name])
@@ -233,8 +233,8 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, kind):
     fine = head_objective(base, kind, dtype=torch.float32)
     rough = head_objective(base, kind, dtype=torch.bfloat16)
     batch = collate(real.random_examples(5), np.arange(5))
-    exact = fine.parts(batch, fine.lower(batch))
-    for name, value in rough.parts(batch, rough.lower(batch)).items():
+    exact = fine.mean_losses(batch, fine.lower(batch))
+    for name, value in rough.mean_losses(batch, rough.lower(batch)).items():
         assert value == pytest.approx(exact[name], rel=0.05)
     assert {p.dtype for p in take_steps(rough, 1).named.values()} == {torch.float32}
     assert all(parameter.requires_grad for parameter in rough.model.parameters())

@@ -29,8 +29,8 @@ from convert.reference.checkpoint import (
     load_reference,
     merge_lora,
     reference_of,
+    replace_trained_weights,
     train_part,
-    with_weights_of,
 )
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
@@ -58,7 +58,7 @@ from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, Packing, collate
 from ssmlx.training.guesses import guesses_along
 from ssmlx.training.job import SETTINGS_FILE, Trainer
-from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trained_weights
+from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
 from ssmlx.training.record import LOG_FILE, read_record
@@ -98,7 +98,8 @@ class Command:
         """The one line that a run is refused with."""
         capsys.readouterr()
         assert self.main(self.argv(base, data, out, *more)) == 2
-        return real.one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], self.prog)
+        prog = self.prog.replace("convert.", "ssmlx.convert.")
+        return real.one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], prog)
 
     def weights(self, out):
         """The bytes of what was trained, by name."""
@@ -234,12 +235,12 @@ STEPS = [
 
 @pytest.mark.parametrize(("architecture", "scope", "reduced", "changes"), STEPS)
 def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, reduced, changes):
-    monkeypatch.setattr("ssmlx.training.mlx_model._CARRIERS_AT_ONCE", 3)  # several groups
+    monkeypatch.setattr("ssmlx.training.mlx_model._ANCHORS_AT_ONCE", 3)  # several groups
     monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 97)  # several chunks
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     mine, theirs = pair(tmp_path, architecture, vocab, {"adapter_scope": scope, **changes})
     for trainer in (mine, theirs):
-        trainer.step = 2  # the rate's, and of the carriers that teach in turn
+        trainer.step = 2  # the rate's, and of the anchors that teach in turn
     batch = some_batch(8, 97, PACKING if "pack" in changes else None)
     assert len(set(batch.pads)) > 2 or len(batch.tokens) < 5
     lower = mine.objective.lower(batch)
@@ -266,7 +267,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     tmp_path, monkeypatch, reduced, packing
 ):
     """Streams of packed texts see what they see when decoding; what is copied is not learned."""
-    monkeypatch.setattr("ssmlx.training.guesses.copies_along", lambda *found: found[2:])
+    monkeypatch.setattr("ssmlx.training.guesses.mix_copies_along", lambda *found: found[2:])
     monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
@@ -288,7 +289,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     assert max(gap(gradient, every[name]) for name, gradient in own.items()) < 1e-4
     assert gap(mx.stack(means), mx.stack(losses[1:6:2])) < 1e-5
     rows = [
-        one.objective.ranked(batch, of, 3) for one, of in ((mine, lower), (theirs, theirs_lower))
+        one.objective.rank_candidates(batch, of, 3)
+        for one, of in ((mine, lower), (theirs, theirs_lower))
     ]
     assert (rows[0][0] == rows[1][0]).all() and rows[0][1].shape[-2:] == (3, 3)
     assert gap(rows[0][1], rows[1][1]) < 1e-4
@@ -302,10 +304,10 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     monkeypatch.setattr(
         StreamDrafter, "_second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
     )
-    streams = mine.objective._states(batch, lower)["stream"].reshape(*batch.carriers.shape, 3, -1)
+    streams = mine.objective._states(batch, lower)["stream"].reshape(*batch.anchors.shape, 3, -1)
     guesses = mine.objective.guesses(batch, lower, 16)
     for (row, places, answer), found in zip(batch.answers(), guesses, strict=True):
-        first = batch.carriers[row, places.start]
+        first = batch.anchors[row, places.start]
         text = batch.tokens[row, batch.pads[row] : first + len(answer)].tolist()
         prompt = text[: len(text) + 1 - len(answer)]
         along = guesses_along(fused, prompt, answer.tolist(), 16)
@@ -320,7 +322,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
             theirs.advance(batch, theirs_lower), rel=1e-5
         )
     assert max(gap(mine.weights[n], p) for n, p in theirs.named.items()) < 1e-4
-    written = with_weights_of(adapter, model)
+    written = replace_trained_weights(adapter, model)
     assert gap(written.streams.condition.out, mine.weights["condition.out.weight"]) < 1e-4
     own = mine.objective.model.adapter.trained_lora
     trained = adapter.trained_lora
@@ -402,7 +404,7 @@ def test_in_turn_every_carrier_teaches(base, kind):
     batch = some_batch()
     every = [t for step in range(STRIDE) for t in objective.terms(batch, step) if t.kind == kind]
     rows = np.concatenate([term.rows.flatten() for term in every])
-    assert len({*rows}) == len(rows) == batch.carriers.size * (3 if kind == STREAM else 1)
+    assert len({*rows}) == len(rows) == batch.anchors.size * (3 if kind == STREAM else 1)
 
 
 def test_the_pruning_loss_reaches_its_adapter_alone(base):
@@ -447,7 +449,7 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
     where = {
         "positions": torch.from_numpy(batch.positions).long(),
         "visible": torch.from_numpy(batch.visible),
-        "stream_rows": torch.from_numpy(batch.carriers),
+        "stream_rows": torch.from_numpy(batch.anchors),
     }
 
     def gradients():
@@ -503,8 +505,8 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, command):
         assert (trained, frozen) == ({torch.float32}, {torch.bfloat16})
     exact = trainer_of(base, command)
     batch = some_batch()
-    rough = trainer.objective.parts(batch, trainer.objective.lower(batch))
-    fine = exact.objective.parts(batch, exact.objective.lower(batch))
+    rough = trainer.objective.mean_losses(batch, trainer.objective.lower(batch))
+    fine = exact.objective.mean_losses(batch, exact.objective.lower(batch))
     assert rough == pytest.approx(fine, rel=0.05)
 
 
@@ -618,7 +620,7 @@ def test_what_it_learns_shows_when_it_decodes(base, data, tmp_path, command, sco
     line = json.loads((data / "train.jsonl").read_text().splitlines()[3])
     prompt = line.get("prompt_tokens") or line["prompt"]
     adapter = adapter_of(command, base, result, tmp_path)
-    tokens, calls = answer_of(base, adapter, prompt, "streaming")
+    tokens, calls = answer_of(base, adapter, prompt, "speculative")
     plain, plain_calls = answer_of(base, adapter, prompt, "plain")
     assert tokens == plain
     _, tokenizer = ssmlx.load(str(base), adapter="none")
@@ -642,7 +644,7 @@ def test_every_kind_of_adapter_loads(base, data, tmp_path, command, more):
     plain, calls = answer_of(base, adapter, real.words(3), "plain")
     assert len(plain) == calls == 8
     if more is not ALONE:
-        assert answer_of(base, adapter, real.words(3), "streaming")[0] == plain
+        assert answer_of(base, adapter, real.words(3), "speculative")[0] == plain
     if command is TORCH:
         streams = load_reference(load_torch_base(base), run).config.num_streams
         assert streams == (0 if more is ALONE else 2)
@@ -713,7 +715,7 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
     assert [name for name in log[0] if "loss" in name] == ["given_1_loss", "given_2_loss"]
     assert log[-1]["given_2_loss"] < log[0]["given_2_loss"]
     assert (
-        answer_of(base, whole, real.words(3), "streaming")[0]
+        answer_of(base, whole, real.words(3), "speculative")[0]
         == answer_of(base, "none", real.words(3), "plain")[0]
     )
     packed = ("--pack", "32", "--max-steps", "1")
@@ -872,7 +874,7 @@ def test_parts_of_a_batch_add_up_to_it(base, count, ranks):
         gradients, means = trainer.gradients(of, trainer.objective.lower(of))
         return mx.concatenate([*(array.flatten() for array in gradients.values()), mx.stack(means)])
 
-    found = sum(flat(batch.part(rank, ranks)) for rank in range(ranks))
+    found = sum(flat(batch.part_of_rank(rank, ranks)) for rank in range(ranks))
     assert gap(found, flat(batch)) < 5e-5
 
 
@@ -916,7 +918,7 @@ def test_streams_learn_to_draft_for_a_fine_tuned_model(
     prompt = real.words(2, first=3)
     expected, _ = answer_of(folder, task, prompt, "plain")
     assert answer_of(folder, result, prompt, "plain")[0] == expected
-    assert answer_of(folder, result, prompt, "streaming")[0] == expected
+    assert answer_of(folder, result, prompt, "speculative")[0] == expected
     assert answer_of(folder, "none", prompt, "plain")[0] != expected
 
 
@@ -939,8 +941,8 @@ def test_streams_of_an_adapter_go_on_as_in_a_run_with_its_settings(
         assert mx.array_equal(found.task_lora[path].a, weights.a)
         assert mx.array_equal(found.task_lora[path].b, weights.b)
     assert found.stream_lora.keys() == whole.stream_lora.keys()
-    trained, wanted = (trained_weights(one) for one in (found, whole))
-    started = trained_weights(load_adapter(first))
+    trained, wanted = (trainable_weights(one) for one in (found, whole))
+    started = trainable_weights(load_adapter(first))
     assert trained.keys() == wanted.keys() == started.keys()
     for name, array in wanted.items():
         # Adam divides noise by noise where gradients are small.

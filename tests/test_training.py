@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from ssmlx.commands.train_options import train_config, training_parser
+from ssmlx.commands.train_options import make_training_parser, read_train_config
 from ssmlx.errors import InputError
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.prompts import ChatFrame
@@ -100,7 +100,7 @@ def test_answers_of_a_batch_start_in_one_column():
     )
     assert batch.tokens.tolist() == [[1, 2, 3, 4, END], [0, 5, 6, END, 0]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
-    assert batch.carriers.tolist() == [[1, 2, 3], [1, 2, 0]]
+    assert batch.anchors.tolist() == [[1, 2, 3], [1, 2, 0]]
     assert batch.targets(0).tolist() == [[3, 4, END], [6, END, -1]]
     assert batch.targets(1).tolist() == [[4, END, -1], [END, -1, -1]]
     assert batch.targets(3).tolist() == [[-1] * 3, [-1] * 3]
@@ -162,7 +162,7 @@ def test_examples_become_turns_of_a_conversation():
     # What was cut is closed; what is no turn under the template follows as it is.
     first = [3, 4, 5, 9, 6, END, 2, 3, 4, 5, 9, 7, 8, END, 2, 8, 9, 5, END]
     assert batch.tokens.tolist() == [first, [3, 4, 5, 6] + [0] * 15]
-    assert batch.carriers.tolist() == [[3, 4, 10, 11, 16, 17], [2, 0, 1, 3, 4, 5]]
+    assert batch.anchors.tolist() == [[3, 4, 10, 11, 16, 17], [2, 0, 1, 3, 4, 5]]
     assert batch.targets(0).tolist() == [[6, END, 7, 8, 5, END], [6] + [-1] * 5]
     assert batch.targets(1).tolist() == [[END, -1, 8, -1, END, -1], [-1] * 6]
     answers = [(row, places.start, a.tolist()) for row, places, a in batch.answers()]
@@ -172,7 +172,7 @@ def test_examples_become_turns_of_a_conversation():
     assert np.flatnonzero(seen[0, 3]).tolist() == [0, 1, 2, 3]
     assert np.flatnonzero(seen[0, 11]).tolist() == list(range(12))
     assert np.flatnonzero(seen[0, 17]).tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 16, 17]
-    assert batch.part(1, 2).targets(0).tolist() == [[6]]
+    assert batch.part_of_rank(1, 2).targets(0).tolist() == [[6]]
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_answer_tokens():
@@ -181,13 +181,16 @@ def test_the_draft_vocabulary_is_the_most_frequent_answer_tokens():
     assert data.choose_draft_vocab(examples, 4, 20).tolist() == [3, 5, 7, 9]
     assert data.choose_draft_vocab(examples, 6, 20).tolist() == [0, 3, 5, 7, 8, 9]
     assert len(data.choose_draft_vocab(examples, 50, 20)) == 20
-    assert data.coverage(examples, np.array([3, 5])) == pytest.approx(5 / 6)
+    assert data.draft_vocab_coverage(examples, np.array([3, 5])) == pytest.approx(5 / 6)
 
 
 def test_targets_become_places_in_the_draft_vocabulary():
     targets = np.array([[3, 9, -1], [4, 0, 20]])
-    assert data.draft_indices(targets, np.array([0, 3, 9])).tolist() == [[1, 2, -1], [-1, 0, -1]]
-    assert data.draft_indices(targets, None).tolist() == targets.tolist()
+    assert data.draft_vocab_indices(targets, np.array([0, 3, 9])).tolist() == [
+        [1, 2, -1],
+        [-1, 0, -1],
+    ]
+    assert data.draft_vocab_indices(targets, None).tolist() == targets.tolist()
 
 
 def test_the_rate_rises_then_falls_to_nothing():
@@ -243,9 +246,9 @@ OF_STREAMS = {"num_streams": 2, "stream_init": "identity", "stream_init_rank": 0
 )  # fmt: skip
 def test_f_follows_from_the_other_options_and_the_start(tmp_path, start, given, expected):
     (tmp_path / CONFIG_FILE).write_text(json.dumps(start))
-    parser = training_parser("x.train", "Train.", "", "an adapter", "a LoRA")
+    parser = make_training_parser("x.train", "Train.", "", "an adapter", "a LoRA")
     options = ["--data", "d", "--out", "o", "--init", str(tmp_path), *given.split()]
-    train = train_config(parser.parse_args(options))
+    train = read_train_config(parser.parse_args(options))
     assert (train.stream_init, train.stream_init_rank) == expected
 
 

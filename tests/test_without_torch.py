@@ -61,6 +61,6 @@ def test_help_comes_without_torch(module, told):
 def test_a_run_without_torch_says_what_to_install(module, told):
     code, _, err = told[module, False]
     assert code == 2
-    line = one_line(err, module)
+    line = one_line(err, module.replace("convert.", "ssmlx.convert."))
     assert "the package torch is not installed; expected what the extra torch brings" in line
-    assert line.endswith('`pip install -e ".[torch]"`')
+    assert line.endswith('`pip install "ssmlx[torch]"`')

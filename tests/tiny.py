@@ -16,11 +16,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssmlx.loading.adapter import BaseIdentity, StreamAdapter
+from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.condition import Condition
-from ssmlx.model.lora import LoraWeights, layer_of
+from ssmlx.model.lora import LoraWeights, split_layer_path
 from ssmlx.model.streams import LowRank, StreamFusedModel, StreamWeights
 from ssmlx.model.tree import Tree
 from ssmlx.settings import StreamConfig
@@ -71,11 +71,11 @@ def linears(model: nn.Module, first_layer: int) -> list[str]:
     """Paths of the linear modules from layer `first_layer` on."""
     found = [name for name, one in model.named_modules() if isinstance(one, KINDS)]
     in_layers = [name for name in found if "layers." in name]
-    return sorted(name for name in in_layers if layer_of(name)[0] >= first_layer)
+    return sorted(name for name in in_layers if split_layer_path(name)[0] >= first_layer)
 
 
 def make_lora(model: nn.Module, first_layer: int, seed: int, scale: float = 2.0):
-    """Random LoRA of rank 2 on every linear module from `first_layer` on."""
+    """Random LoRA of rank 2 on every linear module from layer `first_layer` on."""
     rng = np.random.default_rng(seed)
     lora = {}
     modules = dict(model.named_modules())
@@ -100,7 +100,17 @@ def make_adapter(
     draft_vocab: Sequence[int] = (),
     **changes,
 ) -> StreamAdapter:
-    """Random streams, pruning adapter and LoRA, the latter from layer `lora_from` on."""
+    """Random streams, pruning adapter and LoRA for a backbone.
+
+    Args:
+        backbone: of the base.
+        scope: of the adapter.
+        seed: of the random numbers.
+        lora_from: first layer with LoRA; None for the first with streams.
+        lora_scale: of the LoRA.
+        draft_vocab: token ids to draft from; all if empty.
+        changes: fields of `StreamConfig`.
+    """
     sizes = {"num_layers": len(backbone.layers), "hidden_size": backbone.hidden_size}
     sizes |= {"num_streams": 3, "num_msa_layers": 2, "prune_rank": 3, "adapter_scope": scope}
     config = StreamConfig(**{**sizes, "draft_vocab_size": len(draft_vocab), **changes})
@@ -123,12 +133,12 @@ def make_adapter(
         mx.array([*draft_vocab], mx.int32) if draft_vocab else None,
         make_condition(config.condition_rank, size, seed) if config.condition_rank else None,
     )
-    base = BaseIdentity.of(backbone)
+    base = backbone.identity
     return StreamAdapter(config=config, streams=streams, base=base).with_trained(lora)
 
 
 def make_condition(rank: int, size: int, seed: int = 0, std: float = 0.25) -> Condition:
-    """Random maps, which change much: an untrained condition's `out` is zero."""
+    """Random maps of a condition. Those of an untrained one do nothing, as `out` is zero."""
     rng = np.random.default_rng(seed)
     shapes = (rank, size), (rank, size), (size, rank)
     return Condition(*(mx.array(rng.normal(0, std, shape), mx.float32) for shape in shapes))
@@ -158,7 +168,7 @@ def make_model(
 
 
 def target_of(architecture: str, scope: str, seed: int = 0, **changes) -> nn.Module:
-    """What `make_model` must sample from, built apart: the base, its LoRA added for "all"."""
+    """The model whose answers `make_model` has to give: the base, with LoRA merged for "all"."""
     model = make_base(architecture, seed=seed, **changes)
     if scope == "all":
         modules = dict(model.named_modules())
@@ -192,9 +202,10 @@ def mlx_lm_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 def first_tokens(steps, count: int) -> tuple[list[int], list[int]]:
-    """The first `count` tokens of a decoding loop, and the length of each step taken.
+    """Take the first `count` tokens of a decoding loop.
 
-    A prompt's turns, which take none, are passed over.
+    Returns:
+        (tokens, number of tokens of each call). Steps of the prompt, without tokens, are left out.
     """
     tokens = []
     lengths = []
@@ -207,7 +218,7 @@ def first_tokens(steps, count: int) -> tuple[list[int], list[int]]:
 
 
 def tree_from_parents(tokens: list[int], parents: list[int]) -> Tree:
-    """A tree from lists; `parents[0]` is ignored, nodes stand breadth first."""
+    """A tree from tokens and parents in breadth-first order; `parents[0]` is ignored."""
     paths = [[0]]
     for node in range(1, len(tokens)):
         paths.append([*paths[parents[node]], node])
@@ -223,7 +234,7 @@ def tree_from_parents(tokens: list[int], parents: list[int]) -> Tree:
 
 
 def random_tree(rng: random.Random, num_nodes: int, vocab: int) -> Tree:
-    """A random tree whose siblings carry different tokens, breadth first."""
+    """A random tree in breadth-first order, whose siblings have different tokens."""
     ranks: list[tuple[int, ...]] = [()]
     while len(ranks) < num_nodes:
         path = (*rng.choice(ranks), rng.randrange(vocab))
@@ -244,14 +255,14 @@ def best_rank_paths(probs: np.ndarray, count: int, width: int) -> set[tuple[int,
 
 
 def assert_close(found, expected, bound: float = 1e-5) -> None:
-    """The same numbers, but for `bound` of the largest of those that are expected."""
+    """Check that arrays differ by at most `bound` times the largest expected number."""
     found, expected = (np.asarray(part).astype(np.float64) for part in (found, expected))
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() <= bound * np.abs(expected).max()
 
 
 class FakeClock:
-    """A clock that goes on by what `spend` says, and by `tick` whenever it is read."""
+    """A clock for tests: it advances by what `spend` says, and by `tick` at each reading."""
 
     def __init__(self, tick: float = 0.0, now: float = 0.0) -> None:
         self.now = now
@@ -266,7 +277,7 @@ class FakeClock:
 
 
 def slow(*cases) -> list:
-    """Cases of a parametrised test that the second tier runs."""
+    """Mark cases of a parametrised test as slow."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in cases

@@ -12,7 +12,7 @@ from convert.export.export import build_graphs, make_manifest
 from convert.export.graph import DECODE, Graph
 from convert.export.settings import ExportConfig
 from ssmlx.api import token_steps
-from ssmlx.exported.decode import SlotCache, streaming_decode
+from ssmlx.exported.decode import SlotCache, speculative_decode
 from ssmlx.loading.adapter import StreamAdapter, load_adapter
 from ssmlx.loading.load import load
 from ssmlx.settings import GenerateConfig, PruneConfig
@@ -75,7 +75,7 @@ def torch_steps(folders: Folders, config: ExportConfig, prompt: list[int]):
     manifest = make_manifest(graphs[1], adapter, config)
     backend = TorchBackend(graphs)
     cache = SlotCache(backend.make_state(), manifest.num_slots)
-    return streaming_decode(backend, manifest, prompt, cache)
+    return speculative_decode(backend, manifest, prompt, cache)
 
 
 def mlx_steps(folders: Folders, config: ExportConfig, prompt: list[int]):

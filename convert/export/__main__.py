@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, command, make_parser
+from ssmlx.commands.options import add_options, make_main, make_parser
 from ssmlx.settings import DEFAULT_MODEL, TreeConfig
 
 from .. import check_installed
@@ -28,6 +28,7 @@ manifest.json, report.json and the tokenizer. convert/export/README.md explains 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `python -m ssmlx.export`."""
     parser = make_parser(
         PROG, "Export a model that drafts for itself to Core ML or Core AI.", EPILOG
     )
@@ -85,7 +86,8 @@ def _options() -> list[Field[Any]]:
     return [one for one in fields(ExportConfig) if one.metadata.get("help")]
 
 
-def _main(args: argparse.Namespace) -> None:
+def export_model(args: argparse.Namespace) -> None:
+    """Export as the options say, and print the report."""
     config = ExportConfig(
         tree=TreeConfig(kind=args.tree, width=args.tree_width, size=args.tree_size),
         **{one.name: getattr(args, one.name) for one in _options()},
@@ -97,7 +99,7 @@ def _main(args: argparse.Namespace) -> None:
     print(f"{args.out}: {report}", file=sys.stderr)
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, export_model)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -24,7 +24,9 @@ _PARTS = (
 
 
 def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """A linear module, also one of low rank or with LoRA, on [1, in, 1, R]: [1, out, 1, R]."""
+    """Apply a linear module, also one of low rank or with LoRA, to [1, in, 1, R]: [1, out, 1,
+    R].
+    """
     if isinstance(module, LowRank):
         return convolve(module.lora_B, convolve(module.lora_A, x))
     if isinstance(module, LoraLinear):
@@ -34,9 +36,9 @@ def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(norm: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """An RMSNorm module over axis `dim` of a tensor of four.
+    """Apply an RMSNorm module over axis `dim` of a tensor of four axes.
 
-    What is squared is divided by the largest magnitude first: hidden states of this family reach
+    What is squared is divided by the largest magnitude first: hidden states of these models reach
     tens of thousands, and their squares exceed float16, which is all that the Neural Engine has.
     """
     peak = x.abs().amax(dim=dim, keepdim=True).clamp(min=1e-3)
@@ -48,14 +50,16 @@ def rms_norm(norm: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of [1, heads, Dh, R] by tables [1, 1, Dh, R]."""
+    """Apply rotary embeddings: x [1, heads, Dh, R] by tables [1, 1, Dh, R]."""
     half = x.shape[2] // 2
     turned = torch.cat([-x[:, :, half:], x[:, :, :half]], dim=2)
     return x * cos + turned * sin
 
 
 def turn_values(values: torch.Tensor, heads: int, step: float) -> torch.Tensor:
-    """Eq. 7 on the values of a node's streams [1, Hkv * Dh, 1, G]."""
+    """Rotate the values [1, Hkv * Dh, 1, G] of a node's streams: stream j by j * `step` radians
+    (eq. 7).
+    """
     num_streams = values.shape[3]
     angles = step * torch.arange(1, num_streams + 1, dtype=torch.float32)
     cos = angles.cos().to(values.dtype)
@@ -69,8 +73,17 @@ def turn_values(values: torch.Tensor, heads: int, step: float) -> torch.Tensor:
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """[1, H * Dh, 1, R] of attention, a KV head's query heads by broadcasting: of `query`
-    [1, H, Dh, R], `keys` and `values` [1, Hkv * Dh, 1, keys], and additive `mask` [1, 1, R, keys].
+    """Compute attention, each KV head broadcast over its query heads.
+
+    Args:
+        query: [1, H, Dh, R].
+        keys: [1, Hkv * Dh, 1, keys].
+        values: likewise.
+        mask: [1, 1, R, keys], additive.
+        scale: of the scores.
+
+    Returns:
+        [1, H * Dh, 1, R].
     """
     _, heads, width, rows = query.shape
     kv = keys.shape[1] // width
@@ -82,7 +95,7 @@ def attend(
 
 
 class AneProfile(Profile):
-    """A regular decoder in channels-first layout, on the reference's weights."""
+    """A Llama, Mistral or Qwen decoder in channels-first layout, on the reference's weights."""
 
     # the Neural Engine takes no wider tensor
     axis = 3
@@ -90,6 +103,9 @@ class AneProfile(Profile):
     linear_of = staticmethod(convolve)
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
+        """Check that the Neural Engine takes the layers and sizes; raise InputError where it does
+        not.
+        """
         _check_layers(model)
         super().__init__(model, sizes)
         self._heads = model.base.config.num_attention_heads
@@ -109,6 +125,7 @@ class AneProfile(Profile):
         return 1, self._kv_heads * self._width, 1, self.sizes.num_slots
 
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
+        """Run layers `first` to `last` - 1 on hidden states [1, D, 1, R]."""
         cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._tables)
         columns = torch.arange(self.sizes.num_slots, dtype=torch.int32)
         blend = None
@@ -131,7 +148,9 @@ class AneProfile(Profile):
     def _project(
         self, attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R] of [1, D, 1, R]."""
+        """Return queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R] of [1, D, 1, R],
+        rotated.
+        """
         rows = x.shape[3]
         query = convolve(attention.q_proj, x).reshape(1, self._heads, self._width, rows)
         keys = convolve(attention.k_proj, x).reshape(1, self._kv_heads, self._width, rows)
@@ -149,10 +168,18 @@ class AneProfile(Profile):
         rows: Rows,
         blend: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values that the rows see: slots, nodes' own written there; then streams.
+        """Return the keys and values that the rows see.
 
-        `blend` is the nodes' slots as ones and zeros: [1, 1, R, S] which row goes to which one, and
-        [1, 1, 1, S] which ones stay as they are.
+        Nodes write theirs into their slots of the cache, and see the slots; streams see the slots,
+        then one another.
+
+        Args:
+            layer: its number.
+            keys: [1, Hkv * Dh, 1, R] of the rows.
+            values: likewise.
+            rows: of the call.
+            blend: nodes' slots as ones and zeros: [1, 1, R, S] which row goes to which slot, and
+                [1, 1, 1, S] which slots stay; None for streams.
         """
         key_cache, value_cache = rows.caches[2 * layer : 2 * layer + 2]
         if blend is None:
@@ -170,6 +197,7 @@ class AneProfile(Profile):
 
 
 def _check_layers(model: StreamFusedReference) -> None:
+    """Raise InputError where a layer is of another kind than this profile computes."""
     for index, layer in enumerate(model.decoder.layers):
         found = dict(layer.named_modules())
         norms = (name for name in found if "norm" in name)

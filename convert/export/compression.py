@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .graph import DECODE, Graph
-from .packages import import_coremltools, quiet
+from ssmlx.exported.backends import DECODE
+
+from .graph import Graph
+from .packages import import_coremltools, silence_output
 
 MATRIX_OPS = ("linear", "conv")
 MIN_WEIGHTS = 2048
@@ -23,7 +25,9 @@ MIN_WEIGHTS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class WeightError:
-    """How far stored weights are from the float32 ones, over all matrices of "decode"."""
+    """How far stored weights are from the float32 ones, over all matrices of the function
+    "decode".
+    """
 
     matrices: int
     weights: int  # numbers in them
@@ -32,6 +36,7 @@ class WeightError:
     largest: float  # the largest difference
 
     def __str__(self) -> str:
+        """Return the errors in one line."""
         return (
             f"relative RMS {self.relative_rms:.2e} (worst matrix {self.worst_relative_rms:.2e}), "
             f"largest difference {self.largest:.2e}, over {self.matrices} matrices"
@@ -39,14 +44,18 @@ class WeightError:
 
 
 def compress(model: Any, kind: str, graph: Graph) -> Any:
-    """One function's model, converted from `graph`, with its matrices compressed; a package of
-    several would be refused.
+    """Return the Core ML model of one function with its matrices compressed.
 
-    "int8": symmetric, a scale for every output row. "int4": symmetric, a scale for every 32
-    inputs of a row. "palettised": 16 values for every 32 output rows, found by k-means.
+    "int8" is symmetric with a scale for every output row; "int4" symmetric with a scale for every
+    32 inputs of a row; "palettised" has 16 values for every 32 output rows, found by k-means.
+
+    Args:
+        model: converted from `graph`; one function, as a package of several is refused.
+        kind: "int8", "int4" or "palettised".
+        graph: tells which matrices are the base model's.
     """
     import_coremltools()
-    with quiet():
+    with silence_output():
         import coremltools.optimize.coreml as optimize
 
         if kind == "palettised":
@@ -68,25 +77,29 @@ def compress(model: Any, kind: str, graph: Graph) -> Any:
                 block_size=32,
                 weight_threshold=MIN_WEIGHTS,
             )
-        each = dict.fromkeys(weight_names(model, graph), change)
+        each = dict.fromkeys(compressible_weights(model, graph), change)
         return apply(model, optimize.OptimizationConfig(op_name_configs=each))
 
 
-def weight_names(model: Any, graph: Graph) -> list[str]:
-    """Those of the base model's matrices, told by content: kernels of the profile ane are not named
-    after their parameters, and LoRA may come with its scale multiplied in."""
-    weights = [operation.weight for operation in _operations(model._mil_program)]
+def compressible_weights(model: Any, graph: Graph) -> list[str]:
+    """Return the names of a Core ML model's constants that are matrices of the base model.
+
+    They are told by content: the profile `ane` does not name kernels after parameters. LoRA,
+    streams' own matrices, and small ones are left out.
+    """
+    weights = [operation.weight for operation in _matrix_operations(model._mil_program)]
     large = [one for one in weights if one.val is not None and one.val.size >= MIN_WEIGHTS]
     added = ("lora_A", "lora_B", "condition")
     base = {
-        _digest(matrix)
-        for name, matrix in _matrices(graph)
+        _content_digest(matrix)
+        for name, matrix in _named_matrices(graph)
         if not any(part in name for part in added)
     }
-    return list(dict.fromkeys(one.op.name for one in large if _digest(one.val) in base))
+    return list(dict.fromkeys(one.op.name for one in large if _content_digest(one.val) in base))
 
 
-def _matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
+def _named_matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a graph's matrices with their parameters' names; heads in their pieces."""
     for name, parameter in graph.named_parameters():
         if parameter.dim() == 2:
             yield name, parameter.numpy()
@@ -95,34 +108,37 @@ def _matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
             yield "head", piece.numpy()
 
 
-def _operations(program: Any, function: str = "main") -> Iterable[Any]:
-    """The last product of each matrix: nodes and streams are multiplied by the same."""
+def _matrix_operations(program: Any, function: str = "main") -> Iterable[Any]:
+    """Return the last operation that multiplies by each weight of a program's function."""
     every = program.functions[function].operations
     return {one.weight.name: one for one in every if one.op_type in MATRIX_OPS}.values()
 
 
 def expected_matrices(model: Any, graph: Graph) -> dict[str, np.ndarray]:
-    """What each matrix product should multiply by, by the name of its output.
+    """Return what each matrix product of a converted model should multiply by, by the name of its
+    output.
 
-    In float32 where it is one of the graph's own matrices; what the converter made by itself, such
-    as LoRA with its scale multiplied in, as it is in the uncompressed model.
+    It is the float32 matrix where the graph has it; what the converter has made by itself, such as
+    LoRA times its scale, is as in the uncompressed model.
     """
-    truth = {_digest(matrix): matrix for _, matrix in _matrices(graph)}
+    truth = {_content_digest(matrix): matrix for _, matrix in _named_matrices(graph)}
     found = {}
-    for operation in _operations(model._mil_program):
+    for operation in _matrix_operations(model._mil_program):
         weight = operation.weight.val
         if weight is not None:
-            found[operation.outputs[0].name] = truth.get(_digest(weight), weight)
+            found[operation.outputs[0].name] = truth.get(_content_digest(weight), weight)
     return found
 
 
-def _digest(weights: np.ndarray) -> str:
+def _content_digest(weights: np.ndarray) -> str:
+    """Return the SHA-256 of weights rounded to float16."""
     return hashlib.sha256(weights.astype(np.float16).tobytes()).hexdigest()
 
 
 def load_program(package: Path) -> Any:
+    """Read a saved Core ML package back as a program of MIL."""
     ct = import_coremltools()
-    with quiet():
+    with silence_output():
         from coremltools.converters.mil.frontend.milproto.load import load
 
         spec = ct.utils.load_spec(str(package))
@@ -131,10 +147,10 @@ def load_program(package: Path) -> Any:
 
 
 def weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
-    """Compare a saved package with `expected_matrices` of its function "decode"."""
+    """Compare the matrices of a saved package's function "decode" with `expected_matrices`."""
     squares = total = worst = largest = 0.0
     matrices = count = 0
-    for operation in _operations(load_program(package), DECODE):
+    for operation in _matrix_operations(load_program(package), DECODE):
         stored = operation.weight.val
         if stored is None:
             if not operation.weight.op.op_type.startswith("constexpr"):

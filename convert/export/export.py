@@ -22,6 +22,7 @@ from torch import nn
 from ssmlx import __version__
 from ssmlx.errors import require
 from ssmlx.exported.api import peak_bytes
+from ssmlx.exported.backends import DECODE
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, package_digest
 from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import StreamAdapter, load_streams
@@ -35,7 +36,7 @@ from ..reference.model import StreamFusedReference
 from . import compression, packages
 from .ane import AneProfile
 from .gpu import GpuProfile
-from .graph import DECODE, DecodeGraph, Graph, PrefillGraph
+from .graph import DecodeGraph, Graph, PrefillGraph
 from .settings import ExportConfig
 
 _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "transformers")
@@ -43,6 +44,10 @@ _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "tr
 
 @dataclass(kw_only=True)
 class Report:
+    """How large an exported package is, how far its weights are from the model's, and what making
+    it took.
+    """
+
     package_bytes: int = 0  # size of the package
     weight_error: compression.WeightError | None = None  # None for Core AI's
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage
@@ -50,6 +55,7 @@ class Report:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        """Time the block, showing its name, and note the process's peak memory."""
         from huggingface_hub.utils import tqdm
 
         started = time.perf_counter()
@@ -60,6 +66,7 @@ class Report:
         self.peak_bytes = peak_bytes()
 
     def __str__(self) -> str:
+        """Return the report in a few lines."""
         stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.seconds.items())
         lines = [f"{self.package_bytes / 1e6:.1f} MB"]
         if self.weight_error is not None:
@@ -70,9 +77,16 @@ class Report:
 
 
 def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> Report:
-    """Write the folder `out`, whole or not at all, in place of none but what this command wrote.
+    """Export a model with its streams into a folder, which is written whole or not at all.
 
-    Without an adapter's name or folder, the streams are those of a fused model.
+    Args:
+        model: a folder, a Hub name or an alias.
+        adapter: a name or folder; None for the streams of a fused model.
+        out: the folder; one that exists must be empty or an exported model.
+        config: how to export.
+
+    Raises:
+        InputError: a package is missing, something does not fit, or the folder cannot be written.
     """
     (packages.import_coreai if config.target == "coreai" else packages.import_coremltools)()
     ours = all((out / name).is_file() for name in (MANIFEST, REPORT))
@@ -83,7 +97,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
         do="choose another --out",
     )
     report = Report()
-    with packages.writing(out):
+    with packages.explain_write_errors(out):
         with report.stage("load"):
             folder = resolve_model(model)
             own = adapter_for_export(folder, adapter)
@@ -111,6 +125,11 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
 
 
 def adapter_for_export(folder: Path, adapter: str | None) -> StreamAdapter:
+    """Load the adapter of a name or folder, or else the streams of a fused model folder.
+
+    Raises:
+        InputError: there are no streams.
+    """
     found = None if adapter is None else resolve_adapter(adapter)
     require(
         found is not None or (adapter is None and (folder / CONFIG_FILE).exists()),
@@ -122,6 +141,11 @@ def adapter_for_export(folder: Path, adapter: str | None) -> StreamAdapter:
 
 
 def build_graphs(folder: Path, adapter: StreamAdapter, config: ExportConfig) -> tuple[Graph, Graph]:
+    """Build the functions "prefill" and "decode" of a base model's folder and an adapter.
+
+    Raises:
+        InputError: sizes, context or layers do not allow it.
+    """
     sizes = config.sizes(adapter.config, adapter.base.vocab_size)
     reference = build_reference(folder, adapter, sizes.num_streams)
     _check_context(reference, sizes.num_slots)
@@ -135,7 +159,9 @@ def build_graphs(folder: Path, adapter: StreamAdapter, config: ExportConfig) -> 
 
 
 def make_manifest(graph: Graph, adapter: StreamAdapter, config: ExportConfig) -> Manifest:
-    """What the graph "decode" says of itself; without names, digest and end tokens."""
+    """Return the manifest of an export, from its graph "decode"; names, digest and end tokens are
+    left empty.
+    """
     sizes = graph.profile.sizes
     carried = config.target == "coreml" and config.precision == "float32"
     return Manifest(
@@ -159,6 +185,10 @@ def make_manifest(graph: Graph, adapter: StreamAdapter, config: ExportConfig) ->
 def _write_package(
     graphs: Sequence[Graph], config: ExportConfig, package: Path, report: Report
 ) -> None:
+    """Convert the graphs, compress them as `config` says, and write them as one package.
+
+    Stages and the weight error are noted in `report`.
+    """
     if config.target == "coreai":
         with report.stage("convert"):
             packages.write_coreai(graphs, config, package)
@@ -182,6 +212,7 @@ def _write_package(
 
 
 def _versions() -> dict[str, str]:
+    """Return the versions of Python, this package and those that it exports with, by name."""
     found = {"ssmlx": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -190,7 +221,9 @@ def _versions() -> dict[str, str]:
 
 
 def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> StreamFusedReference:
-    """The reference with an adapter's weights, in float32; the first `num_streams` streams."""
+    """Load the PyTorch model of an adapter, in float32, with the first `num_streams` of its
+    streams.
+    """
     model = reference_of(load_base(folder), adapter)
     model.config = replace(model.config, num_streams=num_streams)
     if model.stream_embeddings is not None:
@@ -200,7 +233,9 @@ def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> S
 
 
 def _check_context(model: StreamFusedReference, num_slots: int) -> None:
-    """Check that the model can look back over the whole cache, and has positions for it."""
+    """Raise InputError where the model has no positions for the whole cache, or windows shorter
+    than it.
+    """
     limit = getattr(model.base.config, "max_position_embeddings", None)
     what = f"--context {num_slots}"
     expected = f"at most {limit}, the model's own"

@@ -23,10 +23,20 @@ def grouped_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention without copies of keys and values for every query head.
+    """Compute attention without copies of keys and values for every query head.
 
-    The query heads of a KV head become rows of one head: `query` is [1, H, R, Dh], `key` and
-    `value` [1, Hkv, keys, Dh], the additive mask [1, 1, H / Hkv * R, keys], repeated for them.
+    The query heads of a KV head become rows of one head.
+
+    Args:
+        module: the attention module.
+        query: [1, H, R, Dh].
+        key: [1, Hkv, keys, Dh].
+        value: likewise.
+        attention_mask: [1, 1, H / Hkv * R, keys], additive, repeated for those heads.
+        scaling: of the scores; None for 1 over the root of Dh.
+
+    Returns:
+        [1, R, H, Dh], and None in the place of attention weights.
     """
     _, heads, rows, width = query.shape
     kv_heads = key.shape[1]
@@ -48,6 +58,7 @@ class _SlotKeys:
     def __init__(
         self, keys: torch.Tensor, values: torch.Tensor, rows: Rows, rotation_step: float
     ) -> None:
+        """Take the keys and values [1, Hkv, S, Dh] of a layer's cache, and the rows of the call."""
         self._keys = keys
         self._values = values
         self._rows = rows
@@ -56,7 +67,7 @@ class _SlotKeys:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, Hkv, R, Dh] keys and values of the rows -> those that the rows may see."""
+        """Return the keys and values that the rows may see, of [1, Hkv, R, Dh] new ones."""
         if self._rows.slots is None:
             if self._rotation_step:
                 values = rotate_values(values, values.shape[2], self._rotation_step)
@@ -68,9 +79,12 @@ class _SlotKeys:
 
 
 class GpuProfile(Profile):
+    """Any decoder that the reference drives, in transformers' own layout and modules."""
+
     axis = 1
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
+        """Make the model's attention modules compute `grouped_attention`."""
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 
@@ -80,11 +94,13 @@ class GpuProfile(Profile):
         model.base.set_attn_implementation("ssmlx_export")
 
     def cache_shape(self) -> tuple[int, ...]:
+        """Return [1, Hkv, S, Dh]."""
         width = self.decoder.layers[0].self_attn.head_dim
         heads = self.base.config.num_attention_heads // self.groups
         return 1, heads, self.sizes.num_slots, width
 
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
+        """Run layers `first` to `last` - 1 on hidden states [1, R, D]."""
         rotary = {}
         if self.rotary is not None:
             tables = tuple(table[rows.positions][None].to(hidden.dtype) for table in self.rotary)

@@ -31,13 +31,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
 from ssmlx.exported.backends import DECODE, PREFILL
 from ssmlx.exported.decode import MASKED
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
-from .parts import Profile, Rows, share_anew
+from ..typed_torch import Module
+from .parts import Profile, Rows, renormalise_topk
 
 # Below every path that exists: less than any depth times the least edge, and a float16.
 _IMPOSSIBLE = -1e4
@@ -55,7 +55,7 @@ class Tensor:
         return torch.zeros(self.shape, dtype=torch.int32 if self.kind == "int" else torch.float32)
 
 
-class Graph(nn.Module):
+class Graph(Module):
     """A function of the exported model: `forward(*inputs, *caches) -> outputs`.
 
     The caches are written in place: keys and values, layer by layer, each of `cache_shape`.
@@ -66,6 +66,7 @@ class Graph(nn.Module):
     outputs: tuple[Tensor, ...]
 
     def __init__(self, profile: Profile, num_layers: int) -> None:
+        """Name the caches of `num_layers` layers, keys before values."""
         super().__init__()
         self.profile = profile
         self.num_layers = num_layers
@@ -80,6 +81,7 @@ class PrefillGraph(Graph):
     name = PREFILL
 
     def __init__(self, profile: Profile, num_layers: int) -> None:
+        """Describe inputs and outputs of a chunk of T tokens."""
         super().__init__(profile, num_layers)
         count = profile.sizes.chunk
         slots = profile.sizes.num_slots
@@ -89,6 +91,7 @@ class PrefillGraph(Graph):
         self.outputs = (Tensor("last_slot", (1,)),)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Write the tokens' keys and values into the caches; return the last slot [1]."""
         tokens, positions, slots, mask = tensors[:4]
         hidden = self.profile.embed(tokens, positions)
         self.profile.run(hidden, 0, self.num_layers, Rows(positions, slots, mask, tensors[4:]))
@@ -108,6 +111,7 @@ class DecodeGraph(Graph):
     def __init__(
         self, profile: Profile, num_layers: int, split: int, vocab: torch.Tensor | None
     ) -> None:
+        """Describe inputs and outputs, and make the mask among streams and their distances."""
         super().__init__(profile, num_layers)
         self.split = split
         sizes = profile.sizes
@@ -140,6 +144,9 @@ class DecodeGraph(Graph):
         )
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Verify the tree, prune it where asked for, and draft; inputs and outputs as the module
+        says.
+        """
         profile = self.profile
         sizes = self.profile.sizes
         tokens, positions, slots, mask, parents, depths, ancestors = tensors[:7]
@@ -170,7 +177,7 @@ class DecodeGraph(Graph):
     def _edges(
         self, hidden: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
     ) -> torch.Tensor:
-        """[N] early-exit log probability of each node's token given its parent."""
+        """Return [N], the early-exit log probability of each node's token given its parent."""
         profile = self.profile
         inner = profile.take(hidden, torch.arange(profile.sizes.num_parents))
         states = profile.exit_states(inner)
@@ -179,7 +186,9 @@ class DecodeGraph(Graph):
         return profile.head.logit_of(profile.as_rows(states)[above], tokens) - total
 
     def _upper(self, started: torch.Tensor, nodes: Rows, last: torch.Tensor) -> torch.Tensor:
-        """Streams of node `last` through the top layers, and the norm (eqs. 1 and 2)."""
+        """Run the streams of node `last` through the top layers and the final norm (eqs. 1 and
+        2).
+        """
         profile = self.profile
         streams = self.profile.sizes.num_streams
         seen = nodes.mask[:, :, last].expand(-1, -1, streams, -1)
@@ -191,18 +200,22 @@ class DecodeGraph(Graph):
     def _draft(
         self, streams: torch.Tensor, root: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Candidates of the streams of a node whose next token is `root` [1]."""
+        """Return the candidates of a node's streams and their log probabilities; `root` [1] is its
+        next token.
+        """
         profile = self.profile
         sizes = self.profile.sizes
         columns, logprobs = profile.draft_head.rank(streams, sizes.tree.num_candidates)
         tokens = columns if self.vocab is None else self.vocab[columns]
         if sizes.tree.is_conditional:
             previous = torch.cat([root.expand_as(tokens[:1]), tokens[:-1]])
-            logprobs = share_anew(logprobs, profile.condition_logits(streams, previous, tokens))
+            logprobs = renormalise_topk(
+                logprobs, profile.condition_logits(streams, previous, tokens)
+            )
         return tokens, logprobs
 
 
-class Converted(nn.Module):
+class Converted(Module):
     """A graph as a converter takes it.
 
     Its caches are buffers of its own, which are state to a converter, or else inputs and outputs
@@ -210,6 +223,7 @@ class Converted(nn.Module):
     """
 
     def __init__(self, graph: Graph, *, stateful: bool) -> None:
+        """Wrap a graph; `stateful` makes its caches buffers."""
         super().__init__()
         self.function = graph
         self.stateful = stateful
@@ -217,9 +231,14 @@ class Converted(nn.Module):
             self.register_buffer(name, torch.zeros(graph.cache_shape))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the graph on its inputs, with the caches as buffers, or as inputs and outputs behind
+        the others.
+        """
         graph = self.function
         if self.stateful:
-            return graph(*tensors, *(getattr(self, name) for name in graph.caches))
+            caches = (getattr(self, name) for name in graph.caches)
+            outputs: tuple[torch.Tensor, ...] = graph(*tensors, *caches)
+            return outputs
         return (*graph(*tensors), *tensors[len(graph.inputs) :])
 
 
@@ -229,9 +248,13 @@ class Converted(nn.Module):
 def surviving_nodes(
     edges: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, keep: int
 ) -> torch.Tensor:
-    """[M] int32 the `keep` nodes of the largest path probability, ascending.
+    """Return [M] int32, the `keep` nodes of the largest path probability, ascending.
 
-    `edges` [N] is the early-exit log probability of each node given its parent.
+    Args:
+        edges: [N] early-exit log probability of each node given its parent.
+        depths: [N]; -1 for nodes that only fill up, which are kept last.
+        ancestors: [N, N], 1 where the column's node is the row's or above it.
+        keep: M.
     """
     below_root = (depths > 0).to(edges.dtype)
     clipped = edges.clamp(MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB) * below_root
@@ -249,9 +272,14 @@ def last_accepted(
     depths: torch.Tensor,
     ancestors: torch.Tensor,
 ) -> torch.Tensor:
-    """[1] int32 the deepest node whose whole path carries the target's own tokens.
+    """Return [1] int32, the deepest node whose whole path has the target's own tokens.
 
-    All are of the M nodes that were kept; `targets` [M] is the target's token after each.
+    Args:
+        tokens: [M] of the kept nodes.
+        targets: [M] the target's token after each.
+        parents: [M].
+        depths: [M].
+        ancestors: [M, M].
     """
     agrees = torch.logical_or(tokens == targets[parents], depths == 0)
     faults = (ancestors * torch.logical_not(agrees).to(ancestors.dtype)).sum(dim=-1)

@@ -25,7 +25,10 @@ _WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_output() -> Iterator[None]:
+    """Keep warnings, logs below errors, and both output streams from being shown inside the
+    block.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -41,9 +44,13 @@ def quiet() -> Iterator[None]:
 
 
 def import_coremltools() -> Any:
-    """The converter; refused where it is not installed, or not in a version that works."""
+    """Import Core ML's converter.
+
+    Raises:
+        InputError: it is not installed, or does not work with this NumPy.
+    """
     try:
-        with quiet():
+        with silence_output():
             import coremltools
     except (ImportError, AttributeError) as error:
         raise not_installed("coremltools", error, "coreml") from error
@@ -57,8 +64,9 @@ def import_coremltools() -> Any:
 
 
 def import_coreai() -> Any:
+    """Import Core AI's converter; raise InputError where it is not installed."""
     try:
-        with quiet():
+        with silence_output():
             importlib.import_module("coreai")
             return importlib.import_module("coreai_torch")
     except ImportError as error:
@@ -67,8 +75,8 @@ def import_coreai() -> Any:
 
 
 @contextlib.contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Tell a full or read-only disk in one line."""
+def explain_write_errors(target: Path) -> Iterator[None]:
+    """Turn a full or read-only disk in the block into an InputError of one line."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -82,9 +90,9 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def convert_graph(graph: Graph, config: ExportConfig) -> Any:
-    """One function as a Core ML model, its weights not compressed yet.
+    """Convert one function to a Core ML model, its weights not compressed yet.
 
-    In float16 the cache is state. Core ML's state is float16 alone, so in float32 the caches are
+    In float16 the cache is Core ML's state, which is float16 alone; in float32 the caches are
     inputs, and outputs of the same name with `NEW` behind.
     """
     ct = import_coremltools()
@@ -92,18 +100,19 @@ def convert_graph(graph: Graph, config: ExportConfig) -> Any:
     module = Converted(graph, stateful=stateful).eval()
     examples = [tensor.zeros() for tensor in graph.inputs]
     examples += [] if stateful else [torch.zeros(graph.cache_shape) for _ in graph.caches]
-    with quiet(), torch.no_grad():
+    with silence_output(), torch.no_grad():
         return ct.convert(
             torch.jit.trace(module, tuple(examples), check_trace=False),
-            **_signature(ct, graph, stateful),
+            **_tensor_types(ct, graph, stateful),
             minimum_deployment_target=ct.target.iOS18,
-            compute_precision=_precision(ct, config),
-            pass_pipeline=_pipeline(ct),
+            compute_precision=_compute_precision(ct, config),
+            pass_pipeline=_pass_pipeline(ct),
             skip_model_load=True,
         )
 
 
-def _signature(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
+def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
+    """Return the inputs, outputs and states of a graph, as `ct.convert` takes them."""
     kinds = {"int": np.int32, "float": np.float16 if stateful else np.float32}
     inputs = [ct.TensorType(t.name, shape=t.shape, dtype=kinds[t.kind]) for t in graph.inputs]
     outputs = [ct.TensorType(t.name, dtype=kinds[t.kind]) for t in graph.outputs]
@@ -118,7 +127,10 @@ def _signature(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
     return {"inputs": inputs, "outputs": outputs, "states": states}
 
 
-def _precision(ct: Any, config: ExportConfig) -> Any:
+def _compute_precision(ct: Any, config: ExportConfig) -> Any:
+    """Return float32, float16, or for the profile `gpu` in float16 a choice by operation: squares
+    and sums of exponentials stay in float32.
+    """
     if config.precision == "float32":
         return ct.precision.FLOAT32
     if config.profile == "ane":
@@ -134,17 +146,21 @@ def _precision(ct: Any, config: ExportConfig) -> Any:
     return ct.transform.FP16ComputePrecision(op_selector=fits)
 
 
-def _pipeline(ct: Any) -> Any:
-    """The converter's own passes, and one of ours before those that place the cache's writes.
+def _pass_pipeline(ct: Any) -> Any:
+    """Return the converter's passes, with one of ours that saves a copy of the cache a layer.
 
-    An assignment to a whole tensor is the new tensor: one copy of the cache less a layer.
+    An assignment to a whole tensor is replaced by the new tensor. The pass that holds whole numbers
+    in 16 bits, where tokens overflow, is left out.
     """
-    with quiet():
+    with silence_output():
         from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
         from coremltools.converters.mil.mil.passes.pass_registry import register_pass
 
-    class DropWholeUpdates(AbstractGraphPass):
+    class DropWholeUpdates(AbstractGraphPass):  # type: ignore[misc]  # mypy skips coremltools
+        """Replaces assignments to whole tensors by what is assigned."""
+
         def apply(self, prog: Any) -> None:
+            """Change every function of a program."""
             for block in prog.functions.values():
                 for op in list(block.operations):
                     if op.op_type == "slice_update" and op.x.shape == op.update.shape:
@@ -166,9 +182,17 @@ def _pipeline(ct: Any) -> Any:
 
 
 def merge_functions(models: Mapping[str, Any], package: Path) -> None:
-    """Write `models`, by the names of their functions, as one package; equal weights once."""
+    """Write models, by the names of their functions, as one package that has equal weights once.
+
+    Raises:
+        InputError: the disk is full or read-only.
+    """
     ct = import_coremltools()
-    with writing(package), quiet(), tempfile.TemporaryDirectory(dir=package.parent) as work:
+    with (
+        explain_write_errors(package),
+        silence_output(),
+        tempfile.TemporaryDirectory(dir=package.parent) as work,
+    ):
         descriptor = ct.utils.MultiFunctionDescriptor()
         for name, model in models.items():
             path = str(Path(work, f"{name}.mlpackage"))
@@ -179,14 +203,17 @@ def merge_functions(models: Mapping[str, Any], package: Path) -> None:
 
 
 def write_coreai(graphs: Sequence[Graph], config: ExportConfig, package: Path) -> None:
-    """Convert `graphs` and write them as one package.
+    """Convert `graphs` with Core AI and write them as one package.
 
-    The cache is state in either precision. Nothing is compressed.
+    The cache is state in either precision; nothing is compressed.
+
+    Raises:
+        InputError: Core AI's converter is missing, or the disk is full or read-only.
     """
     coreai_torch = import_coreai()
     converter = coreai_torch.TorchConverter
     dtype = getattr(torch, config.precision)
-    with quiet(), torch.no_grad():
+    with silence_output(), torch.no_grad():
         conversion = converter(mode=converter.Mode.RELEASE)
         for graph in graphs:
             module = Converted(graph, stateful=True).eval().to(dtype)
@@ -202,5 +229,5 @@ def write_coreai(graphs: Sequence[Graph], config: ExportConfig, package: Path) -
             )
         program = conversion.to_coreai()
 
-    with writing(package), quiet():
+    with explain_write_errors(package), silence_output():
         program.save_asset(package)

@@ -18,11 +18,14 @@ from ssmlx.model.condition import EPSILON
 
 from ..reference.checkpoint import merge_lora
 from ..reference.model import StreamFusedReference
+from ..typed_torch import Module
 from .settings import GraphSizes
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
+    """Where the rows of a call stand, what they see, and where their keys and values go."""
+
     positions: torch.Tensor  # [R] int32
     # [R] int32, where nodes' keys and values go; None for streams, which are not kept: they see
     # each other behind the slots
@@ -31,8 +34,11 @@ class Rows:
     caches: Sequence[torch.Tensor]  # keys and values of every layer, in turn
 
 
-class Head(nn.Module):
-    """Rows [V, D] of an LM head, in pieces; `channels_first` hidden states are [1, D, 1, R]."""
+class Head(Module):
+    """Rows [V, D] of an LM head, multiplied in pieces of `piece` rows.
+
+    Hidden states are [1, R, D], or where `channels_first` [1, D, 1, R].
+    """
 
     def __init__(
         self,
@@ -42,6 +48,7 @@ class Head(nn.Module):
         channels_first: bool,
         piece: int | None = None,
     ) -> None:
+        """Take the rows [V, D] and the bias [V] or None; `piece` None multiplies all at once."""
         super().__init__()
         self.channels_first = channels_first
         self.piece = piece or weight.shape[0]
@@ -49,7 +56,7 @@ class Head(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, False)
 
     def pieces(self, hidden: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each piece's first token, and its logits [R, tokens of the piece]."""
+        """Yield the first token of each piece, and its logits [R, tokens of the piece]."""
         for first in range(0, self.weight.shape[0], self.piece):
             weight = self.weight[first : first + self.piece]
             bias = None if self.bias is None else self.bias[first : first + self.piece]
@@ -60,7 +67,7 @@ class Head(nn.Module):
                 yield first, functional.linear(hidden, weight, bias)[0]
 
     def choose(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R] int32, the likeliest token after each row."""
+        """Return [R] int32, the likeliest token of each row."""
         found = [
             (logits.amax(dim=-1), logits.argmax(dim=-1).int() + first)
             for first, logits in self.pieces(hidden)
@@ -71,17 +78,19 @@ class Head(nn.Module):
         return tokens.gather(1, best.argmax(dim=-1, keepdim=True))[:, 0]
 
     def log_total(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R] `log_total` of all logits."""
+        """Return [R], the logarithm of the sum of the exponentials of all logits of each row."""
         totals = [log_total(logits) for _, logits in self.pieces(hidden)]
         return log_total(torch.cat(totals, dim=-1))[:, 0]
 
     def logit_of(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[m] the logit of each of `tokens` [m] after its own of `rows` [m, D]."""
+        """Return [m] logits: of each of `tokens` [m] for its own of `rows` [m, D]."""
         logits = (rows * functional.embedding(tokens, self.weight)).sum(dim=-1)
         return logits if self.bias is None else logits + self.bias[tokens]
 
     def rank(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns [R, count] int32 and log probabilities [R, count], best first."""
+        """Return the `count` likeliest columns [R, count] int32, and log probabilities [R, count],
+        best first.
+        """
         best = []
         columns = []
         for first, logits in self.pieces(hidden):
@@ -97,27 +106,39 @@ class Head(nn.Module):
 
 
 def log_total(logits: torch.Tensor) -> torch.Tensor:
-    """[..., 1] the logarithm of the sum of exponentials, which float16 could not hold."""
+    """Return [..., 1], the logarithm of the sum of exponentials over the last axis, without
+    float16's overflow.
+    """
     peak = logits.amax(dim=-1, keepdim=True)
     return ((logits - peak).float().exp().sum(dim=-1, keepdim=True).log() + peak).to(peak.dtype)
 
 
-def share_anew(logprobs: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """The function of this name in `ssmlx.drafters.streams`: [G, K] and [G, K, K] to [G, K, K]."""
+def renormalise_topk(logprobs: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """Return log probabilities [G, K, K] of a stream's candidates given each candidate before.
+
+    Over the K candidates, the probabilities add up to what they added up to before.
+
+    Args:
+        logprobs: [G, K] without a condition.
+        more: [G, K, K] what each candidate before adds to the logits.
+    """
     scores = logprobs[:, None] + more
     return scores - log_total(scores) + log_total(logprobs)[:, None]
 
 
-class Profile(nn.Module, ABC):
-    """How a model's parts are laid out; `gpu.py` and `ane.py` have one each.
+class Profile(Module, ABC):
+    """The layers, heads and layout of an exported model; `gpu.py` and `ane.py` have one each.
 
-    The reference is used up: LoRA that acts on every row is merged.
+    The reference cannot be used afterwards: LoRA that acts on every row is merged into its weights.
     """
 
     axis: int  # of the rows in hidden states
     piece: int | None = None  # most rows of a matrix of an LM head
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
+        """Take the reference's parts; tables of rotary embeddings reach over all slots and
+        streams.
+        """
         super().__init__()
         self.base = model.base
         self.config = model.config
@@ -147,37 +168,43 @@ class Profile(nn.Module, ABC):
 
     @staticmethod
     def linear_of(module: Any, x: torch.Tensor) -> torch.Tensor:
+        """Apply a linear module to hidden states of this profile's layout."""
         return module(x)
 
     def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The hidden states of `rows` [m]."""
+        """Return the hidden states of `rows` [m], in this profile's layout."""
         return hidden[:, rows] if self.axis == 1 else hidden[..., rows]
 
     def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, D]."""
+        """Return hidden states of this profile's layout as [R, D]."""
         return hidden[0] if self.axis == 1 else hidden[0, :, 0].t()
 
     def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Hidden states, or others of their layout, of `rows` [R, D]."""
+        """Return rows [R, D] in this profile's layout."""
         return rows[None] if self.axis == 1 else rows.t()[None, :, None]
 
     @abstractmethod
     def cache_shape(self) -> tuple[int, ...]:
-        """Of one layer's keys, and of its values."""
+        """Return the shape of one layer's keys, which is that of its values."""
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states of tokens [R] at positions [R]."""
+        """Return hidden states of tokens [R] at positions [R]."""
         return self.from_rows(self.decoder.embed(tokens[None], positions[None])[0])
 
     def unit_embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[m, D] the embeddings of `tokens` [m], each of RMS 1."""
+        """Return [m, D], the embeddings of `tokens` [m], each scaled to an RMS of 1."""
         return functional.embedding(tokens, self.decoder.like) * self.inverse_rms[tokens, None]
 
     def condition_logits(
         self, streams: torch.Tensor, previous: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """[G, K, K] what each token of `previous` [G, K] adds to the logits of `tokens` [G, K], of
-        `streams` as `norm` gives them."""
+        """Return [G, K, K], what each token of `previous` adds to the logits of `tokens`.
+
+        Args:
+            streams: of G streams, as `norm` gives them.
+            previous: [G, K] candidates of the stream before.
+            tokens: [G, K] candidates of the stream.
+        """
         given: Any = self.reference.condition
         embedded = self.from_rows(self.unit_embeddings(previous.flatten()))
         told = self.as_rows(self.linear_of(given.embed, embedded))
@@ -190,15 +217,24 @@ class Profile(nn.Module, ABC):
 
     @abstractmethod
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Layers `first` to `last` - 1; nodes write into their `rows.caches`."""
+        """Run layers `first` to `last` - 1; keys and values of nodes are written into
+        `rows.caches`.
+        """
 
     def root_states(self, roots: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """The reference's, of tokens [m] and of m hidden states behind the norm."""
+        """Return what streams start from beside their nodes: embeddings of `roots` [m] joined to m
+        final-normed hidden states.
+        """
         embedded = self.unit_embeddings(roots)
         return self.from_rows(torch.cat([embedded, self.as_rows(normed)], dim=-1))
 
     def start_streams(self, node: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
-        """Eq. 3: the G stream rows of one node; see the reference's `insert_streams`."""
+        """Return the G stream rows of one node before the upper layers (eq. 3).
+
+        Args:
+            node: its hidden state before the insertion layer.
+            known: as `root_states` gives it; None where streams do not start from the root.
+        """
         model = self.reference
         started = node
         if model.stream_init is not None:
@@ -212,8 +248,11 @@ class Profile(nn.Module, ABC):
         return started + self.from_rows(model.stream_embeddings)
 
     def exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Nodes as the early exit's head takes them (section 3.2.3)."""
+        """Return nodes as the early exit's head takes them (Speculative Streaming, section
+        3.2.3).
+        """
         return self.norm(nodes + self.linear_of(self.reference.prune_adapter, nodes))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the final norm."""
         return self.decoder.norm(hidden)

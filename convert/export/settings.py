@@ -9,7 +9,7 @@ from ssmlx.settings import MAX_TREE_NODES, StreamConfig, TreeConfig, check_setti
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSizes:
-    """Every shape of both functions follows from these and the model."""
+    """The sizes from which, with the model, every shape of both functions follows."""
 
     num_nodes: int  # N, rows of a decode step; trees of fewer nodes are filled up
     num_kept: int  # M, nodes that pruning keeps; N where nothing is pruned
@@ -21,6 +21,7 @@ class GraphSizes:
 
     @property
     def is_pruned(self) -> bool:
+        """Whether early exit drops nodes."""
         return self.num_kept < self.num_nodes
 
 
@@ -64,6 +65,9 @@ class ExportConfig:
     chunk: int = setting(64, "T, prompt tokens a call of prefill", least=1, most=MAX_TREE_NODES)
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is out of bounds, or does not go with
+        another.
+        """
         check_settings(self)
         what = f"--context {self.context} with --chunk {self.chunk}"
         do = "choose a multiple"
@@ -76,6 +80,13 @@ class ExportConfig:
         )
 
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
+        """Return the sizes of the graphs for an adapter of these settings, on a model of
+        `vocab_size` tokens.
+
+        Raises:
+            InputError: pruning is asked for and the adapter has none, or a tree does not fit the
+                context.
+        """
         from ssmlx.exported.manifest import TreeShape
         from ssmlx.model.tree import num_candidates
 

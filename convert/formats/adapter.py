@@ -12,7 +12,6 @@ from mlx_lm.utils import save_config, save_model
 
 from ssmlx.errors import require
 from ssmlx.loading.adapter import (
-    BaseIdentity,
     StreamAdapter,
     cast_streams,
     read_streams,
@@ -29,7 +28,16 @@ from ..reference import format as layout
 
 
 def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str, LoraWeights]:
-    """A PEFT adapter as LoRA weights by module path, every tensor accounted for."""
+    """Read a checkpoint's PEFT files as LoRA by module path.
+
+    Args:
+        folder: with adapter_config.json and the weights.
+        config: the streams' settings.
+        model: of MLX, whose linear modules the LoRA is for.
+
+    Raises:
+        InputError: a tensor is missing, spare or of another shape.
+    """
     settings = layout.read_lora_settings(folder / layout.ADAPTER_CONFIG, config)
     path, tensors = layout.read_peft_tensors(folder)
     modules = dict(model.named_modules())
@@ -56,10 +64,18 @@ def read_checkpoint(
     base_model: str = "",
     task_folder: Path | None = None,
 ) -> StreamAdapter:
-    """Read a PyTorch checkpoint against its base model, `streams_config.json` beside its streams.
+    """Read a PyTorch checkpoint as an adapter for its base model.
 
-    `scope` takes the place of the checkpoint's, `base_model` that of a name it lacks; `task_folder`
-    has the LoRA that every row has beside streams of scope "streams".
+    Args:
+        lora_folder: with PEFT's files.
+        streams_file: stream weights, `streams_config.json` beside them.
+        backbone: the base model.
+        scope: takes the place of the checkpoint's; None keeps that.
+        base_model: name of the base, where the checkpoint has none.
+        task_folder: has the LoRA on every row beside streams of scope "streams"; None for none.
+
+    Raises:
+        InputError: a file is broken, or does not fit the base or another file.
     """
     config = layout.read_stream_config(streams_file.parent / layout.STREAMS_CONFIG)
     layout.check_sizes(config, len(backbone.layers), backbone.hidden_size)
@@ -84,7 +100,7 @@ def read_checkpoint(
     adapter = StreamAdapter(
         config=config,
         streams=streams,
-        base=BaseIdentity.of(backbone),
+        base=backbone.identity,
         lora=task,
         base_model=config.base_model,
     )
@@ -92,12 +108,13 @@ def read_checkpoint(
 
 
 def cast_adapter(adapter: StreamAdapter, dtype: str) -> StreamAdapter:
-    """The adapter with weights of `dtype`; "stored" and "auto" leave them as they are."""
+    """Return the adapter with weights of `dtype`; "stored" and "auto" leave them as they are."""
     if dtype in ("stored", "auto"):
         return adapter
     kind = getattr(mx, dtype)
 
     def cast(lora: Loras) -> dict[str, LoraWeights]:
+        """Cast the factors and norms of LoRA."""
         return {
             path: replace(
                 weights,
@@ -121,7 +138,20 @@ def write_fused(
     tokenizer: TokenizerWrapper,
     model_config: Mapping[str, Any],
 ) -> None:
-    """Write a model folder with the LoRA merged into its weights, and the streams beside it."""
+    """Write a model folder with LoRA merged into its weights, and the streams beside it.
+
+    The backbone's layers are changed.
+
+    Args:
+        folder: to write into.
+        adapter: of scope "all".
+        backbone: the base, not quantised.
+        tokenizer: is saved too.
+        model_config: the base's config.json.
+
+    Raises:
+        InputError: the scope is "streams", or the base is quantised.
+    """
     require(
         adapter.config.adapter_scope == "all",
         "--fuse with LoRA of scope 'streams'",

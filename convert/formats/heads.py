@@ -34,7 +34,7 @@ from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
 from ssmlx.json_files import read_json
-from ssmlx.loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
+from ssmlx.loading.adapter import cast_tensors, check_draft_vocab
 from ssmlx.loading.files import read_tensors, write_whole
 from ssmlx.loading.load import MEDUSA_PREFIX
 from ssmlx.model.backbone import Backbone
@@ -60,7 +60,19 @@ _PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
 def read_published(
     folder: Path, vocab_size: int | None = None
 ) -> tuple[HeadConfig, dict[str, mx.array]]:
-    """Published heads of either kind, every tensor accounted for, rows of the draft vocabulary."""
+    """Read published heads of either kind; every tensor must be one that the kind has.
+
+    Args:
+        folder: of the heads, or of a Medusa-2 model.
+        vocab_size: V of the base model; None takes the most rows that a tensor has.
+
+    Returns:
+        The settings; and the tensors, matrices with the rows of the draft vocabulary alone where
+        the folder has one.
+
+    Raises:
+        InputError: the folder has no heads, or a file is broken.
+    """
     path = folder / "config.json"
     config: HeadConfig
     found, source = _medusa_tensors(folder)
@@ -98,18 +110,30 @@ def read_published(
 
 
 def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str) -> Heads:
-    """Published heads as MLX heads of a base model; "stored" and "auto" leave them as they are."""
+    """Convert published heads to MLX heads of a base model.
+
+    Args:
+        folder: of the heads.
+        backbone: the base model.
+        base_model: its name.
+        dtype: of the weights; "stored" and "auto" leave them as they are.
+
+    Raises:
+        InputError: they are broken, or for a model of other sizes.
+    """
     config, tensors = read_published(folder, backbone.vocab_size)
     check_base_sizes(config, backbone.vocab_size, backbone.hidden_size, folder)
     if dtype not in ("stored", "auto"):
         tensors = cast_tensors(tensors, getattr(mx, dtype))
-    return Heads(config, tensors, BaseIdentity.of(backbone), base_model)
+    return Heads(config, tensors, backbone.identity, base_model)
 
 
 def check_base_sizes(
     config: HeadConfig, vocab_size: int, hidden_size: int, source: Path | None
 ) -> None:
-    """Raises InputError where the heads were made for a model of other sizes."""
+    """Raise InputError where heads are for a model of another hidden size or vocabulary; `source`
+    is named in the message.
+    """
     for what, found, expected in (
         ("hidden size", hidden_size, config.base_width),
         ("vocabulary", vocab_size, config.vocab_size),
@@ -123,7 +147,7 @@ def check_base_sizes(
 
 
 def load_published(folder: Path, vocab_size: int | None = None) -> HeadReference:
-    """Published heads in PyTorch, in float32; arguments as for `read_published`."""
+    """Load published heads in PyTorch, in float32; arguments and errors as for `read_published`."""
     import torch
 
     from ..reference.heads import new_reference
@@ -135,16 +159,23 @@ def load_published(folder: Path, vocab_size: int | None = None) -> HeadReference
         for name, parameter in model.named_parameters():
             array = tensors[name.removeprefix("heads.")].astype(mx.float32)
             parameter.copy_(torch.from_numpy(np.array(array)))
-    return model.eval()
+    loaded: HeadReference = model.eval()
+    return loaded
 
 
 def save_published(
     model: HeadReference, folder: Path, base_model: str = "", lm_head: torch.Tensor | None = None
 ) -> None:
-    """Write what `load_published` and the programs that published the formats read.
+    """Write heads as their kind is published, so that other programs read them.
 
-    The base model's `lm_head` [V, D] has the rows of Medusa matrices that a draft vocabulary
-    leaves out.
+    Rows of a matrix that a draft vocabulary leaves out are those of `lm_head` for Medusa, and zeros
+    for a speculator.
+
+    Args:
+        model: the heads.
+        folder: to write into.
+        base_model: name of the base.
+        lm_head: [V, D] of the base model; None for zeros.
     """
     from safetensors.torch import save
 
@@ -179,7 +210,9 @@ def save_published(
 
 
 def _whole_tensors(model: HeadReference, rest: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The weights, every matrix of the whole vocabulary: `rest` [V, D], or zeros, is elsewhere."""
+    """Return the weights by published name, matrices with all V rows; rows of no draft token are
+    those of `rest` [V, D], or zeros.
+    """
     tensors = {
         name.removeprefix("heads."): weight.detach().cpu().contiguous()
         for name, weight in model.named_parameters()
@@ -197,7 +230,12 @@ def _whole_tensors(model: HeadReference, rest: torch.Tensor | None) -> dict[str,
 
 
 def _medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: int) -> MedusaConfig:
-    """What the tensors' names say of the heads; a head without a matrix shares the LM head."""
+    """Return the settings that the tensors' names and shapes tell; a head without a matrix shares
+    the LM head.
+
+    Raises:
+        InputError: no tensor is a Medusa head's.
+    """
     found = [match.groups() for match in map(_MEDUSA_NAME.fullmatch, tensors) if match]
     require(
         bool(found),
@@ -218,7 +256,9 @@ def _medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: in
 
 
 def _medusa_tensors(folder: Path) -> tuple[dict[str, mx.array], Path]:
-    """Medusa heads under their names in the files, if there are any, and where they are."""
+    """Read Medusa heads under their names in the files; return them, none where there are none, and
+    where they are.
+    """
     source, pickled = (folder / name for name in MEDUSA_FILES)
     if source.is_file():
         return read_tensors(source, "Medusa heads"), source
@@ -231,9 +271,12 @@ def _medusa_tensors(folder: Path) -> tuple[dict[str, mx.array], Path]:
 
 
 def _speculator_tensors(folder: Path, config: MlpSpeculatorConfig) -> dict[str, mx.array]:
-    """The tensors without "speculator." before their names, each shared one once.
+    """Read a speculator's tensors by name without "speculator.", each tied one once.
 
-    What belongs to no speculator of these settings is left in, under its whole name.
+    Tensors of no such name keep theirs.
+
+    Raises:
+        InputError: tied tensors differ.
     """
     pickled = folder / "pytorch_model.bin"
     paths = sorted(folder.glob("model*.safetensors"))

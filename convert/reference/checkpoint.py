@@ -17,12 +17,13 @@ from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_streams, str
 from ssmlx.loading.files import account_for, read_tensors, write_whole
 from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.model.backbone import PROBE_LENGTH, BaseIdentity
-from ssmlx.model.lora import layer_of
+from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
+from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
 from ssmlx.training.job import check_init, check_scale, check_shapes
-from ssmlx.training.mlx_model import with_weights
+from ssmlx.training.mlx_model import replace_weights
 
+from ..typed_torch import without_gradients
 from . import format as layout
 from .format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS, LoraSettings
 from .model import StreamFusedReference, check_base
@@ -33,9 +34,17 @@ _LORA = "PEFT's LoRA weights"
 
 
 def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedReference:
-    """Read a PyTorch stream checkpoint: PEFT's two files and the two stream files.
+    """Load a PyTorch stream checkpoint on its base model.
 
-    Without either of PEFT's files the model has no LoRA.
+    Args:
+        base: of transformers; becomes part of the model, and is changed.
+        checkpoint_dir: with the two stream files, and PEFT's two where there is LoRA.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        InputError: a file is broken, or is for another base.
     """
     folder = Path(checkpoint_dir)
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
@@ -46,17 +55,25 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     check_base(base, config)
     vocab_size: Any = base.config.vocab_size
     streams = read_streams(folder / STREAMS_WEIGHTS, config, vocab_size)
-    vocab = None if streams.draft_vocab is None else tensor_of(streams.draft_vocab)
+    vocab = None if streams.draft_vocab is None else to_tensor(streams.draft_vocab)
     model = StreamFusedReference(base, config, draft_vocab=vocab, lora=lora)
     if has_lora:
         path, tensors = layout.read_peft_tensors(folder)
-        _fill(_lora_parameters(model), tensors, path)
-    _fill(_stream_parameters(model), stream_tensors(streams), folder / STREAMS_WEIGHTS)
-    return model.eval()
+        _load_tensors(_lora_parameters(model), tensors, path)
+    _load_tensors(_stream_parameters(model), stream_tensors(streams), folder / STREAMS_WEIGHTS)
+    loaded: StreamFusedReference = model.eval()
+    return loaded
 
 
 def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReference:
-    """A base model with the weights of an MLX adapter, none of them trained."""
+    """Build the PyTorch model of a base and an MLX adapter, in evaluation mode; nothing of it is
+    trained.
+
+    The adapter's task LoRA is added into the base's weights.
+
+    Raises:
+        InputError: the adapter is another model's, or its LoRA differs from layer to layer.
+    """
     adapter.base.require_same(
         base_identity(base),
         "the adapter belongs",
@@ -66,19 +83,22 @@ def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReferenc
     source = Path("the adapter")
     merge_weights(base, adapter.task_lora, source)
     vocab = adapter.streams.draft_vocab
-    vocab = None if vocab is None else tensor_of(vocab)
+    vocab = None if vocab is None else to_tensor(vocab)
     model = StreamFusedReference(
         base, adapter.config, lora=_lora_settings(adapter), draft_vocab=vocab
     )
     trained = lora_tensors(adapter.trained_lora)
     pairs = {_peft_name(name): array.T for name, array in trained.items()}
-    _fill(_lora_parameters(model), pairs, source)
-    _fill(_stream_parameters(model), stream_tensors(adapter.streams), source)
-    return model.eval().requires_grad_(False)
+    _load_tensors(_lora_parameters(model), pairs, source)
+    _load_tensors(_stream_parameters(model), stream_tensors(adapter.streams), source)
+    frozen: StreamFusedReference = model.eval().requires_grad_(False)
+    return frozen
 
 
 def train_part(model: StreamFusedReference, part: Part | None) -> None:
-    """Let training reach these of a model's parameters, see `trained_weights`."""
+    """Let gradients reach the parameters of a part of a model; see `trainable_weights` for the
+    parts.
+    """
     parameters = dict(_stream_parameters(model))
     parameters.pop(_DRAFT_VOCAB, None)
     if model.config.adapter_scope == "streams":
@@ -87,8 +107,11 @@ def train_part(model: StreamFusedReference, part: Part | None) -> None:
         parameter.requires_grad_(part != "condition" or name.startswith("condition."))
 
 
-def with_weights_of(adapter: StreamAdapter, model: StreamFusedReference) -> StreamAdapter:
-    """The adapter of `reference_of` with what was trained of the model in the place of its own."""
+def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference) -> StreamAdapter:
+    """Return the adapter with the model's trained parameters in the place of its own.
+
+    `model` is as `reference_of` has built it from this adapter.
+    """
     parameters = {**_stream_parameters(model), **_lora_parameters(model)}
     trained = {
         name: mx.array(parameter.detach().cpu().numpy())
@@ -100,11 +123,15 @@ def with_weights_of(adapter: StreamAdapter, model: StreamFusedReference) -> Stre
         for name in lora_tensors(adapter.trained_lora)
         if _peft_name(name) in trained
     }
-    return with_weights(adapter, {**trained, **lora})
+    return replace_weights(adapter, {**trained, **lora})
 
 
 def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
-    """`load_reference` of a checkpoint that changes what the model says."""
+    """Load a checkpoint that changes what the model says; arguments as for `load_reference`.
+
+    Raises:
+        InputError: its LoRA acts on streams alone, or a file is broken.
+    """
     model = load_reference(base, lora)
     if model.config.adapter_scope != "all":
         raise InputError(
@@ -116,7 +143,7 @@ def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
 
 
 def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
-    """Write what `load_reference` reads; PEFT can load the LoRA part."""
+    """Write the files that `load_reference` reads; PEFT can load the LoRA's."""
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
     _save(_stream_parameters(model), folder / STREAMS_WEIGHTS)
@@ -129,7 +156,9 @@ def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> N
 
 
 def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
-    """Lay the LoRA of a task beside streams that draft for it, where the converter finds it."""
+    """Copy a task's LoRA files into the folder `task_lora` of a checkpoint, where the converter
+    looks.
+    """
     target = Path(checkpoint_dir) / layout.TASK_LORA
     target.mkdir(parents=True, exist_ok=True)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS):
@@ -137,11 +166,18 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
             write_whole(target / name, (Path(source) / name).read_bytes())
 
 
-@torch.no_grad()
-def start_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
-    """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them.
+@without_gradients
+def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
+    """Copy the weights of a checkpoint, LoRA and streams, into a model, as far as the checkpoint
+    has them.
 
-    `has_task` tells whether the model has the LoRA of a task.
+    Args:
+        model: is changed.
+        folder: the checkpoint.
+        has_task: whether the model has the LoRA of a task.
+
+    Raises:
+        InputError: the folder has no weights, or they do not fit the model.
     """
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     loses_task = (folder / layout.TASK_LORA).is_dir() and not has_task
@@ -158,14 +194,19 @@ def start_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> 
     parameters = {**_lora_parameters(model), **_stream_parameters(model)}
     check_shapes(folder, found, parameters)
     for name, array in found.items():
-        parameters[name].copy_(tensor_of(array))
+        parameters[name].copy_(to_tensor(array))
 
 
-def fine_tuned(base: Any, folder: Path) -> Any:
-    """`base`, in place, with LoRA added into its weights, whichever trainer wrote that LoRA.
+def merge_fine_tuning(base: Any, folder: Path) -> Any:
+    """Add LoRA into the weights of a PyTorch base model, whichever trainer wrote the LoRA.
 
-    The folder is a checkpoint of `convert.train` of scope "all", or what `ssmlx.load` takes as an
-    adapter.
+    Args:
+        base: is changed.
+        folder: a checkpoint of `convert.train` of scope "all", or an adapter as `ssmlx.load` takes
+            it.
+
+    Returns:
+        The base model.
     """
     if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
         return merge_lora(load_fine_tuned(base, folder))
@@ -174,18 +215,18 @@ def fine_tuned(base: Any, folder: Path) -> Any:
 
 
 def template_of(folder: Path) -> str | None:
-    """The prompt template that travels with a LoRA; None for the model's own chat template."""
+    """Return the prompt template in a LoRA's folder; None for the model's own chat template."""
     if not (folder / CONFIG_FILE).is_file():
         return None
     template: str | None = read_json(folder / CONFIG_FILE, "stream settings").get("prompt_template")
     return template
 
 
-@torch.no_grad()
+@without_gradients
 def merge_lora(model: StreamFusedReference) -> nn.Module:
-    """The base model, its linear modules as they were but with LoRA added to their weights.
+    """Add the LoRA of a reference, of scope "all", into its base model, and return that.
 
-    The reference is of no use afterwards. Its scope must be "all".
+    The reference cannot be used afterwards.
     """
     for path, wrapped in model.adapters.items():
         low = wrapped.adapter
@@ -198,13 +239,22 @@ def merge_lora(model: StreamFusedReference) -> nn.Module:
     return model.base
 
 
-@torch.no_grad()
+@without_gradients
 def merge_weights(base: Any, lora: Loras, source: Path) -> None:
-    """Add LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model."""
+    """Add LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model.
+
+    Args:
+        base: is changed.
+        lora: by module path.
+        source: named in messages.
+
+    Raises:
+        InputError: a module is missing, or of other sizes.
+    """
     decoder = getattr(base.model, "decoder", base.model)
     linears = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
     for path, weights in lora.items():
-        a, b = (tensor_of(part) for part in (weights.a, weights.b))
+        a, b = (to_tensor(part) for part in (weights.a, weights.b))
         linear = linears.get("layers." + path.partition("layers.")[2])
         if linear is None or linear.weight.shape != (b.shape[1], a.shape[0]):
             raise InputError(
@@ -215,17 +265,19 @@ def merge_weights(base: Any, lora: Loras, source: Path) -> None:
         linear.weight += weights.scale * (a @ b).t()
         if weights.magnitude is not None:
             norms = linear.weight.norm(dim=1)
-            linear.weight *= (tensor_of(weights.magnitude) / norms)[:, None]
+            linear.weight *= (to_tensor(weights.magnitude) / norms)[:, None]
 
 
-def tensor_of(array: mx.array) -> torch.Tensor:
-    """An MLX array as a tensor: int32 stays, floating types become float32."""
+def to_tensor(array: mx.array) -> torch.Tensor:
+    """Return an MLX array as a tensor on the CPU: int32 stays, other types become float32."""
     whole = array if array.dtype == mx.int32 else array.astype(mx.float32)
     return torch.from_numpy(np.array(whole))
 
 
 def base_identity(base: Any) -> BaseIdentity:
-    """What tells a PyTorch base model from another, as MLX's side knows it."""
+    """Return what tells a PyTorch base model from another: type, sizes and values of its final
+    norm.
+    """
     inner = getattr(base, "model", None)
     inner = getattr(inner, "decoder", inner)
     names = ("norm", "final_layernorm", "final_layer_norm")
@@ -237,17 +289,21 @@ def base_identity(base: Any) -> BaseIdentity:
         config.num_hidden_layers,
         config.hidden_size,
         config.vocab_size,
-        tuple(round(value, 6) for value in weight[:PROBE_LENGTH].float().tolist()),
+        tuple(round(value, 6) for value in weight[:NORM_PROBE_LENGTH].float().tolist()),
     )
 
 
 def _lora_settings(adapter: StreamAdapter) -> LoraSettings:
-    """Of an adapter's LoRA; rank 0 where it has none."""
+    """Return the settings of an adapter's trained LoRA; rank 0 where it has none.
+
+    Raises:
+        InputError: rank, scale or modules differ from layer to layer.
+    """
     lora = adapter.trained_lora
     if not lora:
         return LoraSettings()
     sizes = {(weights.rank, weights.scale) for weights in lora.values()}
-    places = [layer_of(path) for path in lora]
+    places = [split_layer_path(path) for path in lora]
     modules = sorted({m for _, m in places})
     layers = sorted({n for n, _ in places})
     require(
@@ -261,12 +317,13 @@ def _lora_settings(adapter: StreamAdapter) -> LoraSettings:
 
 
 def _peft_name(name: str) -> str:
-    """What PEFT calls a tensor of `lora_tensors`, which is transposed there."""
+    """Return PEFT's name of a tensor that `lora_tensors` names; PEFT's is transposed."""
     path, _, part = name.rpartition(".lora_")
     return f"{layout.PEFT_PREFIX}{path}.lora_{part.upper()}.weight"
 
 
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
+    """Return the model's LoRA parameters by PEFT's names."""
     return {
         f"{layout.PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
         for path, module in model.adapters.items()
@@ -275,22 +332,28 @@ def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 
 
 def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
+    """Return the parameters of streams, and the draft vocabulary, by their names in a streams
+    file.
+    """
     own = ("stream_embeddings", "stream_init.", "root_init.", "prune_adapter.", "condition.")
     found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
     return found if model.draft_vocab is None else {**found, _DRAFT_VOCAB: model.draft_vocab}
 
 
-@torch.no_grad()
-def _fill(
+@without_gradients
+def _load_tensors(
     parameters: Mapping[str, torch.Tensor], arrays: Mapping[str, mx.array], source: Path
 ) -> None:
-    """Copy every array into the parameter of its name, and leave none over."""
+    """Copy every array into the parameter of its name; raise InputError where one is missing, spare
+    or misshapen.
+    """
     account_for(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
     for name, parameter in parameters.items():
-        parameter.copy_(tensor_of(arrays[name]))
+        parameter.copy_(to_tensor(arrays[name]))
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors as a safetensors file, whole or not at all."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_whole(path, save(kept, metadata={"format": "pt"}))
 

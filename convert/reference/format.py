@@ -54,9 +54,10 @@ def _is_whole(value: Any) -> bool:
 
 
 def _are_modules(value: Any) -> bool:
+    """Whether a value is a list of names with one or more, or "all-linear"."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(name, str) for name in value)
-    return value == "all-linear"
+    return bool(value == "all-linear")
 
 
 # Settings of LoRA: PEFT's default, what is taken, and what to say of the rest. PEFT's other ways
@@ -73,6 +74,8 @@ _LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class LoraSettings:
+    """Rank, scale and modules of a checkpoint's LoRA."""
+
     rank: int = 0  # r; 0 for a model without LoRA
     alpha: float = 32  # the numerator of the scale
     modules: tuple[str, ...] = ()  # names of linear modules, whole or last parts; () for every one
@@ -81,11 +84,16 @@ class LoraSettings:
 
     @property
     def scale(self) -> float:
+        """What B A x is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
 def read_stream_config(path: Path) -> StreamConfig:
-    """`streams_config.json`, where the prune adapter has an object of its own."""
+    """Read `streams_config.json`, where the pruning adapter has an object of its own.
+
+    Raises:
+        InputError: the format, or a setting, is another.
+    """
     values = read_json(path, "a stream checkpoint's settings")
     prune = values.pop("prune_adapter", None) or {}
     own = "an object with a rank, or null"
@@ -113,6 +121,7 @@ def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None
 
 
 def stream_settings(config: StreamConfig) -> dict[str, Any]:
+    """Return the content of `streams_config.json`; `read_stream_config` reads it."""
     values = config.to_dict()
     rank = values.pop("prune_rank")
     prune = {
@@ -129,6 +138,15 @@ def stream_settings(config: StreamConfig) -> dict[str, Any]:
 
 
 def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
+    """Read PEFT's adapter_config.json.
+
+    Args:
+        path: of the file.
+        config: the streams' settings, for the number of layers.
+
+    Raises:
+        InputError: a setting asks for more than LoRA of whole layers.
+    """
     values = read_json(path, "PEFT's adapter_config.json")
     for name in _UNSUPPORTED:
         _require(not values.get(name), path, name, values.get(name), "unset")
@@ -154,6 +172,7 @@ def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
 
 
 def peft_settings(lora: LoraSettings, modules: Iterable[str], base_model: str) -> dict[str, Any]:
+    """Return the content of PEFT's adapter_config.json for LoRA on these modules of its layers."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -172,11 +191,17 @@ def peft_settings(lora: LoraSettings, modules: Iterable[str], base_model: str) -
 
 
 def _require(ok: bool, path: Path, name: str, found: Any, expected: str) -> None:
+    """Raise InputError, naming a setting, what was found and what was expected, unless `ok`."""
     do = "train or convert the checkpoint in a form that is supported"
     require(ok, f"{name} is {found!r} in {path}", expected=expected, do=do)
 
 
 def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
+    """Read PEFT's weights from a safetensors file, or else from a .bin file.
+
+    Returns:
+        The file's path; and the tensors by name, without "default" in it.
+    """
     safe = folder / ADAPTER_WEIGHTS
     pickled = folder / ADAPTER_PICKLE
     if safe.exists() or not pickled.exists():
@@ -189,6 +214,6 @@ def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
 
 
 def read_pickle(path: Path) -> dict[str, mx.array]:
-    """Tensors of a .bin file in float32; no pickled code is run."""
+    """Read the tensors of a .bin file as float32 MLX arrays; no pickled code is run."""
     check_torch()
     return {name: mx.array(t.float().numpy()) for name, t in load_pickle(path).items()}

@@ -14,6 +14,8 @@ from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import EPSILON, MlpSpeculatorConfig
 
+from ..typed_torch import Module, without_gradients
+
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 """A weight [V, D] and its bias [V], or None."""
 
@@ -21,36 +23,42 @@ Rows = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 """Of each head, [..., W] states, and the matrix [Vd, W] and bias that they are given to."""
 
 
-class HeadReference(nn.Module):
+class HeadReference(Module):
     """Heads of one kind; `draft_vocab` [Vd] int32 is there where `draft_vocab_size` is not 0."""
 
     draft_vocab: torch.Tensor | None
 
     def __init__(self, config: HeadConfig, draft_vocab: torch.Tensor | None = None) -> None:
+        """Keep the settings and the draft vocabulary [Vd] int32, or None."""
         super().__init__()
         self.config: Any = config
         self.register_buffer("draft_vocab", draft_vocab)
 
     def rows(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
-        """What each head makes of `hidden` [..., D], behind the base model's final norm.
+        """Yield each head's states, and the matrix and bias that give its logits.
 
-        Entry i of `following` [..., H] is the token i + 1 places further on; `lm_head`, rows of
-        the draft vocabulary, is for heads without a matrix.
+        Args:
+            hidden: [..., D] final-normed hidden states of the base model.
+            following: [..., H] token ids; entry i stands i + 1 places further on.
+            lm_head: the base's, rows of the draft vocabulary, for heads without a matrix.
         """
         raise NotImplementedError
 
     def forward(
         self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear
     ) -> torch.Tensor:
-        """[H, ..., Vd] logits of every head, given the text itself; arguments as for `rows`."""
+        """Return [H, ..., Vd] logits of every head, given the text itself; arguments as for
+        `rows`.
+        """
         rows = self.rows(hidden, following, lm_head)
         return torch.stack([nn.functional.linear(*row) for row in rows])
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(Module):
     """x + SiLU(W x + b); the identity when new, as W and b are zero."""
 
     def __init__(self, width: int) -> None:
+        """Make a block that is the identity."""
         super().__init__()
         self.linear = nn.Linear(width, width)
         nn.init.zeros_(self.linear.weight)
@@ -61,11 +69,17 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaReference(HeadReference):
+    """Medusa heads (Cai et al., 2024): residual blocks, and a matrix of each head's own or the LM
+    head.
+    """
+
     def __init__(self, config: MedusaConfig, draft_vocab: torch.Tensor | None = None) -> None:
+        """Make heads with identity blocks and random matrices."""
         super().__init__(config, draft_vocab)
         width = config.hidden_size
 
         def head(index: int) -> nn.ModuleList:
+            """Make a head's modules: its blocks, then its matrix if it has one."""
             parts: list[nn.Module] = [ResidualBlock(width) for _ in range(config.num_layers)]
             if index not in config.shared_heads:
                 parts.append(nn.Linear(width, config.num_guessed, bias=False))
@@ -73,15 +87,18 @@ class MedusaReference(HeadReference):
 
         self.heads = nn.ModuleList([head(index) for index in range(config.num_heads)])
 
-    @torch.no_grad()
-    def start_from(self, lm_head: torch.Tensor) -> None:
-        """Make every head say what the base model's `lm_head` [V, D] says."""
+    @without_gradients
+    def copy_lm_head(self, lm_head: torch.Tensor) -> None:
+        """Copy the base's `lm_head` [V, D] into every head's matrix, rows of the draft vocabulary
+        where there is one.
+        """
         rows = lm_head if self.draft_vocab is None else lm_head[self.draft_vocab.long()]
         for head in self.heads:
             for matrix in head[self.config.num_layers :]:
                 matrix.weight.copy_(rows)
 
     def rows(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
+        """Yield each head's states and matrix; `following` changes nothing."""
         for head in self.heads:
             state = hidden
             for block in head[: self.config.num_layers]:
@@ -91,10 +108,11 @@ class MedusaReference(HeadReference):
             yield state, weight, bias
 
 
-class _RmsNorm(nn.Module):
+class _RmsNorm(Module):
     """Division by the root mean square, then a weight and a bias."""
 
     def __init__(self, width: int) -> None:
+        """Start with a weight of ones and a bias of zeros."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
@@ -104,14 +122,19 @@ class _RmsNorm(nn.Module):
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
-    """[..., D] over its root mean square, the mean left in."""
+    """Divide [..., D] by its root mean square; the mean is not subtracted."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
 
 
 class MlpSpeculatorReference(HeadReference):
+    """An MLP speculator (arXiv 2404.19124): each stage mixes the last state with a token's
+    embedding.
+    """
+
     def __init__(
         self, config: MlpSpeculatorConfig, draft_vocab: torch.Tensor | None = None
     ) -> None:
+        """Draw the weights; with tied weights, stages share modules."""
         super().__init__(config, draft_vocab)
         width = config.width
         stages = range(config.n_predict)
@@ -130,15 +153,20 @@ class MlpSpeculatorReference(HeadReference):
                 nn.init.trunc_normal_(module.weight, 0, width**-0.5)
 
     def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., D] what stage 0 starts from, of final-normed hidden states [..., D]."""
+        """Return the state [..., D] that stage 0 starts from, of final-normed hidden states [...,
+        D].
+        """
         return rms(hidden) / math.sqrt(2) if self.config.scale_input else hidden
 
     def next_state(self, stage: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[..., inner] the state of `stage`, of the state before it and each path's last token."""
+        """Return the state [..., inner] of a stage, from the state before it and each path's last
+        token [...].
+        """
         mixed = self.proj[stage](state) + self.config.emb_weight * self.emb[stage](tokens)
         return nn.functional.gelu(self.ln[stage](mixed.float()))
 
     def rows(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
+        """Yield each stage's state and matrix, given the text's own tokens."""
         state = self.first_state(hidden)
         for stage in range(self.config.n_predict):
             state = self.next_state(stage, state, following[..., stage])
@@ -147,10 +175,16 @@ class MlpSpeculatorReference(HeadReference):
     def rank_paths(
         self, roots: torch.Tensor, hidden: torch.Tensor, widths: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Tokens and edge log probabilities of full trees of `widths` branches, level by level.
+        """Draft full trees level by level.
 
-        `roots` [E] are the tokens decided at `hidden` [E, D], behind the base model's final norm.
-        At level i both are [E, widths[0] * ... * widths[i]], path by path.
+        Args:
+            roots: [E] the tokens that follow `hidden`.
+            hidden: [E, D] final-normed hidden states of the base model.
+            widths: children of a node, by level.
+
+        Returns:
+            Tokens, and log probabilities given the node above: of each level i [E, widths[0] * ...
+                * widths[i]], path by path.
         """
         # [E, beams, D]
         state = self.first_state(hidden)[:, None]
@@ -168,5 +202,7 @@ class MlpSpeculatorReference(HeadReference):
 
 
 def new_reference(config: HeadConfig, draft_vocab: torch.Tensor | None) -> HeadReference:
+    """Make new heads of the kind of `config`."""
     kinds: dict[str, Any] = {"medusa": MedusaReference, "mlp_speculator": MlpSpeculatorReference}
-    return kinds[config.kind](config, draft_vocab)
+    made: HeadReference = kinds[config.kind](config, draft_vocab)
+    return made

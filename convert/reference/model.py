@@ -28,6 +28,7 @@ from ssmlx.model.condition import EPSILON
 from ssmlx.model.lora import select_modules
 from ssmlx.settings import StreamConfig
 
+from ..typed_torch import Module, without_gradients
 from .format import CHECK_MODULES, LoraSettings, check_sizes
 
 EMBEDDING_STD = 0.02
@@ -37,6 +38,8 @@ _PLAIN = "a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral"
 
 @dataclass(frozen=True)
 class ReferenceOutput:
+    """Logits of the main stream, of the speculative streams, and of the early exit."""
+
     main_logits: torch.Tensor  # [B, T, V] next token of every node row
     stream_logits: torch.Tensor  # [B, K, G, Vd]; entry j - 1 is stream j, j places further on
     early_exit_logits: torch.Tensor | None  # [B, T, V] as layer N - Ns sees it
@@ -52,10 +55,11 @@ class HiddenStates:
     early_exit: torch.Tensor | None  # [B, T, D]
 
 
-class LowRank(nn.Module):
-    """x [..., in] -> B A x [..., out]; zero when new, as A is random and B is zero."""
+class LowRank(Module):
+    """x [..., in] to B A x [..., out]: zero when new, as A is random and B is zero."""
 
     def __init__(self, in_features: int, out_features: int, rank: int, like: torch.Tensor) -> None:
+        """Draw A; type and device are those of `like`."""
         super().__init__()
         place = {"bias": False, "dtype": like.dtype, "device": like.device}
         self.lora_A = nn.Linear(in_features, rank, **place)
@@ -66,15 +70,18 @@ class LowRank(nn.Module):
         return self.lora_B(self.lora_A(x))
 
 
-def unit(embedded: torch.Tensor) -> torch.Tensor:
-    """[..., D] scaled to an RMS of 1."""
+def scale_to_unit_rms(embedded: torch.Tensor) -> torch.Tensor:
+    """Scale embeddings [..., D] to a root mean square of 1."""
     return nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
 
 
-class Condition(nn.Module):
-    """`ssmlx.model.condition.Condition`; zero when new."""
+class Condition(Module):
+    """Corrects a stream by the token before its own, see `ssmlx.model.condition.Condition`; zero
+    when new.
+    """
 
     def __init__(self, size: int, rank: int, like: torch.Tensor) -> None:
+        """Draw embed and gate of this rank; type and device are those of `like`."""
         super().__init__()
         place = {"bias": False, "dtype": like.dtype, "device": like.device}
         self.embed, self.gate = (nn.Linear(size, rank, **place) for _ in range(2))
@@ -82,16 +89,21 @@ class Condition(nn.Module):
         nn.init.zeros_(self.out.weight)
 
     def forward(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the correction [..., D] of final-normed streams [..., D] by embeddings [..., D] of
+        the tokens before.
+        """
         return self.out(self.mix(normed, embedded))
 
     def mix(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.gate(normed)) * self.embed(unit(embedded))
+        """Return [..., rank], embeddings of the tokens before, gated by the streams."""
+        return torch.sigmoid(self.gate(normed)) * self.embed(scale_to_unit_rms(embedded))
 
 
-class LoraLinear(nn.Module):
+class LoraLinear(Module):
     """A linear module with LoRA on stream rows, and on node rows too where `on_nodes`."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, on_nodes: bool) -> None:
+        """Wrap a linear module, with LoRA of this rank and scale that is zero yet."""
         super().__init__()
         self.linear = linear
         self.adapter = LowRank(linear.in_features, linear.out_features, rank, linear.weight)
@@ -100,6 +112,7 @@ class LoraLinear(nn.Module):
         self.rows_are_streams = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the linear module, with LoRA where the rows are streams or `on_nodes`."""
         if self.on_nodes or self.rows_are_streams:
             return self.linear(x) + self.scale * self.adapter(x)
         return self.linear(x)
@@ -107,6 +120,8 @@ class LoraLinear(nn.Module):
 
 @dataclass(frozen=True)
 class _Rows:
+    """Where rows stand, and what they see in layers of each sliding window."""
+
     positions: torch.Tensor  # [B, R]
     rotary: tuple[torch.Tensor, torch.Tensor] | None  # [B, R, Dh] each; None: learned positions
     masks: dict[int | None, torch.Tensor]  # [B, 1, R, keys], by sliding window
@@ -126,7 +141,7 @@ class _NodeKeys:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, Hkv, R, Dh] keys and values of new rows -> those that the rows may see."""
+        """Return the keys and values that the new rows may see, of theirs [B, Hkv, R, Dh]."""
         if self.nodes is None:
             self.nodes = keys, values
             return self.nodes
@@ -136,7 +151,7 @@ class _NodeKeys:
 
 
 class _Decoder:
-    """What of a model of transformers stands around its layers: embedding, positions, norm."""
+    """The parts of a transformers model around its layers: embedding, positions and final norm."""
 
     path = "model"  # of the decoder in the model, as PEFT's names of LoRA say it
     parts: tuple[tuple[str, ...], ...] = (
@@ -148,7 +163,7 @@ class _Decoder:
 
     @classmethod
     def lacking(cls, base: nn.Module) -> str | None:
-        """The path of the first part that `base` has not, or None."""
+        """Return the path of the first part that `base` lacks; None where it has all."""
         module: Any = base
         for name in cls.path.split("."):
             module = getattr(module, name, None)
@@ -164,24 +179,26 @@ class _Decoder:
 
     @property
     def like(self) -> torch.Tensor:
+        """The embedding table [V, D]; new parameters take its type and device."""
         return self.module.embed_tokens.weight
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[B, R, D] of tokens [B, R] that stand at positions [B, R]."""
+        """Return [B, R, D] embeddings of tokens [B, R] that stand at positions [B, R]."""
         return self.module.embed_tokens(tokens)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What turns queries and keys at positions [B, R]: cos and sin, [B, R, Dh] each."""
-        return self.module.rotary_emb(self.like, positions)
+        """Return cos and sin, [B, R, Dh] each, that rotate queries and keys at positions [B, R]."""
+        tables: tuple[torch.Tensor, torch.Tensor] = self.module.rotary_emb(self.like, positions)
+        return tables
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., D] after the layers to what the LM head takes."""
+        """Apply the final norm to [..., D]."""
         found = getattr(self.module, "norm", None)
         return (self.module.final_layernorm if found is None else found)(hidden)
 
 
 class _LearnedPositions(_Decoder):
-    """OPT: a table of positions is added to the embeddings, and nothing is turned.
+    """OPT's parts: a table of positions is added to the embeddings, and nothing is rotated.
 
     A stream starts from its node's hidden state, which has the node's position in it; nothing is
     added for the stream.
@@ -191,6 +208,7 @@ class _LearnedPositions(_Decoder):
     parts = (("embed_tokens",), ("layers",), ("final_layer_norm",), ("embed_positions",))
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return [B, R, D] embeddings of tokens [B, R], with those of positions [B, R] added."""
         embedded = self.module.embed_tokens(tokens)
         table = self.module.embed_positions
         return embedded + nn.functional.embedding(positions + table.offset, table.weight)
@@ -203,18 +221,29 @@ class _LearnedPositions(_Decoder):
 
 
 def _decoder_kind(base: nn.Module) -> type[_Decoder]:
+    """Return the class of parts that a model has: OPT's where it has a decoder inside, else the
+    usual.
+    """
     inner = getattr(base, "model", None)
     return _LearnedPositions if hasattr(inner, "decoder") else _Decoder
 
 
-class StreamFusedReference(nn.Module):
-    """A decoder model with speculative streams (section 3.2.1), its LoRA and its prune adapter.
+class StreamFusedReference(Module):
+    """A decoder model with speculative streams (Speculative Streaming, arXiv 2402.11131, section
+    3.2.1), LoRA and a pruning adapter.
 
-    `base`, a causal language model of transformers, becomes part of the model: its weights are
-    frozen and its linear modules are wrapped in place. Called on its own it is the main stream.
-    `draft_vocab` [Vd] int32, strictly ascending, are the tokens that streams draft from, given
-    exactly where the settings have a `draft_vocab_size`. `lora` without layers is on those with
-    multi-stream attention.
+    Called on its own, `base` is the main stream.
+
+    Args:
+        base: a causal language model of transformers. It becomes part of the model: its weights are
+            frozen, and linear modules are wrapped in place.
+        config: the streams' settings.
+        lora: rank, scale, modules and layers; without layers, those with multi-stream attention.
+        draft_vocab: [Vd] int32, strictly ascending, the tokens that streams draft from; given
+            exactly where `config.draft_vocab_size` is not 0.
+
+    Raises:
+        InputError: the base cannot be driven layer by layer, or does not fit the settings.
     """
 
     def __init__(
@@ -225,6 +254,7 @@ class StreamFusedReference(nn.Module):
         lora: LoraSettings = _NO_LORA,
         draft_vocab: torch.Tensor | None = None,
     ) -> None:
+        """Check and freeze the base, draw new streams, and wrap the base's linear modules."""
         super().__init__()
         check_base(base, config)
         require(
@@ -294,9 +324,10 @@ class StreamFusedReference(nn.Module):
         )
 
     def draft_logits(self, hidden_streams: torch.Tensor) -> torch.Tensor:
-        """[..., Vd] logits of the tokens that streams draft from, of [..., D] after the norm.
+        """Return logits [..., Vd] of the tokens that streams draft from, of final-normed states
+        [..., D].
 
-        The head's rows are gathered anew by every call: give it many rows at a time.
+        The head's rows are gathered by every call: give it many states at a time.
         """
         head = self.base.lm_head
         vocab = self.draft_vocab
@@ -305,8 +336,8 @@ class StreamFusedReference(nn.Module):
         bias = None if head.bias is None else head.bias[vocab]
         return nn.functional.linear(hidden_streams, head.weight[vocab], bias)
 
-    def given(self, hidden_streams: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[..., D] streams after the norm, corrected by the tokens [...] before theirs."""
+    def apply_condition(self, hidden_streams: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return final-normed streams [..., D], corrected by the tokens [...] before theirs."""
         assert self.condition is not None
         correction = self.condition(hidden_streams, self.decoder.module.embed_tokens(tokens))
         return (hidden_streams + correction).to(hidden_streams.dtype)
@@ -314,8 +345,13 @@ class StreamFusedReference(nn.Module):
     def pair_logits(
         self, streams: torch.Tensor, previous: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """[..., C', C] what tokens before [..., C'] add to the logits of candidates, whose rows of
-        the head are [..., C, D], of streams [..., D] after the norm."""
+        """Return [..., C', C], what each token before adds to the logits of candidates.
+
+        Args:
+            streams: [..., D] final-normed.
+            previous: [..., C'] tokens before.
+            rows: [..., C, D] the LM head's rows of the candidates.
+        """
         assert self.condition is not None
         embedded = self.decoder.module.embed_tokens(previous)
         mixed = self.condition.mix(streams[..., None, :], embedded)
@@ -328,14 +364,17 @@ class StreamFusedReference(nn.Module):
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> HiddenStates:
-        """`forward` without the LM head, for losses that apply it to a few rows at a time."""
+        """Return final-normed hidden states; arguments as in `forward`.
+
+        For losses that apply the LM head to a few rows at a time.
+        """
         nodes = self.lower_states(input_ids, **where)
         return self.upper_states(nodes, input_ids, stream_rows=stream_rows, **where)
 
     def lower_states(self, input_ids: torch.Tensor, **where: torch.Tensor | None) -> torch.Tensor:
-        """[B, T, D] node states before layer N - Ns; arguments as in `forward`."""
-        node_rows, _, carriers = self._plan(input_ids.shape, torch.arange(0), **where)
-        nodes = self.decoder.embed(input_ids.to(carriers.device), node_rows.positions)
+        """Return node states [B, T, D] before layer N - Ns; arguments as in `forward`."""
+        node_rows, _, anchors = self._plan(input_ids.shape, torch.arange(0), **where)
+        nodes = self.decoder.embed(input_ids.to(anchors.device), node_rows.positions)
         for index in range(self.config.insertion_layer):
             nodes = self._run_layer(index, nodes, node_rows, None)
         return nodes
@@ -348,14 +387,21 @@ class StreamFusedReference(nn.Module):
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> HiddenStates:
-        """From `lower_states` [B, T, D] to the final norm; arguments as in `forward`.
+        """Run node states from layer N - Ns to the final norm, with streams on the anchors.
 
-        `input_ids` are needed where streams start from the root too: the token after their node.
+        Args:
+            nodes: [B, T, D] as `lower_states` gives them.
+            input_ids: [B, T], needed where streams start from the token after their node too.
+            stream_rows: as in `forward`.
+            where: as in `forward`.
+
+        Raises:
+            InputError: a layer of the base left its cache aside.
         """
         norm = self.decoder.norm
-        node_rows, speculative_rows, carriers = self._plan(nodes.shape[:2], stream_rows, **where)
+        node_rows, speculative_rows, anchors = self._plan(nodes.shape[:2], stream_rows, **where)
         early = None if self.prune_adapter is None else self.early_exit_states(nodes)
-        places = places_of(carriers)
+        places = anchor_indices(anchors)
         kept = []
         start = nodes[places]
         for index in range(self.config.insertion_layer, self.config.num_layers):
@@ -374,32 +420,45 @@ class StreamFusedReference(nn.Module):
         if speculative_rows is not None:
             if self.root_init is not None:
                 assert input_ids is not None, "these streams start from the root too"
-                known = self.root_states(input_ids[places_of(carriers + 1)], main[places])
+                known = self.root_states(input_ids[anchor_indices(anchors + 1)], main[places])
             streams = self.insert_streams(start, known)
             with self.adapting_streams():
                 for index, keys in kept:
                     streams = self._run_layer(index, streams, speculative_rows, keys)
-        grouped = streams.unflatten(1, (carriers.shape[-1], self.config.num_streams))
+        grouped = streams.unflatten(1, (anchors.shape[-1], self.config.num_streams))
         return HiddenStates(main, norm(grouped), early)
 
     def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        """[..., D] of `lower_states` as the pruning head sees them (section 3.2.3)."""
+        """Return final-normed states [..., D] for the pruning head, of `lower_states` [..., D]
+        (section 3.2.3).
+        """
         assert self.prune_adapter is not None
         return self.decoder.norm((nodes + self.prune_adapter(nodes)).to(nodes.dtype))
 
     def root_states(self, roots: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """[B, K, 2 D] what `root_init` takes: of roots [B, K] and the normed last hidden states
-        [B, K, D] that predicted them."""
+        """Return [B, K, 2 D], from which `root_init` starts streams.
+
+        Args:
+            roots: [B, K] the token after each anchor.
+            normed: [B, K, D] the anchors' final-normed states, which predicted these tokens.
+        """
         embedded = self.decoder.module.embed_tokens(roots.to(normed.device))
-        return torch.cat([unit(embedded).to(normed.dtype), normed], dim=-1)
+        return torch.cat([scale_to_unit_rms(embedded).to(normed.dtype), normed], dim=-1)
 
     def insert_streams(
         self, nodes: torch.Tensor, known: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Eq. 3: [B, K, D] node states before layer N - Ns -> [B, K * G, D] stream states.
+        """Start the streams of anchors (eq. 3).
 
-        `known` are `root_states`, where streams start from them too. Where values are rotated there
-        is no P_j: every stream of a node starts alike.
+        Where values are rotated, streams have no embeddings: those of an anchor start alike.
+
+        Args:
+            nodes: [B, K, D] the anchors' states before layer N - Ns.
+            known: [B, K, 2 D] as `root_states` gives them; None where streams do not start from
+                roots.
+
+        Returns:
+            [B, K * G, D], anchor by anchor.
         """
         started = nodes
         if self.stream_init is not None:
@@ -424,7 +483,14 @@ class StreamFusedReference(nn.Module):
         visible: torch.Tensor | None = None,
         stream_visible: torch.Tensor | None = None,
     ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
-        """The node rows, the stream rows if any, and the node rows that carry streams."""
+        """Settle where rows stand and what they see; arguments as in `forward`, `shape` is (B, T).
+
+        Returns:
+            The node rows; the stream rows, or None without any; and the anchors, [K] or [B, K].
+
+        Raises:
+            ValueError: `positions` or `visible` has another shape.
+        """
         batch, length = shape
         device = self.decoder.like.device
         num_streams = self.config.num_streams
@@ -438,25 +504,27 @@ class StreamFusedReference(nn.Module):
                 raise ValueError(f"{what} has shape {tuple(given.shape)}, expected {expected}")
         # What the root is behind the last row, nobody says.
         known = length - (self.root_init is not None)
-        carriers = torch.arange(known) if stream_rows is None else stream_rows
-        carriers = carriers if num_streams else carriers[..., :0]
+        anchors = torch.arange(known) if stream_rows is None else stream_rows
+        anchors = anchors if num_streams else anchors[..., :0]
         positions = positions.to(device)
         visible = visible.to(device)
-        carriers = carriers.to(device)
+        anchors = anchors.to(device)
         nodes = self._rows(positions, visible, positions)
-        if not carriers.shape[-1]:
-            return nodes, None, carriers
+        if not anchors.shape[-1]:
+            return nodes, None, anchors
         ahead = torch.arange(1, num_streams + 1, device=device)
-        stream_positions = (positions[places_of(carriers)][..., None] + ahead).flatten(1)
+        stream_positions = (positions[anchor_indices(anchors)][..., None] + ahead).flatten(1)
         key_positions = torch.cat([positions, stream_positions], dim=1)
         of_streams = visible if stream_visible is None else stream_visible.to(device)
-        seen = stream_visibility(of_streams, carriers, num_streams)
-        return nodes, self._rows(stream_positions, seen, key_positions), carriers
+        seen = stream_visibility(of_streams, anchors, num_streams)
+        return nodes, self._rows(stream_positions, seen, key_positions), anchors
 
     def _rows(
         self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
     ) -> _Rows:
-        """Rotary tables and masks of rows at `positions` that see keys at `key_positions`."""
+        """Return rotary tables and masks of rows at `positions` [B, R] that see keys at
+        `key_positions`, where `visible` [B, R, keys] and their layers' windows allow it.
+        """
         masks = {}
         dtype = self.decoder.like.dtype
         for window in set(self.windows):
@@ -470,7 +538,9 @@ class StreamFusedReference(nn.Module):
     def _run_layer(
         self, index: int, hidden: torch.Tensor, rows: _Rows, keys: _NodeKeys | None
     ) -> torch.Tensor:
-        """[B, R, D] -> [B, R, D] through one of transformers' own layers."""
+        """Run rows [B, R, D] through one of transformers' own layers; `keys` None has no
+        streams.
+        """
         rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
         out: torch.Tensor = self.decoder.layers[index](
             hidden,
@@ -484,7 +554,7 @@ class StreamFusedReference(nn.Module):
 
     @contextmanager
     def adapting_streams(self) -> Iterator[None]:
-        """The rows that pass meanwhile are streams."""
+        """Put LoRA of scope "streams" on the rows that pass inside the block."""
         for adapter in self.adapters.values():
             adapter.rows_are_streams = True
         try:
@@ -494,7 +564,14 @@ class StreamFusedReference(nn.Module):
                 adapter.rows_are_streams = False
 
     def _wrap_linears(self) -> dict[str, LoraLinear]:
-        """Put LoRA on the chosen linear modules; path below the decoder to the new module."""
+        """Put LoRA on the chosen linear modules of the base.
+
+        Returns:
+            The new modules by their paths below the decoder.
+
+        Raises:
+            InputError: a layer's rows are never adapted, or a module is unknown.
+        """
         lora = self.lora
         scope = self.config.adapter_scope
         adapters = {}
@@ -516,9 +593,12 @@ class StreamFusedReference(nn.Module):
                 adapters[f"layers.{index}.{path}"] = wrapped
         return adapters
 
-    @torch.no_grad()
+    @without_gradients
     def _check_main_stream(self) -> None:
-        """Refuse models that do more around their layers (scaled embeddings, capped logits)."""
+        """Raise InputError where the base computes more than its layers, norm and LM head.
+
+        Logits of four tokens are compared, so scaled embeddings or capped logits are found.
+        """
         training = self.base.training
         device = self.decoder.like.device
         probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
@@ -539,10 +619,11 @@ class StreamFusedReference(nn.Module):
 
 
 def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.Tensor:
-    """Eq. 7: [B, Hkv, K * G, Dh] values of stream rows, those of stream n turned by n * step.
+    """Rotate the values of stream rows [B, Hkv, K * G, Dh]: those of stream n by n * `step` radians
+    (eq. 7).
 
     A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number: the
-    pairs of rotary embeddings' "rotate half". Every pair turns by the same angle.
+    pairs of rotary embeddings' "rotate half".
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     angles = step * torch.arange(1, num_streams + 1, dtype=dtype, device=values.device)[:, None]
@@ -556,20 +637,23 @@ def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.
 def stream_visibility(
     visible: torch.Tensor, stream_rows: torch.Tensor, num_streams: int
 ) -> torch.Tensor:
-    """[B, K * G, T + K * G] bool: which stream row sees which key (eq. 2).
+    """Return [B, K * G, T + K * G] bool: which stream row sees which key (eq. 2).
 
     Stream j of a node sees what the node sees, and the node's streams 1 to j. With a root, its
     child and G = 2:
 
-            n0  n1  s01 s02 s11 s12
-        s01  x       x
-        s02  x       x   x
-        s11  x   x           x
-        s12  x   x           x   x
+                n0  n1  s01 s02 s11 s12
+            s01  x       x
+            s02  x       x   x
+            s11  x   x           x
+            s12  x   x           x   x
 
-    `visible` is [B, T, T], and `stream_rows` [K] or [B, K] the node rows that carry streams.
+    Args:
+        visible: [B, T, T], which node row (second axis) sees which.
+        stream_rows: [K] or [B, K], the anchors.
+        num_streams: G.
     """
-    sees_nodes = visible[places_of(stream_rows)].repeat_interleave(num_streams, dim=1)
+    sees_nodes = visible[anchor_indices(stream_rows)].repeat_interleave(num_streams, dim=1)
     count = stream_rows.shape[-1] * num_streams
     row = torch.arange(count, device=visible.device)
     same_node = row[:, None] // num_streams == row // num_streams
@@ -577,15 +661,19 @@ def stream_visibility(
     return torch.cat([sees_nodes, sees_streams.expand(len(visible), count, count)], dim=2)
 
 
-def places_of(rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Where in [B, T, ...] the rows [K] of every text stand, or [B, K] of each."""
+def anchor_indices(rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Return what indexes rows [K] of every text, or [B, K] of each, in a tensor [B, T, ...]."""
     if rows.dim() == 1:
         return slice(None), rows
     return torch.arange(len(rows), device=rows.device)[:, None], rows
 
 
 def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
-    """Each layer's sliding window, None where it sees everything."""
+    """Return each layer's sliding window in tokens; None where a layer sees everything.
+
+    Raises:
+        InputError: a layer has attention of another type.
+    """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -601,7 +689,9 @@ def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
 
 
 def check_base(base: nn.Module, config: StreamConfig) -> None:
-    """Check that a model can be driven layer by layer, and is the one that `config` is for."""
+    """Raise InputError where a model cannot be driven layer by layer, has LoRA already, or is not
+    the one that `config` is for.
+    """
     lacking = _decoder_kind(base).lacking(base)
     require(
         lacking is None,

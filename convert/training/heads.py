@@ -15,33 +15,49 @@ from torch import nn
 from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, StreamConfig
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import Batch, draft_indices
+from ssmlx.training.data import Batch, draft_vocab_indices
 from ssmlx.training.objective import STREAM
 from ssmlx.training.replay import Replay
 
 from ..base import load_base
-from ..reference.checkpoint import fine_tuned
+from ..reference.checkpoint import merge_fine_tuning
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
-from ..reference.model import StreamFusedReference, places_of
-from .run import TorchObjective, freeze_base, precision
+from ..reference.model import StreamFusedReference, anchor_indices
+from ..typed_torch import without_gradients
+from .run import TorchObjective, autocast_for, freeze_base
 
 
 def build_heads(
     config: HeadConfig, draft_vocab: np.ndarray | None, seed: int, lm_head: torch.Tensor
 ) -> HeadReference:
-    """New heads: a speculator's drawn from the run's seed, Medusa's saying what `lm_head` does."""
+    """Build new drafting heads.
+
+    Args:
+        config: kind and sizes.
+        draft_vocab: [Vd] int32 tokens that they guess among; None for all.
+        seed: a speculator's weights are drawn from it.
+        lm_head: [V, D] of the base model, which Medusa's matrices start from.
+    """
     torch.manual_seed(seed)
     model = new_reference(config, None if draft_vocab is None else torch.from_numpy(draft_vocab))
     if isinstance(model, MedusaReference):
-        model.start_from(lm_head)
+        model.copy_lm_head(lm_head)
     return model
 
 
 def load_frozen(path: Path, lora: Path | None) -> StreamFusedReference:
-    """The model that heads are trained for: a base model, or one with a LoRA, see `fine_tuned`."""
+    """Load the model that heads are trained for, in float32, with the weights of a LoRA added.
+
+    Args:
+        path: the base model's folder.
+        lora: a folder with LoRA, see `merge_fine_tuning`; None for the base model itself.
+
+    Returns:
+        The model without streams.
+    """
     base = load_base(path, attn_implementation="sdpa")
     if lora is not None:
-        base = fine_tuned(base, lora)
+        base = merge_fine_tuning(base, lora)
     config = StreamConfig(
         num_streams=0,
         num_msa_layers=1,
@@ -67,6 +83,7 @@ class HeadObjective(TorchObjective):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        """Freeze and move both models; `dtype` is that of the frozen weights and the arithmetic."""
         frozen.to(device).requires_grad_(False)
         freeze_base(frozen, dtype)
         vocab = None if model.draft_vocab is None else model.draft_vocab.cpu().numpy()
@@ -75,46 +92,60 @@ class HeadObjective(TorchObjective):
         self._widths = tuple(widths)
         self.model: Any = model.to(device)
 
-    @torch.no_grad()
+    @without_gradients
     def lower(self, batch: Batch) -> torch.Tensor:
-        """[B, T, D] final-normed hidden states, the same however the heads change."""
-        tokens = self.tensor(batch.tokens)
+        """Return [B, T, D] final-normed hidden states, which do not depend on the heads."""
+        tokens = self.index_tensor(batch.tokens)
         nothing = torch.arange(0, device=self.device)
-        with precision(self.device, self.dtype):
-            hidden = self._frozen.hidden_states(tokens, stream_rows=nothing, **self.where(batch))
+        with autocast_for(self.device, self.dtype):
+            hidden = self._frozen.hidden_states(
+                tokens, stream_rows=nothing, **self.row_arguments(batch)
+            )
         return hidden.main.to(self.dtype)
 
     def loss(
         self, batch: Batch, lower: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The weighted sum, and each head's mean in nats a token; `step` changes nothing."""
+        """Return the weighted sum of the heads' losses, and each head's mean as "head_N_loss", in
+        nats a token.
+
+        `step` changes nothing.
+        """
         heads = zip(self._rows(batch, lower), self.train.alphas, strict=True)
         found = []
         for number, ((states, *head), alpha) in enumerate(heads, 1):
-            targets = self.tensor(draft_indices(batch.targets(number), self.draft_vocab))
+            targets = self.index_tensor(
+                draft_vocab_indices(batch.targets(number), self.draft_vocab)
+            )
             found.append((f"head_{number}", alpha, states, head, targets))
-        return self.sum_of(found)
+        return self.weighted_loss(found)
 
     def _rows(self, batch: Batch, lower: torch.Tensor) -> list[Any]:
-        """Every head's states of a batch [B, K, W], and the matrix and bias that they go to."""
+        """Return, for each head, its states [B, K, W], and the matrix and bias that give logits of
+        them.
+        """
         levels = range(self.model.config.num_levels)
         # Where the text has ended there is no target either.
-        text = torch.stack([self.tensor(batch.targets(level)) for level in levels], dim=-1)
-        with precision(self.device, self.dtype):
+        text = torch.stack([self.index_tensor(batch.targets(level)) for level in levels], dim=-1)
+        with autocast_for(self.device, self.dtype):
             rows = self.model.rows(
-                self._carried(batch, lower), text.clamp(min=0), self._lm_heads[STREAM]
+                self._anchor_states(batch, lower), text.clamp(min=0), self._lm_heads[STREAM]
             )
             return [(row.to(self.dtype), weight.to(self.dtype), bias) for row, weight, bias in rows]
 
-    def _carried(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
-        """[B, K, D] the states that heads guess from."""
-        return lower[places_of(torch.from_numpy(batch.carriers))].to(self.device).float()
+    def _anchor_states(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
+        """Return the states [B, K, D] of the anchors, from which heads guess, in float32."""
+        return lower[anchor_indices(torch.from_numpy(batch.anchors))].to(self.device).float()
 
-    @torch.no_grad()
-    def ranked(
+    @without_gradients
+    def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[B, K, G, count] the likeliest tokens of every Medusa head, and log probabilities."""
+        """Return the `count` likeliest tokens of every head, given the text before them.
+
+        Returns:
+            [B, K, G, count] tokens, best first, and their log probabilities.
+        """
         found: list[Any] = []
         for row in self._rows(batch, lower):
             logits = nn.functional.linear(*row)
@@ -124,12 +155,16 @@ class HeadObjective(TorchObjective):
         tokens = tokens if self.draft_vocab is None else self.draft_vocab[tokens]
         return tokens, logprobs.cpu().numpy()
 
-    @torch.no_grad()
+    @without_gradients
     def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay | None:
+        """Count the target calls of decoding the batch's answers with trees of `size` nodes.
+
+        An MLP speculator's guesses depend on the path, so its answers are decoded side by side.
+        """
         if not isinstance(self.model, MlpSpeculatorReference):
             return super().replay(batch, lower, size)
         # All answers side by side: a stage's guesses depend on the path.
-        hidden = self._carried(batch, lower)
+        hidden = self._anchor_states(batch, lower)
         texts = [answer.tolist() for *_, answer in batch.answers()]
         places = [0] * len(texts)
         calls = len(texts)
@@ -138,8 +173,8 @@ class HeadObjective(TorchObjective):
             rows = [row for row, text in enumerate(texts) if places[row] + 1 < len(text)]
             if not rows:
                 return Replay(sum(map(len, texts)), calls)
-            roots = self.tensor(np.array([texts[row][places[row]] for row in rows]))
-            with precision(self.device, self.dtype):
+            roots = self.index_tensor(np.array([texts[row][places[row]] for row in rows]))
+            with autocast_for(self.device, self.dtype):
                 states = hidden[rows, [places[row] for row in rows]]
                 tokens, edges = self.model.rank_paths(roots, states, widths)
             for place, row in enumerate(rows):
@@ -157,10 +192,14 @@ def accepted_depth(
     keep: int,
     following: Sequence[int],
 ) -> int:
-    """How far down the `keep` best nodes of a full tree, its root included, say what follows.
+    """Return how many of the next tokens the best nodes of a full tree have on one path.
 
-    `tokens` and the log probabilities of `edges` are of level i [widths[0] * ... * widths[i]],
-    path by path.
+    Args:
+        tokens: by level, [widths[0] * ... * widths[i]] guesses, path by path.
+        edges: their log probabilities given the node above, alike.
+        widths: children of a node, by level.
+        keep: nodes of the tree that are kept, the root included, the likeliest.
+        following: the text's next tokens.
     """
     sums = []
     above = np.zeros(1)

@@ -19,10 +19,11 @@ from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch
 from ssmlx.training.job import Trainer, check_gradient
-from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, row_chunks
+from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, split_rows
 
 from ..reference.format import LoraSettings
-from ..reference.model import HiddenStates, StreamFusedReference, places_of
+from ..reference.model import HiddenStates, StreamFusedReference, anchor_indices
+from ..typed_torch import Function, without_gradients
 
 STREAM_ATTENTION = "ssmlx_streams"
 IGNORED = -1
@@ -32,6 +33,9 @@ IGNORED = -1
 def build_model(
     base: nn.Module, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
 ) -> StreamFusedReference:
+    """Build a model with new streams and LoRA, drawn from the run's seed, on `base`, which is
+    changed.
+    """
     torch.manual_seed(train.seed)
     return StreamFusedReference(
         base,
@@ -42,20 +46,28 @@ def build_model(
 
 
 def freeze_base(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hold what is not trained in `dtype`; what is trained stays in float32."""
+    """Cast the parameters that are not trained to `dtype`; those that are stay in float32."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
-def precision(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+def autocast_for(
+    device: torch.device, dtype: torch.dtype
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which PyTorch computes in `dtype`; one that does nothing for float32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype)
+    context: contextlib.AbstractContextManager[Any] = torch.autocast(device.type, dtype)
+    return context
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto" takes CUDA, then MPS, then the CPU."""
+    """Return the device of a name; "auto" takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        InputError: PyTorch does not find the device.
+    """
     there = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -73,7 +85,7 @@ def choose_device(name: str) -> torch.device:
 
 
 class TorchObjective(Objective):
-    """Eq. 5 over a model and its draft vocabulary [Vd], if it has one."""
+    """The loss of eq. 5 in PyTorch, over a model and its draft vocabulary [Vd], if it has one."""
 
     def __init__(
         self,
@@ -83,6 +95,9 @@ class TorchObjective(Objective):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        """Take the LM head's rows once; `dtype` is that of the frozen weights and the
+        arithmetic.
+        """
         self.model = model
         self.train = train
         self.device = device
@@ -97,63 +112,89 @@ class TorchObjective(Objective):
         self.vocab_size, self.hidden_size = weight.shape
         self.state_bytes = dtype.itemsize
 
-    @torch.no_grad()
+    @without_gradients
     def lower(self, batch: Batch) -> torch.Tensor:
-        with precision(self.device, self.dtype):
-            states = self.model.lower_states(self.tensor(batch.tokens), **self.where(batch))
+        """Return what the frozen layers give for a batch, [B, T, state_size]; see
+        `Objective.lower`.
+        """
+        with autocast_for(self.device, self.dtype):
+            states = self.model.lower_states(
+                self.index_tensor(batch.tokens), **self.row_arguments(batch)
+            )
         if not self.train.keeps_streams:
             return states
-        # Streams after the norm, in the columns of their carriers.
+        # Streams after the norm, in the columns of their anchors.
         streams = self.upper(batch, states).streams.to(self.dtype)
         rows = torch.zeros(*batch.tokens.shape, self.state_size, dtype=self.dtype)
-        rows[places_of(torch.from_numpy(batch.carriers))] = streams.flatten(2).cpu()
+        rows[anchor_indices(torch.from_numpy(batch.anchors))] = streams.flatten(2).cpu()
         return rows
 
     def upper(self, batch: Batch, lower: torch.Tensor) -> HiddenStates:
-        """From `lower` to the final norm, streams on every carrier."""
-        carriers = self.tensor(batch.carriers)
-        with precision(self.device, self.dtype):
-            tokens = self.tensor(batch.tokens)
-            return self.model.upper_states(lower, tokens, stream_rows=carriers, **self.where(batch))
+        """Run from `lower` [B, T, D] to the final norm, with streams on every anchor."""
+        anchors = self.index_tensor(batch.anchors)
+        with autocast_for(self.device, self.dtype):
+            tokens = self.index_tensor(batch.tokens)
+            return self.model.upper_states(
+                lower, tokens, stream_rows=anchors, **self.row_arguments(batch)
+            )
 
     def logits(self, hidden: torch.Tensor, kind: str) -> torch.Tensor:
-        """[..., V], or [..., Vd] of kind `STREAM`, of [..., D] behind the norm."""
+        """Return logits [..., V], or of streams [..., Vd], of final-normed states [..., D]; `kind`
+        is a term's.
+        """
         return F.linear(hidden.to(self.dtype), *self._lm_heads[kind])
 
     def loss(
         self, batch: Batch, lower: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Eq. 5's weighted sum, of `lower` [B, T, D], and each of its parts in nats a token."""
+        """Return eq. 5's weighted sum, and each of its means.
+
+        Args:
+            batch: B texts.
+            lower: [B, T, state_size] as `lower` gives it.
+            step: decides which anchors teach the pruning adapter.
+
+        Returns:
+            The sum; and the means by "NAME_loss", in nats a token.
+        """
         states = self._states(batch, lower)
         found = []
         for term in self.terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
-            rows = flat[self.tensor(term.rows)]
-            targets = self.tensor(term.targets)
+            rows = flat[self.index_tensor(term.rows)]
+            targets = self.index_tensor(term.targets)
             if term.kind == PRUNE:
-                with precision(self.device, self.dtype):
+                with autocast_for(self.device, self.dtype):
                     rows = self.model.early_exit_states(rows)
             if term.previous is not None:
-                with precision(self.device, self.dtype):
-                    rows = self.model.given(rows, self.tensor(term.previous).clamp(min=0))
+                with autocast_for(self.device, self.dtype):
+                    rows = self.model.apply_condition(
+                        rows, self.index_tensor(term.previous).clamp(min=0)
+                    )
             head = self._lm_heads[term.kind]
             found.append((term.name, term.weight, rows.to(self.dtype), head, targets))
-        return self.sum_of(found)
+        return self.weighted_loss(found)
 
     def _states(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
-        """[..., D] by the kinds of rows, before the norm where they are of layer N - Ns."""
+        """Return hidden states [..., D] by the kinds of rows that terms name: main and streams
+        after the final norm, pruning's as `lower` has them.
+        """
         nodes = lower.to(self.device)
         if self.train.keeps_streams:
-            streams = nodes[places_of(self.tensor(batch.carriers))]
+            streams = nodes[anchor_indices(self.index_tensor(batch.anchors))]
             return {STREAM: streams, GIVEN: streams}
         hidden = self.upper(batch, nodes)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
 
-    def sum_of(self, terms: Iterable[tuple[Any, ...]]) -> tuple[torch.Tensor, dict[str, float]]:
-        """The weighted sum of mean cross-entropies, and each mean in nats a token.
+    def weighted_loss(
+        self, terms: Iterable[tuple[Any, ...]]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the weighted sum of mean cross-entropies, and each mean by "NAME_loss", in nats a
+        token.
 
-        Each is of a name, a weight, [R, D] rows, the matrix and bias that they go to, and [R]
-        targets, `IGNORED` where there is none.
+        Args:
+            terms: each a name, a weight, states [R, D], the head's (weight, bias), and targets [R],
+                `IGNORED` where there is none.
         """
         total = torch.zeros((), device=self.device)
         parts: dict[str, float] = {}
@@ -167,67 +208,89 @@ class TorchObjective(Objective):
             parts[f"{name}_loss"] = float(losses.mean()) if len(targets) else 0.0
         return total, parts
 
-    @torch.no_grad()
-    def ranked(
+    @without_gradients
+    def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `count` likeliest tokens of every stream; see `Objective.rank_candidates`."""
         streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
-        shape = *batch.carriers.shape, self.train.num_streams, -1
+        shape = *batch.anchors.shape, self.train.num_streams, -1
         streams = streams.reshape(shape)
-        with precision(self.device, self.dtype):
+        with autocast_for(self.device, self.dtype):
             logits = self.logits(streams, STREAM).float()
         best = logits.log_softmax(-1).topk(count)
         tokens = best.indices
         logprobs = best.values
         if self.draft_vocab is not None:
-            tokens = self.tensor(self.draft_vocab)[tokens]
+            tokens = self.index_tensor(self.draft_vocab)[tokens]
         if self.is_conditional:
-            every = zip(streams, self.tensor(batch.targets(0)), tokens, logprobs, strict=True)
-            logprobs = torch.stack([self._given(*one) for one in every])
+            every = zip(streams, self.index_tensor(batch.targets(0)), tokens, logprobs, strict=True)
+            logprobs = torch.stack([self._condition_candidates(*one) for one in every])
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
-    def _given(
+    def _condition_candidates(
         self,
         streams: torch.Tensor,
         roots: torch.Tensor,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
     ) -> torch.Tensor:
-        """[K, G, C, C] of one answer's carriers, as `ssmlx.drafters.streams.DraftVocab.rank`."""
+        """Return [K, G, C, C] log probabilities of one answer's candidates given each of the stream
+        before.
+
+        Args:
+            streams: [K, G, D] final-normed.
+            roots: [K] the token after each anchor; -1 for none.
+            tokens: [K, G, C] candidates.
+            logprobs: [K, G, C] their log probabilities without a condition.
+        """
         first = roots.clamp(min=0)[:, None, None].expand(-1, 1, tokens.shape[-1])
         previous = torch.cat([first, tokens[:, :-1]], dim=1)
-        with precision(self.device, self.dtype):
+        with autocast_for(self.device, self.dtype):
             rows = self._lm_heads[MAIN][0][tokens]
             more = self.model.pair_logits(streams.to(self.dtype), previous, rows).float()
         scores = logprobs[:, :, None] + more
         mass = logprobs.logsumexp(-1)[:, :, None, None]
         return scores.log_softmax(-1) + mass
 
-    @torch.no_grad()
-    def parts(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
+    @without_gradients
+    def mean_losses(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
+        """Return the means of `loss`, by "NAME_loss"; nothing is learned."""
         return self.loss(batch, lower, 0)[1]
 
     def to_bits(self, states: torch.Tensor) -> np.ndarray:
-        return states.cpu().view(torch.int16 if self.state_bytes == 2 else torch.int32).numpy()
+        """Return states as integers of their width in NumPy, which has no bfloat16."""
+        kind = torch.int16 if self.state_bytes == 2 else torch.int32
+        bits: np.ndarray = states.cpu().view(kind).numpy()
+        return bits
 
     def from_bits(self, bits: np.ndarray) -> torch.Tensor:
+        """Return the states of which `to_bits` made these integers, on the CPU."""
         return torch.from_numpy(bits).view(self.dtype)
 
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
+    def index_tensor(self, array: np.ndarray) -> torch.Tensor:
+        """Return an array of whole numbers as an int64 tensor on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).long().to(self.device)
 
-    def where(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Positions [B, T], and who sees whom [B, T, T], as the reference takes them."""
+    def row_arguments(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return positions [B, T] and what rows see [B, T, T], by the reference's argument
+        names.
+        """
         masks = {"visible": batch.visible, "stream_visible": batch.stream_visible}
         seen = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
-        return {"positions": self.tensor(batch.positions), **seen}
+        return {"positions": self.index_tensor(batch.positions), **seen}
 
 
 class TorchTrainer(Trainer):
+    """Takes training steps in PyTorch, with AdamW; the stream embeddings have a rate of their
+    own.
+    """
+
     STATE_FILE = "state.pt"
     objective: TorchObjective
 
     def __init__(self, objective: TorchObjective, num_steps: int) -> None:
+        """Begin at step 0; `num_steps` of the whole run decide the learning rate."""
         self.objective = objective
         self.num_steps = num_steps
         self.step = 0
@@ -243,6 +306,11 @@ class TorchTrainer(Trainer):
         )
 
     def advance(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
+        """Take one optimiser step; see `Trainer.advance`.
+
+        Raises:
+            InputError: the gradient is not finite.
+        """
         train = self.objective.train
         rate = train.rate(self.step, self.num_steps)
         for group in self.optimizer.param_groups:
@@ -257,23 +325,28 @@ class TorchTrainer(Trainer):
         return {"step": self.step, "rate": rate, **parts}
 
     def write(self, path: Path, identity: str) -> None:
+        """Write weights, the optimiser's state and the step into a file, with the run's
+        identity.
+        """
         weights = {name: p.detach().cpu() for name, p in self.named.items()}
         state = {"identity": identity, "step": self.step, "weights": weights}
         torch.save({**state, "optimizer": self.optimizer.state_dict()}, path)
 
     def read(self, path: Path) -> tuple[str, Any]:
+        """Return the identity in a file of `write`, and its state."""
         state: dict[str, Any] = torch.load(path, "cpu", weights_only=True)
         return state["identity"], state
 
-    @torch.no_grad()
+    @without_gradients
     def restore(self, state: dict[str, Any]) -> None:
+        """Set weights, optimiser and step to those of a state."""
         for name, parameter in self.named.items():
             parameter.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
 
 
-class LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(Function):
     """The scaled sum of cross-entropies under a linear head, and each row's own [R] in nats.
 
     No gradient passes through the rows' losses. The logits are by far the largest arrays of a
@@ -290,11 +363,23 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of cross-entropies times `scale`, and each row's own [R].
+
+        The gradients are computed here, and kept for `backward`.
+
+        Args:
+            ctx: PyTorch's context.
+            hidden: [R, D].
+            weight: [V, D].
+            bias: [V], or None.
+            targets: [R] ids.
+            scale: of every row in the sum.
+        """
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]
         of_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if is_trained else None
-        for rows in row_chunks(len(hidden), len(weight)):
+        for rows in split_rows(len(hidden), len(weight)):
             logits = F.linear(hidden[rows], weight, bias).float()
             chosen = targets[rows][:, None]
             normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
@@ -312,6 +397,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the kept gradients of `hidden` and `weight`, times that of the sum."""
         found = (
             one if one is None else one * upstream[0].to(one.dtype) for one in ctx.saved_tensors
         )
@@ -319,10 +405,14 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def use_stream_attention(base: nn.Module, num_streams: int) -> None:
-    """Let transformers' attention modules of `base` score stream rows sparsely.
+    """Make the attention modules of `base` score stream rows sparsely.
 
-    With K carriers of G streams, a stream row sees the node rows and at most G of the K * G stream
-    rows; PyTorch's kernels would score it against all of them. Node rows go to these kernels.
+    With K anchors of G streams, a stream row sees the node rows and at most G of the K * G stream
+    rows; PyTorch's kernels would score it against all of them. Node rows still go to these kernels.
+
+    Args:
+        base: a model of transformers; its attention implementation is changed.
+        num_streams: G.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -337,10 +427,14 @@ def use_stream_attention(base: nn.Module, num_streams: int) -> None:
         scaling: float | None = None,
         **settings: Any,
     ) -> tuple[torch.Tensor, None]:
+        """Compute attention as transformers' modules call it: of stream rows if there are fewer
+        rows than keys.
+        """
         if attention_mask is None or query.shape[2] == key.shape[2]:
-            return sdpa_attention_forward(
+            of_nodes: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **settings
             )
+            return of_nodes
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         mixed = stream_attention(query, key, value, attention_mask, num_streams, scale)
         return mixed.transpose(1, 2), None
@@ -358,24 +452,32 @@ def stream_attention(
     num_streams: int,
     scale: float,
 ) -> torch.Tensor:
-    """Eq. 2 for the K * G stream rows: [B, H, K * G, Dh].
+    """Compute eq. 2 for the K * G stream rows.
 
-    `query` is [B, H, K * G, Dh], `key` and `value` [B, Hkv, T + K * G, Dh] of the node rows, then
-    of the stream rows. Of the additive `mask` [B, 1, K * G, T + K * G] the stream part is not read.
+    Args:
+        query: [B, H, K * G, Dh].
+        key: [B, Hkv, T + K * G, Dh] of the node rows, then of the stream rows.
+        value: likewise.
+        mask: [B, 1, K * G, T + K * G] additive; its part of the stream rows is not read.
+        num_streams: G.
+        scale: of the scores.
+
+    Returns:
+        [B, H, K * G, Dh].
     """
     batch, heads, rows, width = query.shape
     kv_heads = key.shape[1]
     num_nodes = key.shape[2] - rows
     groups = heads // kv_heads
-    num_carriers = rows // num_streams
+    num_anchors = rows // num_streams
     # [B, Hkv, groups, K, G, Dh]: a KV head's query heads side by side
-    parted = (query * scale).view(batch, kv_heads, groups, num_carriers, num_streams, width)
+    parted = (query * scale).view(batch, kv_heads, groups, num_anchors, num_streams, width)
     folded = parted.reshape(batch, kv_heads, groups * rows, width)
     node_scores = folded @ key[:, :, :num_nodes].transpose(2, 3)
     node_scores = node_scores.view(batch, heads, rows, num_nodes) + mask[..., :num_nodes]
 
     def own(x: torch.Tensor) -> torch.Tensor:
-        """The stream rows of keys or values, a matrix [G, Dh] for each KV head of each node."""
+        """Return the stream rows of keys or values as [B * Hkv * K, G, Dh]."""
         return x[:, :, num_nodes:].reshape(-1, num_streams, width)
 
     def by_node(x: torch.Tensor) -> torch.Tensor:
@@ -383,8 +485,8 @@ def stream_attention(
         return x.transpose(2, 3).reshape(-1, groups * num_streams, x.shape[-1])
 
     def by_row(x: torch.Tensor) -> torch.Tensor:
-        """The way back, to [B, H, K * G, n]."""
-        shape = batch, kv_heads, num_carriers, groups, num_streams, x.shape[-1]
+        """Turn what `by_node` has made back into [B, H, K * G, n]."""
+        shape = batch, kv_heads, num_anchors, groups, num_streams, x.shape[-1]
         return x.view(shape).transpose(2, 3).reshape(batch, heads, rows, -1)
 
     own_scores = by_row(torch.bmm(by_node(parted), own(key).transpose(1, 2)))

@@ -17,15 +17,17 @@ QUESTIONS = ("Write a short poem about the sea.", "Why is the sky blue?")
 
 
 class Screen:
-    """A line for each answer, which shows its end while it grows; in the end, whole answers."""
+    """Shows the end of each answer on a line of its own while it grows, then whole answers."""
 
     def __init__(self, questions: list[str]) -> None:
+        """Start with an empty text for each question."""
         self.questions = questions
         self.texts = [""] * len(questions)
         self._live = sys.stderr.isatty()
         self._drawn = 0
 
     def add(self, number: int, text: str) -> None:
+        """Add text to an answer, and draw all lines again if standard error is a terminal."""
         self.texts[number] += text
         if self._live:
             width = shutil.get_terminal_size().columns - 5
@@ -56,7 +58,7 @@ async def answer_all(engine: ssmlx.Engine, screen: Screen, max_tokens: int) -> N
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Ask what the command line says; the exit code."""
+    """Ask the questions of the command line; returns 0, 2 for bad input, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(description="Ask several questions at once.")
     parser.add_argument("questions", nargs="*", default=list(QUESTIONS))
     parser.add_argument("--model", default="smollm2-135m")

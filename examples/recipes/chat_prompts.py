@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 from convert import check_torch, continuations
 from convert.continuations import Sampling
-from ssmlx.commands.options import add_counts, command, make_parser
+from ssmlx.commands.options import add_int_options, make_main, make_parser
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts
 from ssmlx.training.questions import (
     is_good_prompt,
-    normalised,
-    opening,
+    normalise_prompt,
+    opening_words,
     split_lists,
     user_prefix,
-    written_prompts,
+    write_shipped_prompts,
 )
 
 PROG = "examples.recipes.chat_prompts"
@@ -54,7 +54,15 @@ COUNTS = {"train": Counts(2350, 600), "valid": Counts(80, 20), "test": Counts(80
 def two_turn_chats(
     model: Any, tokenizer: Any, firsts: Sequence[str], follow_ups: Sequence[str], batch_size: int
 ) -> list[dict[str, Any]]:
-    """Chats of a prompt, the model's own greedy answer, and a follow-up (one for each prompt)."""
+    """Make chats of a prompt, the model's greedy answer, and a follow-up question.
+
+    Args:
+        model: of transformers.
+        tokenizer: its tokenizer.
+        firsts: prompts.
+        follow_ups: one for each prompt.
+        batch_size: answers at once.
+    """
     encoded = continuations.encode_prompts(
         [{"prompt": text} for text in firsts], tokenizer, model.config.max_position_embeddings
     )
@@ -73,7 +81,7 @@ def two_turn_chats(
 
 
 def whole_sentences(text: str) -> str:
-    """A cut answer up to its last sentence or line; all of it where there is no such end."""
+    """Cut a text after its last sentence or line; return all of it if there is none."""
     ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)|(?=\n)", text)]
     return (text[: ends[-1]] if ends and text[: ends[-1]].strip() else text).strip()
 
@@ -81,12 +89,15 @@ def whole_sentences(text: str) -> str:
 def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict[str, list[str]]:
     """Divide the model's own prompts among the splits.
 
-    One that begins like a hand-written one of any split, or like an earlier one, is left out.
+    Prompts that begin like a hand-written one, or like an earlier one, are left out.
+
+    Raises:
+        InputError: too few are left.
     """
-    seen = {opening(text) for texts in written.values() for text in texts}
+    seen = {opening_words(text) for texts in written.values() for text in texts}
     fresh = []
     for text in found:
-        if (key := opening(text)) not in seen:
+        if (key := opening_words(text)) not in seen:
             seen.add(key)
             fresh.append(text)
     splits = {}
@@ -106,7 +117,10 @@ def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict
 def sample_prompts(
     model: Any, tokenizer: Any, count: int, *, batch_size: int, seed: int
 ) -> list[str]:
-    """`count` different prompts of the model's own, in the order in which they were found."""
+    """Sample `count` different prompts from the model, in the order in which they came.
+
+    Those that did not end by themselves, or are no good prompts, are drawn again.
+    """
     from huggingface_hub.utils import tqdm
 
     sampling = Sampling(seed=seed, **SAMPLING)
@@ -121,7 +135,7 @@ def sample_prompts(
                 text = tokenizer.decode(answer.tokens[:-1]).strip()
                 # One that came to its own end.
                 if answer.finish_reason == "stop" and is_good_prompt(text):
-                    found.setdefault(normalised(text), text)
+                    found.setdefault(normalise_prompt(text), text)
             bar.update(min(len(found), count) - bar.n)
             if len(found) >= count:
                 break
@@ -129,19 +143,21 @@ def sample_prompts(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = make_parser(PROG, "Make the prompts of a chat data set.", EPILOG)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     continuations.add_generator_options(parser)
-    add_counts(parser, ("seed", 0, "another one, other prompts"))
+    add_int_options(parser, ("seed", 0, "another one, other prompts"))
     return parser.parse_args(argv)
 
 
 def _main(args: argparse.Namespace) -> None:
+    """Write the prompts of all splits into --out."""
     from ssmlx.loading.names import resolve_model
 
     check_torch()
     continuations.check_batch_size(args.batch_size)
-    written = written_prompts(args.seed)
+    written = write_shipped_prompts(args.seed)
     make_folder(args.out)
     model, tokenizer = continuations.load_generator(
         resolve_model(args.model), args.dtype, args.device
@@ -161,7 +177,7 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
-    """The model's own prompts: those of an earlier run with the same settings, or new ones."""
+    """Return sampled prompts, those of an earlier run with the same settings if there are any."""
     of = hashlib.sha256(args.model.encode()).hexdigest()[:8]
     kept = args.out / f"sampled_{of}_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
     if kept.is_file():
@@ -171,7 +187,7 @@ def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
     return found
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from perf.run.results import ROOT, reading
-from ssmlx.commands.machine import machine
-from ssmlx.commands.options import add_options, alone, command, make_parser
+from perf.run.results import ROOT, readable_result
+from ssmlx.commands.machine import describe_machine
+from ssmlx.commands.options import add_options, make_main, make_parser, with_folder_lock
 from ssmlx.errors import require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import write_whole
@@ -29,22 +29,27 @@ EQUAL = ("data", "model", "epochs", "batch_size", "max_length", "seed")  # of a 
 
 @dataclass(kw_only=True)
 class Step:
+    """A command of the recipe, and whether it was run."""
+
     name: str  # TASK/WHAT
     command: str  # a module and its options; DATA/ and OUT/ stand for folders
     commit: str | None = None  # at which it was taken
     finished: bool = False
 
     def options(self) -> dict[str, Any]:
+        """The command's options, parsed by its own parser."""
         module, *words = shlex.split(self.command)
-        return vars(import_module(module).parse_args(words))
+        options: dict[str, Any] = vars(import_module(module).parse_args(words))
+        return options
 
     def reads(self) -> list[str]:
+        """The files that the command learns from or answers."""
         folder, prompts = map(self.options().get, ("data", "prompts"))
         learnt = [f"{folder}/{name}.jsonl" for name in ("train", "valid")] if folder else []
         return [*learnt, *map(str, prompts or ())]
 
     def words(self, args: argparse.Namespace) -> list[str]:
-        """The command with its folders, cut short for a replay."""
+        """The command's words with real folders; for a replay, with fewer steps and prompts."""
         words = [place(word, args) for word in shlex.split(self.command)]
         for name, most in (("max_steps", args.max_steps), ("count", 16 * args.max_steps)):
             if most and name in self.options():
@@ -53,13 +58,18 @@ class Step:
 
 
 def place(name: str, args: argparse.Namespace) -> str:
+    """Replace a leading DATA or OUT of a path by the folder of --data-dir or --out."""
     first, _, rest = name.partition("/")
     folders = {"DATA": args.data_dir.resolve(), "OUT": args.out.resolve()}
     return str(folders[first] / rest) if first in folders else name
 
 
 def check_equal(steps: Sequence[Step]) -> None:
-    """Refuse a task of which one drafter would learn from more than another."""
+    """Check that the drafters of a task learn equally much.
+
+    Raises:
+        InputError: two of its steps differ in one of `EQUAL`.
+    """
     rivals: dict[str, tuple[str, str]] = {}
     for step in steps:
         options = step.options()
@@ -71,7 +81,11 @@ def check_equal(steps: Sequence[Step]) -> None:
 
 
 def check_file(name: str, files: dict[str, str | None], args: argparse.Namespace) -> None:
-    """Hold a file against its digest, which is filled in where it is None."""
+    """Compare a file with its digest in `files`; a digest of None is filled in.
+
+    Raises:
+        InputError: the file is missing, or another one.
+    """
     path = ROOT / place(name, args)
     expected = files[name]
     do = "take the steps before it, or give --data-dir"
@@ -83,6 +97,7 @@ def check_file(name: str, files: dict[str, str | None], args: argparse.Namespace
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = make_parser(PROG, "Make the drafters that perf.compare compares.", EPILOG)
     add_options(
         parser,
@@ -99,10 +114,12 @@ def take(words: Sequence[str]) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
+    """Run the steps that are not finished, and record each; returns the first failure's exit
+    code."""
     record = args.out / MANIFEST.name
     source = record if record.is_file() else MANIFEST
     manifest = read_json(source, "a manifest of steps")
-    with reading(source, PROG):
+    with readable_result(source, PROG):
         files = manifest["files"]
         steps = [Step(**step) for step in manifest["steps"]]
         for step in steps:  # what was set to None is to be learned from anew
@@ -126,7 +143,7 @@ def _main(args: argparse.Namespace) -> int:
                 check_file(name, files, args)
         if not step.finished:
             words = step.words(args)
-            step.commit = machine()["commit"]
+            step.commit = describe_machine()["commit"]
             told = f"{number} of {len(chosen)}, {step.name}: python -m {shlex.join(words)}"
             print(told, file=sys.stderr)
             keep()
@@ -138,7 +155,7 @@ def _main(args: argparse.Namespace) -> int:
     return 0
 
 
-main = command(PROG, parse_args, alone(_main))
+main = make_main(PROG, parse_args, with_folder_lock(_main))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from convert.continuations import write_jsonl
-from ssmlx.commands.options import add_counts, command, make_parser
+from ssmlx.commands.options import add_int_options, make_main, make_parser
 from ssmlx.errors import require
 from ssmlx.json_files import read_json
 from ssmlx.prompts import read_prompts
@@ -38,7 +38,11 @@ Attributes = tuple[tuple[str, str], ...]
 
 
 def parse_attributes(text: str) -> Attributes:
-    """`name[Aromi], area[riverside]` as pairs; a text of another form is refused."""
+    """Parse `name[Aromi], area[riverside]` into pairs.
+
+    Raises:
+        InputError: the text has another form.
+    """
     found = tuple(_ATTRIBUTE.findall(text))
     require(
         bool(found) and spell(found) == text,
@@ -54,7 +58,7 @@ def spell(attributes: Attributes) -> str:
 
 
 def more_values(held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]:
-    """`VALUES`, without names and places nearby that the prompts `held_out` have."""
+    """`VALUES` without the names and places that the prompts `held_out` have."""
     kept_back = {pair for one in held_out for pair in one if pair[0] in _UNSEEN}
     return {
         name: [value for value in values if (name, value) not in kept_back]
@@ -69,10 +73,14 @@ def recombine(
     seed: int,
     more: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """Prompts that are not `taken`, the attributes of one known prompt and values of any.
+    """Make new prompts: the attributes of a known prompt, with values of others.
 
-    Half of the draws come from `more`, where it has the attribute. Fewer prompts than `count` come
-    where there are no more.
+    Args:
+        known: prompts as pairs.
+        count: how many to make; fewer if there are no more.
+        taken: prompts that must not be made.
+        seed: of the draws.
+        more: further values by attribute, from which half of the draws come.
     """
     draw = random.Random(seed)
     seen = set(taken)
@@ -98,14 +106,18 @@ def recombine(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = make_parser(PROG, "Make more prompts of the E2E task.", EPILOG)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the task")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
-    add_counts(parser, ("count", 4000, "new prompts"), ("seed", 0, "of the draws"), metavar="N")
+    add_int_options(
+        parser, ("count", 4000, "new prompts"), ("seed", 0, "of the draws"), metavar="N"
+    )
     return parser.parse_args(argv)
 
 
 def _main(args: argparse.Namespace) -> None:
+    """Write new prompts into --out."""
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     own, *others = (
         [prompt.get("prompt", "") for prompt in read_prompts(args.data / f"{name}.jsonl", "--data")]
@@ -121,7 +133,7 @@ def _main(args: argparse.Namespace) -> None:
     print(f"{args.out}: {len(prompts):,} prompts, {len(new):,} of them new", file=sys.stderr)
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,8 @@
-"""`python -m perf.bench`: what this machine gives, in five minutes and without an argument.
+"""Measure costs of calls and speed-ups on this machine, in five minutes and without an argument.
 
-What rows and launches cost; then mlx-lm's own stream_generate, plain decoding, and what is drafted
-by default with the bundled adapters answer the same prompts in turns; then behind a long context.
-Prints and saves a report to paste, which names nobody.
+It times calls of the model with 1 to 16 rows, and launches of kernels. Then mlx-lm, plain decoding
+and drafting by default answer the same prompts in turns, with the bundled adapters; then the same
+after a long context. It prints and saves a report, without your name or paths.
 """
 
 import argparse
@@ -21,9 +21,9 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.answers import run as on_mlx_thread
-from ssmlx.commands.machine import machine
-from ssmlx.commands.options import add_options, make_parser, run
-from ssmlx.commands.results import write_result
+from ssmlx.commands.machine import describe_machine
+from ssmlx.commands.options import add_options, make_parser, run_command
+from ssmlx.commands.results import print_and_save
 from ssmlx.generation.learned import cost_rows, learned_of
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
@@ -36,7 +36,7 @@ from ..run.results import Kept, machine_load
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, data_file, read_examples
 from ..run.timing import TimedAnswer
-from .machine import machine_result, trials_result, weight_bits
+from .machine import kernel_trials, measure_machine, weight_bits
 from .report import report
 
 PROG = "perf.bench"
@@ -56,7 +56,7 @@ BAR = "{l_bar}{bar}"
 
 
 class Part(NamedTuple):
-    """An adapter to measure, a bundled name or a folder."""
+    """An adapter to measure: a bundled name or a folder, its task, and its share of the time."""
 
     adapter: str
     task: str
@@ -70,21 +70,25 @@ ROWS_WEIGHT = 0.06
 PARTS = (Part("chat", "chat", 96, 0.3), Part("e2e", "e2e", 64, 0.25), Part("sql", "sql", 64, 0.25))
 
 
-def deadlines(now: float, seconds: float, weights: Mapping[str, float]) -> dict[str, float]:
-    """When each part should end, by weight and in order, of `seconds` from now: what one leaves,
-    later ones get."""
+def part_deadlines(now: float, seconds: float, weights: Mapping[str, float]) -> dict[str, float]:
+    """Divide `seconds` from `now` among parts, in order and by weight.
+
+    Returns:
+        When each part should end, on the clock of `now`. A part that ends early leaves its time to
+        the later ones.
+    """
     ends = accumulate(weights.values())
     whole = sum(weights.values())
     return {name: now + seconds * end / whole for name, end in zip(weights, ends, strict=True)}
 
 
 class Rounds(NamedTuple):
-    """What was found in every round that counts.
+    """Answers of rounds, in each of which every system answers one prompt.
 
     Attributes:
-        found: in each, an answer of every system.
-        is_cold: whether the only one was the first, which warms up.
-        seconds: of the longest.
+        found: for each round, the answers by system.
+        is_cold: whether there was time for the first round alone, which warms up.
+        seconds: time of the longest round.
     """
 
     found: Sequence[Mapping[str, TimedAnswer]]
@@ -92,7 +96,7 @@ class Rounds(NamedTuple):
     seconds: float
 
 
-def rounds(
+def run_rounds(
     target: Target,
     of: Sequence[System],
     prompts: Sequence[list[int]],
@@ -101,10 +105,19 @@ def rounds(
     label: str,
     now: Now = time.perf_counter,
 ) -> Rounds:
-    """An answer of each system to the first prompt, to warm up and to see what it takes; then to
-    as many prompts as time allows, in an order that rotates.
+    """Let every system answer the first prompt once to warm up, then as many prompts as time
+    allows.
 
-    No round is begun that would probably end after the deadline.
+    The order of the systems rotates from round to round. No round begins if the longest one so far
+    would end after the deadline.
+
+    Args:
+        target: the loaded model.
+        of: the systems.
+        prompts: token ids.
+        deadline: in seconds, on the clock of `now`.
+        label: of the progress bar.
+        now: the clock.
     """
     longest = 0.0
     found = list[dict[str, TimedAnswer]]()
@@ -125,16 +138,22 @@ def rounds(
     return Rounds(found, is_cold, longest)
 
 
-def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
-    """All measurements: the machine's, each adapter's answers, and the last one's contexts."""
+def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
+    """Measure the machine, answers with each adapter, and answers after long contexts.
+
+    A part that would not end in time is left out, and named in `left_out`.
+
+    Returns:
+        The report as JSON values.
+    """
     base = resolve_model(args.model)  # before the clock: a download is no measurement
     started = time.perf_counter()
     weights = {"rows": ROWS_WEIGHT, **{part.adapter: part.weight for part in parts}}
     # Mostly what reading the context takes.
     weights |= {str(length): 0.06 + 7e-5 * length for length in args.contexts}
-    ends = deadlines(started, 60 * args.minutes, weights)
+    ends = part_deadlines(started, 60 * args.minutes, weights)
     result: dict[str, Any] = {
-        "machine": machine(),
+        "machine": describe_machine(),
         "load": machine_load(),
         "date": time.strftime("%Y-%m-%d"),
         "model": base.name if Path(args.model).expanduser().exists() else args.model,
@@ -156,16 +175,16 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
         if not result["answers"]:
             result["weights"] = weights_text(target)
             given = streams, prompts[0], ends["rows"]
-            result |= on_mlx_thread(partial(machine_result, *given))
+            result |= on_mlx_thread(partial(measure_machine, *given))
         end = ends[part.adapter]
         label = experiment.name
-        found = rounds(target, experiment.systems, prompts, end, label=label)
+        found = run_rounds(target, experiment.systems, prompts, end, label=label)
         needed = max(needed, loaded + found.seconds)
-        result["answers"].append(figures_of(experiment, target, prompts, found))
+        result["answers"].append(round_figures(experiment, target, prompts, found))
         result["learned"] = cost_rows(learned_of(streams)[0].costs)
         for length in args.contexts if part is parts[-1] else ():
             end = ends[str(length)]
-            contexts[length] = context_result(experiment, target, prompts, found, end, length)
+            contexts[length] = measure_context(experiment, target, prompts, found, end, length)
         del target, streams
         gc.collect()
         mx.clear_cache()
@@ -173,35 +192,35 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
     return {
         **result,
         "contexts": [one for one in contexts.values() if one],
-        "trials": trials_result(),
+        "trials": kernel_trials(),
         "left_out": left_out,
         "seconds": time.perf_counter() - started,
     }
 
 
-def systems(max_tokens: int) -> list[System]:
-    """How each answers, greedily."""
+def bench_systems(max_tokens: int) -> list[System]:
+    """mlx-lm, plain decoding, and drafting by default, all greedy."""
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens))
     return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), default]
 
 
 def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:
-    """What is asked of an adapter."""
+    """The experiment of a part: its task, adapter and systems."""
     task, (folder, adapter) = TASKS[part.task], adapter_with_streams(part.adapter)
     return Experiment(
         name=Path(part.adapter).name,
         weights=Weights(base, dtype, draft_head="auto", adapter=adapter, folder=folder),
-        systems=systems(part.max_tokens),
+        systems=bench_systems(part.max_tokens),
         examples=read_examples(data_file(task, part.data), task),
         task=task,
     )
 
 
-def figures_of(
+def round_figures(
     experiment: Experiment, target: Target, prompts: Sequence[list[int]], found: Rounds, **more: Any
 ) -> dict[str, Any]:
-    """What rounds of answers come to."""
+    """The figures of all answers of some rounds, as JSON values; `more` is added to them."""
     answers = {
         system.name: [[Kept(one[system.name], "")] for one in found.found]
         for system in experiment.systems
@@ -211,18 +230,20 @@ def figures_of(
 
 
 def weights_text(target: Target) -> str:
-    """Such as `float32`, or `4-bit weights, float16`."""
+    """The precision of the weights, such as `float32`, or `4-bit weights, float16`."""
     dtype = str(target.plain.backbone.dtype).removeprefix("mlx.core.")
     if not is_quantised(target.mlx_model):
         return dtype
     return f"{weight_bits(target.plain)}-bit weights, {dtype}"
 
 
-def text_of_length(
+def text_of_context(
     length: int, turn: int, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[int]:
-    """`length` tokens that end with a prompt, the one of that number: prompts with their answers
-    stand before it, as far as there is room."""
+    """Make a context of exactly `length` tokens that ends with prompt number `turn`.
+
+    Earlier prompts with their answers come before it; the oldest is cut off at the front.
+    """
     text = list(prompts[turn % len(prompts)])
     while len(text) < length:
         turn -= 1
@@ -231,8 +252,8 @@ def text_of_length(
     return text[-length:]
 
 
-def answer_tokens(example: Example, target: Target) -> list[int]:
-    """The first right answer with its end; nothing where none is known."""
+def reference_tokens(example: Example, target: Target) -> list[int]:
+    """The first reference answer with its end token; empty where none is known."""
     if not example.references:
         return []
     tokenizer = target.tokenizer
@@ -240,7 +261,7 @@ def answer_tokens(example: Example, target: Target) -> list[int]:
     return [*text, tokenizer.eos_token_id]
 
 
-def context_result(
+def measure_context(
     experiment: Experiment,
     target: Target,
     prompts: Sequence[list[int]],
@@ -248,8 +269,19 @@ def context_result(
     deadline: float,
     length: int,
 ) -> dict[str, Any] | None:
-    """Answers behind `length` tokens until the deadline; None where by what `before` took not even
-    one round would end in time."""
+    """Let the systems answer after a context of `length` tokens until the deadline.
+
+    Args:
+        experiment: its examples make the context.
+        target: the loaded model.
+        prompts: token ids of its prompts.
+        before: answers without the context, from which the time of a round is estimated.
+        deadline: in seconds, on `time.perf_counter`'s clock.
+        length: tokens of context.
+
+    Returns:
+        Figures; None if the model's context is too short, or one round would take too long.
+    """
     limit = target.plain.backbone.context_length or length + CONTEXT_TOKENS
     taken = [answer for one in before.found for answer in one.values()]
     growth = max(1.0, length / len(prompts[0]))
@@ -257,19 +289,20 @@ def context_result(
     expected = SAFETY * seconds / len(before.found)
     if length + CONTEXT_TOKENS > limit or time.perf_counter() + expected > deadline:
         return None
-    answers = [answer_tokens(one, target) for one in experiment.examples]
-    own = [text_of_length(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
-    experiment = replace(experiment, systems=systems(CONTEXT_TOKENS))
+    answers = [reference_tokens(one, target) for one in experiment.examples]
+    own = [text_of_context(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
+    experiment = replace(experiment, systems=bench_systems(CONTEXT_TOKENS))
     with target.endless():
         label = f"{length} tokens of context"
-        found = rounds(target, experiment.systems, own, deadline, label=label)
-    return figures_of(experiment, target, own, found, tokens=length)
+        found = run_rounds(target, experiment.systems, own, deadline, label=label)
+    return round_figures(experiment, target, own, found, tokens=length)
 
 
-def _main(args: argparse.Namespace) -> int:
+def _bench(args: argparse.Namespace) -> int:
+    """Measure, print and save the report; 1 if float32 answers differ from plain decoding's."""
     make_folder(args.out)
-    result = measure(args, PARTS)
-    write_result(result, args.out / "bench", report(result))
+    result = measure_all(args, PARTS)
+    print_and_save(result, args.out / "bench", report(result))
     differing = [
         task["adapter"]
         for task in result["answers"]
@@ -282,12 +315,13 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and run the benchmark; returns the exit code."""
     description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description.partition(": ")[2], f"{more}\n{EPILOG}")
+    parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
     add_base(parser)
     add_options(
         parser,
-        ("--minutes", "N", "at most (default: %(default)g)", 5.0),
+        ("--minutes", "N", "minutes to take at most (default: %(default)g)", 5.0),
         ("--dtype", None, "as of python -m ssmlx.generate (default: %(default)s)", "auto", DTYPES),
         ("--contexts", "N", f"tokens of context (default: {CONTEXTS[0]})", list(CONTEXTS)),
     )
@@ -297,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     check_counts(parser, args, "contexts")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: expected more than 0")
-    return run(lambda: _main(args), PROG)
+    return run_command(lambda: _bench(args), PROG)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ PAUSE = 0.02
 Clock = Callable[[], float]
 
 
-def machine_result(model: StreamFusedModel, prompt: list[int], deadline: float) -> dict[str, Any]:
+def measure_machine(model: StreamFusedModel, prompt: list[int], deadline: float) -> dict[str, Any]:
     """Time whole forwards of a tree's rows, launches, and steps.
 
     Args:
@@ -46,16 +46,16 @@ def machine_result(model: StreamFusedModel, prompt: list[int], deadline: float) 
         `rows`: seconds of a forward of each of `ROWS` rows, their ratios to one row, and seconds
         of a launch; `launches`: see `launches_result`.
     """
-    cache = filled_cache(model, prompt, CONTEXT, max(ROWS))
+    cache = make_filled_cache(model, prompt, CONTEXT, max(ROWS))
 
     def forward(tree: Tree) -> mx.array:
         hidden = model.insert(model.lower(tree, cache), 0)
         return mx.argmax(model.backbone.logits(model.upper(hidden, tree, cache, 0)), axis=-1)
 
-    calls = {row: partial(forward, likely_tree(model, row)) for row in ROWS}
-    once = sum(medians(calls, 1)[0].values())
+    calls = {row: partial(forward, make_likely_tree(model, row)) for row in ROWS}
+    once = sum(median_seconds(calls, 1)[0].values())
     turns = min(max(int((deadline - time.perf_counter()) / once), TURNS[0]), TURNS[1])
-    found, noise = medians(calls, turns)
+    found, noise = median_seconds(calls, turns)
     seconds = list(found.values())
     rows = {
         "bits": weight_bits(model),
@@ -65,22 +65,29 @@ def machine_result(model: StreamFusedModel, prompt: list[int], deadline: float) 
         "rows": ROWS,
         "seconds": seconds,
         "ratios": [one / seconds[0] for one in seconds],
-        "launch": launch_seconds(),
+        "launch": measure_launch(),
     }
-    return {"rows": rows, "launches": launches_result(model, prompt)}
+    return {"rows": rows, "launches": measure_launches(model, prompt)}
 
 
 def weight_bits(model: StreamFusedModel) -> int:
-    """Bits of a weight of the layers; of packed layers the fewest."""
+    """Bits of a weight of the layers; the fewest, if layers differ."""
     backbone = model.backbone
     packed = [one.bits for one in backbone.layers[-1].modules() if hasattr(one, "bits")]
     return min(packed, default=8 * backbone.dtype.size)
 
 
-def filled_cache(
+def make_filled_cache(
     model: StreamFusedModel, tokens: Sequence[int], context: int, scratch: int
 ) -> TreeCache:
-    """A cache of `context` tokens, made of `tokens` over and over, with room for `scratch` rows."""
+    """Make a cache that holds `context` tokens.
+
+    Args:
+        model: whose cache it is.
+        tokens: repeated until there are enough.
+        context: how many tokens are in it.
+        scratch: rows for which it has room beside them.
+    """
     cache = model.make_cache(scratch)
     text = [tokens[index % len(tokens)] for index in range(context)]
     # Room beforehand: a buffer that grows is copied, which would be timed.
@@ -89,9 +96,11 @@ def filled_cache(
     return cache
 
 
-def likely_tree(model: StreamFusedModel, size: int) -> Tree:
-    """A best tree of `size` nodes as streams draft it, where each rank is half as likely as the
-    one before."""
+def make_likely_tree(model: StreamFusedModel, size: int) -> Tree:
+    """Make a best tree of `size` nodes in which each candidate is half as likely as the one before.
+
+    Its shape is about that of trees that streams draft.
+    """
     streams = model.num_streams
     config = TreeConfig(kind="best", size=size)
     count = min(draft_topology(config, streams).num_candidates, model.draft_vocab_size)
@@ -103,7 +112,7 @@ def likely_tree(model: StreamFusedModel, size: int) -> Tree:
     return tree
 
 
-def medians(
+def median_seconds(
     calls: Mapping[int, Callable[[], mx.array]], turns: int, clock: Clock = time.perf_counter
 ) -> tuple[dict[int, float], float]:
     """Time calls in turns, so that what else the machine does falls on all of them alike.
@@ -125,23 +134,24 @@ def medians(
         if turn >= WARM_TURNS:
             times[rows].append(seconds)
         else:
-            metal.settle()
+            metal.time_pending_shape()
     noise = statistics.median(spread(values) for values in times.values())
     return {rows: statistics.median(values) for rows, values in times.items()}, noise
 
 
 def spread(times: Sequence[float]) -> float:
-    """How far the middle half of `times` lies apart, as a share of their median."""
+    """The distance between the first and third quartile, over the median; 0 for one time."""
     if len(times) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     return (high - low) / middle if middle else 0.0
 
 
-def launch_seconds() -> float:
-    """What a tiny kernel takes that waits for the one before it."""
+def measure_launch() -> float:
+    """Seconds that a tiny kernel takes in a chain of kernels that wait for each other."""
 
     def seconds(length: int) -> float:
+        """Seconds of a chain of `length` kernels."""
         found = mx.array(1.0)
         for _ in range(length):
             found = found + 1
@@ -153,8 +163,8 @@ def launch_seconds() -> float:
     return (long - short) / (CHAINS[1] - CHAINS[0])
 
 
-def trials_result() -> list[dict[str, Any]]:
-    """The attention kernel beside MLX's own, at the shapes that it was tried at so far."""
+def kernel_trials() -> list[dict[str, Any]]:
+    """The shapes at which the fused attention kernel was compared with MLX's, with both times."""
     return [
         {
             "rows": one.largest.rows,
@@ -168,7 +178,7 @@ def trials_result() -> list[dict[str, Any]]:
 
 @contextmanager
 def counted_reads() -> Iterator[list[int]]:
-    """An entry for each time that the host reads an array inside the block."""
+    """Inside the block, the yielded list grows by one at each read of an array by the host."""
     reads: list[int] = []
 
     def counting(own: Callable[[mx.array], Any]) -> Callable[[mx.array], Any]:
@@ -179,26 +189,30 @@ def counted_reads() -> Iterator[list[int]]:
         yield reads
 
 
-def paused(seconds: float, tokens: list[int]) -> bool:
-    """Asked whether an answer ends, wait; it does not."""
+def pause_and_go_on(seconds: float, tokens: list[int]) -> bool:
+    """A stop condition that sleeps and is never met."""
     time.sleep(seconds)
     return False
 
 
-def launches_result(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
-    """Seconds and peak bytes of steps, with a pause between the read of each and its successor's
-    launch and without; the bytes of a layer's cache; and the host's reads a step.
+def measure_launches(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
+    """Time decoding steps, with and without a pause after each read of a step's tokens.
 
-    MLX copies a layer's cache where the GPU has not let go of it when the next step is launched:
-    then a straight peak is higher by a layer or more, and a straight step takes longer.
+    MLX copies a layer's cache if the GPU still holds it when the next step is launched. Then the
+    peak without pauses is higher by a layer's cache or more, and steps take longer.
+
+    Returns:
+        Seconds and peak bytes of a step "straight" and "paused", bytes of a layer's cache, and
+        reads
+        of arrays by the host for each step.
     """
-    drafters = make_plan(model, GenerateConfig(decoding="streaming")).drafters
+    drafters = make_plan(model, GenerateConfig(decoding="speculative")).drafters
     assert drafters
     found: dict[str, float] = {}
     for name, pause in [("straight", 0.0), ("paused", PAUSE)] * 2:
         cache = model.make_cache()
         cache.reserve(tokens=LAUNCH_ROOM)
-        stops = partial(paused, pause)
+        stops = partial(pause_and_go_on, pause)
         steps = speculative_decode(model, prompt, cache, drafters=drafters, stops=stops)
         calls = filter(None, steps)
         for _ in range(LAUNCH_STEPS // 2):

@@ -17,7 +17,7 @@ NOTES = (
 
 
 def report(result: Row) -> str:
-    """The result as text."""
+    """Format a result of `measure_all` as text."""
     found = result["machine"]
     heading = [
         f"{found['machine']}, {found['memory']}, {found['os']}, power: {found['power']}",
@@ -43,7 +43,7 @@ def report(result: Row) -> str:
 
 
 def _machine_lines(result: Row) -> Iterator[str]:
-    """Rows, launches, the attention kernel, and where caches are written."""
+    """Yield the lines about rows, launches, the attention kernel, and copies of caches."""
     rows = result["rows"]
     launches = result["launches"]
     yield (
@@ -75,7 +75,7 @@ def _machine_lines(result: Row) -> Iterator[str]:
 
 
 def _learned_lines(result: Row) -> list[str]:
-    """What calls with the last adapter cost, as answers have taught."""
+    """Lines with the costs of calls that answers with the last adapter have taught."""
     rows = result["learned"]
     adapter = result["answers"][-1]["adapter"]
     title = f"== what default decoding has learned of calls with {adapter}"
@@ -83,7 +83,8 @@ def _learned_lines(result: Row) -> list[str]:
 
 
 def _trial_text(one: Row) -> str:
-    """Such as `4x256 21/15 us taken`: rows and keys at most, MLX's time and the kernel's."""
+    """One trial of the kernel: rows x keys, MLX's and the kernel's microseconds, whether it is
+    used."""
     shape = f"{one['rows']}x{one['keys']}"
     end = "taken" if one["taken"] else "left"
     mlx = 1e6 * one["seconds"]
@@ -93,7 +94,7 @@ def _trial_text(one: Row) -> str:
 
 
 def _block(task: Row) -> list[str]:
-    """An adapter's answers."""
+    """The heading and the table of an adapter's answers."""
     count = task["prompts"]
     what = f"{count} prompt{'s' * (count != 1)}, at most {task['max_tokens']} tokens"
     if task["is_cold"]:
@@ -116,7 +117,7 @@ def _block(task: Row) -> list[str]:
 
 
 def _context_line(task: Row) -> str:
-    """Answers behind a length of context."""
+    """One line about answers after a long context."""
     shown = [
         f"{row['name']} {_interval(task, 'speedup', 2)(row)}, prefill {prefill_rate(task, row):.0f}"
         for row in task["systems"]
@@ -130,7 +131,7 @@ def _name(task: Row) -> str:
 
 
 def _interval(task: Row, name: str, digits: int, scale: float = 1.0) -> Cell:
-    """A cell with a figure, with its interval where more than one was measured."""
+    """Make a cell with a figure, with an interval if there is more than one prompt."""
 
     def cell(row: Row) -> str:
         text = interval(row[name], digits, scale) if row[name] else "-"

@@ -18,7 +18,7 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.api import check_prompt
-from ssmlx.commands.machine import machine
+from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.generation.divergence import first_difference, weigh
 from ssmlx.loading.files import folder_digest
@@ -29,7 +29,7 @@ from .results import AnswerStore, Kept, code_version, files_version, machine_loa
 from .statistics import Estimate, mean, median, ratio, speedup
 from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from .tasks import Example, Task, cut_in_the_middle, figures
-from .timing import TimedAnswer, in_turns
+from .timing import TimedAnswer, rotate_turns
 
 Prompts = Sequence[Sequence[Kept]]
 """One system's answers: for every prompt, its repeats."""
@@ -38,6 +38,8 @@ Answers = Mapping[str, Prompts]
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
+    """Systems that answer the same prompts on the same weights, in turns."""
+
     name: str  # of what is measured; the names of its files begin with it
     # weights and systems: the target and what drafts for it; who answers
     weights: Weights
@@ -55,13 +57,20 @@ class Experiment:
 
     @property
     def fixed_trees(self) -> list[str]:
-        """Systems whose streams draft one tree at every call."""
+        """Names of the systems that draft one fixed tree of streams at every call."""
         return [
             one.name for one in self.systems if one.kind == STREAMS and not one.config.is_controlled
         ]
 
     def load(self) -> tuple[Target, list[list[int]]]:
-        """The target and the prompts' tokens, and all that could fail later checked."""
+        """Load the target, encode the prompts, and check everything that could fail later.
+
+        Returns:
+            (the target, token ids of each prompt)
+
+        Raises:
+            InputError: a prompt is too long, or a system cannot draft for the model.
+        """
         target = Target(self.weights)
         adapter = self.weights.adapter
         template = adapter.config.prompt_template if adapter else None
@@ -77,6 +86,12 @@ class Experiment:
         return target, prompts
 
     def run(self) -> Measured:
+        """Let all systems answer all prompts, in turns.
+
+        Answers go to disk in `out` as they come; those of an earlier run with the same settings are
+        used instead of new ones, unless `fresh`. Before its first answer a system answers once to
+        warm up.
+        """
         mx.clear_cache()
         load, (target, prompts) = machine_load(), self.load()
         systems = {system.name: system for system in self.systems}
@@ -101,7 +116,7 @@ class Experiment:
                 config = replace(systems[name].config, deterministic=True)
                 target.answer(replace(systems[name], config=config), prompts[0])
         progress = tqdm(keys, desc=self.name, unit="prompt", disable=None)
-        for key, name in in_turns(progress, list(stores)):
+        for key, name in rotate_turns(progress, list(stores)):
             if key not in stores[name]:
                 answer = target.answer(systems[name], key[1:], key[0])
                 stores[name].keep(key, Kept(answer, target.text_of(answer.tokens)))
@@ -114,7 +129,8 @@ class Experiment:
         return Measured(self, target, prompts, answers, load, num_costs)
 
     def settings(self, system: System) -> dict[str, Any]:
-        """Everything that an answer and its time depend on, beside the prompt's tokens."""
+        """Everything beside the prompt that a system's answer and its time depend on, as JSON
+        values."""
         weights = self.weights
         kind = DRAFT_MODEL if system.kind == DRAFT_ALONE else system.kind
         return {
@@ -137,6 +153,8 @@ class Experiment:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
+    """An experiment with all its answers."""
+
     experiment: Experiment
     target: Target
     prompts: Sequence[list[int]]
@@ -150,10 +168,11 @@ class Measured:
         return [repeats[0] for repeats in self.answers[name]]
 
 
-def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
+def run_result(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
+    """The result of a command: how it was measured, and the results of its tasks."""
     config = experiment.systems[0].config
     return {
-        "machine": machine(),
+        "machine": describe_machine(),
         "model": model,
         "dtype": experiment.weights.dtype,
         "temp": config.temp,
@@ -166,11 +185,12 @@ def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[
 
 
 def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
+    """The figures of a task's systems, as JSON values; `more` is added to them."""
     experiment = measured.experiment
     weights = measured.experiment.weights
-    shared = _figures(experiment, measured.first(PLAIN))
+    shared = _metric_figures(experiment, measured.first(PLAIN))
     systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
-    prices = _prices(measured)
+    prices = _answer_prices(measured)
     tree = best_tree(prices, experiment.fixed_trees)
     return {
         "task": experiment.task.name if experiment.task else experiment.name,
@@ -189,7 +209,7 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
         "systems": [
             {
                 **_system_row(system, measured, shared),
-                **speedups(system, measured.answers, tree),
+                **speedup_figures(system, measured.answers, tree),
                 "price": price_figures(system.name, prices, tree),
                 "num_costs": measured.num_costs.get(system.name),
             }
@@ -200,8 +220,8 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     }
 
 
-def _prices(measured: Measured) -> Mapping[str, Sequence[Sequence[Price]]]:
-    """The price of every answer of the target's, by system, prompt and repeat."""
+def _answer_prices(measured: Measured) -> Mapping[str, Sequence[Sequence[Price]]]:
+    """The price of each answer of the target, by system, prompt and repeat."""
     systems = {one.name: one.kind for one in measured.experiment.systems if one.kind != DRAFT_ALONE}
     answers = {
         name: [[kept.answer for kept in repeats] for repeats in measured.answers[name]]
@@ -215,7 +235,7 @@ def _category_results(
     systems: Sequence[System],
     prices: Mapping[str, Sequence[Sequence[Price]]],
 ) -> list[dict[str, Any]]:
-    """For each category of examples, every system's speed; nothing where there are none."""
+    """The speed of each system on each category of examples; empty without categories."""
     of_category: dict[str, list[int]] = {}
     for index, example in enumerate(measured.experiment.examples[: len(measured.prompts)]):
         if example.category:
@@ -230,7 +250,7 @@ def _category_results(
                 "name": system.name,
                 "kind": system.kind,
                 "tokens_per_call": asdict(_tokens_per_call(answers[system.name])),
-                **speedups(system, answers, tree),
+                **speedup_figures(system, answers, tree),
                 "price": price_figures(system.name, own_prices, tree),
             }
             for system in systems
@@ -242,18 +262,25 @@ def _category_results(
 
 
 def _tokens_per_call(prompts: Prompts) -> Estimate:
-    """Of the first repeats."""
+    """Tokens per target call over all prompts, of the first repeats."""
     first = [repeats[0].answer for repeats in prompts]
     return ratio([len(one.tokens) for one in first], [one.target_calls for one in first])
 
 
-def _figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
+def _metric_figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
     task = experiment.task
     return figures(task, experiment.examples, [one.text for one in kept]) if task else {}
 
 
 def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """A system's line of the tables; `shared` is the metric of plain decoding's answers."""
+    """A system's row of the tables, as JSON values.
+
+    Args:
+        system: the system.
+        measured: all answers.
+        shared: figures of plain decoding's answers, which are not computed again for the same
+            tokens.
+    """
     prompts = measured.answers[system.name]
     first = measured.first(system.name)
     plain = measured.first(PLAIN)
@@ -268,7 +295,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     return {
         "name": system.name,
         "kind": system.kind,
-        "options": _options_of(system, target.drafters(system)),
+        "options": _draft_options(system, target.drafters(system)),
         "tokens_per_call": asdict(_tokens_per_call(prompts)),
         "target_calls": sum(calls),
         "target_calls_per_answer": asdict(mean(calls)),
@@ -283,7 +310,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
         "tokens_per_second": statistics.median(rates),
         "decode_rate": asdict(median(rates)),
         "call_seconds": _call_seconds(prompts),
-        "figures": shared if is_shared else _figures(measured.experiment, first),
+        "figures": shared if is_shared else _metric_figures(measured.experiment, first),
         "figures_of": PLAIN if is_shared else system.name,
         "extra_parameters": target.extra_parameters(system),
         "weight_bytes": weight_bytes,
@@ -293,7 +320,8 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     }
 
 
-def _options_of(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
+def _draft_options(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
+    """The size of a system's trees and the settings that shape them; empty if it drafts nothing."""
     if not drafters:
         return {}
     drafter = drafters[0]  # the first where several may draft
@@ -310,15 +338,25 @@ def _medians(prompts: Prompts, of: Callable[[TimedAnswer], float]) -> list[float
 
 
 def _call_seconds(prompts: Prompts) -> float | None:
-    """Seconds a target call after the first, median over answers; None where there was none."""
+    """Median over answers of the seconds of a target call after the first; None without any."""
     answers = [kept.answer for repeats in prompts for kept in repeats]
     times = [a.decode_seconds / (a.target_calls - 1) for a in answers if a.target_calls > 1]
     return statistics.median(times) if times else None
 
 
-def speedups(system: System, answers: Answers, tree: str | None = None) -> dict[str, Any]:
-    """Tokens/s over mlx-lm's and plain decoding's, and over the draft model's where there is one;
-    whole answers too, and over those of the best fixed `tree` where there is one."""
+def speedup_figures(system: System, answers: Answers, tree: str | None = None) -> dict[str, Any]:
+    """How many times as fast a system is, as JSON values.
+
+    Args:
+        system: the system.
+        answers: of all systems.
+        tree: the best fixed tree, or None.
+
+    Returns:
+        Tokens/s and whole answers over mlx-lm's and plain decoding's; tokens/s over the draft
+        model's
+        where one takes part; whole answers over the best fixed tree's where there is one.
+    """
     rates = {n: _medians(prompts, lambda a: a.tokens_per_second) for n, prompts in answers.items()}
     base, plain, own = (
         _medians(answers[n], lambda a: a.seconds) for n in (MLX_LM, PLAIN, system.name)
@@ -338,9 +376,12 @@ def speedups(system: System, answers: Answers, tree: str | None = None) -> dict[
 
 
 def differences_of(measured: Measured, system: System) -> list[dict[str, Any]] | None:
-    """Where a system's answers part from plain decoding's, in any repeat.
+    """List where a system's answers differ from plain decoding's, in any repeat.
 
-    None for mlx-lm where it draws, which it does with noise of its own.
+    Returns:
+        One entry for each prompt with a difference; None for mlx-lm when it samples, as its noise
+        is
+        its own.
     """
     if system.kind == MLX_LM and system.config.temp:
         return None
@@ -357,9 +398,19 @@ def differences_of(measured: Measured, system: System) -> list[dict[str, Any]] |
 def difference(
     measured: Measured, index: int, plain: list[int], other: list[int]
 ) -> dict[str, Any]:
-    """Where two answers to a prompt part, and by how little the target chose there: the "gap"
-    between its logits of the two tokens, None where none was found, the larger "logit", and
-    "near_tie", whether the precision's rounding may have decided."""
+    """Describe the first difference between two answers to a prompt.
+
+    Args:
+        measured: all answers.
+        index: of the prompt.
+        plain: token ids of plain decoding's answer.
+        other: those of another.
+
+    Returns:
+        "prompt", "token" (its position in the answer), "gap" (difference of the target's logits of
+        the two tokens; None when it samples, or one answer is only shorter), "logit" (the larger
+        one), and "near_tie" (whether rounding in this precision may have decided).
+    """
     experiment = measured.experiment
     place = first_difference(plain, other)
     assert place is not None
@@ -373,11 +424,10 @@ def difference(
     return {**found, "gap": one.gap, "logit": one.logit, "near_tie": one.is_near_tie}
 
 
-def failures(result: Mapping[str, Any]) -> list[str]:
-    """Lossless systems whose tokens are not plain decoding's, as "task, system".
+def differing_systems(result: Mapping[str, Any]) -> list[str]:
+    """List lossless systems whose tokens differ from plain decoding's, as "task, system".
 
-    mlx-lm is not ours to promise: where it differs, the report says so. A near tie in half
-    precision is rounding.
+    mlx-lm is left out, and so are near ties in 16 bits.
     """
     return [
         f"{task['task']}, {row['name']}"

@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from ssmlx.commands.options import (
     Parser,
-    add_counts,
+    add_int_options,
     add_options,
     add_tree_options,
-    drafter_option,
     generate_config,
+    parse_drafter_option,
 )
 from ssmlx.errors import InputError, require
 from ssmlx.loading.adapter import StreamAdapter
@@ -51,18 +51,18 @@ def add_base(group: argparse._ActionsContainer) -> None:
 
 
 def add_out(group: argparse._ActionsContainer) -> None:
-    add_options(group, ("--out", "FOLDER", "default: %(default)s", RESULTS))
+    add_options(group, ("--out", "FOLDER", "folder of the results (default: %(default)s)", RESULTS))
 
 
 def split_name(item: str) -> tuple[str | None, str]:
-    """`NAME=VALUE` in two; where there is no "=", or the whole is a path, there is no name."""
+    """Split `NAME=VALUE`; the name is None without "=", or if the whole is a path that exists."""
     name, equals, value = item.partition("=")
     is_whole = not equals or Path(item).expanduser().exists()
     return (None, item) if is_whole else (name, value)
 
 
 def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
-    """End with one line where an option is below 1, or one of its numbers is."""
+    """End the command with one line if one of these options, or one of its numbers, is below 1."""
     for name in names:
         value = getattr(args, name)
         least = min(value) if isinstance(value, list) else value
@@ -79,9 +79,16 @@ def add_experiment_options(
     repeats: int = 1,
     dtypes: Sequence[str] = (),
 ) -> None:
-    """What `experiment_of` reads. Without `tasks`, the default, --task takes one and is required,
-    but for `saved`, the group of an option in place of it. With `dtypes`, the default, --dtype
-    takes several."""
+    """Add the options that `experiment_of` reads.
+
+    Args:
+        parser: is given them.
+        saved: a group of alternatives to --task; without it, --task is required.
+        tasks: defaults of --task, which then takes several.
+        systems: defaults of --systems.
+        repeats: default of --repeats.
+        dtypes: defaults of --dtype, which then takes several.
+    """
     data = parser.add_argument_group("data")
     shown = f" (default: {' '.join(tasks)})" if tasks else ""
     task = (saved or data).add_argument(
@@ -89,7 +96,7 @@ def add_experiment_options(
         choices=tuple(TASKS),
         default=tasks or None,
         nargs="+" if tasks else None,
-        help=f"what to ask{shown}",
+        help=f"task whose prompts are answered{shown}",
     )
     task.required = saved is None and not tasks
     add_options(
@@ -97,13 +104,13 @@ def add_experiment_options(
         (
             "--data",
             "FILE.jsonl",
-            "a JSON object a line: prompt, and completion or references; for spec_bench its "
-            "question.jsonl (default: the task's own in --data-dir, or without it what ships in "
-            "examples/data)",
+            "data of the task, a JSON object a line: prompt, and completion or references; for "
+            "spec_bench its question.jsonl (default: the task's file in --data-dir, else the one "
+            "in examples/data)",
             Path,
         ),
-        ("--data-dir", "FOLDER", "holds TASK/test.jsonl, spec_bench/question.jsonl", Path),
-        ("--count", "N", "the first N prompts (default: all)", int),
+        ("--data-dir", "FOLDER", "folder with TASK/test.jsonl and spec_bench/question.jsonl", Path),
+        ("--count", "N", "use the first N prompts (default: all)", int),
     )
     weights = parser.add_argument_group("weights")
     add_base(weights)
@@ -112,7 +119,7 @@ def add_experiment_options(
         choices=(*target.FLOATS, *target.PACKED),
         nargs="+" if dtypes else None,
         default=dtypes or "float32",
-        help="of all weights, packed ones with float16 activations; in 16 bits near ties may part "
+        help="type of all weights; 8bit and 4bit have float16 activations "
         f"(default: {' '.join(dtypes) or 'float32'})",
     )
     given = {kind: "MODEL" if kind == DRAFT_MODEL else "FOLDER" for kind in target.CHECKPOINTS}
@@ -121,11 +128,14 @@ def add_experiment_options(
         (
             "--adapter",
             "NAME|FOLDER",
-            "streams and LoRA; `none` for the base alone (default: the "
-            "bundled adapter of the task's name, where there is one; chat for spec_bench)",
+            "adapter, or `none` (default: the bundled one with the task's name if there is one; "
+            "chat for spec_bench)",
             str,
         ),
-        *((f"--{kind}", word, f"what `{kind}` drafts with", str) for kind, word in given.items()),
+        *(
+            (f"--{kind}", word, f"weights of the drafter {kind}", str)
+            for kind, word in given.items()
+        ),
     )
     group = parser.add_argument_group("run")
     most = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
@@ -134,34 +144,40 @@ def add_experiment_options(
         (
             "--systems",
             "SYSTEM",
-            f"which of {', '.join(SYSTEMS)}; or {DEFAULT}: where nothing is "
-            f"asked for; or {TEXT}: that without streams; or trees: streams with every kind of "
-            "tree and pruning; mlx-lm and plain always take part (default: "
+            f"ways to decode: {', '.join(SYSTEMS)}; {DEFAULT}: what users get without options; "
+            f"{TEXT}: the same without streams; trees: streams with every kind of tree and "
+            "pruning. mlx-lm and plain always take part (default: "
             f"{'all' if systems == SYSTEMS else ', '.join(systems)})",
             list(systems),
         ),
-        ("--max-tokens", None, f"longest answer (default: {most})", int),
+        ("--max-tokens", None, f"tokens of an answer at most (default: {most})", int),
         ("--temp", None, "sampling temperature; 0 is greedy (default: 0)", 0.0),
         (
             "--costs",
             "FOLDER",
-            f"where {DEFAULT} keeps what its answers teach of calls' costs, and finds what those "
-            "of earlier runs taught; with a new folder it begins with nothing (default: costs in "
-            "--out)",
+            f"folder where {DEFAULT} keeps measured costs of calls; an empty one has none of "
+            "earlier runs (default: costs in --out)",
             Path,
         ),
-        ("--fresh", None, "use no answers of an earlier run", bool),
+        ("--fresh", None, "ignore answers of an earlier run", bool),
     )
-    add_counts(
+    add_int_options(
         group,
-        ("repeats", repeats, "times that every prompt is answered"),
+        ("repeats", repeats, "how often every prompt is answered"),
         ("top-k", 0, "sample from the K likeliest tokens; 0 is all"),
-        ("seed", 0, "of sampling"),
+        ("seed", 0, "seed of sampling"),
     )
 
 
 def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
-    """What the options name; all is checked that can be without loading a model."""
+    """Make the experiment that the options name, called `name`-TASK.
+
+    Everything is checked that can be checked without a model. Systems that lack weights are left
+    out, and named on standard error. The folder --out is made.
+
+    Raises:
+        InputError: an option is wrong, or would have no effect.
+    """
     task = TASKS[args.task]
     for flag, value in (("--top-k", args.top_k), ("--seed", args.seed)):
         require(
@@ -183,7 +199,7 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
         expected=f"{DEFAULT} or {TEXT} among --systems",
         do="drop --costs",
     )
-    weights = _weights_of(args)
+    weights = _read_weights(args)
     # Which kinds of systems lack their weights, and how to give them.
     lacking = {
         kind: f"no --{kind} FOLDER"
@@ -220,7 +236,10 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
 
 
 class _SystemParser(Parser):
+    """A parser whose errors become an `InputError` about --systems."""
+
     def error(self, message: str) -> NoReturn:
+        """Raise the error that argparse found."""
         raise InputError(
             f"--systems: {self.prog} ({message})",
             expected="a system, or in quotes a system and drafting options of ssmlx.generate",
@@ -231,7 +250,19 @@ class _SystemParser(Parser):
 def parse_systems(
     texts: Sequence[str], sampling: SamplingConfig, max_tokens: int = 256
 ) -> list[System]:
-    """The systems to run, mlx-lm and plain decoding always among them."""
+    """Parse --systems.
+
+    Args:
+        texts: each the name of a system, or a drafter with options of ssmlx.generate.
+        sampling: temperature, top-k and seed of all of them.
+        max_tokens: of an answer.
+
+    Returns:
+        The systems, with mlx-lm and plain decoding added if missing.
+
+    Raises:
+        InputError: a system is unknown or named twice, or an option is wrong.
+    """
     texts = [name for text in texts for name in (TREES if text == "trees" else (text,))]
     missing = [kind for kind in (MLX_LM, PLAIN) if kind not in texts]
     systems: dict[str, System] = {}
@@ -255,7 +286,11 @@ def parse_systems(
 
 
 def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
-    """`draft-model width=2 --tree full`: a drafter with its keys, options of ssmlx.generate."""
+    """Parse one system, such as `draft-model width=2 --tree full`.
+
+    Returns:
+        (its name in tables, its kind, its settings). Systems with options draft at every call.
+    """
     words = text.split()
     kind = next(iter(words), "")
     flags = [n for n, word in enumerate(words) if word[0] == "-"]
@@ -279,14 +314,14 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
         if key.partition("=")[0] in _RESERVED:
             parser.error(f"{key} is not a system's to choose here")
     args = parser.parse_args(words[first:])
-    args.decoding = "streaming"
-    args.drafter = drafter_option(" ".join(words[:first]))
+    args.decoding = "speculative"
+    args.drafter = parse_drafter_option(" ".join(words[:first]))
     # It drafts at every call, so that a system is the same on every machine.
     return name, kind, generate_config(args).with_default_shape()
 
 
-def _weights_of(args: argparse.Namespace) -> Weights:
-    """The target, by default with the bundled adapter of the task's name, and what drafts."""
+def _read_weights(args: argparse.Namespace) -> Weights:
+    """The weights that the options name, with the task's bundled adapter by default."""
     folder = bundled_adapters().get(TASKS[args.task].adapter or args.task)
     if args.adapter is not None:
         folder = resolve_adapter(args.adapter)
@@ -305,6 +340,11 @@ def _weights_of(args: argparse.Namespace) -> Weights:
 
 
 def adapter_with_streams(name: str) -> tuple[Path, StreamAdapter]:
+    """Return folder and contents of an adapter.
+
+    Raises:
+        InputError: it has no streams.
+    """
     folder = resolve_adapter(name)
     adapter = None if folder is None else target.read_own_lora(folder)
     if folder is None or adapter is None or not adapter.config.num_streams:

@@ -47,14 +47,14 @@ class CallKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Price:
-    """What an answer should take.
+    """The time that an answer should take, by the median of each kind of call.
 
     Attributes:
-        seconds: the prompt's call among them.
+        seconds: of all calls, the prompt's included.
         tokens: of the answer.
-        calls: that were priced, all but the prompt's.
-        without_place: of these, calls with the median of all places.
-        by_nearest_rows: of these, calls with the median of another number of rows.
+        calls: priced calls, without the prompt's.
+        without_place: of these, how many took the median over all places.
+        by_nearest_rows: of these, how many took the median of another number of rows.
     """
 
     seconds: float
@@ -91,6 +91,7 @@ class CallSeconds:
         return self._medians[kind]
 
     def _found(self, kind: CallKind) -> tuple[float, str]:
+        """Find what `price` returns, the first time that it is asked for a kind."""
         own = self._seconds[kind]
         if len(own) >= LEAST_SAMPLES:
             return median(own), ""
@@ -117,7 +118,7 @@ class CallSeconds:
 
 
 def kinds_of(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
-    """The kind of each call of an answer by a kind of `System`."""
+    """Yield the kind of each call of an answer; `system` is the kind of the system."""
     is_pipelined = system in _IS_PLAINLY_LAUNCHED
     rows = [call.rows for call in calls]
     for index, (call, following) in enumerate(pairwise([*calls, None])):
@@ -188,6 +189,14 @@ def _prompt_seconds(
 
 
 def _price(system: str, answer: TimedAnswer, prompt_seconds: float, seconds: CallSeconds) -> Price:
+    """Price an answer.
+
+    Args:
+        system: kind of the system.
+        answer: its calls are priced.
+        prompt_seconds: of the prompt's call.
+        seconds: of all calls of the run.
+    """
     found = [seconds.price(kind) for kind in kinds_of(system, answer.calls)]
     how = Counter(name for _, name in found)
     return Price(

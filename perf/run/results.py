@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.machine import machine, power_source
+from ssmlx.commands.machine import describe_machine, power_source
 from ssmlx.errors import InputError, first_line
 from ssmlx.json_files import to_json
 from ssmlx.loading.files import PartFile
@@ -30,8 +30,13 @@ def machine_load() -> str:
 
 
 @contextmanager
-def reading(path: Path, command: str) -> Iterator[None]:
-    """Tell in one line that a saved result lacks what the block reads of it."""
+def readable_result(path: Path, command: str) -> Iterator[None]:
+    """Turn any error inside the block into an `InputError` about a broken result.
+
+    Args:
+        path: of the result.
+        command: that writes such results.
+    """
     try:
         yield
     except Exception as error:  # a broken file's can be any
@@ -50,14 +55,20 @@ class Kept:
 
 
 class AnswerStore:
-    """Answers on disk, one line each as they come: a run that is stopped goes on from there.
+    """Answers on disk, one line each, so that a stopped run can go on.
 
-    Other `settings`, all that an answer depends on beside its key, have another file.
+    Answers with other `settings` are in another file.
     """
 
     def __init__(
         self, folder: Path, name: str, settings: Mapping[str, Any], *, fresh: bool = False
     ) -> None:
+        """Args:
+        folder: of the file.
+        name: the file's name begins with it.
+        settings: everything that an answer depends on beside its key, as JSON values.
+        fresh: whether to forget earlier answers.
+        """
         path = folder / f"{name}-{digest(settings)}.part.jsonl"
         self.file = PartFile(path, to_json(settings), fresh=fresh)
         self._kept = {
@@ -77,19 +88,19 @@ class AnswerStore:
 
 
 def _answer_of(values: Mapping[str, Any]) -> TimedAnswer:
-    """An answer of its JSON values."""
+    """Make an answer of its JSON values."""
     calls = [TimedCall(*call) for call in values["calls"]]
     return TimedAnswer(**{**values, "calls": calls})
 
 
 @lru_cache(maxsize=1)
 def timed_on() -> dict[str, str]:
-    found = machine()
+    found = describe_machine()
     return {**{name: found[name] for name in _TIMED_ON}, "power": power_source()}
 
 
 def files_version(folder: Path | None) -> str | None:
-    """Tells one folder's files from another's, by name, size and date."""
+    """A digest of the names, sizes and dates of a folder's files; None for None."""
     if folder is None:
         return None
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
@@ -98,7 +109,7 @@ def files_version(folder: Path | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def code_version() -> str:
-    """Tells one state of the sources that decide answers from another."""
+    """A digest of all sources that decide answers and their times."""
     own = [f"perf/run/{name}.py" for name in ("rounding", "target", "timing")]
     names = "ssmlx/**/*.py", "ssmlx/**/*.metal", *own
     sources = sorted(path for name in names for path in ROOT.glob(name))

@@ -8,56 +8,70 @@ order of a sum depends on how many rows there are.
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx.utils import tree_unflatten
 
+# MLX's layers have no types: what comes of their methods is named, and calls of them are let pass.
 
-class RoundedLinear(nn.Linear):
-    """A linear layer, packed or not, in 16 bits."""
+
+class RoundedLinear(Linear):
+    """A linear layer that computes in float32 and rounds its output to the input's type."""
 
     def __init__(self, linear: Any) -> None:
-        nn.Module.__init__(self)
+        """Take the weights of another layer, unpacked to float32."""
+        Module.__init__(self)  # type: ignore[no-untyped-call]
         self.weight = _unpacked(linear)
         if "bias" in linear:
             self.bias = linear.bias.astype(mx.float32)
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., in] to [..., out], of the type of `x`."""
-        return super().__call__(x.astype(mx.float32)).astype(x.dtype)
+        product: mx.array = super().__call__(x.astype(mx.float32))  # type: ignore[no-untyped-call]
+        return product.astype(x.dtype)
 
 
-class RoundedEmbedding(nn.Embedding):
-    """An embedding, packed or not, in 16 bits; also where it is the LM head."""
+class RoundedEmbedding(Embedding):
+    """An embedding that computes in float32 and rounds its output, also as the LM head."""
 
     def __init__(self, embedding: Any, dtype: str) -> None:
-        nn.Module.__init__(self)
+        """Args:
+        embedding: whose weights are taken, unpacked to float32.
+        dtype: name of the type to which rows are rounded.
+        """
+        Module.__init__(self)  # type: ignore[no-untyped-call]
         # its name: it can be copied
         self.weight = _unpacked(embedding)
         self._dtype = dtype
 
     def __call__(self, x: mx.array) -> mx.array:
         """[...] to [..., D]."""
-        return super().__call__(x).astype(getattr(mx, self._dtype))
+        rows: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
+        return rows.astype(getattr(mx, self._dtype))
 
     def as_linear(self, x: mx.array) -> mx.array:
         """[..., D] to [..., V], of the type of `x`."""
-        return super().as_linear(x.astype(mx.float32)).astype(x.dtype)
+        product: mx.array = super().as_linear(x.astype(mx.float32))  # type: ignore[no-untyped-call]
+        return product.astype(x.dtype)
 
 
 def _unpacked(layer: Any) -> mx.array:
-    """The weights in float32, every one of them as it is."""
-    if not isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
-        return layer.weight.astype(mx.float32)
+    """A layer's weights in float32, dequantised if they are packed."""
+    if not isinstance(layer, QuantizedLinear | QuantizedEmbedding):
+        weights: mx.array = layer.weight.astype(mx.float32)
+        return weights
     scales, biases = (layer[name].astype(mx.float32) for name in ("scales", "biases"))
     return mx.dequantize(layer.weight, scales, biases, layer.group_size, layer.bits)
 
 
-def round_products(model: nn.Module, dtype: str) -> None:
-    """Put these layers in the place of a model's own, which compute in `dtype`."""
-    updates: list[tuple[str, nn.Module]] = []
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.QuantizedLinear):
+def round_products(model: Module, dtype: str) -> None:
+    """Replace a model's linear layers and embeddings by rounding ones, in place."""
+    updates: list[tuple[str, Module]] = []
+    for path, module in model.named_modules():  # type: ignore[no-untyped-call]
+        if isinstance(module, Linear | QuantizedLinear):
             updates.append((path, RoundedLinear(module)))
-        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+        elif isinstance(module, Embedding | QuantizedEmbedding):
             updates.append((path, RoundedEmbedding(module, dtype)))
     model.update_modules(tree_unflatten(updates))

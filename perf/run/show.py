@@ -42,7 +42,7 @@ def _metric(name: str) -> Cell:
 
 
 def same_text(prompts: int) -> Cell:
-    """A cell with how many answers are plain decoding's, token for token."""
+    """Make a cell that counts answers with plain decoding's tokens, of `prompts`."""
 
     def cell(row: Row) -> str:
         count = row["same_as_plain"]
@@ -62,13 +62,14 @@ def markdown_table(columns: Columns, rows: Sequence[Row]) -> str:
 
 
 def notes_of(found: Row) -> list[str]:
-    """What to keep in mind of a measurement: few prompts, and who else was computing."""
+    """Notes about a measurement: too few prompts, and the load of the machine."""
     few = f"fewer than {FEW} prompts: the intervals are narrower than they should be"
     lines = [few] if found["prompts"] < FEW else []
     return [*lines, f"load: {found['load']}"] if "load" in found else lines
 
 
 def heading(result: Row) -> str:
+    """One line about model, machine and versions."""
     machine = result["machine"]
     return (
         f"{_measured_text(result)}, "
@@ -78,6 +79,7 @@ def heading(result: Row) -> str:
 
 
 def _measured_text(result: Row) -> str:
+    """Model, sampling, precision and machine."""
     decoding = "greedy"
     if result["temp"]:
         top_k = f", top-k {result['top_k']}" if result["top_k"] else ""
@@ -86,6 +88,7 @@ def _measured_text(result: Row) -> str:
 
 
 def task_heading(task: Row) -> str:
+    """One line about a task: prompts, longest answer, and which LoRA the target has."""
     target = {
         "all": f"the base with the LoRA of {task['adapter']} merged, for every system",
         "task": f"the base with the task's LoRA of {task['adapter']} merged, for every system",
@@ -106,7 +109,11 @@ PANELS = {
 
 
 def draw(result: Row, path: Path) -> None:
-    """Bars for every task and system; matplotlib may be missing."""
+    """Draw bars of speed-up and tokens per call for every task and system into a file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     tasks = result["tasks"]
     counts = [len(task["systems"]) for task in tasks]
     picture = new_figure(5.25 * len(PANELS), 1.0 + sum(1.0 + 0.36 * count for count in counts))
@@ -127,7 +134,7 @@ def draw(result: Row, path: Path) -> None:
 
 
 def _draw_panel(axes: Any, task: Row, panel: str) -> None:
-    """A bar a system with its interval, and its figure behind that."""
+    """Draw one panel: a bar for each system with its interval and figure."""
     rows = task["systems"]
     found = [estimate(row[panel] or _NOTHING) for row in rows]
     values = [one.value for one in found]

@@ -18,18 +18,20 @@ FEW = 30  # prompts below which an interval says too little
 
 @dataclass(frozen=True)
 class Estimate:
+    """A figure with its 95 % interval over prompts."""
+
     value: float
     low: float
     high: float
 
     def text(self, digits: int = 2, *, signed: bool = False) -> str:
-        """`1.23 [1.10, 1.40]`."""
+        """Format it as `1.23 [1.10, 1.40]`; `signed` shows a plus."""
         form = f"{'+' if signed else ''}.{digits}f"
         return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
     @property
     def verdict(self) -> str:
-        """For a difference: whether it is more than the noise of these prompts."""
+        """Of a difference: whether zero is outside the interval, and in which direction."""
         if self.low <= 0.0 <= self.high:
             return "within noise"
         return f"not within noise: {'higher' if self.value > 0 else 'lower'}"
@@ -51,7 +53,12 @@ def _picks(num_prompts: int) -> NDArray[np.int64]:
 
 
 def _bootstrap(statistic: Callable[[Any], Any], *rows: ArrayLike) -> Estimate:
-    """`statistic` makes of [rows, resamples, prompts] a figure for each resample."""
+    """Estimate a statistic by resampling prompts.
+
+    Args:
+        statistic: maps [rows, resamples, prompts] to [resamples].
+        rows: [prompts] each, resampled together.
+    """
     drawn = np.array(rows, np.float64)
     found = statistic(drawn[:, _picks(drawn.shape[1])])
     low, high = np.quantile(found, [0.025, 0.975])
@@ -92,8 +99,10 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 
 def speedup(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float] | None:
-    """Ratio of the medians of tokens/s, [prompts] each, as JSON values. An answer of a single token
-    has none, which is 0 here: such prompts do not count. None where no other is left."""
+    """Ratio of the medians of two lists of tokens/s, [prompts] each, as JSON values.
+
+    Prompts where either is 0, as for an answer of one token, do not count. None if none is left.
+    """
     pairs = [pair for pair in zip(ours, theirs, strict=True) if all(pair)]
     if not pairs:
         return None

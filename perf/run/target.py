@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import quantize
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -30,8 +31,9 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_streams
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
-from ssmlx.model.backbone import Backbone, on_same_arrays
+from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowScope, attach_lora
+from ssmlx.model.modules import clone_sharing_arrays
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
@@ -54,6 +56,8 @@ GROUP_SIZE = 32  # weights that share a scale
 
 @dataclass(frozen=True)
 class System:
+    """One way to decode that takes part: its name, kind and settings."""
+
     name: str  # as in the tables
     # `MLX_LM`, its own stream_generate; `PLAIN`; a drafter; or `DRAFT_ALONE`, the draft model by
     # itself in mlx-lm's loop, to time its calls
@@ -64,6 +68,8 @@ class System:
 
 @dataclass(frozen=True)
 class Weights:
+    """The weights of an experiment: base, adapter, drafters, and their precision."""
+
     base: Path  # the base model's folder
     dtype: str = "float32"  # one of `FLOATS` or `PACKED`
     rounds: bool = False  # whether products are `round_products`'s, in 16 bits
@@ -81,7 +87,8 @@ class Weights:
 
     @property
     def scope(self) -> str | None:
-        """The scope of the streams; "task" where they draft for a fine-tuned model."""
+        """Scope of the adapter: "all", "streams", or "task" with a task's LoRA; None without
+        one."""
         if self.adapter is None:
             return None
         return "task" if self.adapter.task_lora else self.adapter.config.adapter_scope
@@ -89,22 +96,26 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """What systems of one kind draft with: the target, with streams for those that need them, and
-    the draft model or heads as `ssmlx.stream_generate` takes them."""
+    """The model that systems of one kind decode with, and the draft model or heads beside it."""
 
     model: StreamFusedModel
     loaded: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Target:
-    """A loaded model with what decodes it."""
+    """A loaded model and everything that decodes it, on the same arrays."""
 
     def __init__(self, weights: Weights) -> None:
+        """Load the base, and merge the LoRA that acts on every row.
+
+        Raises:
+            InputError: the base cannot be loaded, or the adapter is another base's.
+        """
         self.weights = weights
         adapter = weights.adapter
-        model, settings = load_in(weights.dtype, weights.base)
+        model, settings = load_weights_as(weights.dtype, weights.base)
         self.tokenizer = load_tokenizer(weights.base, settings)
-        backbone = Backbone(self._computing(on_same_arrays(model)))
+        backbone = Backbone(self._with_rounded_products(clone_sharing_arrays(model)))
         if adapter is not None:
             check_base(adapter, backbone)
         lora = {} if adapter is None else adapter.lora
@@ -112,7 +123,8 @@ class Target:
         for every in (lora, adapter.stream_lora if adapter else {}):
             check_lora(model, every, source)
         attach_lora(model, lora, RowScope(0), merge=True, dtype=backbone.dtype)
-        mx.eval(self._computing(model).parameters())
+        computing: Any = self._with_rounded_products(model)
+        mx.eval(computing.parameters())
         ends = adapter.config.end_token_ids if adapter else ()
         self.tokenizer.eos_token_ids = {*self.tokenizer.eos_token_ids, *ends}
         self.mlx_model = model
@@ -122,6 +134,7 @@ class Target:
         self._earlier: dict[tuple[str, int], EarlierAnswers] = {}
 
     def drafting(self, kind: str) -> Drafting:
+        """The model for systems of a kind; it is loaded at the first call."""
         if kind not in self._drafting:
             self._drafting[kind] = self._load(kind)
         return self._drafting[kind]
@@ -131,28 +144,32 @@ class Target:
         return memory_of(own.model, own.model.make_cache(), loaded=own.loaded.values())
 
     def drafters(self, system: System) -> Sequence[Drafter]:
-        """What drafts for a system, made once more; nothing for plain decoding."""
+        """Make the drafters of a system; none for plain decoding and mlx-lm."""
         if system.kind in (MLX_LM, DRAFT_ALONE):
             return ()
         own = self.drafting(system.kind)
         return make_plan(own.model, system.config, **own.loaded).drafters
 
     def num_costs(self, system: System) -> int | None:
-        """Costs of calls that earlier answers have taught; None where a system learns none."""
+        """How many costs of calls are known for a system; None if it learns none."""
         if not system.config.is_controlled:
             return None
         learned, _ = learned_of(self.drafting(system.kind).model)
         return len(learned.costs.to_dict()["costs"])
 
     def extra_parameters(self, system: System) -> int:
+        """Trained numbers that a system's drafter adds to the target."""
         if system.kind == STREAMS and self.weights.adapter is not None:
             return added_parameters(self.weights.adapter)
         return sum(drafter.num_parameters for drafter in self.drafters(system))
 
     def answer(self, system: System, prompt: list[int], repeat: int = 0) -> TimedAnswer:
-        """An answer, with the most memory that it took on top of what was in use before.
+        """Answer a prompt; the result has the peak memory above what was in use before.
 
-        Where a controller decides, the answers of one repeat are a session.
+        Args:
+            system: decodes.
+            prompt: token ids.
+            repeat: answers of one repeat of a controlled system may copy from each other.
         """
         mx.synchronize()
         before = mx.get_active_memory()
@@ -161,13 +178,13 @@ class Target:
         return replace(found, peak_bytes=max(0, mx.get_peak_memory() - before))
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """The text of an answer, without its end token."""
+        """The text of token ids, without end tokens."""
         ends = self.tokenizer.eos_token_ids
         return str(self.tokenizer.decode([token for token in tokens if token not in ends]))
 
     @contextmanager
     def endless(self) -> Iterator[None]:
-        """No token ends an answer inside the block, so that all answers are equally long."""
+        """Inside the block no token ends an answer, so that all answers are equally long."""
         streams = self.drafting(STREAMS).model
         ends = self.tokenizer.eos_token_ids
         config = streams.config
@@ -181,6 +198,7 @@ class Target:
             self.tokenizer.eos_token_ids = ends
 
     def _answer(self, system: System, prompt: list[int], repeat: int) -> TimedAnswer:
+        """Answer a prompt in the way of the system's kind."""
         if system.kind == MLX_LM:
             return mlx_lm_answer(self.mlx_model, self.tokenizer, prompt, system.config)
         if system.kind == DRAFT_ALONE:
@@ -197,19 +215,25 @@ class Target:
             loaded["earlier"] = self._earlier.setdefault(session, EarlierAnswers())
         return ssmlx_answer(own.model, self.tokenizer, prompt, system.config, **loaded)
 
-    def _computing(self, model: nn.Module) -> nn.Module:
-        """`model`, in place, with the products that were asked for."""
+    def _with_rounded_products(self, model: Module) -> Module:
+        """Replace layers in place by rounding ones if the weights say so; return the model."""
         if self.weights.rounds:
             round_products(model, self.weights.activations)
         return model
 
     def _backbone(self) -> Backbone:
+        """A new backbone on the target's arrays, with the draft head and the costs' folder."""
         bits = resolve_draft_bits(self.weights.draft_head)
-        backbone = Backbone(on_same_arrays(self.mlx_model), None, bits)
+        backbone = Backbone(clone_sharing_arrays(self.mlx_model), None, bits)
         backbone.cache_dir = self.weights.costs
         return backbone
 
     def _load(self, kind: str) -> Drafting:
+        """Load what systems of a kind draft with.
+
+        Raises:
+            InputError: a folder holds heads of another kind, or cannot be read.
+        """
         if kind == STREAMS:
             return self._with_streams()
         if kind not in CHECKPOINTS:
@@ -227,7 +251,7 @@ class Target:
         return Drafting(self.plain, {"heads": heads})
 
     def _with_streams(self) -> Drafting:
-        """The adapter's streams, with its LoRA unless that is in the target."""
+        """The target with the adapter's streams and the LoRA that acts on their rows."""
         adapter = self.weights.adapter
         backbone = self._backbone()
         assert adapter is not None
@@ -240,31 +264,39 @@ class Target:
         return Drafting(fused)
 
 
-def load_in(dtype: str, base: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """A model with weights of one of `FLOATS` or `PACKED`, and its config.json."""
+def load_weights_as(dtype: str, base: Path) -> tuple[Module, dict[str, Any]]:
+    """Load a base model in one of `FLOATS` or `PACKED`.
+
+    Returns:
+        (the model, its config.json)
+    """
     bits = PACKED.get(dtype)
     failure = f"{base} cannot be loaded as a model"
     model, settings = load_weights(base, "stored" if bits else dtype, failure)
     if bits and settings.get("quantization", {}).get("bits") != bits:
         model = cast_model(model, "float32")
-        nn.quantize(model, GROUP_SIZE, bits, class_predicate=_is_packable)
+        quantize(model, GROUP_SIZE, bits, class_predicate=_is_packable)
     if bits:
         model.set_dtype(mx.float16)
     return model, settings
 
 
-def _is_packable(_: str, module: nn.Module) -> bool:
+def _is_packable(_: str, module: Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
 
 
 def added_parameters(adapter: StreamAdapter) -> int:
-    """Trained numbers that drafting adds to a model: the streams', and those of the LoRA that acts
-    on their rows alone. LoRA on every row is the target's."""
+    """How many trained numbers an adapter's streams have, with the LoRA on their rows alone."""
     lora = adapter.stream_lora.values()
     return adapter.streams.num_parameters + sum(one.a.size + one.b.size for one in lora)
 
 
 def read_own_lora(folder: Path) -> StreamAdapter:
+    """Read an adapter folder.
+
+    Raises:
+        InputError: it is a fused model, without a LoRA of its own.
+    """
     adapter = load_streams(folder)
     what = f"{folder} has no LoRA of its own: it is a fused model"
     do = "convert without --fuse"
@@ -275,7 +307,7 @@ def read_own_lora(folder: Path) -> StreamAdapter:
 def mlx_lm_answer(
     model: Any, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
 ) -> TimedAnswer:
-    """Answer with mlx-lm's own `stream_generate`; where it samples, from the seed on."""
+    """Answer with mlx-lm's own `stream_generate`; it samples from `config.seed`, 0 if None."""
     sampler = None
     if config.temp:
         mx.random.seed(config.seed or 0)

@@ -25,6 +25,8 @@ Scorer = Callable[[str, Sequence[str]], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Task:
+    """A kind of prompts, with the longest answer, the data and the scores for it."""
+
     name: str
     max_tokens: int
     figures: tuple[str, str] = ("ROUGE-1", "ROUGE-LSum")  # the names of its scores
@@ -68,7 +70,7 @@ FIRST_OF_CATEGORY = 16
 
 @dataclass(frozen=True)
 class Example:
-    """What is asked, and the answers that would be right; none where only tokens are counted."""
+    """A prompt, with reference answers if there are any."""
 
     asked: Prompt
     references: tuple[str, ...] = ()
@@ -76,7 +78,11 @@ class Example:
 
 
 def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
-    """The data of a task: the file `data`, the task's own in `folder`, or what ships for it."""
+    """Return a task's data: `data`, or the task's file in `folder`, or what ships.
+
+    Raises:
+        InputError: there is no such file.
+    """
     path = data or (folder / task.name / task.file if folder else task.test)
     if path is None or not path.exists():
         raise InputError(
@@ -88,7 +94,11 @@ def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path
 
 
 def read_examples(path: Path, task: Task, count: int | None = None) -> list[Example]:
-    """The first `count` examples of a data file; all for None."""
+    """Read the first `count` examples of a data file; all if None.
+
+    Raises:
+        InputError: a line is broken, or lacks an answer that the task needs.
+    """
     require(
         count is None or count > 0,
         f"--count {count}",
@@ -112,7 +122,10 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
 
 
 def _read_spec_bench(path: Path) -> list[Example]:
-    """The questions of Spec-Bench that are asked, in the order of its file: first turns alone."""
+    """Read the first turns of Spec-Bench's questions, in the file's order.
+
+    All of MT-Bench's categories as one, and 16 questions of each other category.
+    """
     found: dict[str, list[Example]] = {}
     examples = []
     for number, line in read_lines(path, "--data"):
@@ -127,7 +140,11 @@ def _read_spec_bench(path: Path) -> list[Example]:
 
 
 def _spec_bench_question(line: str, where: str) -> tuple[str, str]:
-    """The category and the first turn of a line of Spec-Bench's questions."""
+    """Return category and first turn of a line of Spec-Bench.
+
+    Raises:
+        InputError: it is no such line; `where` says which.
+    """
     expected = f'"turns", texts, and "category", one of {", ".join(MT_BENCH + OTHER_CATEGORIES)}'
     try:
         values = parse_json(line)
@@ -142,10 +159,7 @@ def _spec_bench_question(line: str, where: str) -> tuple[str, str]:
 
 
 def cut_in_the_middle(tokens: list[int], most: int) -> list[int]:
-    """A prompt of at most `most` tokens: of a longer one its first and its last half of them.
-
-    So its template stays whole, and what is asked at its beginning or at its end.
-    """
+    """Cut a prompt to `most` tokens by leaving out its middle, so that both ends stay."""
     first = most // 2
     last = most - first
     return tokens if len(tokens) <= most else [*tokens[:first], *tokens[-last:]]
@@ -157,7 +171,7 @@ def normalise_sql(text: str) -> str:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> tuple[float, float]:
-    """(100 or 0, the same in any case): is the answer one of the references?"""
+    """100 if the answer is one of the references, else 0; then the same ignoring case."""
     found = normalise_sql(answer)
     expected = [normalise_sql(text) for text in references]
     any_case = found.casefold() in [text.casefold() for text in expected]
@@ -165,10 +179,13 @@ def exact_match(answer: str, references: Sequence[str]) -> tuple[float, float]:
 
 
 def rouge_scorer() -> Scorer:
-    """ROUGE-1 and ROUGE-LSum F1 by `rouge_score`, with its stemmer.
+    """Return a function that scores an answer by ROUGE-1 and ROUGE-LSum F1 in per cent.
 
-    Each is the best over the references. ROUGE-LSum takes lines for sentences, as `rouge_score`
-    does by default: on texts of one line it is ROUGE-L.
+    The best reference counts. Words are stemmed. As in `rouge_score`, a line is a sentence, so that
+    ROUGE-LSum of one line is ROUGE-L.
+
+    Raises:
+        InputError: rouge-score is not installed.
     """
     try:
         from rouge_score import rouge_scorer as rouge  # type: ignore
@@ -193,7 +210,7 @@ def scorer_of(task: Task) -> Scorer:
 
 
 def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> Scores | None:
-    """[figures, prompts] what answers are worth; None where not all examples have references."""
+    """Scores of answers, [figures, prompts]; None if an example has no reference."""
     if not all(example.references for example in examples):
         return None
     scorer = scorer_of(task)
@@ -203,7 +220,7 @@ def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -
 
 
 def figures(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any]:
-    """The task's metric, as JSON values; empty where there are no references."""
+    """The mean of each of a task's scores, as JSON values; empty without references."""
     scores = score_texts(task, examples, texts)
     rows = () if scores is None else zip(task.figures, scores, strict=True)
     return {name: asdict(mean(row)) for name, row in rows}
@@ -212,8 +229,8 @@ def figures(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> di
 def differences(
     task: Task, examples: Sequence[Example], ours: Sequence[str], theirs: Sequence[str]
 ) -> dict[str, Any]:
-    """What our answers are worth less what theirs are, figure by figure, as JSON values; empty
-    where there are no references."""
+    """The mean difference of each score, ours less theirs, as JSON values; empty without
+    references."""
     pair = [score_texts(task, examples, texts) for texts in (ours, theirs)]
     if pair[0] is None or pair[1] is None:
         return {}

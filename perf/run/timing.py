@@ -13,7 +13,7 @@ from ssmlx.settings import GenerateConfig
 
 
 class TimedCall(NamedTuple):
-    """A target call after the prompt's."""
+    """One target call after the prompt's."""
 
     rows: int  # that it verified; 1 for a bare root
     tokens: int  # that it advanced by
@@ -24,6 +24,8 @@ class TimedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedAnswer:
+    """An answer's tokens, calls and times."""
+
     tokens: list[int]  # ids, the end token included
     target_calls: int  # forward passes, the prompt's counted as one
     decode_seconds: float  # from the first token to the last
@@ -49,11 +51,12 @@ def ssmlx_answer(
     config: GenerateConfig,
     **loaded: Any,
 ) -> TimedAnswer:
-    """Answer with ssmlx; `loaded` is a draft model or heads, as `stream_generate` takes them."""
-    return answer_of(stream_generate(model, tokenizer, prompt, config, **loaded))
+    """Answer with ssmlx. `loaded` are a draft model or heads, as `stream_generate` takes them."""
+    return timed_answer(stream_generate(model, tokenizer, prompt, config, **loaded))
 
 
-def answer_of(responses: Iterable[GenerationResponse]) -> TimedAnswer:
+def timed_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
+    """Collect the responses of `stream_generate` into one answer."""
     segments = list(responses)
     tokens = [token for one in segments for token in one.tokens]
     last = segments[-1]
@@ -63,12 +66,12 @@ def answer_of(responses: Iterable[GenerationResponse]) -> TimedAnswer:
         last.decode_seconds,
         last.prefill_seconds,
         last.draft_calls,
-        calls=[_call_of(before, one) for before, one in pairwise(segments)],
+        calls=[_timed_call(before, one) for before, one in pairwise(segments)],
     )
 
 
-def _call_of(before: GenerationResponse, segment: GenerationResponse) -> TimedCall:
-    """The call that gave a segment, behind the segment `before` it."""
+def _timed_call(before: GenerationResponse, segment: GenerationResponse) -> TimedCall:
+    """The target call between two responses in a row."""
     return TimedCall(
         1 + segment.drafted_tokens - before.drafted_tokens,
         len(segment.tokens),
@@ -78,8 +81,8 @@ def _call_of(before: GenerationResponse, segment: GenerationResponse) -> TimedCa
     )
 
 
-def in_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Every label for every prompt; the order of labels rotates from prompt to prompt."""
+def rotate_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """Yield every label for every prompt; the order of labels rotates from prompt to prompt."""
     for index, prompt in enumerate(prompts):
         turn = index % len(labels)
         for label in (*labels[turn:], *labels[:turn]):

@@ -19,40 +19,44 @@ from ..loading.names import (
     resolve_adapter,
     resolve_model,
 )
-from .options import DownloadBar, add_options, command, make_parser
+from .options import DownloadBar, add_options, make_main, make_parser
 
 PROG = "ssmlx.adapt"
 _BUSY_SECONDS = 10
 EPILOG = """examples:
   python -m ssmlx.adapt --model mlx-community/Qwen3-4B-4bit
-  python -m ssmlx.chat --model mlx-community/Qwen3-4B-4bit     # drafts from then on
-  python -m ssmlx.adapt --model org/name --adapter LORA        # the model as that LoRA tunes it
+  python -m ssmlx.chat --model mlx-community/Qwen3-4B-4bit     # now uses the adapter
+  python -m ssmlx.adapt --model org/name --adapter LORA        # for a model with a LoRA
   python -m ssmlx.chat --model org/name --adapter name-lora
 
-The model answers prompts that ship with ssmlx, and questions that it asks itself; streams learn to
-guess these answers, which stay what they are, token for token. With --data it answers your prompts
-too (JSON lines with "prompt" or "messages"), and nothing else of yours is read; what streams have
-learnt of them can be guessed from the adapter, so keep it as you keep the data.
+The run has four steps. It times calls of the model, and chooses how many layers get streams. It
+lets the model answer prompts: some that ship with ssmlx, some that the model writes itself, and
+those of --data. It trains streams to predict these answers; the model's own weights, and so its
+answers, do not change. In the end it measures the speed with and without the adapter. Below 1.05
+times the speed of plain decoding, the adapter is not used on this machine.
 
-First it times what drafting costs here, and chooses how many layers get streams. As training goes
-on, held-out answers say what speed that comes to: stop it where that is not worth the hours.
+While it trains, it prints the speed to expect, measured on answers that it did not train on. You
+may stop it at any time. The same command continues a stopped run; with more --hours it continues a
+finished one, with more answers.
 
-The same command again goes on where it was stopped, at whatever moment, also for a copy of the
-model; with more hours, it goes on from what they made, with more answers. At last it decodes with
-the adapter and without: where that brings less than 1.05 times the speed, nothing uses it here.
+Nothing of yours is read but --data. Streams learn from these answers, and parts of them can be
+reconstructed from the adapter, so protect the adapter as you protect the data.
 
-All is kept in ~/.cache/ssmlx/adapters/NAME ($SSMLX_CACHE/adapters/NAME where that is set): the
-questions, the answers, the adapter, and `figures.json`, which says what it brings.
-`python -m ssmlx.adapters` lists and removes what there is; removed, it is begun anew."""
+Everything is stored in ~/.cache/ssmlx/adapters/NAME ($SSMLX_CACHE/adapters/NAME if that is set):
+the questions, the answers, the adapter, and figures.json, which has the measured speed-up.
+`python -m ssmlx.adapters` lists and removes adapters."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(PROG, "Let a model learn to draft for itself, on this machine.", EPILOG)
+    """Parse the command line; None stands for the process's own."""
+    parser = make_parser(
+        PROG, "Train an adapter that makes a model draft for itself, on this machine.", EPILOG
+    )
     parser.add_argument(
         "--model",
         required=True,
         metavar="MODEL",
-        help="a folder (mlx-lm or Hugging Face layout), a Hub name, or an alias",
+        help="the model: a folder in mlx-lm's or Hugging Face's layout, a Hub name, or an alias",
     )
     parser.add_argument(
         "--data",
@@ -60,38 +64,53 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FILE",
-        help="prompts such as it will be asked; repeatable",
+        help="your own prompts, JSON lines with prompt or messages; repeatable",
     )
     add_options(
         parser,
-        ("--hours", "H", "how long this may take (default: %(default)s)", 1.0),
+        ("--hours", "H", "hours that the run may take (default: %(default)s)", 1.0),
         (
             "--adapter",
             "LORA",
-            "LoRA or DoRA of mlx-lm's or PEFT's, a folder or a Hub name, that the model is to "
-            "have; it becomes part of what is made",
+            "a LoRA or DoRA of mlx-lm or PEFT, a folder or a Hub name, with which the model will "
+            "be used; it becomes part of the adapter",
             str,
         ),
-        ("--name", "N", "what is made is called (default: the model's name, and the LoRA's)", str),
-        ("--memory-gb", "X", "memory that this may take (default: 70 %% of the machine's)", float),
-        ("--seed", "N", "another one, other questions (default: %(default)s)", 0),
-        ("--give-way", None, "wait while others keep the machine busy, or on battery", bool),
+        ("--name", "N", "name of the adapter (default: the model's name and the LoRA's)", str),
+        (
+            "--memory-gb",
+            "X",
+            "memory to use at most, in GB (default: 70 %% of the machine's)",
+            float,
+        ),
+        ("--seed", "N", "seed of the questions that the model is asked (default: %(default)s)", 0),
+        (
+            "--give-way",
+            None,
+            "pause while other programs keep the machine busy, or on battery",
+            bool,
+        ),
     )
     return parser.parse_args(argv)
 
 
-def name_of(args: argparse.Namespace) -> str:
+def adapter_name(args: argparse.Namespace) -> str:
+    """Return the name of the adapter to make: --name, or one made of the model's and the LoRA's.
+
+    Raises:
+        InputError: --name is no name that an adapter may have.
+    """
     told = args.model if Path(args.model).exists() else args.model.partition("@")[0]
     is_tuned = args.adapter not in (None, NO_ADAPTER)
     parts = [told, *([args.adapter.partition("@")[0]] if is_tuned else [])]
     default = "-".join(Path(part).name for part in parts)
     name = args.name or re.sub(r"[^\w.-]+", "-", default.lower())
-    check_name(name, "--name")
+    check_adapter_name(name, "--name")
     return name
 
 
-def check_name(name: str, option: str) -> None:
-    """Raises InputError where an adapter cannot have this name, which `option` gave."""
+def check_adapter_name(name: str, option: str) -> None:
+    """Raise `InputError` if an adapter cannot have this name, which `option` gave."""
     taken = (NO_ADAPTER, AUTO_ADAPTER, *bundled_adapters())
     ok = re.fullmatch(r"[\w-][\w.-]*", name) and name not in taken
     require(
@@ -102,14 +121,19 @@ def check_name(name: str, option: str) -> None:
     )
 
 
-def _main(args: argparse.Namespace) -> None:
-    from ..loading.files import alone_in
-    from ..training.adapt import AdaptOptions, adapt, folder_of_same
+def _adapt(args: argparse.Namespace) -> None:
+    """Make an adapter for the model, or go on with an earlier run.
+
+    Without --name, a run that was made from the same weights is continued, whatever its name.
+    """
+    from ..loading.files import exclusive_folder
+    from ..training.adapt import adapt
+    from ..training.adapt_run import AdaptOptions, find_run_folder
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
         require(ok, f"{flag} {value}", expected="more than 0, and below a million", do="correct it")
-    out = adapters_home() / name_of(args)
+    out = adapters_home() / adapter_name(args)
     fetch = Fetch(progress=DownloadBar())
     options = AdaptOptions(
         model=args.model,
@@ -123,26 +147,34 @@ def _main(args: argparse.Namespace) -> None:
     )
     if args.name is None:
         with busy("reading the weights"):
-            options = replace(options, out=folder_of_same(options))
+            options = replace(options, out=find_run_folder(options))
         if options.out != out:
-            say(f"{options.out.name} was made from these weights")
-    with alone_in(options.out):
-        adapt(options, prog=PROG, say=say, wait=waiting(args.give_way))
+            print_line(f"{options.out.name} was made from these weights")
+    with exclusive_folder(options.out):
+        adapt(options, prog=PROG, say=print_line, wait=make_wait(args.give_way))
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
+    """Print a line at once, without waiting for the buffer to fill."""
     print(line, flush=True)
 
 
-def waiting(give_way: bool) -> Callable[[], None]:
-    """What waits until others leave the machine free, and it is not on battery, where `give_way`
-    asks for that."""
+def make_wait(give_way: bool) -> Callable[[], None]:
+    """Return a function that blocks while others keep the machine busy, or while it is on battery.
+
+    It looks at most every 10 seconds; busy means that other processes use half of the cores or
+    more.
+
+    Args:
+        give_way: whether to wait at all; if not, the function returns at once.
+    """
     from .machine import power_source
 
     looked = time.monotonic()
     own = time.process_time()
 
     def wait() -> None:
+        """Block until the machine is free and not on battery; see `make_wait`."""
         nonlocal looked, own
         while give_way and time.monotonic() - looked > _BUSY_SECONDS:
             used = (time.process_time() - own) / (time.monotonic() - looked)
@@ -156,4 +188,4 @@ def waiting(give_way: bool) -> Callable[[], None]:
     return wait
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _adapt)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError, require, unwritable
 from ..loading.names import adapters_home, bundled_adapters
-from .adapt import check_name
-from .options import command, make_parser
+from .adapt import check_adapter_name
+from .options import make_main, make_parser
 
 if TYPE_CHECKING:
     from ..loading.found import Run
@@ -22,16 +22,23 @@ EPILOG = """examples:
   python -m ssmlx.adapters remove qwen3-4b-4bit
   python -m ssmlx.adapters rename qwen3-4b-4bit qwen
 
-An adapter belongs to the weights that it was made from, wherever they lie and whatever the adapter
-is called: chat, generate, the engine and the server take the newest that was made from theirs."""
+An adapter works with the weights that it was made from, wherever they are stored. Without
+--adapter, chat, generate, the engine and the server use the newest one made from their weights."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    text = "List the adapters that ssmlx.adapt has made here, remove or rename them."
+    """Parse the command line; None stands for the process's own."""
+    text = "List, remove or rename the adapters that ssmlx.adapt has made on this machine."
     usage = "[list | remove NAME | rename NAME NEW]"
     parser = make_parser(PROG, text, EPILOG, usage)
-    parser.add_argument("act", nargs="?", choices=("list", "remove", "rename"), default="list")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of the adapter; and the new one")
+    acts = ("list", "remove", "rename")
+    parser.add_argument("act", nargs="?", choices=acts, default="list", help="(default: list)")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="name of the adapter; for rename, then the new name",
+    )
     args = parser.parse_args(argv)
     wanted = {"list": 0, "remove": 1, "rename": 2}[args.act]
     if len(args.names) != wanted:
@@ -39,8 +46,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def describe(run: Run) -> str:
-    """An adapter in a line: its base and whether that is here, its date, what it brings."""
+def describe_run(run: Run) -> str:
+    """One line about an adapter made here: name, date, base model, and what it brings."""
     curve = (run.figures.get("figures") or {}).get("tokens_per_call") or {}
     nodes = max(curve, key=curve.__getitem__, default=None)
     if not run.is_finished:
@@ -51,11 +58,15 @@ def describe(run: Run) -> str:
         brings = f"{curve[nodes]:.2f} tokens a call with {nodes} nodes, {run.verdict}"
     tuned = "" if run.is_for_base else ", with a LoRA"
     changed = datetime.fromtimestamp(run.changed).isoformat(" ", "minutes")
-    return f"{run.name}  {changed}  of {run.model}{tuned} ({_place(run)}): {brings}"
+    return f"{run.name}  {changed}  of {run.model}{tuned} ({_base_status(run)}): {brings}"
 
 
-def _place(run: Run) -> str:
-    """Whether the base model lies where it lay, and is what it was."""
+def _base_status(run: Run) -> str:
+    """Say whether the run's base model is still where it was.
+
+    Returns:
+        "here", "other weights are there now", or "not in FOLDER any more".
+    """
     from ..loading.weights import weights_digest
 
     try:
@@ -65,8 +76,12 @@ def _place(run: Run) -> str:
     return "here" if is_same else "other weights are there now"
 
 
-def _folder_of(name: str) -> Path:
-    """The folder of a run, broken ones among them."""
+def _run_folder(name: str) -> Path:
+    """Return the folder of an adapter made here, also of a broken one.
+
+    Raises:
+        InputError: there is none of this name, or it ships with ssmlx.
+    """
     folder = adapters_home() / name
     is_one = Path(name).name == name and name not in (".", "..") and folder.is_dir()
     is_bundled = name in bundled_adapters()
@@ -77,24 +92,29 @@ def _folder_of(name: str) -> Path:
     return folder
 
 
-def _main(args: argparse.Namespace) -> None:
-    from ..loading.files import alone_in
+def _list_or_change(args: argparse.Namespace) -> None:
+    """Print the adapters, or remove or rename one.
+
+    Raises:
+        InputError: there is no such adapter, a run writes to it now, or the new name is taken.
+    """
+    from ..loading.files import exclusive_folder
     from ..loading.found import runs
 
     if args.act == "list":
         found = runs()
         for run in found:
-            print(describe(run))
+            print(describe_run(run))
         print(f"in {adapters_home()}: {len(found)} adapter{'s' * (len(found) != 1)}")
         return
-    folder = _folder_of(args.names[0])
+    folder = _run_folder(args.names[0])
     try:
-        with alone_in(folder):  # refused while a run writes there
+        with exclusive_folder(folder):  # refused while a run writes there
             if args.act == "remove":
                 shutil.rmtree(folder)
                 print(f"removed {folder}")
             else:
-                check_name(args.names[1], "NEW")
+                check_adapter_name(args.names[1], "NEW")
                 new = folder.with_name(args.names[1])
                 taken = f"{new} is there already"
                 require(not new.exists(), taken, expected="a new name", do="give another")
@@ -104,4 +124,4 @@ def _main(args: argparse.Namespace) -> None:
         raise unwritable(folder, error) from error
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _list_or_change)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError, require, unwritable
 from ..loading.names import cache_dir
-from .options import command, make_parser
+from .options import make_main, make_parser
 
 if TYPE_CHECKING:
     from ..model.cache import TreeCache
@@ -23,16 +23,24 @@ EPILOG = """examples:
   python -m ssmlx.caches
   python -m ssmlx.caches purge ~/Library/Caches/my-app/prompts
 
-Prompts are kept by a `PromptCache` that has a folder. Files that others put there are left alone,
-and so are those of --prompt-cache, which are yours to delete."""
+A `PromptCache` with a folder, and a server with --prompt-cache, keep prompts there. purge deletes
+their files and no others. The file of a chat's --prompt-cache is not listed: delete it yourself."""
 _MIB = 2**20
 
 
 class PromptFile:
-    """The prompt of `--prompt-cache FILE`: read where the file is there, written at the end."""
+    """The processed prompt of `--prompt-cache FILE`.
+
+    It is read at the start if the file is there, and written at the end if it has changed.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        """Check what can be without a model. Without a path, nothing is read or kept."""
+        """Args:
+            path: the file; None to read and keep nothing.
+
+        Raises:
+            InputError: the file is no prompt cache, or its folder cannot be written to.
+        """
         self.path = path
         self.tokens: tuple[int, ...] = ()
         self.cache: TreeCache | None = None
@@ -47,6 +55,11 @@ class PromptFile:
             raise unwritable(path, OSError("no such folder, or not yours"))
 
     def read(self, model: StreamFusedModel) -> None:
+        """Read the tokens and cache from the file if it exists.
+
+        Raises:
+            InputError: the model's caches cannot be kept, or the file is another model's or LoRA's.
+        """
         from ..answers import run
         from ..loading.prompt_files import PromptKey, read_prompt
 
@@ -59,7 +72,17 @@ class PromptFile:
             self.tokens, self.cache = run(lambda: read_prompt(path, model))
 
     def take(self, model: StreamFusedModel, tokens: Sequence[int]) -> tuple[TreeCache, int]:
-        """As `PromptCache.take`, of this prompt alone."""
+        """Return a cache for a prompt that starts with what the kept one has in common with it.
+
+        Args:
+            model: whose cache it is.
+            tokens: the prompt. At least its last token is left to process.
+
+        Returns:
+            (a cache of the answer's own, how many tokens are in it); an empty cache and 0 if
+            nothing is
+            in common.
+        """
         from ..answers import run
         from ..prompts import common_prefix
 
@@ -70,7 +93,14 @@ class PromptFile:
         return run(lambda: cache.fork(count)), count
 
     def keep(self, tokens: Sequence[int], cache: TreeCache) -> None:
-        """Keep `tokens`, with which `cache` begins, unless what is kept begins with them."""
+        """Keep a processed prompt in memory, to be written later.
+
+        Nothing happens without a path, or if the kept tokens already begin with these.
+
+        Args:
+            tokens: the prompt.
+            cache: its first rows hold these tokens; it may hold more, and is not changed.
+        """
         from ..answers import run
 
         if self.path is not None and self.tokens[: len(tokens)] != tuple(tokens):
@@ -79,7 +109,14 @@ class PromptFile:
             self.cache = run(lambda: cache.fork(len(tokens)))
 
     def write(self, model: StreamFusedModel) -> bool:
-        """Write the file if it would change; not for a model with another adapter's LoRA."""
+        """Write the file if there is something new to write.
+
+        Returns:
+            Whether it was written. It is not for a model that has another LoRA than at `read`.
+
+        Raises:
+            InputError: it cannot be written.
+        """
         from ..answers import run
         from ..loading.files import clear_leftovers
         from ..loading.prompt_files import PromptKey, write_prompt
@@ -99,10 +136,18 @@ class PromptFile:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    text = "List the prompts that are kept on disk, or delete them."
+    """Parse the command line; None stands for the process's own."""
+    text = "List or delete the processed prompts that are kept on disk."
     parser = make_parser(PROG, text, EPILOG, "[list | purge] [FOLDER]")
-    parser.add_argument("act", nargs="?", choices=("list", "purge"), default="list")
-    parser.add_argument("folder", nargs="?", type=Path, help=f"(default: {_default_folder()})")
+    parser.add_argument(
+        "act", nargs="?", choices=("list", "purge"), default="list", help="(default: list)"
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        help=f"folder of a PromptCache (default: {_default_folder()})",
+    )
     return parser.parse_args(argv)
 
 
@@ -110,7 +155,11 @@ def _default_folder() -> Path:
     return cache_dir() / "prompts"
 
 
-def _main(args: argparse.Namespace) -> None:
+def _list_or_purge(args: argparse.Namespace) -> None:
+    """Print the kept prompts of a folder, newest first, or delete them.
+
+    Files that no `PromptCache` wrote are left alone.
+    """
     from ..loading.prompt_files import PromptFolder, read_header
 
     path = args.folder or _default_folder()
@@ -143,4 +192,4 @@ def _main(args: argparse.Namespace) -> None:
     print(f"in {path}: {total}")
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _list_or_purge)

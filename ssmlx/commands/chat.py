@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, bundled_adapters, resolve_adapter
 from . import options
 from .caches import PromptFile
-from .check import head_start
+from .check import time_costs_first
 from .drafting import drafting_lines
 
 if TYPE_CHECKING:
@@ -36,24 +36,25 @@ EPILOG = """examples:
   python -m ssmlx.chat --drafter "medusa heads=heads/medusa"
   echo "What is a monsoon?" | python -m ssmlx.chat
 
-Ctrl-C stops a reply and keeps the chat; Ctrl-D or /quit leaves. Replies go to standard output,
-everything else to standard error, so the chat can be piped."""
-HELP = """/help            this list
+Ctrl-C stops an answer, and the chat goes on. Ctrl-D or /quit ends the chat. Answers go to standard
+output, everything else to standard error. In the chat, /help lists its commands."""
+HELP = """/help            show this list
 /reset           forget the conversation
-/system TEXT     start anew with TEXT as the system prompt; without TEXT, with the default one
-/stats           tokens, target calls and speed of this chat
-/memory          where the memory goes
-/compare         answer the last message again, drafting and plain: same text? how much faster?
-/adapter         the adapter in use, and those that ship with ssmlx
-/adapter NAME    another adapter (a name, a folder, org/name on the Hub, or none), same conversation
-/quit            leave (so does Ctrl-D)"""
+/system TEXT     start a new conversation with the system prompt TEXT; without TEXT, the default one
+/stats           show tokens, calls of the model and speed of this chat
+/memory          show what the memory is used for
+/compare         answer the last message with and without drafting, and compare texts and speed
+/adapter         show the adapter in use, and those that ship with ssmlx
+/adapter NAME    change the adapter (a name, a folder, org/name on the Hub, or none)
+/quit            end the chat (as Ctrl-D does)"""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = options.make_parser(
-        PROG, "Chat with a model that drafts for itself.", EPILOG, "[options]"
+        PROG, "Chat with a language model, sped up by speculative decoding.", EPILOG, "[options]"
     )
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     options.add_prompt_cache_option(parser, "the conversation")
     options.add_model_options(parser)
     options.add_decoding_options(parser, max_tokens=1024)
@@ -61,9 +62,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Screen:
-    """Where things are shown: replies on standard output, the rest, dimmed, on standard error."""
+    """The terminal: answers go to standard output, all else, dimmed, to standard error."""
 
     def __init__(self) -> None:
+        """Look what is a terminal, and let standard input take bytes that are no UTF-8."""
         self.interactive = sys.stdin.isatty()
         self._dim = sys.stderr.isatty()
         if isinstance(sys.stdin, TextIOWrapper):
@@ -77,7 +79,7 @@ class Screen:
         print(text, end="", flush=True)
 
     def ask(self) -> str | None:
-        """The next line that the user enters; None at the end of input. Ctrl-C empties it."""
+        """Return the user's next line, or None at the end of input. Ctrl-C starts the line anew."""
         while True:
             try:
                 # Python reads lines that end in CR and LF so on Windows alone.
@@ -90,7 +92,11 @@ class Screen:
                 return None
 
 
-def keep_history(path: Path) -> None:
+def keep_line_history(path: Path) -> None:
+    """Load the history of entered lines from a file, and write it there when Python ends.
+
+    Nothing happens where Python has no readline, or where the file cannot be used.
+    """
     try:
         import readline
     except ImportError:
@@ -99,6 +105,7 @@ def keep_history(path: Path) -> None:
 
     @atexit.register
     def write() -> None:
+        """Write the entered lines to the file; errors are ignored."""
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)
@@ -108,8 +115,8 @@ def keep_history(path: Path) -> None:
 
 
 @contextmanager
-def stopping(stop: Callable[[], object]) -> Iterator[None]:
-    """The first Ctrl-C inside the block calls `stop`; a second one interrupts."""
+def call_on_interrupt(stop: Callable[[], object]) -> Iterator[None]:
+    """Inside the block, the first Ctrl-C calls `stop`; a second one raises KeyboardInterrupt."""
 
     def on_interrupt(signum: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, before)
@@ -124,19 +131,25 @@ def stopping(stop: Callable[[], object]) -> Iterator[None]:
 
 @dataclass
 class Chat:
+    """A running chat command: the session, the terminal, and the adapter's name."""
+
     session: ChatSession
     screen: Screen
     adapter: str | None  # what the user calls it; None for a fused model's own streams
 
 
-def answer(session: ChatSession, text: str, screen: Screen) -> None:
+def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
+    """Answer a message, print the text as it comes, then a line of figures.
+
+    Ctrl-C stops the answer; what was said until then stays in the conversation.
+    """
     from ..api import summary
 
     last = None
     responses = session.reply(text, progress=options.PromptBar())
     # Ranks would stop at different calls, and wait for each other: there, Ctrl-C ends them all.
     is_split = session.model.backbone.group is not None
-    with nullcontext() if is_split else stopping(responses.cancel), responses:
+    with nullcontext() if is_split else call_on_interrupt(responses.cancel), responses:
         for last in responses:
             screen.reply(last.text)
     print(flush=True)
@@ -145,7 +158,8 @@ def answer(session: ChatSession, text: str, screen: Screen) -> None:
         screen.note(f"[{summary(last)}{cut}]")
 
 
-def stats(session: ChatSession) -> str:
+def stats_text(session: ChatSession) -> str:
+    """Tokens, target calls, speed and cache of all answers of the session."""
     totals = session.totals
     if not totals.answers:
         return "nothing was said yet"
@@ -158,7 +172,9 @@ def stats(session: ChatSession) -> str:
     )
 
 
-def compare(session: ChatSession) -> str:
+def comparison_text(session: ChatSession) -> str:
+    """Answer the last message both ways several times, and say what is faster and whether they
+    agree."""
     bar = options.CallbackBar("comparing", "answer")
     result = session.compare(progress=bar)
     low, high = result.interval
@@ -166,17 +182,17 @@ def compare(session: ChatSession) -> str:
     explained = ""
     if result.divergence is not None:
         verdict = "DIFFERENT tokens"
-        explained = "\n" + parting_text(result.divergence, session.tokenizer)
+        explained = "\n" + divergence_text(result.divergence, session.tokenizer)
     return (
         f"whole answers are {result.speed_up:.2f} times as fast as plain decoding "
         f"[{low:.2f}, {high:.2f}], {verdict} "
-        f"({result.streaming.target_calls} target calls instead of {result.plain.target_calls}; "
+        f"({result.speculative.target_calls} target calls instead of {result.plain.target_calls}; "
         f"{len(result.ratios)} pairs in turns, 95 % interval){explained}"
     )
 
 
-def parting_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
-    """Where an answer parts from plain decoding's, and whether rounding may have decided."""
+def divergence_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
+    """Say where two answers part, and whether rounding may have decided it."""
     plain, other = (repr(tokenizer.decode([token])) for token in (one.plain, one.other))
     place = f"behind token {one.place}: {plain} is plain decoding's, {other} the other"
     gap = f"the model's logits of these two are {one.gap:.2g} apart"
@@ -185,8 +201,12 @@ def parting_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
     return f"{place}. {gap}, more than rounding explains ({one.limit:.2g}): please report it"
 
 
-def adapter(rest: str, chat: Chat) -> str:
-    """What /adapter shows, after the swap that it may ask for."""
+def adapter_command(rest: str, chat: Chat) -> str:
+    """Carry out /adapter: without `rest` list the adapters, else change to the one it names.
+
+    Raises:
+        InputError: there is no such adapter, or it is another model's. The chat keeps its own then.
+    """
     import mlx.core as mx
 
     from ..loading.attach import adapters_for, default_adapter
@@ -197,7 +217,7 @@ def adapter(rest: str, chat: Chat) -> str:
         names = ", ".join(fitting) or "none for this model"
         names += f" (for other models: {', '.join(others)})" if others else ""
         hint = "/adapter NAME, FOLDER or none takes another"
-        return f"{current_adapter(chat)}\nthat are here: {names}; {hint}"
+        return f"{describe_adapter(chat)}\nthat are here: {names}; {hint}"
     found: Path | None
     if rest == AUTO_ADAPTER:
         rest, found = default_adapter(chat.session.model) or (NO_ADAPTER, None)
@@ -207,10 +227,11 @@ def adapter(rest: str, chat: Chat) -> str:
     mx.reset_peak_memory()
     chat.adapter = rest
     goes_on = chat.session.messages and not chat.session.asks_alone
-    return current_adapter(chat) + ("; the conversation goes on" if goes_on else "")
+    return describe_adapter(chat) + ("; the conversation goes on" if goes_on else "")
 
 
-def current_adapter(chat: Chat) -> str:
+def describe_adapter(chat: Chat) -> str:
+    """One line about the adapter in use, what drafts, and whether answers are the base model's."""
     session = chat.session
     config = chat.session.model.config
     drafter = session.drafter
@@ -238,29 +259,35 @@ def current_adapter(chat: Chat) -> str:
     return f"{name}: {drafts}; {how}{alone}"
 
 
-def _reset(rest: str, chat: Chat) -> str:
+def _reset_command(rest: str, chat: Chat) -> str:
     chat.session.reset(chat.session.system)
     return "the conversation is forgotten"
 
 
-def _system(rest: str, chat: Chat) -> str:
+def _system_command(rest: str, chat: Chat) -> str:
     chat.session.reset(rest or None)
     return f"a new conversation with {'that' if rest else 'no'} system prompt"
 
 
 COMMANDS: dict[str, Callable[[str, Chat], str]] = {
     "/help": lambda rest, chat: HELP,
-    "/reset": _reset,
-    "/system": _system,
-    "/stats": lambda rest, chat: stats(chat.session),
+    "/reset": _reset_command,
+    "/system": _system_command,
+    "/stats": lambda rest, chat: stats_text(chat.session),
     "/memory": lambda rest, chat: chat.session.memory.table(),
-    "/compare": lambda rest, chat: compare(chat.session),
-    "/adapter": adapter,
+    "/compare": lambda rest, chat: comparison_text(chat.session),
+    "/adapter": adapter_command,
 }
 
 
-def turn(line: str, chat: Chat) -> bool:
-    """Handle one line of the user; False to leave. A mistake is told and the chat goes on."""
+def handle_line(line: str, chat: Chat) -> bool:
+    """Carry out a line of the user: a command, or a message to answer.
+
+    A mistake is printed, and the chat goes on.
+
+    Returns:
+        False where the line is /quit.
+    """
     name, _, rest = line.partition(" ")
     is_command = line.startswith("/")
     try:
@@ -269,14 +296,14 @@ def turn(line: str, chat: Chat) -> bool:
         elif is_command and name != "/quit":
             chat.screen.note(f"no command {name}; /help lists them")
         elif line.strip() and not is_command:
-            answer(chat.session, line, chat.screen)
+            print_answer(chat.session, line, chat.screen)
     except InputError as error:
         full = not is_command and "context" in str(error) and not chat.session.asks_alone
         chat.screen.note(f"{error}" + ("; /reset starts anew" if full else ""))
     except OSError as error:  # of a path that the system refuses
         if name not in COMMANDS or isinstance(error, BrokenPipeError):
             raise
-        chat.screen.note(str(options.os_fault(error)))
+        chat.screen.note(str(options.file_error(error)))
     except KeyboardInterrupt:
         if name not in COMMANDS or chat.session.model.backbone.group is not None:
             raise
@@ -284,7 +311,8 @@ def turn(line: str, chat: Chat) -> bool:
     return name != "/quit"
 
 
-def _main(args: argparse.Namespace) -> None:
+def _chat(args: argparse.Namespace) -> None:
+    """Load the model, then read and answer lines until /quit or the end of input."""
     config = options.generate_config(args)  # a bad option is told before anything else is
     kept = PromptFile(args.prompt_cache)
     screen = Screen()
@@ -292,7 +320,7 @@ def _main(args: argparse.Namespace) -> None:
         screen.note(HINT)
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
-    model, tokenizer, loaded = options.load_all(args)
+    model, tokenizer, loaded = options.load_for_decoding(args)
 
     import mlx.core as mx
 
@@ -313,7 +341,7 @@ def _main(args: argparse.Namespace) -> None:
     if kept.cache is not None:
         session.resume(kept.tokens, kept.cache)
         screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
-    head_start(model, tokenizer, config, loaded)
+    time_costs_first(model, tokenizer, config, loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     plan = run(lambda: make_plan(model, config, drafter=loaded))
     screen.note("\n".join(drafting_lines(model, plan, args.adapter)))
@@ -321,13 +349,13 @@ def _main(args: argparse.Namespace) -> None:
     if screen.interactive:
         dtype = str(model.backbone.dtype).removeprefix("mlx.core.")
         screen.note(f"{args.model}, {dtype}. /help lists the commands.")
-        keep_history(cache_dir() / "chat_history")
+        keep_line_history(cache_dir() / "chat_history")
     while (line := screen.ask()) is not None:
-        if not turn(line, chat):
+        if not handle_line(line, chat):
             break
     kept.keep(*session.cached)
     if kept.write(session.model):
         screen.note(f"[{len(kept.tokens)} tokens kept in {kept.path}]")
 
 
-main = options.command(PROG, parse_args, _main)
+main = options.make_main(PROG, parse_args, _chat)

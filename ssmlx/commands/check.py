@@ -29,40 +29,47 @@ EPILOG = """examples:
   python -m ssmlx.check --model mlx-community/Qwen3-4B-4bit --adapter runs/mine
   python -m ssmlx.check --adapter sql --seconds 20 --json
 
-The columns of its table:
-  nodes         rows that a call verifies: the newest token, and a tree of drafted ones behind it
-  plain calls   how long such a call takes here, in calls of plain decoding, which bring one token
-  tokens        that a call brings, as the adapter's settings say of its own test prompts
-  speed-up      over plain decoding, with as many of the drafted tokens accepted as in earlier
-                answers here (nine tenths before the first): below 1, plain decoding is faster
-Without streams, it times what the model's own would cost, for the forecast of ssmlx.adapt.
+Columns of the table:
+  nodes         tokens that one call of the model verifies: the newest one, and the drafted ones
+  plain calls   time of such a call, divided by the time of a call that decodes one token
+  tokens        tokens that such a call yields on the adapter's own test prompts
+  speed-up      over plain decoding, if as many drafted tokens are accepted as in earlier answers
+                on this machine (9 in 10 before the first answer). Below 1, drafting is slower.
+For a model without streams, the command times what streams would cost; ssmlx.adapt uses that.
 
-What a call costs follows from the machine and from the sizes of the model, not from its weights.
-The costs are kept with what earlier answers have taught of them, and answers start from there.
+Costs depend on the machine and the model's shapes, not on its weights. They are stored, and later
+answers use them.
 
-Exit code 0: the model can be used, if only to decode plainly. 2: it cannot, and a line says why."""
+Exit code 0: the model works, with or without drafting. 2: it does not, and a line says why."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = options.make_parser(
-        PROG, "Say what can draft for a model, and what that brings on this machine.", EPILOG
+        PROG,
+        "Show which drafters work with a model, and the speed-up to expect on this machine.",
+        EPILOG,
     )
     options.add_model_options(parser)
     options.add_options(
         parser.add_argument_group("check"),
-        ("--seconds", "S", "how long to time calls (default: %(default)g)", 5.0),
-        ("--json", None, "print one JSON object, and nothing else", bool),
+        ("--seconds", "S", "seconds to spend on timing (default: %(default)g)", 5.0),
+        ("--json", None, "print one JSON object instead of text", bool),
     )
     return parser.parse_args(argv)
 
 
-def head_start(
+def time_costs_first(
     model: StreamFusedModel, tokenizer: Any, config: GenerateConfig, loaded: Sequence[Any]
 ) -> None:
-    """Before a command's first answer: see `give_head_start`. Says so if that takes a while.
+    """Time what drafting costs on this machine, before a command's first answer.
+
+    It takes up to two seconds, and none where earlier answers have taught enough. A line on
+    standard error says so if it takes long.
 
     Args:
-        model, tokenizer: as `ssmlx.load` returns them.
+        model: as `ssmlx.load` returns it.
+        tokenizer: the same.
         config: settings of the answers to come.
         loaded: what was loaded to draft with.
 
@@ -83,8 +90,8 @@ def head_start(
         note.cancel()
 
 
-def why_not(model: StreamFusedModel) -> dict[str, str | None]:
-    """Why each registered drafter cannot draft for the model as it was loaded; None if it can."""
+def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
+    """For each registered drafter, why it cannot draft for the loaded model; None if it can."""
     from ..drafters.registry import registered_drafter
 
     reasons: dict[str, str | None] = {}
@@ -103,8 +110,13 @@ def why_not(model: StreamFusedModel) -> dict[str, str | None]:
     return reasons
 
 
-def adapter_is(adapter: str | None, model: StreamFusedModel) -> str | None:
-    """What the adapter is, in one line; None without one."""
+def describe_adapter(adapter: str | None, model: StreamFusedModel) -> str | None:
+    """One line about an adapter's format and size; None without an adapter.
+
+    Args:
+        adapter: a name or a folder; None for the streams of a fused model.
+        model: with that adapter.
+    """
     from ..loading.adapter import load_adapter
     from ..loading.names import Fetch, resolve_adapter
 
@@ -115,11 +127,17 @@ def adapter_is(adapter: str | None, model: StreamFusedModel) -> str | None:
     return None if folder is None else load_adapter(folder).describe()
 
 
-def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> dict[str, Any]:
-    """All that the command says, as JSON values. On the thread that runs MLX."""
+def check_model(
+    args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any
+) -> dict[str, Any]:
+    """Time the model's calls and collect everything that the command prints, as JSON values.
+
+    It has to run on the thread that runs MLX. Costs that it timed are kept for later answers.
+    """
     from ..api import end_token_ids
+    from ..blas import this_machine
     from ..generation.head_start import sample_text
-    from ..generation.learned import cost_rows, learned_of, this_machine
+    from ..generation.learned import cost_rows, learned_of
     from ..generation.memory import cache_size, memory_of
     from ..generation.plan import make_plan
     from ..model.capabilities import Capability
@@ -139,14 +157,14 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
         source = f"the adapter's own, {template!r}"
     costs = []
     if model.num_streams:
-        costs = time_costs(model, text, args.seconds)
+        costs = time_stream_costs(model, text, args.seconds)
     else:
-        time_untrained(model, tokenizer, args.model, text, args.seconds)
+        time_candidate_streams(model, tokenizer, args.model, text, args.seconds)
     lines = drafting_lines(model, make_plan(model), args.adapter)
     return {
         "model": args.model,
         "adapter": args.adapter,
-        "adapter_is": adapter_is(args.adapter, model),
+        "adapter_is": describe_adapter(args.adapter, model),
         "drafting": list(lines),
         "class": type(backbone.model).__module__,
         "family": str(getattr(backbone.model, "model_type", "unknown")),
@@ -160,7 +178,7 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
             for name in get_args(Capability)
             if (reason := backbone.capabilities.reason(name)) is not None
         },
-        "drafters": why_not(model),
+        "drafters": reasons_not_to_draft(model),
         "costs": costs,
         "tokens_are_known": bool(model.config and model.config.tokens_per_call),
         "plain_seconds": learned.costs.plain_seconds(len(text)),
@@ -176,13 +194,20 @@ def check(args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any) -> 
     }
 
 
-def time_costs(
+def time_stream_costs(
     model: StreamFusedModel, text: Sequence[int], seconds: float
 ) -> list[dict[str, float]]:
-    """Time calls of a few numbers of nodes; what is known then of all, and what they should bring.
+    """Time target calls with 2 to 16 nodes, and estimate the speed-up of each.
+
+    Args:
+        model: with streams.
+        text: tokens of the context to time behind.
+        seconds: about how long to time.
 
     Returns:
-        A row for each number of nodes whose calls were timed now, or in earlier answers.
+        A row for each number of nodes whose cost is known, now or from earlier answers: nodes,
+        plain
+        calls that such a call takes, tokens that it should bring, speed-up over plain decoding.
     """
     from ..decoding.controller import DraftShape
     from ..generation.head_start import STREAMS, seed_costs
@@ -211,10 +236,14 @@ def time_costs(
     ]
 
 
-def time_untrained(
+def time_candidate_streams(
     model: StreamFusedModel, tokenizer: Any, name: str, text: Sequence[int], seconds: float
 ) -> None:
-    """Time calls with streams that the model could have, for the forecast of `ssmlx.adapt`."""
+    """Time calls with random streams of every size that `ssmlx.adapt` could train for the model.
+
+    The costs are kept, for the forecast of `ssmlx.adapt`. Nothing is timed for a model that cannot
+    have streams, that is split over machines, or whose folder is unknown.
+    """
     from ..training.config import RunOptions
     from ..training.job import read_base
     from ..training.sizing import candidate_layers, time_candidates
@@ -229,8 +258,8 @@ def time_untrained(
     time_candidates(backbone, base, options, text, seconds=each)
 
 
-def report(found: dict[str, Any]) -> list[str]:
-    """The lines that say what `check` found."""
+def report_lines(found: dict[str, Any]) -> list[str]:
+    """The lines that the command prints for what `check_model` returned."""
     from ..generation.memory import MIB
 
     has_adapter = found["adapter"] not in (None, NO_ADAPTER)
@@ -256,7 +285,7 @@ def report(found: dict[str, Any]) -> list[str]:
 
 
 def _drafter_lines(found: dict[str, Any]) -> list[str]:
-    """What drafts, and why the rest does not: a reason that all share stands once."""
+    """A line for each drafter; a reason that excludes all of them is one line."""
     lacks = found["lacks"]
     if "trees" in lacks:
         return [f"decodes plainly, nothing can draft: {lacks['trees']}"]
@@ -269,7 +298,7 @@ def _drafter_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _cost_lines(found: dict[str, Any]) -> list[str]:
-    """The table of costs."""
+    """The table of costs by nodes; no lines without streams."""
     from ..report import table
 
     if not found["streams"]:
@@ -292,7 +321,7 @@ def _cost_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _learned_lines(found: dict[str, Any]) -> list[str]:
-    """What earlier answers, and earlier checks, have taught."""
+    """What earlier answers have taught about costs and acceptance; no lines if nothing."""
     from ..report import aligned
 
     rows = found["learned"]["costs"]
@@ -305,7 +334,12 @@ def _learned_lines(found: dict[str, Any]) -> list[str]:
     return [*lines, *accepted, ""] if accepted else lines
 
 
-def _main(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
+    """Load the model, check it, and print lines or JSON.
+
+    Raises:
+        InputError: --seconds is not above 0, or the model cannot be loaded.
+    """
     require(
         0 < args.seconds < inf,
         f"--seconds {args.seconds:g}",
@@ -316,11 +350,11 @@ def _main(args: argparse.Namespace) -> None:
 
     from ..answers import run
 
-    found = run(lambda: check(args, model, tokenizer))
+    found = run(lambda: check_model(args, model, tokenizer))
     if args.json:
         options.print_json(found)
     else:
-        print("\n".join(report(found)))
+        print("\n".join(report_lines(found)))
 
 
-main = options.command(PROG, parse_args, _main)
+main = options.make_main(PROG, parse_args, _check)

@@ -28,13 +28,13 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
 
     found = runs_for(model.backbone.folder, model.backbone.name)
     return (
-        f"{_source(model, plan, adapter, found)}: {plan.decision()}",
-        f"faster: {_faster(model, adapter, found)}",
+        f"{_drafting_source(model, plan, adapter, found)}: {plan.decision()}",
+        f"faster: {_faster_option(model, adapter, found)}",
     )
 
 
-def _source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Found) -> str:
-    """The adapter, and why it is this one or none."""
+def _drafting_source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Found) -> str:
+    """Say which adapter drafts, if any, and why this one."""
     reason = model.backbone.capabilities.reason("trees")
     if reason is not None:
         return f"nothing can draft, {reason}"
@@ -59,18 +59,18 @@ def _source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Fou
     return "no adapter"
 
 
-def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
-    """What would draft faster, with its command; or why nothing would."""
+def _faster_option(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
+    """Say which adapter or command would make drafting faster, or why nothing would."""
     from ..loading.attach import adapters_for
     from ..loading.found import PAYS
-    from ..training.sizing import forecast
+    from ..training.sizing import forecast_speedup
 
     backbone = model.backbone
     lacking = backbone.capabilities.reason("trees") or backbone.capabilities.reason("stages")
     if lacking is not None:
         return f"nothing, as streams cannot be trained for this model: {lacking}"
     if model.is_fine_tuned:
-        return _faster_as_tuned(model, adapter, found)
+        return _faster_option_as_tuned(model, adapter, found)
     if found.chosen is not None and found.chosen.name != adapter:
         told = f"made here from these weights, {found.chosen.verdict}"
         return f"--adapter {found.chosen.name}, {told}"
@@ -79,13 +79,13 @@ def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
     adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.name)}"
     begun = next((run for run in found.fitting if not run.is_finished), None)
     if begun is not None:
-        return f"{adapt} --name {begun.name}{_hours(begun.hours)} {_progress(begun)}"
+        return f"{adapt} --name {begun.name}{_hours_option(begun.hours)} {_progress_text(begun)}"
     own = next((run for run in found.fitting if adapter in (run.name, NO_ADAPTER)), None)
     if own is not None:
-        return f"nothing that is here; more hours may: {adapt}{_hours(2 * own.hours)}"
+        return f"nothing that is here; more hours may: {adapt}{_hours_option(2 * own.hours)}"
     if model.num_streams:
         return f"nothing that is here; streams for prompts like yours may: {adapt} --data FILE"
-    speed = forecast(model)
+    speed = forecast_speedup(model)
     if speed is None:
         return f"{adapt}, which says within minutes what that would bring here"
     if speed < PAYS:
@@ -93,9 +93,11 @@ def _faster(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
     return f"{adapt}, which should bring some {speed:.1f} times plain decoding's speed here"
 
 
-def _faster_as_tuned(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
-    """The same for a model that an adapter's LoRA makes answer otherwise: what drafts for the base
-    would be another model's."""
+def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
+    """Do the same for a model whose answers an adapter's LoRA changes.
+
+    Streams that were trained for the base model would guess another model's answers.
+    """
     from ..loading.files import folder_digest
     from ..loading.names import Fetch, resolve_adapter
 
@@ -113,16 +115,16 @@ def _faster_as_tuned(model: StreamFusedModel, adapter: str | None, found: Found)
     return f"python -m ssmlx.adapt {asked}, which says within minutes what that would bring here"
 
 
-def _hours(hours: float) -> str:
-    """The option that asks for so many, where they are not the default."""
+def _hours_option(hours: float) -> str:
+    """The option --hours as it has to be typed; empty for its default of 1, and for 0."""
     return f" --hours {hours:g}" if hours not in (0.0, 1.0) else ""
 
 
-def _progress(run: Run) -> str:
-    """What an unfinished run has come to."""
-    from ..training.sizing import run_forecast
+def _progress_text(run: Run) -> str:
+    """Say what speed an unfinished run has reached, if that is known."""
+    from ..training.sizing import forecast_run_speedup
 
-    speed = run_forecast(run)
+    speed = forecast_run_speedup(run)
     if speed is None:
         return "goes on with a run that was begun"
     return f"goes on with a run that came to {speed:.2f} times plain decoding's speed so far"

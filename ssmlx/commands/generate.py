@@ -24,15 +24,16 @@ EPILOG = """examples:
   python -m ssmlx.generate --drafter "prompt-lookup tokens=5" --temp 0.7 --seed 1 --prompt "..."
   python -m ssmlx.generate --drafter "medusa heads=heads/medusa" --tree-size 24 --prompt "..."
 
-A line of --jsonl holds prompt, text, tokens, finish_reason (stop, length, context), prompt_tokens,
-generation_tokens, target_calls (forward passes, the prompt's as one), tokens_per_call, lossy,
+Fields of --jsonl: prompt, text, tokens, finish_reason (stop, length or context), prompt_tokens,
+generation_tokens, target_calls (forward passes; the prompt counts as one), tokens_per_call, lossy,
 prefill_seconds, decode_seconds, draft_calls (of a draft model), drafts (by drafter), memory."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None stands for the process's own."""
     parser = options.make_parser(
         PROG,
-        "Answer prompts with a model that drafts for itself.",
+        "Answer prompts with a language model, sped up by speculative decoding.",
         EPILOG,
         "(--prompt TEXT | --prompts FILE.jsonl) [options]",
     )
@@ -43,25 +44,25 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         (
             "--template",
             "TEXT",
-            "the model's chat template (chat), none (raw), or a text with "
-            "{prompt}, \\n for new lines (default: the adapter's own, then chat, then raw)",
-            options.template_text,
+            "chat: the model's chat template; raw: none; or a text with {prompt} in it, \\n for "
+            "a new line (default: the adapter's, else chat, else raw)",
+            options.unescape_newlines,
         ),
         (
             "--logprobs",
             "N",
-            "with --jsonl: log probabilities of each token and the N likeliest",
+            "with --jsonl: log probabilities of every token and of the N likeliest ones",
             int,
         ),
     )
-    options.add_prompt_cache_option(group, "the prompt, or what all prompts begin with,")
+    options.add_prompt_cache_option(group, "the beginning that all prompts share")
     options.add_options(
         group.add_mutually_exclusive_group(),
-        ("--jsonl", None, "print one JSON object a prompt, and nothing else", bool),
+        ("--jsonl", None, "print one JSON object for each prompt", bool),
         (
             "--verbose",
             None,
-            "say what drafts, what calls cost, where memory goes",
+            "print what drafts and why, costs of calls, and memory",
             bool,
         ),
     )
@@ -70,20 +71,25 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _note(lines: Iterable[str]) -> None:
+def _print_notes(lines: Iterable[str]) -> None:
+    """Print lines in brackets on standard error."""
     for line in lines:
         print(f"[{line}]", file=sys.stderr)
 
 
-def _main(args: argparse.Namespace) -> None:
+def _generate(args: argparse.Namespace) -> None:
+    """Answer one or several prompts, and print texts or JSON lines.
+
+    All prompts are encoded and checked before the first is answered.
+    """
     from ..prompts import common_prefix, encode_prompt, read_prompts, user_text
 
     if not args.jsonl:
-        options.reject(args, ("logprobs",), "--jsonl")
+        options.reject_options(args, ("logprobs",), "--jsonl")
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     kept = PromptFile(args.prompt_cache)
     config = options.generate_config(args)
-    model, tokenizer, loaded = options.load_all(args)
+    model, tokenizer, loaded = options.load_for_decoding(args)
 
     import mlx.core as mx
 
@@ -101,7 +107,7 @@ def _main(args: argparse.Namespace) -> None:
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
     plan = make_plan(model, config, drafter=loaded)
     if args.verbose:
-        _note(drafting_lines(model, plan, args.adapter))
+        _print_notes(drafting_lines(model, plan, args.adapter))
     earlier = EarlierAnswers()
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
@@ -129,14 +135,20 @@ def _main(args: argparse.Namespace) -> None:
             options.print_json(record(user_text(prompt), answer))
             continue
         print(flush=True)
-        _note([summary(answer[-1])])
+        _print_notes([summary(answer[-1])])
         if args.verbose:
-            _note(_details(answer[-1], model, plan))
+            _print_notes(_detail_lines(answer[-1], model, plan))
     kept.write(model)
 
 
-def _details(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> Iterator[str]:
-    """What --verbose says of an answer, by its last segment."""
+def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> Iterator[str]:
+    """Yield what --verbose prints of an answer: drafts, memory, and learned costs and acceptance.
+
+    Args:
+        last: the answer's last response.
+        model: that gave it.
+        plan: how it was decoded.
+    """
     from ..api import drafts_line
     from ..generation.learned import acceptance_line, costs_line, learned_of
 
@@ -149,4 +161,4 @@ def _details(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> I
         yield acceptance_line(prior, plan.kind, last.prompt_tokens)
 
 
-main = options.command(PROG, parse_args, _main)
+main = options.make_main(PROG, parse_args, _generate)

@@ -17,24 +17,27 @@ POWER_SUPPLY = Path("/sys/class/power_supply")
 PACKAGES = ("mlx", "mlx-lm", "transformers", "numpy", "ssmlx")
 
 
-def machine() -> dict[str, str]:
-    """Chip, memory, system, power, and the versions of everything that takes part."""
+def describe_machine() -> dict[str, str]:
+    """Return chip, memory, system, power, MLX's device, BLAS, versions and commit.
+
+    What cannot be found out is "unknown".
+    """
     chip = mx.device_info(mx.cpu).get("device_name") or UNKNOWN
     return {
         "machine": f"{platform.system()} {platform.machine()}, {chip}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.3g} GiB",
-        "os": _system(),
+        "os": _system_name(),
         "power": power_source(),
         "device": str(mx.default_device()),
         "python": platform.python_version(),
         "blas": "OpenBLAS or Accelerate" if has_fast_blas else f"reference ({HINT})",
         **{name: _package_version(name) for name in PACKAGES},
-        "commit": _commit(),
+        "commit": _git_commit(),
     }
 
 
-def _system() -> str:
-    """Such as "macOS 15.1" or "Debian GNU/Linux 12 (bookworm)"."""
+def _system_name() -> str:
+    """The system's name, such as "macOS 15.1" or "Debian GNU/Linux 12 (bookworm)"."""
     if macos := platform.mac_ver()[0]:
         return f"macOS {macos}"
     try:
@@ -43,8 +46,9 @@ def _system() -> str:
         return platform.system()
 
 
-def output_of(*command: str) -> str:
-    """What a command prints; nothing where it is missing or fails."""
+def command_output(*command: str) -> str:
+    """What a command prints, stripped; an empty text if it is missing, fails, or takes over 10
+    s."""
     try:
         done = subprocess.run(
             command,
@@ -62,36 +66,40 @@ def output_of(*command: str) -> str:
 def power_source() -> str:
     """ "AC power", "battery" or "unknown"."""
     if platform.system() == "Darwin":
-        said = output_of("pmset", "-g", "batt")
+        said = command_output("pmset", "-g", "batt")
         on_mains = "'AC Power'" in said
         drained = "'Battery Power'" in said
     else:
         supplies = list(POWER_SUPPLY.iterdir()) if POWER_SUPPLY.is_dir() else []
-        on_mains = any(_read(one / "online").strip() == "1" for one in supplies)
-        states = [(_read(one / "type").strip(), _read(one / "status").strip()) for one in supplies]
+        on_mains = any(_read_or_empty(one / "online").strip() == "1" for one in supplies)
+        states = [
+            (_read_or_empty(one / "type").strip(), _read_or_empty(one / "status").strip())
+            for one in supplies
+        ]
         drained = ("Battery", "Discharging") in states
     return "AC power" if on_mains else "battery" if drained else UNKNOWN
 
 
-def _commit() -> str:
-    """The checkout's git commit, and whether tracked files differ from it."""
+def _git_commit() -> str:
+    """The checkout's commit, with ", changed" if tracked files differ from it."""
     git = ("git", "-C", str(CHECKOUT))
-    name = output_of(*git, "rev-parse", "--short=12", "HEAD")
+    name = command_output(*git, "rev-parse", "--short=12", "HEAD")
     if not (CHECKOUT / ".git").exists() or not name:
         return UNKNOWN
-    changed = output_of(*git, "status", "--porcelain", "--untracked-files=no")
+    changed = command_output(*git, "status", "--porcelain", "--untracked-files=no")
     return f"{name}, changed" if changed else name
 
 
 def _package_version(name: str) -> str:
+    """The version of an installed package, or "unknown"."""
     try:
         return version(name)
     except PackageNotFoundError:
         return __version__ if name == "ssmlx" else UNKNOWN
 
 
-def _read(path: Path) -> str:
-    """A small text file; nothing where it cannot be read."""
+def _read_or_empty(path: Path) -> str:
+    """The text of a small file; an empty text if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -34,12 +34,15 @@ from ..settings import (
     GenerateConfig,
     PruneConfig,
     TreeConfig,
+    decoding_name,
 )
 
 _DEFAULTS = GenerateConfig()
 
 
 class Parser(argparse.ArgumentParser):
+    """A parser that reports a mistake in one line, and names --help."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
@@ -47,8 +50,15 @@ class Parser(argparse.ArgumentParser):
 def make_parser(
     module: str, text: str | None, epilog: str | None = None, usage: str | None = None
 ) -> Parser:
-    """A parser for `python -m <module>`; `usage` is what follows that, where it is short, and the
-    epilog what follows the first paragraph of `text` unless given."""
+    """Make the parser of `python -m <module>`.
+
+    Args:
+        module: such as "ssmlx.chat".
+        text: what the command does. The first paragraph comes before the options, the rest after
+        them unless there is an `epilog`.
+        epilog: text after the options.
+        usage: what follows the command in the usage line; None lists all options there.
+    """
     description, _, more = (text or "").partition("\n\n")
     parser = Parser(
         prog=f"python -m {module}",
@@ -62,23 +72,36 @@ def make_parser(
     return parser
 
 
-def add_counts(
+def add_int_options(
     parser: argparse._ActionsContainer, *rows: tuple[str, int, str], metavar: str | None = None
 ) -> None:
-    """Options that are whole numbers: (name without dashes, default, what it is) each."""
+    """Add options that are whole numbers.
+
+    Args:
+        parser: or a group of it.
+        rows: (name without dashes, default, help) of each.
+        metavar: what the help shows for the number.
+    """
     for name, default, text in rows:
         add_options(parser, (f"--{name}", metavar, f"{text} (default: %(default)s)", default))
 
 
 def add_prompt_options(group: argparse._ArgumentGroup) -> None:
+    """Add --prompt and --prompts, of which one has to be given."""
     add_options(
         group.add_mutually_exclusive_group(required=True),
-        ("--prompt", "TEXT", "one prompt", str),
-        ("--prompts", "FILE.jsonl", "a JSON object a line, field `prompt` or `messages`", Path),
+        ("--prompt", "TEXT", "the prompt to answer", str),
+        (
+            "--prompts",
+            "FILE.jsonl",
+            "several prompts: a JSON object on each line, with `prompt` or `messages`",
+            Path,
+        ),
     )
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _parse_json_object(text: str) -> dict[str, Any]:
+    """Parse an option's value as a JSON object; argparse reports anything else."""
     with suppress(ValueError):
         if isinstance(found := parse_json(text), dict):
             return found
@@ -86,13 +109,13 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> None:
-    """A file to keep a processed prompt in: what is `kept`."""
-    text = "processed in FILE; what begins like it starts at once, under the same model and LoRA"
+    """Add --prompt-cache; `kept` says in the help which prompt is kept."""
+    text = "in FILE as the model processed it; the next run with the same beginning starts at once"
     add_options(group, ("--prompt-cache", "FILE", f"keep {kept} {text}", Path))
 
 
-def template_text(text: str) -> str:
-    """What --template stands for: `\\n` in it is a new line, which a shell makes hard to type."""
+def unescape_newlines(text: str) -> str:
+    """Replace `\\n` by line ends, which are hard to type in a shell."""
     return text.replace("\\n", "\n")
 
 
@@ -101,50 +124,59 @@ _SHARED_KEYS = "acceptance=exact|typical epsilon=0.09 delta=0.3 attention=auto|m
 
 _PENALTIES = ("repetition", "presence", "frequency")
 _LEGEND = """\
-schedule: streams of the accepted node alone, in a pass after the tree's, or of every node in it;
-head: weights of the LM head's copy that guesses; attention: the fused Metal kernel, or never (mlx);
-acceptance=typical: LOSSY, accept what the model finds likely enough (Medusa)"""
+schedule: run streams in a pass of their own (second-pass) or in the verifying one (fused).
+head: weights of the draft head. attention: MLX's (mlx), or the fused Metal kernel if faster (auto).
+acceptance=typical: also accept tokens that the model finds likely. LOSSY: it changes answers."""
 
 
 @dataclass(frozen=True)
 class DrafterOption:
-    """What --drafter says: a drafter's name, and values by key."""
+    """The parsed value of --drafter: a drafter's name, and settings by key."""
 
     name: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def draft_head(self) -> str:
-        """As `ssmlx.load` takes it."""
-        return self.values.get("head", DRAFT_HEADS[0])
+        """`head=`, the weights of the draft head, as `ssmlx.load` takes it."""
+        head: str = self.values.get("head", DRAFT_HEADS[0])
+        return head
 
     @property
     def attention(self) -> Attention:
-        """As `metal.use` takes it."""
-        return self.values.get("attention", ATTENTIONS[0])
+        """`attention=`, as `ssmlx.model.metal.use` takes it."""
+        attention: Attention = self.values.get("attention", ATTENTIONS[0])
+        return attention
 
 
 class _ParseDrafter(argparse.Action):
+    """The argparse action of --drafter; it stores a `DrafterOption`."""
+
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: Any, option: Any = None
     ) -> None:
-        setattr(namespace, self.dest, drafter_option(values))
+        setattr(namespace, self.dest, parse_drafter_option(values))
 
 
-def drafter_option(text: str) -> DrafterOption:
-    """What the value of --drafter says, such as "lookahead window=7"."""
-    name, *words = _split("--drafter", text) or [""]
+def parse_drafter_option(text: str) -> DrafterOption:
+    """Parse a value of --drafter, such as "lookahead window=7".
+
+    Raises:
+        InputError: the drafter or a key is unknown, a value is of the wrong type, or a key needs
+        `acceptance=typical`.
+    """
+    name, *words = _split_words("--drafter", text) or [""]
     check_choice("--drafter", name, tuple(DRAFTERS))
     keys = f"{DRAFTERS[name].keys} {_SHARED_KEYS}".split()
-    values = _pairs(f"--drafter {name}", words, keys)
+    values = _parse_pairs(f"--drafter {name}", words, keys)
     if values.get("acceptance") != "typical":
         for key in {"epsilon", "delta"} & set(values):
-            _refuse(f"{key}=", "acceptance=typical beside it")
+            _refuse_option(f"{key}=", "acceptance=typical beside it")
     return DrafterOption(name, values)
 
 
 def _drafter_settings(option: DrafterOption) -> dict[str, Any]:
-    """The fields of `GenerateConfig` that --drafter sets."""
+    """The arguments of `GenerateConfig` for a parsed --drafter; none without a name."""
     if option.name is None:
         return {}
     from ..drafters.registry import registered_drafter
@@ -153,13 +185,18 @@ def _drafter_settings(option: DrafterOption) -> dict[str, Any]:
     drafter = registered_drafter(option.name)
     found = {name: values[key] for key, name in drafter.config_keys.items() if key in values}
     if drafter.settings is not None:
-        found[drafter.config_field] = _of_keys(drafter.settings, values)
-    acceptance = _of_keys(AcceptanceConfig, values)
+        found[drafter.config_field] = _settings_of_keys(drafter.settings, values)
+    acceptance = _settings_of_keys(AcceptanceConfig, values)
     return {"drafter": option.name, "acceptance": acceptance, **found}
 
 
-def _of_keys(settings: type, values: Mapping[str, Any]) -> Any:
-    """An object of a settings class, of the `values` by key that are its fields' options."""
+def _settings_of_keys(settings: type, values: Mapping[str, Any]) -> Any:
+    """Make a settings object from values by key.
+
+    Args:
+        settings: the class; the `option` of each field begins with its key.
+        values: by key; keys of no field are left out.
+    """
     known: dict[str, str] = {}
     for one in fields(settings):
         if "allowed" in one.metadata:
@@ -167,7 +204,8 @@ def _of_keys(settings: type, values: Mapping[str, Any]) -> Any:
     return settings(**{known[key]: value for key, value in values.items() if key in known})
 
 
-def _split(option: str, text: str) -> list[str]:
+def _split_words(option: str, text: str) -> list[str]:
+    """Split an option's value as a shell does; a missing quotation mark raises `InputError`."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -176,11 +214,19 @@ def _split(option: str, text: str) -> list[str]:
         ) from error
 
 
-def _pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dict[str, Any]:
-    """The values of `key=value` words, each key once and one of those that are `shown`.
+def _parse_pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dict[str, Any]:
+    """Parse `key=value` words.
 
-    What is shown behind a key says what its values are: "a|b" one of these words, "N" or "16" a
-    whole number, "X", "P" or "0.3" a number, "N,N,..." several, "MODEL" or "FOLDER" a name.
+    Args:
+        option: for messages.
+        words: the words; each key may stand once.
+        shown: the known keys with what the help shows for their values: "a|b" is one of these
+            words,
+        "N" or "16" a whole number, "X", "P" or "0.3" a number, "N,N,..." several whole numbers,
+        "MODEL" or "FOLDER" a name.
+
+    Raises:
+        InputError: a key is unknown or repeated, or a value is of the wrong type.
     """
     found: dict[str, Any] = {}
     known = dict(one.split("=") for one in shown)
@@ -192,11 +238,21 @@ def _pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dict[str,
             expected=f"keys of {option}, each once: {' '.join(shown)}",
             do="correct or drop it",
         )
-        found[key] = _value(f"{option} {word}", known[key], value)
+        found[key] = _parse_value(f"{option} {word}", known[key], value)
     return found
 
 
-def _value(found: str, shown: str, text: str) -> Any:
+def _parse_value(found: str, shown: str, text: str) -> Any:
+    """Parse one value; see `_parse_pairs` for the types.
+
+    Args:
+        found: option and word, for messages.
+        shown: what the help shows for the value.
+        text: the value. In a path, a leading `~` becomes the home folder.
+
+    Raises:
+        InputError: it is of the wrong type.
+    """
     if "|" in shown:
         words = shown.split("|")
         require(text in words, found, expected=f"one of {shown}", do="choose one of them")
@@ -221,30 +277,35 @@ def _value(found: str, shown: str, text: str) -> Any:
 
 
 def add_model_options(parser: argparse.ArgumentParser, adapters: Any = str) -> None:
-    """Which model and adapter to load. Of type `list`, there may be several adapters."""
+    """Add --model, --adapter and --dtype.
+
+    Args:
+        parser: is given the group.
+        adapters: `str`, or `list` where --adapter may be repeated.
+    """
     bundled = ", ".join(bundled_adapters()) or "none in this installation"
     add_options(
         parser.add_argument_group("model"),
         (
             "--model",
             "MODEL",
-            "a folder (mlx-lm or Hugging Face layout), a Hub name such as "
-            "org/name or org/name@revision, or an alias (default: %(default)s)",
+            "a folder in mlx-lm's or Hugging Face's layout, a name on the Hugging Face Hub "
+            "(org/name or org/name@revision), or an alias (default: %(default)s)",
             DEFAULT_MODEL,
         ),
         (
             "--adapter",
             "ADAPTER",
-            "streams that draft, and LoRA, also mlx-lm's or PEFT's: one that ships "
-            f"({bundled}), a folder, org/name or org/name@revision of the Hub, or none "
-            f"(default: auto, its own, one made here for it, or {DEFAULT_ADAPTER})",
+            f"{bundled} (they ship), a folder, a Hub name, also a LoRA of mlx-lm or PEFT, or none "
+            "(default: auto: the model's own streams, else an adapter that ssmlx.adapt made for it "
+            f"here, else {DEFAULT_ADAPTER})",
             adapters,
         ),
         (
             "--dtype",
             "TYPE",
-            "stored, or the weights unpacked and cast to float32, float16 or "
-            "bfloat16 (default: auto, as stored on a GPU and float32 on the CPU)",
+            "type of the weights: as stored, or converted to float32, float16 or bfloat16 "
+            "(default: auto, as stored on a GPU and float32 on a CPU)",
             DTYPES[0],
             DTYPES,
         ),
@@ -252,36 +313,37 @@ def add_model_options(parser: argparse.ArgumentParser, adapters: Any = str) -> N
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Add the options of decoding, sampling and drafting; `max_tokens` is a default."""
     group = parser.add_argument_group("decoding")
     add_options(
         group,
         (
             "--decoding",
             "HOW",
-            "streaming: verify what a drafter proposes; plain: a token a pass "
-            "(default: what should be faster, decided from call to call)",
-            str,
+            "speculative (formerly streaming): draft for every call; plain: one token a call "
+            "(default: for each call, what should be faster)",
+            decoding_name,
             DECODINGS,
         ),
-        ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
+        ("--max-tokens", "N", "generate at most N tokens (default: %(default)s)", max_tokens),
         (
             "--template-args",
             "JSON",
-            "what else the chat template reads, such as '{\"enable_thinking\": false}'",
-            _json_object,
+            "variables for the chat template, such as '{\"enable_thinking\": false}'",
+            _parse_json_object,
         ),
     )
     group.add_argument(
         "--stop",
-        type=template_text,
+        type=unescape_newlines,
         action="append",
         metavar="TEXT",
-        help="ends the answer, and is not in it; \\n for a new line; repeatable",
+        help="end the answer before TEXT (\\n is a new line); repeatable",
     )
-    group = parser.add_argument_group("sampling (exact with every drafter)")
+    group = parser.add_argument_group("sampling (drafting does not change its distribution)")
     add_options(
         group,
-        ("--temp", "T", "temperature; 0 is greedy (default: 0)", 0.0),
+        ("--temp", "T", "temperature; 0 takes the likeliest token (default: 0)", 0.0),
         (
             "--top-p",
             "P",
@@ -295,13 +357,17 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
             float,
         ),
         ("--top-k", "K", "sample from the K likeliest tokens", int),
-        ("--seed", "N", "repeats an answer, plain or streaming, with any drafter, in float32", int),
+        (
+            "--seed",
+            "N",
+            "same seed, same answer, whatever drafts (in float32; default: random)",
+            int,
+        ),
         (
             "--penalty",
             "NAME=X",
-            'repetition=X, presence=X or frequency=X; "repetition=1.2 '
-            f'context=64" looks at 64 recent tokens (default: {_DEFAULTS.repetition_context_size}'
-            "); repeatable",
+            'repetition=X, presence=X or frequency=X of recent tokens, such as "repetition=1.2 '
+            f'context=64" (default: the last {_DEFAULTS.repetition_context_size}); repeatable',
             list,
         ),
     )
@@ -309,19 +375,20 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         "--deterministic",
         action="store_true",
         default=None,
-        help="the same calls each time: nothing learned decides what is drafted, and seed 0",
+        help="make the same calls in every run: use no measured costs, and seed 0",
     )
     group.add_argument(
         "--logit-bias",
-        type=_token_bias,
+        type=_parse_token_bias,
         action="append",
         metavar="ID=X",
-        help="add X to the logit of the token with this id; repeatable",
+        help="add X to the logit of token ID; repeatable",
     )
     add_drafting_options(parser)
 
 
-def _token_bias(text: str) -> tuple[int, float]:
+def _parse_token_bias(text: str) -> tuple[int, float]:
+    """Parse ID=X into a token id and a number; argparse reports anything else."""
     token, _, bias = text.partition("=")
     with suppress(ValueError):
         return int(token), float(bias)
@@ -329,27 +396,29 @@ def _token_bias(text: str) -> tuple[int, float]:
 
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:
+    """Add --drafter, with a table of all drafters and their settings, and the tree's options."""
     keys = {name: listed.keys for name, listed in DRAFTERS.items()}
     rows = [
         f"  {name:15} {'  '.join(own.split())}"
         for name, own in {**keys, "any of them": _SHARED_KEYS}.items()
     ]
-    title = "What drafts, and its own settings with their defaults:"
+    title = "Drafters, each with its settings and their defaults:"
     group = parser.add_argument_group(
-        "drafting (streaming only)", "\n".join([title, *rows, _LEGEND])
+        "drafting (not with --decoding plain)", "\n".join([title, *rows, _LEGEND])
     )
     group.add_argument(
         "--drafter",
         action=_ParseDrafter,
         default=DrafterOption(),
         metavar='"NAME ..."',
-        help='such as "lookahead window=7" (default: streams, where there are any)',
+        help='such as "lookahead window=7" (default: streams if there are any)',
     )
-    text = "Without these, and without --decoding, a controller decides by what calls cost here."
+    text = "Without these and --decoding, the size is chosen for each call, by measured costs."
     add_tree_options(parser.add_argument_group("draft tree", text))
 
 
 def add_tree_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of the draft tree and of its pruning."""
     tree = TreeConfig()
     prune = PruneConfig()
     add_options(
@@ -357,45 +426,51 @@ def add_tree_options(group: argparse._ArgumentGroup) -> None:
         (
             "--num-streams",
             "G",
-            "tokens that streams draft ahead (default: all that were trained)",
+            "streams to use, each of which drafts one token ahead (default: all)",
             int,
         ),
         (
             "--tree",
             None,
-            "of streams and Medusa heads. full: every combination of K children a "
-            "level; best: the N likeliest nodes (default: best)",
+            "for streams and Medusa heads. full: K children for every node; best: the N "
+            "likeliest nodes (default: best)",
             str,
             ("full", "best"),
         ),
         (
             "--tree-width",
             "K",
-            f"children a level (default: {tree.full_width} for full, no limit for best)",
+            f"K, most children of a node (default: {tree.full_width} for full, no limit for best)",
             int,
         ),
         (
             "--tree-size",
             "N",
-            f"nodes of the best tree, the root included (default: {tree.size})",
+            f"N, nodes of the best tree with its root (default: {tree.size})",
             int,
         ),
         (
             "--prune",
             "HOW",
-            "drop unlikely nodes before the upper layers, by early exit: budget "
-            "keeps the M likeliest, threshold=P those with a probability of P given their parent "
+            "drop unlikely nodes before the upper layers. budget: keep the M likeliest; "
+            "threshold=P: keep nodes with a probability of at least P given their parent "
             f"(default: off; P: {prune.threshold})",
             str,
         ),
-        ("--prune-to", "M", f"nodes that a budget keeps (default: {prune.keep})", int),
+        ("--prune-to", "M", f"M, nodes that --prune budget keeps (default: {prune.keep})", int),
     )
 
 
 def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
-    """Options: (flag, a word for its value, help, default or else type, and the values if it is
-    one of a few) each; `bool` takes no value, a list several, and `list` stands for an option that
-    may be repeated."""
+    """Add options from rows.
+
+    Args:
+        group: a parser or a group of it.
+        rows: (flag, metavar or None, help, default or type, allowed values if there are few) each.
+            In
+        the fourth place `bool` makes a flag without a value, `list` an option that may be
+        repeated, a list of values an option that takes several; another type has no default.
+    """
     for flag, word, text, default, *choices in rows:
         more: dict[str, Any] = {"type": default, "choices": choices[0] if choices else None}
         if default is bool:
@@ -421,14 +496,18 @@ _SHAPE_OPTIONS = {
 
 
 def generate_config(args: argparse.Namespace) -> GenerateConfig:
-    """The settings that the options ask for; a command need not have every option."""
+    """Return the settings that a command's options give; options that it lacks have defaults.
+
+    Raises:
+        InputError: a value is out of bounds, or an option would have no effect.
+    """
     drafter: DrafterOption = getattr(args, "drafter", DrafterOption())
     prune, has_threshold, _ = (getattr(args, "prune", None) or "").partition("=")
     _reject_idle_options(args, drafter.name, prune)
-    tree = _taken(args, kind="tree", width="tree_width", size="tree_size")
-    pruning = {**({"kind": prune} if prune else {}), **_taken(args, keep="prune_to")}
+    tree = _given_options(args, kind="tree", width="tree_width", size="tree_size")
+    pruning = {**({"kind": prune} if prune else {}), **_given_options(args, keep="prune_to")}
     if has_threshold:
-        pruning |= _pairs("--prune", [args.prune], ["threshold=P"])
+        pruning |= _parse_pairs("--prune", [args.prune], ["threshold=P"])
     bias = getattr(args, "logit_bias", None)
     names = ("decoding", "max_tokens", "stop", "num_streams", "temp", *_CHANCE_OPTIONS)
     return GenerateConfig(
@@ -436,25 +515,32 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
         prune=PruneConfig(**pruning) if pruning else None,
         logit_bias=dict(bias) if bias else None,
         **_drafter_settings(drafter),
-        **_penalties(getattr(args, "penalty", None) or ()),
-        **_taken(args, **{name: name for name in (*names, "logprobs", "deterministic")}),
+        **_penalty_settings(getattr(args, "penalty", None) or ()),
+        **_given_options(args, **{name: name for name in (*names, "logprobs", "deterministic")}),
     )
 
 
-def _taken(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
+def _given_options(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
+    """Values of the options in `sources`, by new names; those not given are left out."""
     found = {name: getattr(args, source, None) for name, source in sources.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _penalties(texts: Iterable[str]) -> dict[str, Any]:
-    """The settings of --penalty; what one text says of the context holds for its penalties."""
+def _penalty_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of all --penalty values.
+
+    `context=` in a value holds for the penalties of that value.
+
+    Raises:
+        InputError: a penalty is given twice, or a value has none.
+    """
     settings: dict[str, Any] = {}
     shown = [*(f"{name}=X" for name in _PENALTIES), "context=N"]
     for text in texts:
-        given = _pairs("--penalty", _split("--penalty", text), shown)
+        given = _parse_pairs("--penalty", _split_words("--penalty", text), shown)
         context = given.pop("context", None)
         if not given:
-            _refuse(f"--penalty {text}", "repetition=X, presence=X or frequency=X in it")
+            _refuse_option(f"--penalty {text}", "repetition=X, presence=X or frequency=X in it")
         for name, value in given.items():
             require(
                 f"{name}_penalty" not in settings,
@@ -469,55 +555,71 @@ def _penalties(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: str) -> None:
-    """An option that could change nothing is a mistake, not a no-op."""
+    """Raise `InputError` for an option that would have no effect beside the others."""
     if getattr(args, "decoding", None) == "plain":
         if drafter is not None:
-            _refuse("--drafter", "streaming decoding")
-        reject(args, _SHAPE_OPTIONS, "streaming decoding")
+            _refuse_option("--drafter", "speculative decoding")
+        reject_options(args, _SHAPE_OPTIONS, "speculative decoding")
     for option, name in _SHAPE_OPTIONS.items():
         if drafter is not None and getattr(args, option, None) is not None:
             able = _drafters_shaped_by(name)
             if drafter not in able:
-                reject(args, (option,), "--drafter " + " or ".join(able))
+                reject_options(args, (option,), "--drafter " + " or ".join(able))
     if getattr(args, "tree", None) == "full":
-        reject(args, ("tree_size",), "--tree best")
+        reject_options(args, ("tree_size",), "--tree best")
     if prune != "budget":
-        reject(args, ("prune_to",), "--prune budget")
+        reject_options(args, ("prune_to",), "--prune budget")
     if getattr(args, "deterministic", None):
-        reject(args, ("prompt_cache",), "no --deterministic")
+        reject_options(args, ("prompt_cache",), "no --deterministic")
     if not getattr(args, "temp", 0.0):
-        reject(args, _CHANCE_OPTIONS, "--temp above 0")
+        reject_options(args, _CHANCE_OPTIONS, "--temp above 0")
 
 
 def _drafters_shaped_by(name: str) -> list[str]:
-    """The drafters whose trees a field of `GenerateConfig` shapes: tree, num_streams or prune."""
+    """The drafters whose trees the field `name` of `GenerateConfig` has an effect on."""
     from ..drafters.registry import registered_drafter
 
     return [one for one in DRAFTERS if name in registered_drafter(one).shaped_by]
 
 
-def reject(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
+def reject_options(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
+    """Raise `InputError` for the first of these options that was given.
+
+    Args:
+        args: parsed options.
+        names: of options, with underscores; one that is None or False was not given.
+        needs: what the option needs to have an effect, for the message.
+    """
     for name in names:
         value = getattr(args, name, None)
         if value is not None and value is not False:
-            _refuse("--" + name.replace("_", "-"), needs)
+            _refuse_option("--" + name.replace("_", "-"), needs)
 
 
-def _refuse(option: str, needs: str) -> NoReturn:
+def _refuse_option(option: str, needs: str) -> NoReturn:
+    """Raise `InputError`: `option` has no effect without `needs`."""
     raise InputError(f"{option} would do nothing here", expected=needs, do=f"drop {option}")
 
 
-def load_all(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
-    """Model, tokenizer, and what is loaded to draft with, as `ssmlx.stream_generate` takes them.
+def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
+    """Load what the options name for decoding.
 
-    Where something else than streams is to draft, no adapter is looked for.
+    Where --drafter names another drafter than streams, no adapter is looked for. `args.adapter`
+    becomes the name of what was loaded; see `load_target`.
+
+    Returns:
+        (model, tokenizer, what is loaded beside it to draft with), as `ssmlx.stream_generate` takes
+        them.
+
+    Raises:
+        InputError: something cannot be loaded, or a tree option has no effect on this model.
     """
-    from ..model.ranks import launched
+    from ..model.ranks import launched_group
 
     drafter: DrafterOption = args.drafter
-    group = launched()
+    group = launched_group()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
-        _refuse("--prompt-cache", "a model that is not split over processes")
+        _refuse_option("--prompt-cache", "a model that is not split over processes")
     model, tokenizer = load_target(
         args,
         finds_adapter=drafter.name in (None, "streams"),
@@ -527,15 +629,15 @@ def load_all(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
     )
     if model.num_streams == 0:
         streams = "a model with streams, that is an --adapter with some"
-        reject(args, ("num_streams", *_PRUNE_OPTIONS), streams)
+        reject_options(args, ("num_streams", *_PRUNE_OPTIONS), streams)
         if drafter.name is None or drafter.name == "streams":
             others = [one for one in _drafters_shaped_by("tree") if one != "streams"]
-            reject(args, _TREE_OPTIONS, f"{streams}, or --drafter {' or '.join(others)}")
+            reject_options(args, _TREE_OPTIONS, f"{streams}, or --drafter {' or '.join(others)}")
     return model, tokenizer, load_drafter(args, model, tokenizer)
 
 
 def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
-    """What --drafter names to draft with, for `drafter=` of `ssmlx.stream_generate`."""
+    """Load the draft model or heads that --drafter names; an empty list if it names none."""
     from ..drafters.registry import registered_drafter
 
     drafter: DrafterOption = args.drafter
@@ -555,11 +657,19 @@ def load_target(
     attention: Attention = ATTENTIONS[0],
     group: Any = None,
 ) -> tuple[Any, Any]:
-    """The model and tokenizer that the options of `add_model_options` name.
+    """Load the model and tokenizer that the options of `add_model_options` name.
 
-    Where no adapter is named, the model has its own streams, or else what
-    `loading.attach.default_adapter` finds, if `finds_adapter`. `args.adapter` then names it; it is
-    "none" where the model is the base alone, and None for the model's own streams.
+    Args:
+        args: parsed options. `adapter` is set to the name of the adapter that was loaded: "none"
+            for
+        the base alone, None for streams that are part of the model.
+        finds_adapter: whether to look for a fitting adapter where none is named.
+        draft_head: weights of the draft head, as `ssmlx.load` takes it.
+        attention: as `ssmlx.model.metal.use` takes it.
+        group: MLX's distributed group, for a model that is split over processes.
+
+    Raises:
+        InputError: the model or the adapter cannot be loaded.
     """
     from ..loading.attach import default_adapter, swap_adapter
     from ..loading.load import load
@@ -591,8 +701,8 @@ def launched_rank() -> int:
 
 
 @contextmanager
-def first_shows() -> Iterator[None]:
-    """Show nothing inside the block, but in the first process."""
+def silent_unless_first_rank() -> Iterator[None]:
+    """Inside the block, processes of `mlx.launch` other than the first print nothing."""
     if launched_rank() == 0:
         yield
         return
@@ -601,7 +711,8 @@ def first_shows() -> Iterator[None]:
 
 
 @contextmanager
-def on_screen() -> Iterator[None]:
+def logging_to_stderr() -> Iterator[None]:
+    """Inside the block, log messages of `ssmlx` go to standard error, and bars are shown."""
     handler = logging.StreamHandler()
     logger = logging.getLogger("ssmlx")
     bars = shown.set(True)
@@ -620,12 +731,20 @@ def on_screen() -> Iterator[None]:
         shown.reset(bars)
 
 
-def run(main: Callable[[], int | None], prog: str) -> int:
-    """Run a command: exit code 2 and one line for bad input, 130 for Ctrl-C."""
+def run_command(main: Callable[[], int | None], prog: str) -> int:
+    """Run a command and return its exit code.
+
+    0 if it ended well; 2 after one line on standard error for bad input or a file error; 130 for
+    Ctrl-C; 1 if another process of `mlx.launch` has ended. A closed pipe counts as a good end.
+
+    Args:
+        main: the command; its return value is the exit code, None for 0.
+        prog: its name, for messages.
+    """
     if rank := launched_rank():
         prog += f" (rank {rank})"
     try:
-        with _open_streams(), first_shows(), on_screen():
+        with _usable_standard_streams(), silent_unless_first_rank(), logging_to_stderr():
             code = main() or 0
             sys.stdout.flush()
             return code
@@ -638,17 +757,18 @@ def run(main: Callable[[], int | None], prog: str) -> int:
         print(f"{prog}: error: another process of the group has ended", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        _drop_output()
+        _discard_output()
         return 0
     except (InputError, OSError) as error:  # a full disk, a name that is too long, ...
-        told = os_fault(error) if isinstance(error, OSError) else error
+        told = file_error(error) if isinstance(error, OSError) else error
         print(f"{prog}: error: {told}", file=sys.stderr)
         if isinstance(error, OSError):
-            _drop_output()
+            _discard_output()
         return 2
 
 
-def os_fault(error: OSError) -> InputError:
+def file_error(error: OSError) -> InputError:
+    """The `InputError` for an error of the file system."""
     place = error.filename or "standard output"
     return InputError(
         f"{place}: {error.strerror or error}",
@@ -658,9 +778,12 @@ def os_fault(error: OSError) -> InputError:
 
 
 @contextmanager
-def _open_streams() -> Iterator[None]:
-    """Standard streams that are open, for Python has none for those that a shell closed, and that
-    take any text: a character that is not in their encoding is written as its number."""
+def _usable_standard_streams() -> Iterator[None]:
+    """Make standard streams usable inside the block.
+
+    Python has none where a shell closed them: they become the null device. A character that
+    standard output cannot encode is written as its number.
+    """
     with ExitStack() as restored:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:
@@ -674,55 +797,67 @@ def _open_streams() -> Iterator[None]:
 
 
 def print_json(value: object) -> None:
-    """Print a value as one line of JSON, in ASCII alone where standard output is not UTF-8."""
+    """Print a value as one line of JSON; in ASCII where standard output is not UTF-8."""
     encoding = sys.stdout.encoding or "utf-8"  # text that stays in memory has none
     is_utf8 = codecs.lookup(encoding).name == "utf-8"
     print(json.dumps(value, ensure_ascii=not is_utf8), flush=True)
 
 
-def _drop_output() -> None:
-    """What cannot be written is not tried again when Python ends."""
+def _discard_output() -> None:
+    """Send what is still unwritten to the null device, so that Python's end does not fail."""
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
-def command(
+def make_main(
     prog: str,
     parse: Callable[[list[str] | None], argparse.Namespace],
     act: Callable[[argparse.Namespace], int | None],
 ) -> Callable[..., int]:
-    """The `main` of a command: it takes a command line (the process's own by default), has
-    `act` do what that says, and returns the exit code."""
+    """Make the `main` function of a command.
+
+    Args:
+        prog: its name, for messages.
+        parse: parses a command line; None stands for the process's own.
+        act: does what the options say; see `run_command` for its return value.
+
+    Returns:
+        A function that takes a command line, or None, and returns the exit code.
+    """
 
     def main(argv: list[str] | None = None) -> int:
-        return run(lambda: act(parse(argv)), prog)
+        return run_command(lambda: act(parse(argv)), prog)
 
     return main
 
 
-def alone(
+def with_folder_lock(
     act: Callable[[argparse.Namespace], int | None],
 ) -> Callable[[argparse.Namespace], int | None]:
-    """What a command does, with the folder --out held meanwhile: it may have just one run."""
+    """Wrap a command's function so that it holds the folder `args.out` while it runs.
+
+    Raises:
+        InputError: when called while another process holds the folder.
+    """
 
     def held(args: argparse.Namespace) -> int | None:
-        from ..loading.files import alone_in
+        from ..loading.files import exclusive_folder
 
-        with alone_in(args.out):
+        with exclusive_folder(args.out):
             return act(args)
 
     return held
 
 
 class CallbackBar:
-    """A bar for what takes a while: appears after two seconds, and leaves when done."""
+    """A progress bar to pass as a callback. It appears after two seconds and vanishes when done."""
 
     def __init__(self, label: str, unit: str, **settings: Any) -> None:
         self._settings = {"desc": label, "unit": unit, "leave": False, **settings}
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Told (how many are done, how many there are)."""
+        """Show progress: `done` of `total` units."""
         if self._bar is None:
             from huggingface_hub.utils import tqdm
 

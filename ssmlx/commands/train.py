@@ -5,8 +5,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..loading.names import TRAINED_FOLDER
-from .options import alone, command, launched_rank
-from .train_options import add_cache_option, run_options, train_config, training_parser
+from .options import launched_rank, make_main, with_folder_lock
+from .train_options import (
+    add_cache_option,
+    make_training_parser,
+    read_run_options,
+    read_train_config,
+)
 
 PROG = "ssmlx.train"
 DTYPES = ("auto", "stored", "bfloat16", "float32")
@@ -36,9 +41,10 @@ call would advance on held-out text; training pays where that is well above 1.""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    description = "Train a model to draft for itself, with MLX."
+    """Parse the command line; None stands for the process's own."""
+    description = "Train an adapter that makes a model draft for itself, with MLX."
     task_lora = "the LoRA of a task, as mlx-lm, PEFT or this command wrote it"
-    parser = training_parser(PROG, description, EPILOG, "an adapter", task_lora)
+    parser = make_training_parser(PROG, description, EPILOG, "an adapter", task_lora)
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--dtype",
@@ -52,38 +58,43 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _main(args: argparse.Namespace) -> None:
+def _train_on_rank(args: argparse.Namespace) -> None:
+    """Train, holding --out; other ranks than the first write into a folder that is deleted."""
     with TemporaryDirectory() as folder:
         # What other ranks than the first write is of no use.
         if launched_rank() > 0:
             args.out = Path(folder, "run")
-        alone(_run)(args)
+        with_folder_lock(_train)(args)
 
 
-def _run(args: argparse.Namespace) -> None:
-    options = run_options(args)
-    train = train_config(args)
+def _train(args: argparse.Namespace) -> None:
+    """Train streams, LoRA or both until the last step, then write OUT/adapter.
+
+    A run that was stopped goes on from its last state.
+    """
+    options = read_run_options(args)
+    train = read_train_config(args)
 
     from mlx_lm.generate import wired_limit
 
     from ..loading.adapter import load_streams
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest
-    from ..model.ranks import launched
-    from ..training.job import STORE_FILE, prepare, run_to_end
-    from ..training.mlx_model import TrainedModel, new_adapter, start_from, with_new_parts
+    from ..model.ranks import launched_group
+    from ..training.job import STORE_FILE, prepare_job, run_to_end
+    from ..training.mlx_model import TrainedModel, add_new_weights, initialise_from, new_adapter
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 
-    start = with_new_parts(load_streams(args.init), train) if train.train_only else None
-    job, path = prepare(options, train, start)
+    start = add_new_weights(load_streams(args.init), train) if train.train_only else None
+    job, path = prepare_job(options, train, start)
     backbone = load_frozen(path, args.dtype)
     lora = {} if args.task_lora is None else read_task_lora(args.task_lora, backbone)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:
-        start_from(model, load_streams(args.init), args.init)
+        initialise_from(model, load_streams(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
-    trainer = MlxTrainer(objective, job.num_steps, launched())
+    trainer = MlxTrainer(objective, job.num_steps, launched_group())
     kept = [folder_digest(args.init)] if start else []
     task = [folder_digest(args.task_lora)] if args.task_lora else []
     lower_identity = job.lower_identity(str(backbone.dtype), *kept, *task)
@@ -99,4 +110,4 @@ def _run(args: argparse.Namespace) -> None:
         )
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _train_on_rank)

@@ -11,7 +11,7 @@ from ..json_files import read_json
 from ..loading.names import CONFIG_FILE, resolve_adapter
 from ..settings import DEFAULT_MODEL
 from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
-from .options import add_options, make_parser, reject, template_text
+from .options import add_options, make_parser, reject_options, unescape_newlines
 
 OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
                 "clip_norm", "max_length", "seed")  # fmt: skip
@@ -38,10 +38,18 @@ _NEW = {"streams": ("root_init_rank", "condition_rank"), "condition": ("conditio
 """What an adapter may get that it was trained without, by the part that is trained."""
 
 
-def training_parser(
+def make_training_parser(
     module: str, description: str, epilog: str, init: str, task_lora: str
 ) -> argparse.ArgumentParser:
-    """A parser with every option that the stream trainers share."""
+    """Make a parser with the options that the MLX and PyTorch trainers share.
+
+    Args:
+        module: what follows `python -m`.
+        description: the first line of its help.
+        epilog: the end of its help.
+        init: what --init takes, for its help.
+        task_lora: what --task-lora takes, for its help.
+    """
     parser = make_parser(module, description, epilog)
     add_run_options(parser)
     add_options(
@@ -63,11 +71,11 @@ def training_parser(
         ),
     )
     for title, names in _GROUPS.items():
-        add_settings(parser, title, names, shown=_SHOWN)
+        add_setting_options(parser, title, names, shown=_SHOWN)
     return parser
 
 
-def add_settings(
+def add_setting_options(
     parser: argparse.ArgumentParser,
     title: str,
     names: Sequence[str],
@@ -75,8 +83,16 @@ def add_settings(
     shown: Mapping[str, str] | None = None,
     of: Any = TrainConfig,
 ) -> None:
-    """A group of options, one for each of these fields of a settings class: with `defaults` in
-    place of the fields' own, or None where `shown` says what that comes to."""
+    """Add a group with one option for each of some fields of a settings class.
+
+    Args:
+        parser: is given the group.
+        title: of the group.
+        names: of the fields.
+        defaults: defaults by name, instead of the fields' own.
+        shown: for these fields the default is None, and this text is shown as the default.
+        of: the settings class.
+    """
     group = parser.add_argument_group(title)
     known = {one.name: one for one in fields(of)}
     for name in names:
@@ -101,7 +117,7 @@ def add_settings(
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Data, folder, model, template, and how often to save and to validate."""
+    """Add the options of a run: data, folder, model, template, how often to save and validate."""
     group = parser.add_argument_group("run")
     group.add_argument(
         "--data",
@@ -136,17 +152,23 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
-    """How much of the disk `what` may take."""
+    """Add --cache-gb, the disk space that `what` may take."""
     text = f"disk that {what} may take; beyond it they are computed anew every step"
     default = float(RunOptions.cache_gb)
     add_options(group, ("--cache-gb", "X", f"{text} (default: %(default)s)", default))
 
 
-def train_config(args: argparse.Namespace) -> TrainConfig:
-    """The settings that the options ask for; f is that of --init where they do not name one."""
+def read_train_config(args: argparse.Namespace) -> TrainConfig:
+    """Return the training settings that the options give.
+
+    The form of f (eq. 3 of Speculative Streaming) is that of --init, if no option sets it.
+
+    Raises:
+        InputError: the options do not fit each other, or what --init has.
+    """
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
     if args.train_only:
-        return TrainConfig.from_dict(values | _of_start(args))
+        return TrainConfig.from_dict(values | _settings_of_start(args))
     start = None if args.init is None else args.init / CONFIG_FILE
     if start and start.is_file() and all(values[name] is None for name in _F):
         found = read_json(start, "the settings of streams")
@@ -161,8 +183,14 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     return TrainConfig.from_dict(values)
 
 
-def _of_start(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of --init, a bundled adapter or a folder, which stay."""
+def _settings_of_start(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of --init, which --train-only keeps, with ranks of new parts.
+
+    `args.init` becomes the adapter's folder.
+
+    Raises:
+        InputError: --init is missing, or an option would change what stays as it is.
+    """
     folder = None if args.init is None else resolve_adapter(str(args.init))
     require(
         folder is not None,
@@ -181,7 +209,7 @@ def _of_start(args: argparse.Namespace) -> dict[str, Any]:
     given = (name for name in sorted(names) if getattr(args, name) != defaults[name])
     own = [name for name in given if getattr(args, name) != found.get(name)]
     own += ["template"] * (args.template not in ("chat", found.get("prompt_template")))
-    reject(args, ("task_lora", *own), "the settings that --init has")
+    reject_options(args, ("task_lora", *own), "the settings that --init has")
     ranks = {name: found.get(name, 0) or getattr(args, name) for name in new}
     for name, rank in ranks.items():
         asked = getattr(args, name)
@@ -191,8 +219,9 @@ def _of_start(args: argparse.Namespace) -> dict[str, Any]:
     return {name: found[name] for name in names if name in found} | ranks
 
 
-def run_options(args: argparse.Namespace) -> RunOptions:
+def read_run_options(args: argparse.Namespace) -> RunOptions:
+    """Return the options of a run; --template becomes None for a chat template."""
     templates = {"chat": None, "raw": "{prompt}"}
-    text = template_text(args.template)
+    text = unescape_newlines(args.template)
     given = {f.name: vars(args)[f.name] for f in fields(RunOptions) if f.name in vars(args)}
     return RunOptions(**{**given, "template": templates.get(text, text)})

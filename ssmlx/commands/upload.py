@@ -25,7 +25,7 @@ from ..loading.names import (
     resolve_adapter,
     resolve_model,
 )
-from .options import add_options, command, make_parser
+from .options import add_options, make_main, make_parser
 
 if TYPE_CHECKING:
     from ..loading.adapter import StreamAdapter
@@ -38,13 +38,15 @@ EPILOG = """examples:
   python -m ssmlx.upload --adapter runs/mine --repo me/streams --dry-run
   python -m ssmlx.upload --adapter runs/mine --repo me/streams --private
 
-What is sent: the adapter's settings and weights, figures.json, and a card that is made of these.
-Nothing else that lies in FOLDER: no data, prompts, logs or notes of yours.
+It uploads the adapter's settings and weights, figures.json, and a card made of these figures. It
+uploads nothing else from FOLDER: no data, prompts, logs or notes.
 
-Streams tell of the text that they learned from. Those that learned from --data of yours, or from
-nobody knows what (without figures.json), are sent with --yes-private alone, --private or not.
-The card says which base the streams belong to: of a model in a folder of yours, --base tells it.
-A token that may write comes first: `hf auth login`. Then: --adapter me/streams, on any machine."""
+Parts of the training text can be reconstructed from streams. An adapter that learned from --data of
+yours, or whose figures.json is missing, is uploaded only with --yes-private, also to a private
+repository.
+
+Before the first upload, log in with a token that may write: `hf auth login`. Afterwards
+--adapter ORG/NAME uses the adapter on any machine."""
 _CARD = """---
 {head}
 ---
@@ -63,29 +65,45 @@ python -m ssmlx.chat --model {base} --adapter {repo}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(PROG, "Share an adapter on the Hugging Face Hub.", EPILOG)
+    """Parse the command line; None stands for the process's own."""
+    parser = make_parser(PROG, "Upload an adapter to the Hugging Face Hub.", EPILOG)
     for flag, word, help in (
-        ("--adapter", "FOLDER", "an adapter, or a training run"),
-        ("--repo", "ORG/NAME", "where to; made if it is not there"),
+        ("--adapter", "FOLDER", "folder or name of an adapter, or the folder of a training run"),
+        ("--repo", "ORG/NAME", "repository on the Hub; it is created if it does not exist"),
     ):
         parser.add_argument(flag, metavar=word, help=help, required=True)
     add_options(
         parser,
-        ("--license", "ID", "such as apache-2.0; what comes of a model has its terms", str),
+        (
+            "--license",
+            "ID",
+            "licence for the card, such as apache-2.0; the base model's terms hold too",
+            str,
+        ),
         (
             "--base",
             "ORG/NAME",
-            "what a folder that the adapter was made from is a copy of, on the Hub",
+            "Hub name of the base model, if the adapter was made from a local folder",
             str,
         ),
-        ("--private", None, "for you, or your organisation, alone", bool),
-        ("--yes-private", None, "send what was learned from data of yours, too", bool),
-        ("--dry-run", None, "show what would be sent, and send nothing", bool),
+        ("--private", None, "create a private repository", bool),
+        (
+            "--yes-private",
+            None,
+            "confirm the upload of an adapter that learned from your own data",
+            bool,
+        ),
+        ("--dry-run", None, "show what would be uploaded, and upload nothing", bool),
     )
     return parser.parse_args(argv)
 
 
-def _main(args: argparse.Namespace) -> None:
+def _upload(args: argparse.Namespace) -> None:
+    """Print the card and what is sent, and send it unless --dry-run.
+
+    Raises:
+        InputError: it may be private, its base is unknown to others, or the Hub refuses it.
+    """
     from ..loading.adapter import load_streams
 
     name = HUB_NAME.fullmatch(args.repo)
@@ -96,8 +114,8 @@ def _main(args: argparse.Namespace) -> None:
     contents = adapter_contents(folder)
     figures = json.loads(contents.get(FIGURES_FILE, b"{}"))
     told = str(figures.get("base", {}).get("model") or adapter.config.base_model)
-    base = checked_base(args.base, figures) if args.base else told or "MODEL"
-    needs_base = not args.base and is_local(told)
+    base = check_base(args.base, figures) if args.base else told or "MODEL"
+    needs_base = not args.base and is_local_name(told)
     needs_yes = may_be_private(figures) and not args.yes_private
     require(
         args.dry_run or not needs_yes,
@@ -112,8 +130,8 @@ def _main(args: argparse.Namespace) -> None:
         do="see with --dry-run what would be sent",
     )
     if args.base:
-        name_base(base, contents, figures)
-    text = _without_home(card(args.repo, base, adapter, figures, args.license))
+        rename_base(base, contents, figures)
+    text = _without_home(make_card(args.repo, base, adapter, figures, args.license))
     contents[CARD] = text.encode()
     print(f"{text}\nto {args.repo}, {'private' if args.private else 'for everybody to see'}:")
     for file, content in contents.items():
@@ -126,11 +144,21 @@ def _main(args: argparse.Namespace) -> None:
         ]
         print("nothing was sent" + (f"; to send it takes {' and '.join(needed)}" if needed else ""))
     else:
-        print(f"sent; from now on: --adapter {args.repo}@{_send(args, contents)}")
+        print(f"sent; from now on: --adapter {args.repo}@{_send_files(args, contents)}")
 
 
 def adapter_contents(folder: Path) -> dict[str, bytes]:
-    """The contents of what makes the adapter in a folder, by name, and of nothing beside it."""
+    """Read the files that make the adapter in a folder, and no others.
+
+    Of figures.json only the entries in `PARTS` are kept, and paths below the home folder become
+    `~/`.
+
+    Returns:
+        Bytes by file name.
+
+    Raises:
+        InputError: the folder is a whole model, or has broken files.
+    """
     values = read_json(folder / CONFIG_FILE, "the settings of an adapter")
     found = f"{folder} is a whole model"
     expected = "an adapter"
@@ -153,21 +181,27 @@ def adapter_contents(folder: Path) -> dict[str, bytes]:
     return contents
 
 
-def is_local(base: str) -> bool:
-    """Whether a base model's name leads nowhere on another machine."""
+def is_local_name(base: str) -> bool:
+    """Whether a base model's name is a path or nothing that another machine could resolve."""
     is_path = base.startswith((".", "/", "~")) or Path(base).exists()
     return is_path or not (HUB_NAME.fullmatch(base) or base in ALIASES)
 
 
-def checked_base(name: str, figures: Mapping[str, Any]) -> str:
-    """A base on the Hub, whose weights are compared with the adapter's where both are known here.
+def check_base(name: str, figures: Mapping[str, Any]) -> str:
+    """Return the name that --base gives, after comparing weights if both are on this machine.
+
+    Args:
+        name: of a model on the Hub, or an alias.
+        figures: the adapter's figures.json.
 
     Raises:
-        InputError: it is no name there, or has other weights.
+        InputError: it is no such name, or has other weights than the adapter's base.
     """
     from ..loading.weights import weights_digest
 
-    require(not is_local(name), f"--base {name}", expected="org/name, or an alias", do="correct it")
+    require(
+        not is_local_name(name), f"--base {name}", expected="org/name, or an alias", do="correct it"
+    )
     wanted = figures.get("base", {}).get("weights")
     try:
         found = weights_digest(resolve_model(name, Fetch(offline=True)))
@@ -179,8 +213,8 @@ def checked_base(name: str, figures: Mapping[str, Any]) -> str:
     return name
 
 
-def name_base(base: str, contents: dict[str, bytes], figures: dict[str, Any]) -> None:
-    """Call the base by this name in what is sent, in the place of a folder's."""
+def rename_base(base: str, contents: dict[str, bytes], figures: dict[str, Any]) -> None:
+    """Set the base model's name in the settings and figures that are sent, in place."""
     settings = json.loads(contents[CONFIG_FILE])
     settings["base_model"] = base
     contents[CONFIG_FILE] = json.dumps(settings, indent=1, ensure_ascii=False).encode()
@@ -195,21 +229,29 @@ def _without_home(text: str) -> str:
 
 
 def may_be_private(figures: Mapping[str, Any]) -> bool:
-    """Whether an adapter learned from somebody's own data, as far as its figures say."""
+    """Whether an adapter learned from somebody's own data, or its figures do not say."""
     data = figures.get("data", {})
     sources = data.get("sources")
     is_public = data.get("private") is False and isinstance(sources, dict)
     return not is_public or bool(sources.get("your files"))
 
 
-def card(
+def make_card(
     repo: str,
     base: str,
     adapter: StreamAdapter,
     figures: Mapping[str, Mapping[str, Any]],
     licence: str | None,
 ) -> str:
-    """The README.md of an adapter of `base` on the Hub, a line for each of its figures."""
+    """Return the README.md of an adapter on the Hub.
+
+    Args:
+        repo: ORG/NAME of the adapter.
+        base: name of its base model.
+        adapter: its settings and tensors.
+        figures: figures.json; each entry becomes a row of the table.
+        licence: an identifier, or None.
+    """
     config = adapter.config
     streams = f"{config.num_streams}, in the top {config.num_msa_layers} layers"
     rows = [f"| streams | {streams} |", f"| licence | {licence or 'as its base model'} |"]
@@ -233,8 +275,16 @@ def card(
     )
 
 
-def _send(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
-    """Send all of it as one commit; gives the commit."""
+def _send_files(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
+    """Send the files as one commit, and delete the adapter's former files there.
+
+    Returns:
+        The commit.
+
+    Raises:
+        InputError: the repository holds something else, is public against --private, or cannot be
+        written.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -269,4 +319,4 @@ def _send(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
         ) from error
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _upload)

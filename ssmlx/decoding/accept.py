@@ -12,7 +12,7 @@ from ..settings import AcceptanceConfig
 
 @dataclass(frozen=True, eq=False)
 class Acceptance:
-    """What the target made of a draft tree, on the device."""
+    """What the target accepted of a draft tree, on the device."""
 
     # [P] accepted nodes from the root on; entries after `num_accepted` repeat the last
     path: mx.array
@@ -23,7 +23,7 @@ class Acceptance:
 
     @cached_property
     def last(self) -> mx.array:
-        """[1] the deepest accepted node."""
+        """[1] the node number of the deepest accepted node."""
         return self.path[-1:]
 
     @cached_property
@@ -33,11 +33,23 @@ class Acceptance:
 
 
 def accept(tree: Tree, target_tokens: mx.array) -> Acceptance:
-    """Walk from the root along children that carry the target's own token.
+    """Find the longest drafted path that carries the target's own tokens (Speculative Streaming,
+    A.1).
 
-    `target_tokens` [M] are those that the target decided on after each node: its argmax, or its own
-    draw. Because what is drawn does not depend on what was drafted, though drafts may depend on the
-    noise of the draw, the target's distribution stays exact; no rejection rule is needed.
+    Because what is drawn does not depend on what was drafted, though drafts may depend on the noise
+    of the draw, the target's distribution stays exact; no rejection rule is needed.
+
+    Args:
+        tree: of M nodes.
+        target_tokens: [M] the token that the target decided on after each node: its argmax, or its
+            own sample.
+
+    Returns:
+        The path from the root along children whose token is the target's at their parent; the root
+        alone where no child's is.
+
+    Raises:
+        ValueError: `target_tokens` is not [M].
     """
     expect_shape("target tokens", target_tokens, tree.num_nodes)
     if tree.num_nodes == 1:
@@ -54,11 +66,21 @@ def accept(tree: Tree, target_tokens: mx.array) -> Acceptance:
 def accept_typical(
     tree: Tree, target_tokens: mx.array, logprobs: mx.array, config: AcceptanceConfig
 ) -> Acceptance:
-    """Walk along children that the target finds likely enough: LOSSY (Medusa, section 3.3.1).
+    """Accept drafted tokens that the target finds likely enough: LOSSY (Medusa, section 3.3.1).
 
     A drafted token is accepted where its probability exceeds min(epsilon, delta * exp(-H)), H being
-    the entropy of its distribution in `logprobs` [M, V]. The deepest path wins, of equally deep
-    ones the likeliest, and the target's own token [M] after its end follows it.
+    the entropy of the target's distribution. The deepest path wins, of equally deep ones the
+    likeliest.
+
+    Args:
+        tree: of M nodes.
+        target_tokens: [M] the target's own token after each node; the one after the path's end
+            follows the path.
+        logprobs: [M, V] the target's log probabilities after each node.
+        config: epsilon and delta.
+
+    Raises:
+        ValueError: an array has another shape.
     """
     expect_shape("target tokens", target_tokens, tree.num_nodes)
     expect_shape("log probabilities", logprobs, tree.num_nodes, None)

@@ -1,7 +1,7 @@
 """Plain decoding of several texts at once: a call has a row for each, in mlx-lm's batched caches.
 
 Texts join and leave between calls with their keys and values, and each is decided as it would be
-alone: by its own settings, and noise that belongs to a place in the text.
+alone: by its own settings, and noise that belongs to a position in the text.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from ..model.cache import TreeCache
-from ..model.layer_state import join, split
+from ..model.layer_state import join_key_values, split_key_values
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import root_tree
-from .call import choose, settle
+from .call import resample_full_vocab, sample
 from .loop import Stops, never_stops
-from .sampling import Sampling, TokenLogprobs, last_tokens, places_of, record_logprobs
+from .sampling import Sampling, TokenLogprobs, last_tokens, record_logprobs, row_positions
 
 MOST_UNREAD = 32
 """Tokens that a reader may be behind its row."""
@@ -33,7 +33,8 @@ Chosen = tuple[mx.array, mx.array | None]
 
 @dataclass(eq=False)
 class Row:
-    """An endless text that a batch decodes."""
+    """An answer that a batch decodes, endlessly; `unread` holds what its reader has not taken
+    yet."""
 
     model: StreamFusedModel
     sampler: Sampling
@@ -43,37 +44,50 @@ class Row:
     mask: Mask | None = None
     first: int = 0  # where in `text` the answer begins
     unread: deque[tuple[int, list[TokenLogprobs]]] = field(default_factory=deque)
-    place: int = 0  # of the token that the next call of a batch decides behind
+    position: int = 0  # of the token that the next call of a batch decides behind
     tail: mx.array | None = None  # [C] the last tokens before it
-    rests: bool = False  # nobody reads it, or it is over
+    is_paused: bool = False  # nobody reads it, or it is over
     error: Exception | None = None
 
-    def choose(self, token: mx.array, logits: mx.array) -> Chosen:
-        """What follows `token` [1], of `logits` [1, V]."""
+    def sample(self, token: mx.array, logits: mx.array) -> Chosen:
+        """Decide the token after `token`, which is then the last one of `tail`.
+
+        Args:
+            token: [1] the row's newest token.
+            logits: [1, V] of the target after it.
+
+        Returns:
+            The next token [1], and its log probabilities where the settings ask for them.
+        """
         sampler = self.sampler
         only = indices(1)
         assert self.tail is not None
-        places = places_of(root_tree(token), mx.array([self.place], mx.int32), self.tail)
+        positions = row_positions(root_tree(token), mx.array([self.position], mx.int32), self.tail)
         if self.mask is not None:
             logits = self.mask(self.text[self.first :], logits)
-        chosen = choose(self.model, logits, sampler, places)
-        chosen = settle(self.model, chosen, logits, sampler, places, only)
-        self.tail = places.tail_at(only)
-        return chosen, sampler.token_logprobs(logits, places, only, chosen)
+        chosen = sample(self.model, logits, sampler, positions)
+        chosen = resample_full_vocab(self.model, chosen, logits, sampler, positions, only)
+        self.tail = positions.tail_at(only)
+        return chosen, sampler.token_logprobs(logits, positions, only, chosen)
 
     def key_values(self) -> list[KVCache]:
-        """What its cache holds, as mlx-lm keeps it for each layer."""
+        """Its committed keys and values as mlx-lm's cache of each layer; empty ones of a text of
+        one token.
+        """
         caches: list[KVCache] = []
         if not self.cache.offset:  # of a text of one token
             return [KVCache() for _ in self.cache.layers]
         for rows in self.cache.rows(self.cache.offset):
             caches.append(KVCache())
-            caches[-1].state = *split(rows), self.cache.offset
+            caches[-1].state = *split_key_values(rows), self.cache.offset
         return caches
 
 
 class Batch:
-    """Calls of a row for each of several texts that one model decodes plainly."""
+    """Plain decoding of several texts by one model, with one call for a token of each.
+
+    Where the model cannot keep texts of different lengths apart, each text has calls of its own.
+    """
 
     def __init__(self, model: StreamFusedModel) -> None:
         self._model = model
@@ -81,6 +95,7 @@ class Batch:
         self._clear()
 
     def _clear(self) -> None:
+        """Forget all rows, their caches and the calls under way."""
         self._rows: list[Row] = []
         self._caches: list[BatchKVCache] = []
         self._newest = indices(0)  # [b] the newest token of each row
@@ -89,18 +104,20 @@ class Batch:
 
     @property
     def shares_calls(self) -> bool:
-        """Whether rows share calls; else each has its own, and keeps its cache."""
+        """Whether one call has a row for each text; else each text has calls and a cache of its
+        own.
+        """
         return self._model.backbone.capabilities.has("batches")
 
     @property
     def members(self) -> list[Row]:
-        """Those that the next call has a row for."""
+        """The answers that the next call has a row for, those that are joining among them."""
         return self._rows + self._joining
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes that its rows take beside what their texts would alone: all are as long as the
-        longest."""
+        """Bytes that padding takes: all rows of the shared caches are as long as the longest
+        text."""
         keys = self._caches[0].keys if self._caches else None
         if keys is None or not self._rows:
             return 0
@@ -110,14 +127,18 @@ class Batch:
         return int(num_bytes * (1 - filled / (length * len(self._rows))))
 
     def join(self, row: Row) -> None:
-        """Give an answer a row in the calls to come."""
-        row.rests = False
-        row.place = len(row.text) - 1
+        """Give an answer a row in the calls to come: it is admitted at the next `step`."""
+        row.is_paused = False
+        row.position = len(row.text) - 1
         row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
         self._joining.append(row)
 
     def leave(self, row: Row) -> None:
-        """Give it its cache back, if it has a row."""
+        """Take an answer out of the batch; its cache holds its text but the last token again.
+
+        Does nothing for an answer that is not in the batch. Its tokens of calls under way are
+        dropped.
+        """
         if row in self._joining:
             self._joining.remove(row)
         if row not in self._rows:
@@ -125,7 +146,7 @@ class Batch:
         number = self._rows.index(row)
         if self.shares_calls:
             found = [cache.extract(number) for cache in self._caches]
-            own = TreeCache.of_rows([join(one.keys, one.values) for one in found])
+            own = TreeCache.of_rows([join_key_values(one.keys, one.values) for one in found])
             row.cache.restore(own)
         row.cache.trim(len(row.text) - 1)
         mx.eval(row.cache.state)
@@ -141,7 +162,10 @@ class Batch:
             cache.filter(keep)
 
     def step(self) -> None:
-        """A token for every row; where that fails, each of them will say so."""
+        """Decode one more token of every row.
+
+        An error is noted in each row's `error`, and the batch is empty then.
+        """
         try:
             self._step()
         except Exception as error:
@@ -151,6 +175,11 @@ class Batch:
             self._clear()
 
     def _step(self) -> None:
+        """Admit those that join, launch calls, and read the oldest.
+
+        Mostly a call runs while the one before it is read. Where a text has just joined, a row has
+        a mask, or calls are not shared, each call is read at once.
+        """
         # A first token is waited for, and a mask has to know the tokens before it.
         waits = bool(self._joining) or any(row.mask for row in self._rows) or not self.shares_calls
         self._admit()
@@ -162,6 +191,8 @@ class Batch:
             self._read()
 
     def _admit(self) -> None:
+        """Move the keys and values of those that join into the shared caches, and add their
+        rows."""
         rows = self._joining
         if not rows:
             return
@@ -179,6 +210,7 @@ class Batch:
         self._joining = []
 
     def _launch(self) -> None:
+        """Build the next call of all rows, decide its tokens, and start computing them."""
         rows = self._rows
         newest = self._newest
         backbone = self._model.backbone
@@ -188,30 +220,34 @@ class Batch:
             calls = zip(mx.split(newest, len(rows)), rows, strict=True)
             hidden = [backbone.append(token, row.cache) for token, row in calls]
             logits = mx.concatenate([backbone.logits(one) for one in hidden])
-        told: list[mx.array | None] = [None] * len(rows)
+        logprobs: list[mx.array | None] = [None] * len(rows)
         if all(row.sampler.is_argmax and row.mask is None for row in rows):
             self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)
         else:
             pairs = zip(mx.split(newest, len(rows)), mx.split(logits, len(rows)), strict=True)
-            chosen = [row.choose(*pair) for row, pair in zip(rows, pairs, strict=True)]
+            chosen = [row.sample(*pair) for row, pair in zip(rows, pairs, strict=True)]
             self._newest = mx.concatenate([token for token, _ in chosen])
-            told = [more for _, more in chosen]
-        mx.async_eval(self._newest, [more for more in told if more is not None])
+            logprobs = [one for _, one in chosen]
+        mx.async_eval(self._newest, [one for one in logprobs if one is not None])
         for row in rows:
-            row.place += 1
-        self._calls.append(([*rows], self._newest, told))
+            row.position += 1
+        self._calls.append(([*rows], self._newest, logprobs))
 
     def _read(self) -> None:
-        rows, tokens, told = self._calls.popleft()
-        for row, token, more in zip(rows, to_list(tokens), told, strict=True):
+        """Wait for the oldest call, and add its tokens to the rows' texts and to `unread`.
+
+        Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind, leave the batch.
+        """
+        rows, tokens, logprob_rows = self._calls.popleft()
+        for row, token, row_logprobs in zip(rows, to_list(tokens), logprob_rows, strict=True):
             if row is None:
                 continue
             logprobs: list[TokenLogprobs] = []
-            record_logprobs(logprobs, [token], more)
+            record_logprobs(logprobs, [token], row_logprobs)
             row.text.append(token)
             row.unread.append((token, logprobs))
             # Of one token alone `stops` may be asked before it is read.
             is_over = len(row.unread) == 1 and row.stops([token])
-            row.rests = is_over or len(row.unread) >= MOST_UNREAD
-        for row in [row for row in self._rows if row.rests]:
+            row.is_paused = is_over or len(row.unread) >= MOST_UNREAD
+        for row in [row for row in self._rows if row.is_paused]:
             self.leave(row)

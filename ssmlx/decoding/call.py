@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..model.backbone import Tapped
 from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
+from ..model.stages import Tapped
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
 from .drafter import Noise, Taps, Verified, with_noise
 from .prune import is_pruned, surviving_nodes, transition_logprobs
-from .sampling import GREEDY, Places, Sampling, last_tokens, places_of
+from .sampling import GREEDY, RowPositions, Sampling, last_tokens, row_positions
 
 EXACT = AcceptanceConfig()
 NO_PRUNING = PruneConfig()
@@ -25,7 +25,7 @@ NO_PRUNING = PruneConfig()
 
 @dataclass(eq=False)
 class TargetCall:
-    """A target call, on the device."""
+    """A target call that was built: its results are arrays that MLX may not have computed yet."""
 
     states: Verified | None  # what a drafter may read of it; None once it is released
     tail: mx.array  # [C] the last tokens before the next root, as the sampler needs them
@@ -40,22 +40,28 @@ class TargetCall:
 
     @property
     def verified(self) -> Verified:
-        """What a drafter may read of it."""
+        """What a drafter may read of the call; raises ValueError after `release`."""
         if self.states is None:
             raise ValueError("the call's states were released")
         return self.states
 
     def release(self) -> None:
-        """Free its hidden states: a tree is drafted behind it."""
+        """Drop the call's hidden states, so that MLX can free them; a tree was drafted from
+        them."""
         self.states = None
 
-    def decided(self) -> list[mx.array]:
-        """What the host will read, and the next tail: all of it before anything is drafted."""
+    def arrays_to_read(self) -> list[mx.array]:
+        """What has to be launched: the arrays that the host reads, and the next tail."""
         logprobs = [] if self.token_logprobs is None else [self.token_logprobs]
         return [self.for_host, self.tail, *logprobs]
 
     def read(self) -> list[int]:
-        """The tokens that the call advanced by: its one read, which waits for it."""
+        """The tokens that the call advanced by; waits for the device.
+
+        Returns:
+            The accepted drafted tokens and the target's own one behind them; of a plain call that
+            one.
+        """
         if self.is_committed:
             return to_list(self.for_host)
         num_accepted, *new_tokens = to_list(self.for_host)
@@ -70,18 +76,24 @@ def plain_call(
     sampler: Sampling = GREEDY,
     taps: tuple[int, ...] = (),
 ) -> TargetCall:
-    """Decide on the token after `token` [1], whose row is committed at once.
+    """Build a target call on one token, without a draft; the token's row is committed at once.
 
-    `tail` [C] holds the last tokens before it, for samplers that need them.
+    Args:
+        model: the target.
+        token: [1] the newest token, which is not in the cache yet.
+        tail: [C] the last tokens before it, for samplers that need them.
+        cache: holds the tokens before it; it must have no path that is not counted yet.
+        sampler: decides the next token.
+        taps: layers whose input a drafter reads.
     """
     tree = root_tree(token)
     position = cache.length
-    places = places_of(tree, position, tail)
+    positions = row_positions(tree, position, tail)
     tapped: Tapped = dict.fromkeys(taps)
     last_hidden, insertion_hidden = model.append(token, cache, tapped)
     logits = model.backbone.logits(last_hidden)
-    chosen = choose(model, logits, sampler, places)
-    chosen = settle(model, chosen, logits, sampler, places, indices(1))
+    chosen = sample(model, logits, sampler, positions)
+    chosen = resample_full_vocab(model, chosen, logits, sampler, positions, indices(1))
     accepted = Acceptance(indices(1), chosen, indices(1))
     no_streams = last_hidden[:, :0]
     verified = Verified(
@@ -93,10 +105,10 @@ def plain_call(
         insertion_hidden,
         position,
         cache,
-        filled(tapped),
+        filled_taps(tapped),
     )
-    logprobs = sampler.token_logprobs(logits, places, indices(1), chosen)
-    return TargetCall(verified, places.tail_at(indices(1)), chosen, logprobs, True, 0)
+    logprobs = sampler.token_logprobs(logits, positions, indices(1), chosen)
+    return TargetCall(verified, positions.tail_at(indices(1)), chosen, logprobs, True, 0)
 
 
 def verify_tree(
@@ -111,13 +123,16 @@ def verify_tree(
     tail: mx.array | None = None,
     taps: tuple[int, ...] = (),
 ) -> TargetCall:
-    """One target call on the N nodes of `tree` (sections 3.2.1 to 3.2.3, figure 7).
+    """Build a target call on a draft tree (Speculative Streaming, sections 3.2.1 to 3.2.3, figure
+    7).
 
     Args:
-        tree: what was drafted, or a bare root.
-        cache: holds the tokens before the root; `TreeCache.advance` commits the accepted path.
+        model: the target.
+        tree: N nodes that were drafted, or a bare root.
+        cache: holds the tokens before the root. It gets the accepted path's rows as a path that
+            is not counted yet: `TreeCache.advance` commits it, once the host has read the call.
         num_streams: G, streams that run beside every node, where they draft in this pass.
-        prune: which nodes to drop half-way up.
+        prune: which nodes to drop at the insertion layer.
         sampler: decides the target's tokens.
         acceptance: when a drafted token counts as the target's.
         tail: [C] the last tokens before the root, for samplers that need them.
@@ -140,12 +155,12 @@ def verify_tree(
         rows, kept, cache, num_streams, nodes if kept is tree else None, tapped=upper_taps
     )
     node_hidden = rows[:, : kept.num_nodes]
-    places = places_of(kept, position, tail)
+    positions = row_positions(kept, position, tail)
     logits = model.backbone.logits(node_hidden)
-    target_tokens, accepted = verify(model, kept, logits, sampler, places, acceptance)
+    target_tokens, accepted = decide_and_accept(model, kept, logits, sampler, positions, acceptance)
     lower_path = accepted.path if kept is tree else kept_index[accepted.path]
     cache.commit(lower_path, accepted.path, split, accepted.num_accepted + 1)
-    own_streams = stream_rows_of(rows, accepted.last, kept.num_nodes, num_streams)
+    own_streams = stream_rows_of_node(rows, accepted.last, kept.num_nodes, num_streams)
     verified = Verified(
         kept,
         target_tokens,
@@ -156,83 +171,145 @@ def verify_tree(
         position,
         cache,
         {
-            **{layer: rows[:, kept_index] for layer, rows in filled(lower_taps).items()},
-            **{layer: rows[:, : kept.num_nodes] for layer, rows in filled(upper_taps).items()},
+            **{layer: rows[:, kept_index] for layer, rows in filled_taps(lower_taps).items()},
+            **{layer: rows[:, : kept.num_nodes] for layer, rows in filled_taps(upper_taps).items()},
         },
     )
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
-    logprobs = sampler.token_logprobs(logits, places, accepted.path, accepted.new_tokens)
-    next_tail = places.tail_at(accepted.last)
+    logprobs = sampler.token_logprobs(logits, positions, accepted.path, accepted.new_tokens)
+    next_tail = positions.tail_at(accepted.last)
     return TargetCall(verified, next_tail, for_host, logprobs, False, tree.num_nodes - 1)
 
 
-def filled(tapped: Tapped) -> Taps:
-    """What a run filled in, all of it."""
+def filled_taps(tapped: Tapped) -> Taps:
+    """The entries of `tapped` that a run of layers has set; layers that did not run are left
+    out."""
     return {layer: rows for layer, rows in tapped.items() if rows is not None}
 
 
 def prune_tree(
     model: StreamFusedModel, tree: Tree, hidden: mx.array, config: PruneConfig, noise: Noise = None
 ) -> tuple[Tree, mx.array, mx.array]:
-    """The tree that is left, its hidden states [1, M, D], and the old index of each node [M].
+    """Drop improbable nodes before the upper layers (section 3.2.3).
 
-    `noise` [P, V] is known of what is decided behind each depth, see `Sampling.noise`.
+    Args:
+        model: with an early-exit adapter, where pruning is on.
+        tree: of N nodes.
+        hidden: [1, N, D] their hidden states before the insertion layer.
+        config: which nodes to keep.
+        noise: [P, V] the sampling noise at each depth, see `Sampling.noise`; None in greedy
+            decoding.
+
+    Returns:
+        The tree of the M kept nodes, their hidden states [1, M, D], and [M] their numbers in
+        `tree`; `tree` itself where nothing is pruned.
     """
     if not is_pruned(tree, config):
         return tree, hidden, indices(tree.num_nodes)
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
     if noise is not None:
         exit_logits = with_noise(exit_logits, noise[tree.depths[: tree.num_internal]])
-    (edges,) = model.backbone.agreed(transition_logprobs(tree, exit_logits))
+    (edges,) = model.backbone.broadcast_from_rank0(transition_logprobs(tree, exit_logits))
     keep = surviving_nodes(tree, edges, config)
     return tree.select(keep), hidden[:, keep], keep
 
 
-def choose(
-    model: StreamFusedModel, logits: mx.array, sampler: Sampling, places: Places
+def sample(
+    model: StreamFusedModel, logits: mx.array, sampler: Sampling, positions: RowPositions
 ) -> mx.array:
-    """[R] the target's token after each row of `logits` [R, V], see `Sampling.choose`."""
-    return model.backbone.agreed(sampler.choose(logits, places))[0]
+    """Decide the token after each row of a call, see `Sampling.sample`.
+
+    Args:
+        model: the target; where it is split over ranks, rank 0 decides.
+        logits: [R, V].
+        sampler: decides.
+        positions: of the R rows.
+
+    Returns:
+        [R] int32 tokens; negative where they are left to `resample_full_vocab`.
+    """
+    return model.backbone.broadcast_from_rank0(sampler.sample(logits, positions))[0]
 
 
-def settle(
+def resample_full_vocab(
     model: StreamFusedModel,
     tokens: mx.array,
     logits: mx.array,
     sampler: Sampling,
-    places: Places,
+    positions: RowPositions,
     row: mx.array,
 ) -> mx.array:
-    """What `choose` gave, with the token of `row` [1] decided where it was left open."""
-    if not sampler.leaves_open:
+    """Decide row number `row` [1] of `tokens` [R] among all tokens, where `sample` left it
+    unresolved.
+
+    Args:
+        model: the target; where it is split over ranks, rank 0 decides.
+        tokens: [R] as `sample` returned them.
+        logits: [R, V] that it was given.
+        sampler: that it was given.
+        positions: that it was given.
+        row: [1] the row's number.
+
+    Returns:
+        [R] the tokens; `tokens` itself where the sampler leaves none unresolved.
+    """
+    if not sampler.may_leave_unresolved:
         return tokens
-    return model.backbone.agreed(sampler.settle(tokens, logits, places, row))[0]
+    return model.backbone.broadcast_from_rank0(
+        sampler.resample_full_vocab(tokens, logits, positions, row)
+    )[0]
 
 
-def verify(
+def decide_and_accept(
     model: StreamFusedModel,
     tree: Tree,
     logits: mx.array,
     sampler: Sampling,
-    places: Places,
+    positions: RowPositions,
     acceptance: AcceptanceConfig,
 ) -> tuple[mx.array, Acceptance]:
-    """The target's token after each node [M], of `logits` [M, V], and how far the tree holds."""
+    """Decide the target's token after each node, and accept the drafted nodes that agree.
+
+    Args:
+        model: the target.
+        tree: of M nodes.
+        logits: [M, V] of the target after each.
+        sampler: decides.
+        positions: of the nodes.
+        acceptance: the rule, exact or typical.
+
+    Returns:
+        [M] the target's tokens, of which only those along the path are sure to be resolved; and the
+        accepted path.
+    """
     if acceptance.kind == "exact":
-        target_tokens = choose(model, logits, sampler, places)
+        target_tokens = sample(model, logits, sampler, positions)
         found = accept(tree, target_tokens)
-        if sampler.leaves_open:
-            target_tokens = settle(model, target_tokens, logits, sampler, places, found.last)
+        if sampler.may_leave_unresolved:
+            target_tokens = resample_full_vocab(
+                model, target_tokens, logits, sampler, positions, found.last
+            )
             found = replace(found, new_tokens=target_tokens[found.path])
         return target_tokens, found
-    logprobs = sampler.logprobs(logits, places)
-    target_tokens = mx.argmax(sampler.perturb(logprobs, places), axis=-1).astype(mx.int32)
+    logprobs = sampler.logprobs(logits, positions)
+    target_tokens = mx.argmax(sampler.perturb(logprobs, positions), axis=-1).astype(mx.int32)
     found = accept_typical(tree, target_tokens, logprobs, acceptance)
-    agreed = model.backbone.agreed(target_tokens, found.path, found.new_tokens, found.num_accepted)
+    agreed = model.backbone.broadcast_from_rank0(
+        target_tokens, found.path, found.new_tokens, found.num_accepted
+    )
     return agreed[0], Acceptance(*agreed[1:])
 
 
-def stream_rows_of(rows: mx.array, node: mx.array, num_nodes: int, num_streams: int) -> mx.array:
-    """[1, G, D] the streams of `node` [1] among the upper rows [1, M * (1 + G), D]."""
+def stream_rows_of_node(
+    rows: mx.array, node: mx.array, num_nodes: int, num_streams: int
+) -> mx.array:
+    """[1, G, D] the rows of one node's streams.
+
+    Args:
+        rows: [1, M * (1 + G), D] of the upper layers, nodes first.
+        node: [1] the node's number.
+        num_nodes: M.
+        num_streams: G.
+    """
     own = num_nodes + node[:, None] * num_streams + indices(num_streams)
     return rows[:, own[0]]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What a call drafts."""
+    """What is drafted for a call: which drafter, and how large a tree."""
 
     drafter: str  # its registered name, such as "streams"
     nodes: int  # rows that the next call verifies, the root included
@@ -18,9 +18,9 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class Call:
-    """A target call that was done."""
+    """A target call that was done, as the controller learns from it."""
 
-    # of the verified tree, as it was asked for (it may have fewer nodes); None for a bare root
+    # of the verified tree, as `next` gave it (it may have fewer nodes); None for a bare root
     shape: DraftShape | None
     tokens: int  # that it advanced by
     context: int  # committed tokens before it
@@ -29,41 +29,41 @@ class Call:
 
 
 class DraftController(Protocol):
-    """Decides from call to call what is drafted."""
+    """Decides from call to call what is drafted: a loop asks `next`, and reports by `record`."""
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
-        """What the call under way is to draft; None for nothing. Asking changes nothing.
+        """What to draft behind the call under way; None for nothing. Asking changes nothing.
 
         Args:
-            is_read: whether drafters know its tokens already, as those do that wait for them. The
-                answer may be another one then.
+            is_read: whether the call's tokens are read already. Drafters that need host tokens know
+                them then, and the answer may differ from the one before.
         """
 
     def record(self, call: Call) -> None:
-        """Note a call that was done."""
+        """Learn from a call that was done; called once for each, in order."""
 
 
 @dataclass(frozen=True)
 class Always:
-    """Drafts one shape at every call."""
+    """A controller that drafts the same shape at every call, and learns nothing."""
 
     shape: DraftShape
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
-        """See `DraftController`."""
+        """`shape`, whatever `is_read` says."""
         return self.shape
 
     def record(self, call: Call) -> None:
-        """See `DraftController`."""
+        """Nothing."""
 
 
 @dataclass(frozen=True)
 class Never:
-    """Decodes plainly."""
+    """A controller that drafts nothing: plain decoding."""
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
-        """See `DraftController`."""
+        """None: nothing is drafted."""
         return None
 
     def record(self, call: Call) -> None:
-        """See `DraftController`."""
+        """Nothing."""

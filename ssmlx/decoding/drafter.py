@@ -38,10 +38,12 @@ class Needs:
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """What a target call leaves for drafting, on the device."""
+    """What a target call leaves for drafting, on the device: M nodes, and the path accepted of
+    them.
+    """
 
     tree: Tree  # the M nodes that were verified
-    # [M] the target's token after each of them, see `Sampling.choose`
+    # [M] the target's token after each of them, see `Sampling.sample`
     target_tokens: mx.array
     acceptance: Acceptance  # how far the tree held
     node_hidden: mx.array  # [1, M, D] last hidden states of the nodes, before the final norm
@@ -50,9 +52,8 @@ class Verified:
     insertion_hidden: mx.array  # [1, M, D] hidden states of the nodes before the insertion layer
     position: mx.array  # [1] the root's position in the text
     cache: TreeCache  # holds the accepted path: as its newest path, or committed already
-    taps: Taps = field(
-        default_factory=dict
-    )  # [1, M, D] what entered the layers that were asked for
+    # by layer [1, M, D]: the input of the layers that a drafter taps
+    taps: Taps = field(default_factory=dict)
 
     @property
     def root(self) -> mx.array:
@@ -70,7 +71,9 @@ class Verified:
         return self.node_hidden[:, self.acceptance.last]
 
     def accepted_taps(self) -> Taps:
-        """[1, P, D] of the accepted path alone; rows after `num_accepted` repeat the last."""
+        """By layer [1, P, D]: the taps of the accepted path alone; rows after `num_accepted` repeat
+        the last.
+        """
         return {layer: rows[:, self.acceptance.path] for layer, rows in self.taps.items()}
 
 
@@ -104,37 +107,59 @@ class Drafter(Protocol):
     def cache_bytes(self) -> int: ...
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]] | None:
-        """Begin an answer: `tokens` are the text so far, unknown ones `PAD_TOKEN`.
+        """Begin an answer.
 
         The loop calls it once an answer, when the drafter is first asked for a tree; where it needs
-        taps, before the prompt is processed. Where that takes calls of a model, it yields an empty
-        list before each.
+        taps, before the prompt is processed.
+
+        Args:
+            tokens: the text so far; tokens that nobody knows are `PAD_TOKEN`.
+
+        Returns:
+            None; or, where that takes calls of a model, an iterator that yields an empty list
+            before each of them, for others to go first. The loop runs it to its end.
         """
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """The text has gone on by `tokens`, which stand from `position` on.
+        """Take in tokens that the text has gone on by.
 
         A drafter that needs host tokens follows every call at once; others follow when they next
         draft, but for the tokens of calls that they drafted behind, which `propose` showed them.
-        `taps` hold, for each token, what entered the tapped layers at the position before it; None
-        where the calls did not keep them.
+
+        Args:
+            tokens: ids.
+            position: the first one's position in the text.
+            taps: for each token, what entered the tapped layers at the position before it, [1, R,
+                D]; None where the calls did not keep them.
         """
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """The tree of `shape` below `verified.root`.
+        """Draft a tree for the next call.
 
         What reads values of `verified` waits for the target: only drafters that need host tokens
         do, and the loop has read them by then.
+
+        Args:
+            verified: the call to draft behind.
+            shape: how large a tree; fewer nodes are fine.
+
+        Returns:
+            A tree whose root is `verified.root`; a bare root where there is nothing to draft.
         """
 
 
 def rank_candidates(
     logits: mx.array, count: int, vocab: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Tokens [G, K] and log probabilities [G, K] of the K = `count` likeliest, best first.
+    """The likeliest tokens of each row; of equal ones those of the lowest ids.
 
-    The columns of `logits` [G, V] are the tokens themselves, unless `vocab` [V] names them. Of
-    equally likely ones those of the lowest ids are taken, and come first.
+    Args:
+        logits: [G, V].
+        count: K.
+        vocab: [V] the token of each column; the column's number unless given.
+
+    Returns:
+        [G, K] tokens and [G, K] float32 log probabilities, best first.
     """
     columns, values = top_columns(logits, count)
     tokens = columns if vocab is None else vocab[columns]
@@ -142,16 +167,23 @@ def rank_candidates(
 
 
 def with_noise(logits: mx.array, noise: Noise) -> mx.array:
-    """`logits` of what is decided with `noise`."""
+    """Float32 `logits` plus `noise`, of one shape; `logits` as they are where `noise` is None."""
     return logits if noise is None else logits.astype(mx.float32) + noise
 
 
 def top_columns(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Columns [R, K] of the K = `count` largest of each row of `values` [R, V], and those [R, K]
-    in float32; ranked as `rank_candidates` says.
+    """The largest values of each row, without a sort of whole rows.
 
-    No sort sees a row as a whole, which on a GPU takes many passes: all that is wanted stands in
-    the K blocks of columns with the largest maxima. About sqrt(V K) numbers are sorted, twice.
+    A sort of a row takes many passes on a GPU. All that is wanted stands in the K blocks of columns
+    with the largest maxima, so about sqrt(V K) numbers are sorted, twice.
+
+    Args:
+        values: [R, V].
+        count: K, at most V.
+
+    Returns:
+        [R, K] columns and [R, K] their values in float32, largest first; of equal values the lowest
+        columns.
     """
     rows, size = values.shape
     # Of a block: a power of two, of which most vocabularies' sizes are multiples.

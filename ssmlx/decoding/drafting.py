@@ -11,21 +11,25 @@ from .drafter import Drafter, Taps
 
 
 def scratch_rows(drafters: Iterable[Drafter]) -> int:
-    """Rows that a cache needs before the committed ones for the largest call of these drafters.
+    """Rows that a cache has to keep before the committed ones, for the largest call of these
+    drafters.
 
-    A call that is built ahead also has the path of the one before it.
+    A call that is built ahead also has the path of the one before it. 0 without drafters.
     """
     return max((_scratch_rows_of(drafter) for drafter in drafters), default=0)
 
 
 def _scratch_rows_of(drafter: Drafter) -> int:
+    """Rows of the largest call of one drafter: nodes with their streams, and the path of the call
+    before.
+    """
     path = 0 if drafter.needs.host_tokens else drafter.largest.levels + 1
     return drafter.largest.nodes * (1 + drafter.needs.streams) + path
 
 
 @dataclass
 class DraftingText:
-    """The drafters of an answer, and how much of the text each of them has seen."""
+    """The drafters of an answer, the text, and how much of it each of them has seen."""
 
     model: StreamFusedModel
     drafters: Mapping[str, Drafter]
@@ -34,25 +38,30 @@ class DraftingText:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers whose input some drafter needs."""
+        """Numbers of the layers whose input some drafter needs, ascending."""
         return tuple(sorted({layer for one in self.drafters.values() for layer in one.needs.taps}))
 
     @property
     def num_streams(self) -> int:
-        """G, streams that run beside every node, for drafters that need them there."""
+        """G, the most streams beside every node that some drafter needs in the verifying pass."""
         return max((one.needs.streams for one in self.drafters.values()), default=0)
 
     def extend(self, tokens: list[int]) -> None:
-        """The text has gone on; drafters that need host tokens follow at once."""
+        """Append tokens that were read to the text.
+
+        Drafters that have started and need host tokens are shown them; others when they next draft.
+        """
         self.tokens.extend(tokens)
         for name, drafter in self.drafters.items():
             if drafter.needs.host_tokens and name in self._seen:
                 self._follow(name, len(self.tokens))
 
-    def catch_up(self, name: str, unseen: int = 0) -> Iterator[list[int]]:
-        """Have a drafter know the text, but for `unseen` tokens at its end.
+    def bring_up_to_date(self, name: str, unseen: int = 0) -> Iterator[list[int]]:
+        """Show drafter `name` the text but for its last `unseen` tokens; start it if it has not
+        started.
 
-        It starts when it is first asked for.
+        Yields:
+            What the drafter's `start` yields: an empty list before each call of a model.
         """
         known = len(self.tokens) - unseen
         if name in self._seen:
@@ -61,20 +70,28 @@ class DraftingText:
         self._seen[name] = known
         yield from self.drafters[name].start(self.tokens[:known]) or ()
 
-    def start_readers(self) -> Iterator[list[int]]:
-        """Start the drafters that follow the text from the start."""
+    def start_text_followers(self) -> Iterator[list[int]]:
+        """Start the drafters whose `needs.text` is set, if they have not started.
+
+        Yields:
+            What their `start` yields: an empty list before each call of a model.
+        """
         for name, drafter in self.drafters.items():
             if drafter.needs.text and name not in self._seen:
-                yield from self.catch_up(name)
+                yield from self.bring_up_to_date(name)
 
     def needs_host_tokens(self, shape: DraftShape) -> bool:
         """Whether a call has to be read before `shape` is drafted behind it."""
         return self.drafters[shape.drafter].needs.host_tokens
 
-    def start_tapped(self, known: int) -> Iterator[list[int]]:
-        """Start the drafters that need taps, which see the prompt as it is processed.
+    def start_tapping(self, known: int) -> Iterator[list[int]]:
+        """Start the drafters that need taps, before the prompt is processed.
 
-        The first `known` tokens of the text, and the one behind them, have no taps.
+        Args:
+            known: tokens of the text that the cache holds; they and the one behind have no taps.
+
+        Yields:
+            What their `start` yields: an empty list before each call of a model.
         """
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
@@ -82,7 +99,15 @@ class DraftingText:
                 yield from drafter.start(self.tokens[: known + 1]) or ()
 
     def follow_taps(self, first: int, taps: Taps) -> None:
-        """Rows of the prompt from token `first` on were processed: their taps, for what follows."""
+        """Show the drafters that need taps a piece of the prompt that was processed.
+
+        They are shown, for each of the R tokens behind those of the piece's rows, the row before
+        it.
+
+        Args:
+            first: the position of the piece's first token in the text.
+            taps: by layer, [1, R, D] its input at the piece's R rows.
+        """
         rows = next(iter(taps.values())).shape[1]
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
@@ -91,19 +116,26 @@ class DraftingText:
                 self._seen[name] = first + 1 + rows
 
     def propose(self, call: TargetCall, shape: DraftShape) -> Tree:
-        """The tree of `shape` behind a call; on ranks that share the model, that of rank 0."""
+        """The tree that the drafter of `shape` drafts behind `call`; rank 0's, where the model is
+        split over ranks.
+        """
         tree = self.drafters[shape.drafter].propose(call.verified, shape)
         backbone = self.model.backbone
         if backbone.group is None:
             return tree
-        tokens, depths, paths = backbone.agreed(tree.tokens, tree.depths, tree.paths)
+        tokens, depths, paths = backbone.broadcast_from_rank0(tree.tokens, tree.depths, tree.paths)
         return replace(tree, tokens=tokens, depths=depths, paths=paths)
 
-    def note_seen(self, name: str) -> None:
-        """A drafter saw the tokens of the call that it drafted behind."""
+    def mark_seen(self, name: str) -> None:
+        """Note that drafter `name` has seen the whole text: it drafted behind the last call, which
+        showed it.
+        """
         self._seen[name] = len(self.tokens)
 
     def _follow(self, name: str, known: int) -> None:
+        """Show drafter `name`, which has started, the first `known` tokens of the text, as far as
+        they are new.
+        """
         missed = self.tokens[self._seen[name] : known]
         if missed:
             self.drafters[name].follow(missed, self._seen[name])

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from ..model import metal
-from ..model.backbone import Tapped
 from ..model.cache import TreeCache
+from ..model.stages import Tapped
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
-from .call import EXACT, NO_PRUNING, TargetCall, filled, plain_call, verify_tree
+from .call import EXACT, NO_PRUNING, TargetCall, filled_taps, plain_call, verify_tree
 from .controller import Always, Call, DraftController, DraftShape
 from .drafter import Drafter, Taps
 from .drafting import DraftingText
@@ -42,7 +42,7 @@ class DraftCounts:
 
 @dataclass
 class CallCounts:
-    """What an answer's calls add up to."""
+    """By drafter, the target calls that verified its trees, and how many nodes they accepted."""
 
     drafts: dict[str, DraftCounts] = field(default_factory=dict)  # by the drafter's name
 
@@ -52,7 +52,9 @@ class CallCounts:
         return sum(one.drafted for one in self.drafts.values())
 
     def add(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Note a verified tree."""
+        """Count one verified tree of `drafter`: `drafted` nodes below its root, of which
+        `accepted`.
+        """
         before = self.drafts.get(drafter, DraftCounts())
         self.drafts[drafter] = DraftCounts(
             before.calls + 1, before.drafted + drafted, before.accepted + accepted
@@ -60,18 +62,24 @@ class CallCounts:
 
 
 def never_stops(tokens: list[int]) -> bool:
-    """Endless decoding."""
+    """False, whatever the tokens: endless decoding."""
     return False
 
 
-def release_outgrown(cache: TreeCache, added: int) -> None:
-    """Every 256 tokens, as in mlx-lm, free the buffers that a growing cache has left behind."""
+def free_outgrown_buffers(cache: TreeCache, added: int) -> None:
+    """Clear MLX's buffer cache each time the committed tokens pass a multiple of 256, as mlx-lm
+    does.
+
+    A growing cache leaves buffers behind that are too small for it. `added` are the tokens that the
+    cache has grown by since the last call of this function.
+    """
     if cache.offset % 256 < added:
         mx.clear_cache()
 
 
 def prefill(model: StreamFusedModel, tokens: list[int], cache: TreeCache) -> None:
-    """Put `tokens` into the cache."""
+    """Run `tokens` through the model and commit them to the cache, in pieces of the default
+    size."""
     for _ in prefill_in_pieces(model, tokens, cache, PREFILL_STEP_SIZE):
         pass
 
@@ -85,7 +93,7 @@ def prefill_in_pieces(
     taps: tuple[int, ...] = (),
     tapped: Callable[[int, Taps], None] | None = None,
 ) -> Iterator[list[int]]:
-    """Put `tokens` into the cache, `step_size` at a time: an empty list before each, and at last.
+    """Run a prompt through the model and commit it to the cache, a piece at a time.
 
     So whoever drives a decoding loop can stop between pieces, show progress, or let others go
     first.
@@ -96,7 +104,11 @@ def prefill_in_pieces(
         cache: what comes before them is in it.
         step_size: tokens of a piece, at most.
         taps: layers whose input is wanted.
-        tapped: given each piece's first token (its index in `tokens`) and the taps of its rows.
+        tapped: called with each piece's first token (its index in `tokens`) and the taps of its
+            rows, [1, R, D] by layer.
+
+    Yields:
+        An empty list before each piece, and one behind the last; nothing where there are no tokens.
     """
     for first in range(0, len(tokens), step_size):
         yield []
@@ -104,7 +116,7 @@ def prefill_in_pieces(
         model.backbone.append(mx.array(tokens[first : first + step_size]), cache, found)
         mx.eval(cache.state)
         if tapped is not None:
-            tapped(first, filled(found))
+            tapped(first, filled_taps(found))
         mx.clear_cache()
     if tokens:
         yield []
@@ -120,23 +132,36 @@ def plain_decode(
     prefill_step_size: int = PREFILL_STEP_SIZE,
     logprobs: list[TokenLogprobs] | None = None,
 ) -> Iterator[list[int]]:
-    """Yield one token for each target call, endlessly: the same model without drafting.
+    """Decode plainly, endlessly: the same model without drafting.
 
-    The arguments are `speculative_decode`'s. As in mlx-lm, the next call is under way while its
-    predecessor's token is read; a call whose token nobody asks for is wasted, and not counted.
+    As in mlx-lm, the next call is under way while its predecessor's token is read; a call whose
+    token nobody asks for is wasted, and not counted.
+
+    Args:
+        model: the target.
+        prompt: one token or more; they follow what `cache` already holds.
+        cache: left holding the prompt and every yielded token but the last, or one more.
+        context: the tokens that `cache` holds, for samplers that read the text.
+        sampler: decides the target's tokens; greedy unless given.
+        prefill_step_size: prompt tokens of a forward pass, at most.
+        logprobs: gets an entry for every token before it is yielded, where the sampler's settings
+            ask for log probabilities.
+
+    Yields:
+        Empty lists while the prompt is processed, then a list of one token for each target call.
     """
     cache.trim(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     yield from prefill_in_pieces(model, prompt[:-1], cache, prefill_step_size)
     call = plain_call(model, mx.array(prompt[-1:], mx.int32), tail, cache, sampler)
-    mx.async_eval(call.decided())
+    mx.async_eval(call.arrays_to_read())
     while True:
         upcoming = plain_call(model, call.verified.root, call.tail, cache, sampler)
-        mx.async_eval(upcoming.decided())
+        mx.async_eval(upcoming.arrays_to_read())
         tokens = call.read()
         record_logprobs(logprobs, tokens, call.token_logprobs)
         yield tokens
-        release_outgrown(cache, 1)
+        free_outgrown_buffers(cache, 1)
         call = upcoming
 
 
@@ -206,7 +231,7 @@ def speculative_decode(
 
 @dataclass
 class _NextCall:
-    """What follows the call under way, as far as it is prepared before that is read."""
+    """The call behind the one under way, as far as it is prepared before that one is read."""
 
     drafts: DraftShape | None  # what is drafted behind the call under way
     tree: Tree | None = None  # that draft, or a bare root
@@ -216,7 +241,9 @@ class _NextCall:
 
     @property
     def shape(self) -> DraftShape | None:
-        """What was asked for; None where the drafter had nothing, and proposed a bare root."""
+        """The shape of the tree that it verifies; None for a bare root, also where a drafter had no
+        draft.
+        """
         has_draft = self.tree is not None and self.tree.num_nodes > 1
         return self.drafts if has_draft else None
 
@@ -253,7 +280,12 @@ class _SpeculativeLoop:
         self.drafting: list[mx.array] = []  # the tree that was drafted last
 
     def process_prompt(self, prompt: list[int], step_size: int) -> Iterator[list[int]]:
-        """Put the prompt but its last token into the cache, and start who has to see it."""
+        """Commit the prompt but its last token to the cache, and start the drafters that must see
+        it.
+
+        Yields:
+            Empty lists, as `prefill_in_pieces`.
+        """
         known = self.cache.offset
         taps = self.text.taps
 
@@ -261,21 +293,28 @@ class _SpeculativeLoop:
             self.text.follow_taps(known + first, found)
 
         if taps:
-            yield from self.text.start_tapped(known)
+            yield from self.text.start_tapping(known)
         tapped = follow if taps else None
         yield from prefill_in_pieces(
             self.model, prompt[:-1], self.cache, step_size, taps=taps, tapped=tapped
         )
         drafts = self.controller.next()
         if drafts is not None and self.text.needs_host_tokens(drafts):
-            yield from self.text.catch_up(drafts.drafter)
+            yield from self.text.bring_up_to_date(drafts.drafter)
 
     def calls(self, root: int) -> Iterator[list[int]]:
-        """The tokens of each call, the first of which has the prompt's last token as its root."""
+        """Run target calls, endlessly.
+
+        Args:
+            root: the prompt's last token, which the first call starts from.
+
+        Yields:
+            The tokens that each call advanced by; empty lists where a drafter starts.
+        """
         tail = last_tokens(self.text.tokens[:-1], self.sampler.context_size)
-        call = self.begin(root_tree(mx.array([root], mx.int32)), tail)
+        call = self.build_call(root_tree(mx.array([root], mx.int32)), tail)
         pending = self.launch(call)
-        yield from self.text.start_readers()
+        yield from self.text.start_text_followers()
         shape: DraftShape | None = None  # of the tree that `call` verifies
         is_prompts = True
         while True:
@@ -298,16 +337,19 @@ class _SpeculativeLoop:
                 yield from self.launch_behind(call, following, len(tokens))
                 if not is_given:
                     yield from self.watch.yield_untimed(tokens)
-            metal.settle()
-            release_outgrown(self.cache, len(tokens))
+            metal.time_pending_shape()
+            free_outgrown_buffers(self.cache, len(tokens))
             assert following.call is not None and following.pending is not None
             call = following.call
             pending = following.pending
             shape = following.shape
             is_prompts = False
 
-    def begin(self, tree: Tree, tail: mx.array) -> TargetCall:
-        """The call that verifies `tree`; of a bare root without streams, a plain one."""
+    def build_call(self, tree: Tree, tail: mx.array) -> TargetCall:
+        """Build the call that verifies `tree`; a plain call for a bare root without streams.
+
+        `tail` are the last tokens before the root, [C]. Nothing is computed yet.
+        """
         streams = self.text.num_streams
         # A plain call appends to the committed tokens, so it cannot follow a path that is unread.
         if tree.num_nodes == 1 and not streams and not self.cache.paths:
@@ -327,30 +369,40 @@ class _SpeculativeLoop:
         )
 
     def launch(self, call: TargetCall, *, is_first: bool = False) -> PendingCall:
-        """Start computing what `call` decides."""
+        """Start computing what `call` decides, and the cache with it where it verified a tree.
+
+        `is_first` says that the call follows drafting of which nothing was read yet.
+        """
         state = [] if call.is_committed else [self.cache.state]
-        return self.watch.launch(call.decided(), *state, is_first=is_first)
+        return self.watch.launch(call.arrays_to_read(), *state, is_first=is_first)
 
     def prepare(
         self, call: TargetCall, *, may_launch: bool
     ) -> Generator[list[int], None, _NextCall]:
         """Do what can be done of the next call while `call` is under way.
 
-        A plain call behind a plain one is launched. A draft that needs no host tokens is built,
-        and, unless it `may_launch` nothing yet, launched, and the call that verifies it is built.
+        A plain call behind a plain one is launched. A draft that needs no host tokens is made;
+        where it `may_launch` something and pruning does not wait for the host, the drafting is
+        launched and the call that verifies it is built, but not launched.
+
+        Yields:
+            Empty lists, where a drafter starts.
+
+        Returns:
+            What is prepared; only its `drafts` where nothing could be.
         """
         following = _NextCall(self.controller.next())
         drafts = following.drafts
         if drafts is None and call.is_committed:
             following.tree = root_tree(call.verified.root)
-            following.call = self.begin(following.tree, call.tail)
+            following.call = self.build_call(following.tree, call.tail)
             following.pending = self.launch(following.call)
         elif drafts is not None and not self.text.needs_host_tokens(drafts):
-            yield from self.text.catch_up(drafts.drafter)
+            yield from self.text.bring_up_to_date(drafts.drafter)
             following.tree = self.text.propose(call, drafts)
             if may_launch and self.prune.kind != "threshold":
-                following.before = self.cache.hold()
-                following.call = self.begin(following.tree, call.tail)
+                following.before = self.cache.snapshot()
+                following.call = self.build_call(following.tree, call.tail)
                 mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied
                 self.drafting = following.tree.arrays
                 mx.async_eval(self.drafting)
@@ -365,7 +417,18 @@ class _SpeculativeLoop:
         *,
         is_timed: bool,
     ) -> list[int]:
-        """The tokens that `call` advanced by, which joins the records."""
+        """Wait for the tokens that `call` advanced by, and tell everybody of them.
+
+        Extends the text, records log probabilities, counts and time, and lets the controller decide
+        again where nothing is prepared.
+
+        Args:
+            call: under way.
+            pending: the same, as it was launched.
+            shape: of the tree that it verified; None for a bare root.
+            following: what is prepared behind it; `drafts` may be changed.
+            is_timed: whether its time is one of decoding: the prompt's call is not.
+        """
         context = len(self.text.tokens) - 1
         tokens, seconds = self.watch.read(pending, call.read)
         self.text.extend(tokens)
@@ -373,7 +436,7 @@ class _SpeculativeLoop:
             # Nothing is prepared, and drafters that had to wait for the tokens know more now.
             following.drafts = self.controller.next(is_read=True)
         elif following.drafts is not None:
-            self.text.note_seen(following.drafts.drafter)
+            self.text.mark_seen(following.drafts.drafter)
             call.release()
         record_logprobs(self.logprobs, tokens, call.token_logprobs)
         if shape is not None:
@@ -383,7 +446,10 @@ class _SpeculativeLoop:
         return tokens
 
     def launch_ahead(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
-        """Launch the call that was built before `call` was read."""
+        """Launch the call that was built before `call` was read, and commit the rows of `call`.
+
+        `num_tokens` are the tokens that `call` advanced by.
+        """
         following.before = None  # MLX writes in place only into what nobody else holds.
         assert following.call is not None
         if call.is_committed:
@@ -393,7 +459,11 @@ class _SpeculativeLoop:
             self.cache.advance(num_tokens)
 
     def abandon(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
-        """Forget the call that was built before `call` was read, if one was."""
+        """Commit the rows of `call`; drop the call that was built before it was read, if one was.
+
+        The cache gets back what it held before that one was built. `num_tokens` are the tokens that
+        `call` advanced by.
+        """
         if following.before is not None:
             self.cache.forget_masks()
             self.cache.restore(following.before)
@@ -405,7 +475,12 @@ class _SpeculativeLoop:
     def launch_behind(
         self, call: TargetCall, following: _NextCall, num_tokens: int
     ) -> Iterator[list[int]]:
-        """Launch the next call now that the `num_tokens` of `call` are known."""
+        """Draft, build and launch the next call, now that the `num_tokens` tokens of `call` are
+        known.
+
+        Yields:
+            Empty lists, where a drafter starts.
+        """
         drafts = following.drafts
         is_on_device = drafts is not None and not self.text.needs_host_tokens(drafts)
         if drafts is None:
@@ -413,13 +488,13 @@ class _SpeculativeLoop:
         elif following.tree is None:
             # What a call advanced by is shown to those that draft on the device by the call itself.
             unseen = num_tokens if is_on_device else 0
-            yield from self.watch.untimed(self.text.catch_up(drafts.drafter, unseen))
+            yield from self.watch.exclude(self.text.bring_up_to_date(drafts.drafter, unseen))
             following.tree = self.text.propose(call, drafts)
-            self.text.note_seen(drafts.drafter)
+            self.text.mark_seen(drafts.drafter)
         if is_on_device:
             self.drafting = following.tree.arrays
             mx.async_eval(self.drafting)
-        following.call = self.begin(following.tree, call.tail)
+        following.call = self.build_call(following.tree, call.tail)
         mx.eval(self.drafting)
         is_first = is_on_device and call.is_committed
         following.pending = self.launch(following.call, is_first=is_first)

@@ -10,10 +10,15 @@ from ..settings import PruneConfig
 
 
 def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
-    """[N] early-exit log probability of each node's token given its parent; 0 for the root.
+    """Early-exit log probability of each node's token given its parent.
 
-    `exit_logits` [I, V] are of the tree's first I nodes, which hold every parent: H(o(M_l)) in the
-    paper's notation. A node that only fills the tree up is impossible.
+    Args:
+        tree: of N nodes.
+        exit_logits: [I, V] early-exit logits of the tree's first I nodes, which hold every parent:
+            H(o(M_l)) in the Speculative Streaming paper's notation (section 3.2.3).
+
+    Returns:
+        [N] float32; 0 for the root, -inf for nodes of PAD_TOKEN.
     """
     expect_shape("early-exit logits", exit_logits, tree.num_internal, None)
     exit_logits = exit_logits.astype(mx.float32)
@@ -24,14 +29,18 @@ def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
 
 
 def nodes_within_budget(tree: Tree, edges: mx.array, keep: int) -> mx.array:
-    """[M] the `keep` nodes of largest path probability, ascending, of transitions `edges` [N]."""
+    """[M] the `keep` nodes of largest path probability, ascending; `edges` [N] as in
+    `surviving_nodes`.
+    """
     return top_nodes(tree.path_sums(clip_edges(edges)), keep)
 
 
 def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.array:
-    """[M] the nodes on whose path every transition has at least probability `threshold`.
+    """[M] the nodes, ascending, on whose path every transition has at least probability
+    `threshold`.
 
-    The number of nodes is not known beforehand, so this waits for the device once.
+    `edges` are [N] as in `surviving_nodes`. M is not known beforehand, so this waits for the
+    device.
     """
     floor = math.log(threshold) if threshold > 0 else -math.inf
     kept = (edges >= floor)[tree.paths].all(axis=1)
@@ -40,13 +49,26 @@ def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.ar
 
 
 def is_pruned(tree: Tree, config: PruneConfig) -> bool:
+    """Whether pruning is on, and may drop nodes of this tree.
+
+    A budget of N nodes or more drops none, and a bare root is never dropped.
+    """
     if config.kind == "budget":
         return config.keep < tree.num_nodes
     return config.kind == "threshold" and tree.num_nodes > 1
 
 
 def surviving_nodes(tree: Tree, edges: mx.array, config: PruneConfig) -> mx.array:
-    """[M] nodes of `tree` to keep, ascending, of `edges` as `transition_logprobs` gives them."""
+    """The nodes that pruning keeps; every ancestor of a kept node is kept.
+
+    Args:
+        tree: of N nodes.
+        edges: [N] log probability of each node given its parent, as `transition_logprobs` returns.
+        config: a budget of nodes, or a least probability.
+
+    Returns:
+        [M] node numbers, ascending.
+    """
     if config.kind == "budget":
         return nodes_within_budget(tree, edges, config.keep)
     return nodes_over_threshold(tree, edges, config.threshold)

@@ -2,9 +2,9 @@
 
 A row's decision is an argmax: of the processed logits where decoding is greedy, else of log
 probabilities / temperature + Gumbel noise, which draws from exactly that distribution. The noise
-of a place in the text is a function of the seed and the place. A draft tree's nodes at one depth
-share it, as only one of them can turn out to be the text; whatever a drafter proposes, the text
-is what plain decoding writes under the same noise, token for token.
+of a position in the text is a function of the seed and the position. A draft tree's nodes at one
+depth share it, as only one of them can turn out to be the text; whatever a drafter proposes, the
+text is what plain decoding writes under the same noise, token for token.
 
 Filters and penalties are mlx-lm's (`mlx_lm.sample_utils`), in its order: logit bias, penalties,
 top-p, min-p, top-k, temperature. What depends on recent tokens sees, for each node of a tree,
@@ -26,7 +26,7 @@ from ..settings import SamplingConfig
 from .drafter import Noise, rank_candidates, top_columns
 
 NUM_CANDIDATES = 128  # likeliest tokens of a row, among which top-p and min-p are decided
-OPEN = PAD_TOKEN - 1  # see `Sampling.choose`
+UNRESOLVED = PAD_TOKEN - 1  # see `Sampling.sample`
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """Where in the text rows stand."""
+class RowPositions:
+    """Where the R rows of a call stand in the text, and the tokens before each."""
 
-    first: mx.array  # [1] place of the root, the number of tokens before it
+    first: mx.array  # [1] position of the root, the number of tokens before it
     depths: mx.array  # [R] how far below the root each row stands
     num_levels: int  # P, one more than the largest depth
     # [R, C] the last C tokens up to and with each row's own; PAD_TOKEN where the text has not
@@ -58,31 +58,54 @@ class Places:
     recent: mx.array
 
     def tail_at(self, row: mx.array) -> mx.array:
-        """[C] the recent tokens of one `row` [1]."""
+        """[C] the last C tokens up to and with that of row number `row` [1]; [0] where C is 0."""
         return self.recent[row].flatten() if self.recent.size else indices(0)
 
 
 def last_tokens(tokens: Sequence[int], size: int) -> mx.array:
-    """[C] the last C = `size` of `tokens`, PAD_TOKEN before them where there are fewer."""
+    """[C] int32: the last C = `size` of `tokens`, filled up in front with PAD_TOKEN."""
     known = list(tokens[-size:]) if size else []
     return mx.array([PAD_TOKEN] * (size - len(known)) + known, mx.int32)
 
 
-def places_of(tree: Tree, first: mx.array, tail: mx.array) -> Places:
-    """The places of a tree's nodes: its root's is `first` [1], after the tokens `tail` [C]."""
+def row_positions(tree: Tree, first: mx.array, tail: mx.array) -> RowPositions:
+    """The positions of a tree's nodes.
+
+    Args:
+        tree: of N nodes.
+        first: [1] the root's position, the number of tokens before it.
+        tail: [C] the last C tokens before the root.
+
+    Returns:
+        For R = N rows; each row's recent tokens are the end of `tail` and of the node's own path.
+    """
     num_nodes = tree.num_nodes
     num_levels = tree.paths.shape[1]
     size = tail.shape[0]
     if size == 0:
-        return Places(first, tree.depths, num_levels, mx.broadcast_to(tail, (num_nodes, 0)))
+        return RowPositions(first, tree.depths, num_levels, mx.broadcast_to(tail, (num_nodes, 0)))
     before = mx.broadcast_to(tail, (num_nodes, size))
     text = mx.concatenate([before, tree.tokens[tree.paths]], axis=1)
     window = tree.depths[:, None] + 1 + indices(size)
-    return Places(first, tree.depths, num_levels, mx.take_along_axis(text, window, axis=1))
+    return RowPositions(first, tree.depths, num_levels, mx.take_along_axis(text, window, axis=1))
 
 
 class Sampling:
-    """The target's decisions under `SamplingConfig`, whose logit bias must keep to `vocab_size`."""
+    """How the target decides on a token of `vocab_size` (V) tokens, under `SamplingConfig`.
+
+    Args:
+        config: temperature, filters, bias, penalties, seed, and how many log probabilities to
+            return.
+        vocab_size: V.
+
+    Raises:
+        InputError: a token of the logit bias is V or more.
+
+    Attributes:
+        context_size: C, how many recent tokens it needs of each row; 0 without penalties.
+        may_leave_unresolved: whether `sample` may leave a row to `resample_full_vocab`.
+        is_argmax: whether a token is the argmax of the logits, and nothing else is returned.
+    """
 
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
         self.config = config
@@ -101,8 +124,10 @@ class Sampling:
         self._has_nucleus = 0 < config.top_p < 1
         filters = self._has_nucleus or config.min_p > 0 or self._top_k > 0
         self._filters = config.temp > 0 and filters
-        # Whether `settle` has to follow `choose`.
-        self.leaves_open = self._filters and not self._top_k and vocab_size > NUM_CANDIDATES
+        # Whether `resample_full_vocab` has to follow `sample`.
+        self.may_leave_unresolved = (
+            self._filters and not self._top_k and vocab_size > NUM_CANDIDATES
+        )
         # Whether the likeliest token is all that anybody asks for.
         wants_logprobs = config.logprobs is not None
         self.is_argmax = not (config.temp or bias or self.context_size or wants_logprobs)
@@ -112,61 +137,111 @@ class Sampling:
 
     @cached_property
     def _seed(self) -> mx.array:
-        """Of the noise; a new one is taken from MLX's random state when it is first needed."""
+        """[] uint32 seed of the noise: the settings', or one drawn from MLX's random state at first
+        use.
+        """
         seed = self.config.seed or 0
         if self.config.seed is None and self.config.temp > 0:
             seed = to_int(mx.random.randint(0, 2**31 - 1))
         return mx.array((seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
 
     def noise(self, first: mx.array, count: int, tokens: mx.array | None = None) -> Noise:
-        """[G, V] what the G = `count` places from `first` [1] on add to the logits that decide; of
-        the `tokens` [Vd] alone where they are given. None in greedy decoding.
+        """The noise that sampling adds to the logits at some positions; it is known before the
+        logits.
 
-        It is known before the logits are. Drafters of logits a that guess greedy tokens by
-        softmax(a) guess by softmax(a + noise) what is drawn.
+        A drafter whose softmax(a) guesses the greedy token guesses the sampled one by
+        softmax(a + noise).
+
+        Args:
+            first: [1] the first position in the text.
+            count: G, how many positions from `first` on.
+            tokens: [Vd] the ids of which it is wanted; all V unless given.
+
+        Returns:
+            [G, V] or [G, Vd] float32 Gumbel noise times the temperature; None in greedy decoding.
         """
         if not self.config.temp:
             return None
         uniform = uniform_noise(self._seed, first + indices(count), self._vocab_size)
         return self.config.temp * to_gumbel(uniform if tokens is None else uniform[:, tokens])
 
-    def process(self, logits: mx.array, places: Places) -> mx.array:
-        """[R, V] logits with bias and penalties."""
-        expect_shape("logits", logits, places.depths.shape[0], None)
+    def process(self, logits: mx.array, positions: RowPositions) -> mx.array:
+        """[R, V] logits with logit bias and penalties, of `logits` [R, V] at `positions` of R
+        rows."""
+        expect_shape("logits", logits, positions.depths.shape[0], None)
         if self._bias.size:
             logits = logits.at[:, self._bias_tokens].add(self._bias.astype(logits.dtype))
-        return penalise(logits, places.recent, self.config) if self.context_size else logits
+        return penalise(logits, positions.recent, self.config) if self.context_size else logits
 
-    def logprobs(self, logits: mx.array, places: Places) -> mx.array:
-        """[R, V] float32 log probabilities that the target samples from; needs `temp` above 0."""
-        logprobs = log_softmax(self.process(logits, places).astype(mx.float32))
+    def logprobs(self, logits: mx.array, positions: RowPositions) -> mx.array:
+        """[R, V] float32 log probabilities that the target samples from, of `logits` [R, V].
+
+        With bias, penalties, filters and temperature; only where `temp` is above 0.
+        """
+        logprobs = log_softmax(self.process(logits, positions).astype(mx.float32))
         return log_softmax(filter_logprobs(logprobs, self.config) * self._scale)
 
-    def perturb(self, logprobs: mx.array, places: Places) -> mx.array:
-        """[R, V] log probabilities with their place's noise."""
-        return perturb(logprobs, mx.array(1.0), self._seed, places.first + places.depths)
-
-    def choose(self, logits: mx.array, places: Places) -> mx.array:
-        """[R] the token after each row, of its logits [R, V].
-
-        With `leaves_open`, it is OPEN - t where the filters may keep more than the `NUM_CANDIDATES`
-        tokens that are looked at, of which t won. No drafted token equals it, so a path ends there.
+    def perturb(self, logprobs: mx.array, positions: RowPositions) -> mx.array:
+        """[R, V] `logprobs` [R, V] plus the Gumbel noise of each row's position: its argmax is a
+        sample.
         """
-        tokens, open_rows = self.rank(logits, places, 1)
-        tokens = tokens[:, 0].astype(mx.int32)
-        return mx.where(open_rows, OPEN - tokens, tokens) if self.leaves_open else tokens
+        return perturb(logprobs, mx.array(1.0), self._seed, positions.first + positions.depths)
 
-    def settle(self, tokens: mx.array, logits: mx.array, places: Places, row: mx.array) -> mx.array:
-        """`tokens` [R] as `choose` gives them, the one of `row` [1] decided among all tokens."""
-        places = replace(places, depths=places.depths[row], recent=places.recent[row])
-        scores = self.perturb(self.logprobs(logits[row], places), places)
+    def sample(self, logits: mx.array, positions: RowPositions) -> mx.array:
+        """Decide the token after each row; with filters, among the likeliest `NUM_CANDIDATES`
+        alone.
+
+        Args:
+            logits: [R, V] of the target.
+            positions: of the R rows.
+
+        Returns:
+            [R] int32 tokens. Where the filters may keep more tokens than were looked at, and top-k
+            is off, the entry is UNRESOLVED - t, t the best of those: a negative number that no
+            drafted token equals, so that an accepted path ends there.
+        """
+        tokens, open_rows = self.rank_tokens(logits, positions, 1)
+        tokens = tokens[:, 0].astype(mx.int32)
+        return (
+            mx.where(open_rows, UNRESOLVED - tokens, tokens)
+            if self.may_leave_unresolved
+            else tokens
+        )
+
+    def resample_full_vocab(
+        self, tokens: mx.array, logits: mx.array, positions: RowPositions, row: mx.array
+    ) -> mx.array:
+        """Decide one row that `sample` left unresolved, among all V tokens.
+
+        Args:
+            tokens: [R] as `sample` returned them.
+            logits: [R, V] that it was given.
+            positions: of the R rows.
+            row: [1] the number of the row to decide; other unresolved rows stay so.
+
+        Returns:
+            [R] `tokens`, with the token of `row`; unchanged where that was resolved.
+        """
+        positions = replace(positions, depths=positions.depths[row], recent=positions.recent[row])
+        scores = self.perturb(self.logprobs(logits[row], positions), positions)
         found = mx.argmax(scores, axis=-1).astype(mx.int32)
         return mx.where((tokens < 0) & (indices(tokens.shape[0]) == row), found, tokens)
 
-    def rank(self, logits: mx.array, places: Places, count: int) -> tuple[mx.array, mx.array]:
-        """[R, count] tokens by what decides, best first, and rows [R] of which the filters may keep
-        more tokens than were looked at."""
-        logits = self.process(logits, places)
+    def rank_tokens(
+        self, logits: mx.array, positions: RowPositions, count: int
+    ) -> tuple[mx.array, mx.array]:
+        """The best tokens of each row by the scores whose argmax `sample` takes.
+
+        Args:
+            logits: [R, V] of the target.
+            positions: of the R rows.
+            count: how many tokens.
+
+        Returns:
+            [R, count] tokens, best first; and [R] bool (or one False for all) for rows of which the
+            filters may keep more tokens than were looked at.
+        """
+        logits = self.process(logits, positions)
         if self._filters:
             size = logits.shape[1]
             width = min(size, max(count, self._top_k or NUM_CANDIDATES))
@@ -175,9 +250,9 @@ class Sampling:
                 self._scale,
                 self._bounds,
                 self._seed,
-                places.first,
-                places.depths,
-                places.num_levels,
+                positions.first,
+                positions.depths,
+                positions.num_levels,
                 width,
                 self._top_k or size,
                 self._has_nucleus,
@@ -185,29 +260,42 @@ class Sampling:
             best = mx.argsort(-scores, axis=-1)[:, :count]
             return mx.take_along_axis(tokens, best, axis=-1), open_rows
         if self.config.temp > 0:
-            logits = perturb(logits, self._scale, self._seed, places.first + places.depths)
+            logits = perturb(logits, self._scale, self._seed, positions.first + positions.depths)
         if count == 1:
             return mx.argmax(logits, axis=-1, keepdims=True), mx.array(False)
         return top_columns(logits, count)[0], mx.array(False)
 
     def token_logprobs(
-        self, logits: mx.array, places: Places, rows: mx.array, tokens: mx.array
+        self, logits: mx.array, positions: RowPositions, rows: mx.array, tokens: mx.array
     ) -> mx.array | None:
-        """[P, 1 + 2 T] float32 of the `tokens` [P] after `rows` [P] of the logits [R, V].
+        """Log probabilities of an answer's tokens, where the settings ask for them.
 
-        A token's own log probability, then the T likeliest tokens, then theirs; None where nobody
-        asked for them.
+        Args:
+            logits: [R, V] of a call.
+            positions: of its R rows.
+            rows: [P] the rows that the tokens follow.
+            tokens: [P] the tokens.
+
+        Returns:
+            [P, 1 + 2 T] float32, as `logprob_rows`; None where the settings ask for none.
         """
         if self.config.logprobs is None:
             return None
-        places = replace(places, depths=places.depths[rows], recent=places.recent[rows])
-        return logprob_rows(self.process(logits[rows], places), tokens, self.config.logprobs)
+        positions = replace(positions, depths=positions.depths[rows], recent=positions.recent[rows])
+        return logprob_rows(self.process(logits[rows], positions), tokens, self.config.logprobs)
 
 
 def logprob_rows(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
-    """[P, 1 + 2 T] float32 of the `tokens` [P] of the logits [P, V].
+    """Log probabilities of tokens, and the likeliest tokens beside them.
 
-    A token's own log probability, then the T = `count` likeliest tokens, or V, then theirs.
+    Args:
+        logits: [P, V].
+        tokens: [P] ids.
+        count: T, how many of the likeliest tokens; at most V.
+
+    Returns:
+        [P, 1 + 2 T] float32: the token's own log probability, the ids of the T likeliest tokens,
+        best first, and their log probabilities.
     """
     logits = logits.astype(mx.float32)
     own = mx.take_along_axis(log_softmax(logits), tokens[:, None], axis=1)
@@ -220,9 +308,14 @@ def logprob_rows(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
 def record_logprobs(
     recorded: list[TokenLogprobs] | None, tokens: Sequence[int], rows: mx.array | None
 ) -> None:
-    """Add an entry for each token to `recorded`, by the `rows` that `Sampling.token_logprobs` gave.
+    """Append an entry for each token to `recorded`; waits for the device.
 
-    Reads the rows, where there are any.
+    Does nothing where `recorded` or `rows` is None.
+
+    Args:
+        recorded: the list to append to.
+        tokens: ids.
+        rows: [P, 1 + 2 T] as `Sampling.token_logprobs` returned them, P at least as many as tokens.
     """
     if recorded is None or rows is None:
         return
@@ -237,12 +330,12 @@ GREEDY = Sampling(SamplingConfig(), 0)
 
 
 def log_softmax(logits: mx.array) -> mx.array:
-    """[R, V] log probabilities of `logits` [R, V]."""
+    """[R, V] log probabilities of `logits` [R, V], in their dtype."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
-    """[R, V] `logprobs` with -inf for the tokens that top-p, min-p or top-k leave out."""
+    """[R, V] `logprobs` with -inf for the tokens that top-p, min-p or top-k drop, in this order."""
     if 0.0 < config.top_p < 1.0:
         floor = nucleus_floor(logprobs, mx.array(config.top_p))
         logprobs = mx.where(logprobs > floor, logprobs, -math.inf)
@@ -257,10 +350,14 @@ def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
 
 @mx.compile
 def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
-    """[R, 1] what the log probabilities [R, V] of the tokens that top-p keeps exceed.
+    """[R, 1] the bound that a token's log probability has to exceed to be among top-p's.
 
-    Found by halving twice a round the range in which it is, down to a millionth or two, as near as
-    float32 adds up. Tokens of log((1 - p) / V) and less are together too few to be kept.
+    Bisects the range twice a round, to about 1e-6, which is what float32 sums resolve. Tokens of
+    log((1 - p) / V) and less are together too few to be kept.
+
+    Args:
+        logprobs: [R, V] log probabilities.
+        top_p: [] between 0 and 1.
     """
     probs = mx.exp(logprobs)[:, None]
     low = mx.minimum(logprobs.max(axis=-1, keepdims=True), mx.log((1 - top_p) / probs.shape[-1]))
@@ -287,10 +384,23 @@ def rank_kept(
     top_k: int,
     has_nucleus: bool,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The likeliest tokens [R, K] of each row, K = `width`, what decides between them [R, K], -inf
-    where a filter leaves one out, and whether the last one was kept [R].
+    """The likeliest tokens of each row and the scores that decide between them.
 
-    `bounds` [2] are top-p and the logarithm of min-p.
+    Args:
+        logits: [R, V], with bias and penalties.
+        scale: [] 1 / temperature.
+        bounds: [2] top-p, and the logarithm of min-p.
+        seed: [] uint32 of the noise.
+        first: [1] the root's position.
+        depths: [R] how far behind it each row stands.
+        num_levels: one more than the largest depth.
+        width: K, how many tokens are looked at.
+        top_k: how many top-k keeps; V where it is off.
+        has_nucleus: whether top-p is on.
+
+    Returns:
+        [R, K] tokens, likeliest first; [R, K] scores with noise, -inf where a filter drops the
+        token; and [R] bool, whether the last one looked at was kept, so that more may be.
     """
     size = logits.shape[1]
     tokens, logprobs = top_columns(logits, width)
@@ -309,13 +419,21 @@ def rank_kept(
 
 @mx.compile
 def perturb(logits: mx.array, scale: mx.array, seed: mx.array, at: mx.array) -> mx.array:
-    """[R, V] float32 `logits` [R, V] * `scale` with the noise of the places `at` [R]."""
+    """[R, V] float32 `logits` [R, V] times `scale`, plus the Gumbel noise of the positions `at`
+    [R].
+    """
     noise = to_gumbel(uniform_noise(seed, at, logits.shape[1]))
     return logits.astype(mx.float32) * scale + noise
 
 
 def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.array:
-    """[R, V] logits with the penalties of each row's own recent tokens [R, C]."""
+    """[R, V] logits after repetition, presence and frequency penalties, as mlx-lm computes them.
+
+    Args:
+        logits: [R, V].
+        recent: [R, C] each row's last tokens, PAD_TOKEN where there are none.
+        config: the penalties, and how many of the last tokens each looks at.
+    """
 
     def counts(size: int) -> mx.array:
         return count_tokens(recent[:, -size:], logits.shape[1])
@@ -334,7 +452,8 @@ def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.a
 
 
 def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
-    """[R, V] how often each token stands in each row of `recent` [R, C]; PAD_TOKEN is none."""
+    """[R, V] how often each token stands in each row of `recent` [R, C]; PAD_TOKEN is not
+    counted."""
     rows = indices(recent.shape[0])[:, None]
     column = mx.where(recent == PAD_TOKEN, vocab_size, recent)
     counts = mx.zeros((recent.shape[0], vocab_size + 1), mx.int32)
@@ -342,11 +461,12 @@ def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
 
 
 def uniform_noise(seed: mx.array, at: mx.array, vocab_size: int) -> mx.array:
-    """[R, V] numbers from 0 to 1 that belong to `seed` [] and to the places `at` [R]."""
+    """[R, V] uniform numbers from 0 to 1: a function of `seed` [] and the positions `at` [R]
+    alone."""
     keys = mx.stack([mx.broadcast_to(seed, at.shape), at.astype(mx.uint32)], axis=1)
     return mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))(keys)
 
 
 def to_gumbel(uniform: mx.array) -> mx.array:
-    """Standard Gumbel noise of uniform noise."""
+    """Standard Gumbel noise from uniform noise of any shape."""
     return -mx.log(-mx.log(uniform))

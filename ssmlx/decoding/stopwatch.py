@@ -19,7 +19,7 @@ _AWAY = 0.05
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call that is under way."""
+    """A call that was launched and not read yet, with times in seconds of `time.perf_counter`."""
 
     launched_at: float
     launch_seconds: float
@@ -45,7 +45,12 @@ class Stopwatch:
         self._own = 0
 
     def launch(self, *arrays: object, is_first: bool = False) -> PendingCall:
-        """Start computing `arrays`."""
+        """Start computing `arrays`, without waiting for them.
+
+        Args:
+            arrays: what a call decides, and what has to be computed with it.
+            is_first: whether the call follows drafting of which nothing was read yet.
+        """
         Stopwatch.launches += 1
         self._own += 1
         started = now()
@@ -54,7 +59,16 @@ class Stopwatch:
         return PendingCall(started, now() - started, others, is_first)
 
     def read(self, call: PendingCall, read: Callable[[], Result]) -> tuple[Result, float | None]:
-        """What `read` returns, and the seconds that the call took; None where they are unknown."""
+        """Wait for a call, and time it.
+
+        Args:
+            call: as `launch` returned it.
+            read: waits for the call, and returns what is wanted of it.
+
+        Returns:
+            What `read` returned, and the seconds that the call took; None where they are not known,
+            such as when another loop launched calls meanwhile.
+        """
         started = now()
         found = read()
         done = now()
@@ -70,13 +84,14 @@ class Stopwatch:
         return found, done - since if is_busy or untimed < _AWAY * (done - since) else None
 
     def yield_untimed(self, tokens: Result) -> Iterator[Result]:
-        """Give out `tokens`; the time until somebody asks for more is nobody's call."""
+        """Yield `tokens` once; the time until somebody asks for more counts for no call."""
         left = now()
         yield tokens
         self._untimed += now() - left
 
-    def untimed(self, turns: Iterable[Result]) -> Iterator[Result]:
-        """Give out `turns` of other work, while no call is under way: their time is no call's."""
+    def exclude(self, turns: Iterable[Result]) -> Iterator[Result]:
+        """Yield from `turns`, other work while no call is under way; its time counts for no
+        call."""
         started = now()
         yield from turns
         self._last_read += now() - started

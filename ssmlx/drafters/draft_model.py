@@ -15,11 +15,11 @@ from mlx_lm.utils import get_total_parameters
 from ..bars import Progress
 from ..decoding.controller import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
-from ..decoding.sampling import Places, Sampling, last_tokens
+from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require
 from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import Fetch, resolve_model
-from ..model.backbone import arrays_of
+from ..model.modules import module_arrays
 from ..model.shapes import to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, comb_topology
@@ -53,7 +53,7 @@ class DraftModel:
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
         self.model = model
         self.name = name
-        mx.eval(arrays_of(model))
+        mx.eval(module_arrays(model))
         for layer, cache in enumerate(_make_cache(model)):
             require(
                 type(cache) is KVCache,
@@ -71,7 +71,7 @@ class DraftModel:
     @property
     def nbytes(self) -> int:
         """Bytes of its weights and its caches."""
-        return sum(array.nbytes for array in arrays_of(self.model)) + self.cache_bytes
+        return sum(array.nbytes for array in module_arrays(self.model)) + self.cache_bytes
 
     @property
     def cache_bytes(self) -> int:
@@ -217,8 +217,8 @@ class DraftModelDrafter:
             logits = self._cache.logits(tokens)
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])
-            places = Places(first, mx.zeros(1, mx.int32), 1, recent)
-            row = sampling.rank(logits, places, self._width)[0][0].astype(mx.int32)
+            places = RowPositions(first, mx.zeros(1, mx.int32), 1, recent)
+            row = sampling.rank_tokens(logits, places, self._width)[0][0].astype(mx.int32)
             rows.append(row)
             tokens = row[:1]
             if size:

@@ -15,9 +15,10 @@ import mlx.core as mx
 
 from ..errors import require
 from ..json_files import read_json
-from ..loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
+from ..loading.adapter import cast_tensors, check_draft_vocab
 from ..loading.files import account_for, read_tensors, save_tensors
 from ..model.backbone import Backbone
+from ..model.identity import BaseIdentity
 from ..model.streams import StreamFusedModel
 from ..settings import SpeculatorTreeConfig
 from .head_drafter import DraftingHeads, HeadConfig, HeadDrafter, HeadKind
@@ -59,7 +60,7 @@ def read_heads(folder: Path) -> Heads:
     require(
         folder.is_dir(),
         f"no heads folder {folder}",
-        expected="a folder that `python -m convert --heads` wrote",
+        expected="a folder that `python -m ssmlx.convert --heads` wrote",
         do="check the path, or convert published heads",
     )
     values = read_json(folder / CONFIG_FILE, "the settings of drafting heads")
@@ -68,7 +69,7 @@ def read_heads(folder: Path) -> Heads:
         values.get("format") == FORMAT and kind in _KINDS,
         f"{folder} has the format {values.get('format')!r} and kind {kind!r}",
         expected=f"{FORMAT}, {' or '.join(_KINDS)}",
-        do="convert the published heads with `python -m convert --heads` first",
+        do="convert the published heads with `python -m ssmlx.convert --heads` first",
     )
     config = _KINDS[kind][0].read(folder / CONFIG_FILE, values)
     base = BaseIdentity.read(folder / CONFIG_FILE, values)
@@ -82,7 +83,7 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
     """The heads of a folder, ready to draft for `model`, in its dtype.
 
     Args:
-        folder: as `python -m convert --heads` wrote it.
+        folder: as `python -m ssmlx.convert --heads` wrote it.
         model: as `ssmlx.load` returns it, or its backbone. Of an adapter on it, the heads know
             nothing: those that were trained with one draft best with it.
 
@@ -96,7 +97,7 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
     """Heads ready to draft, in the dtype of `backbone`; raises InputError where it is another's."""
     heads.base.require_same(
-        BaseIdentity.of(backbone),
+        backbone.identity,
         "the heads belong",
         expected=heads.base_model or "the model they were converted for",
         do="choose that model with --model, or other heads",

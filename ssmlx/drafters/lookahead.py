@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 from ..decoding.controller import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
-from ..decoding.sampling import OPEN
+from ..decoding.sampling import UNRESOLVED
 from ..model.shapes import to_list
 from ..model.tree import Tree
 from ..settings import LookaheadConfig
@@ -107,7 +107,7 @@ class LookaheadDrafter:
         if own is not None and verified.tree.num_nodes == own.num_nodes:
             # One Jacobi step: every level takes the place of the one above it.
             # A token that was left open is as good a guess as others.
-            last = [max(token, OPEN - token) for token in to_list(verified.target_tokens)]
+            last = [max(token, UNRESOLVED - token) for token in to_list(verified.target_tokens)]
             rows = [*self._window, [last[node] for node in self._last_level]]
             for ngram in zip(*rows, strict=True):
                 self._pool.add(ngram)

@@ -12,7 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..decoding.drafter import Noise, rank_candidates, with_noise
-from ..model.backbone import Backbone, LMHead, head_bytes
+from ..model.backbone import Backbone
+from ..model.lm_head import LMHead, head_bytes
 from ..model.shapes import arrays_in, expect_shape
 from ..model.tree import Tree, draft_topology, grow_tree
 from ..settings import MAX_DRAFT_TOKENS, MAX_LAYERS, TreeConfig, setting

@@ -23,7 +23,7 @@ from ..decoding.drafter import Noise, rank_candidates, with_noise
 from ..errors import require
 from ..model.backbone import Backbone
 from ..model.shapes import expect_shape, indices
-from ..model.tree import Topology, Tree, clip_edges, number_paths, top_nodes
+from ..model.tree import Topology, Tree, clip_edges, top_nodes, topology_of_paths
 from ..settings import MAX_DRAFT_TOKENS, MAX_TREE_NODES, SpeculatorTreeConfig, setting
 from .head_drafter import DraftingHeads, HeadConfig
 
@@ -233,4 +233,4 @@ def widths_topology(widths: tuple[int, ...]) -> Topology:
     """The full tree with `widths[i]` children for every node of depth i, breadth first."""
     ranks = [r for depth in range(len(widths) + 1) for r in product(*map(range, widths[:depth]))]
     # A node's candidates depend on its path: each has one of its own.
-    return replace(number_paths(ranks, max(widths)), slots=indices(len(ranks) - 1))
+    return replace(topology_of_paths(ranks, max(widths)), slots=indices(len(ranks) - 1))

@@ -12,8 +12,8 @@ from ..decoding.controller import DraftShape
 from ..decoding.drafter import Needs, Noise, Taps, Verified, rank_candidates, with_noise
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
-from ..model.backbone import head_bytes
 from ..model.cache import StreamCache
+from ..model.lm_head import head_bytes
 from ..model.shapes import expect_shape
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, grow_tree, num_candidates

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from ..commands.options import (
-    add_counts,
+    add_int_options,
     add_options,
     add_prompt_options,
-    command,
+    make_main,
     make_parser,
     print_json,
 )
@@ -23,11 +23,12 @@ A Core ML package runs on macOS 15 or later; one of Core AI also on Linux. Decod
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `python -m ssmlx.exported`."""
     parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
     told = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
     parser.add_argument("--package", type=Path, required=True, **told)
     add_prompt_options(parser.add_argument_group("prompts"))
-    add_counts(parser, ("max-tokens", 256, "longest answer"))
+    add_int_options(parser, ("max-tokens", 256, "longest answer"))
     add_options(
         parser,
         (
@@ -42,7 +43,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _main(args: argparse.Namespace) -> None:
+def answer_prompts(args: argparse.Namespace) -> None:
+    """Answer every prompt, printing the text as it comes, or with --jsonl an object for each
+    answer.
+    """
     from ..api import record, summary
     from ..prompts import read_prompts, user_text
     from .api import load, prompt_tokens, stream_generate
@@ -62,7 +66,7 @@ def _main(args: argparse.Namespace) -> None:
             print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
 
 
-main = command(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, answer_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -14,7 +14,7 @@ from ..json_files import read_json
 from ..loading.load import load_tokenizer
 from ..prompts import Prompt, asked_tokens, encode
 from .backends import Backend, coreai_backend, coreml_backend
-from .decode import SlotCache, streaming_decode
+from .decode import SlotCache, speculative_decode
 from .manifest import Manifest
 
 
@@ -68,7 +68,16 @@ def load(
 
 
 def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
-    """The tokens of what a user asks, under the adapter's own template, or as a chat."""
+    """Tokenise what a user asks, under the adapter's own template, or the tokenizer's chat
+    template.
+
+    Args:
+        model: as `load` returns it.
+        prompt: a text, or a row with "prompt" or "messages".
+
+    Raises:
+        InputError: the prompt cannot be put into the template.
+    """
     asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
     return asked_tokens(asked, model.tokenizer, model.manifest.prompt_template)
 
@@ -86,8 +95,8 @@ def stream_generate(
         model: as `load` returns it.
         prompt: text (a template, if any, already applied) or token ids.
         max_tokens: most tokens to generate.
-        cache: holds what comes before the prompt, and is left holding prompt and answer but for
-            the last token, or more; a fresh one unless given.
+        cache: holds what comes before the prompt; it is left holding the prompt and the answer, at
+            least the last token excepted. None for a fresh one.
 
     Raises:
         InputError: the prompt is empty or leaves no room for an answer.
@@ -102,7 +111,7 @@ def stream_generate(
     ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
     text = Text(model.tokenizer)
     return responses_of(
-        streaming_decode(model.backend, manifest, tokens, cache),
+        speculative_decode(model.backend, manifest, tokens, cache),
         Budget(text, ends, max_tokens, is_full=lambda: cache.offset > room),
         num_cached + len(tokens),
         num_cached,
@@ -111,6 +120,9 @@ def stream_generate(
 
 
 def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
+    """Raise InputError where the prompt is empty, or `count` tokens after `offset` do not fit the
+    cache.
+    """
     require(count > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     chunks = -(-(count - 1) // manifest.chunk)
     after_prefill = offset + chunks * manifest.chunk
@@ -124,7 +136,7 @@ def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has held."""
+    """Return the most memory that this process has held, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -136,6 +148,8 @@ def generate(
     max_tokens: int = 256,
     cache: SlotCache | None = None,
 ) -> str:
-    """The whole answer to `prompt`; see `stream_generate`."""
+    """Generate an answer, greedily, and return its text; arguments and errors as for
+    `stream_generate`.
+    """
     responses = stream_generate(model, prompt, max_tokens=max_tokens, cache=cache)
     return "".join(response.text for response in responses)

@@ -23,18 +23,31 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Backend(Protocol):
+    """Runs the two functions of an exported model."""
+
     def make_state(self) -> Any:
-        """An empty cache, for one sequence."""
+        """Return an empty cache for one sequence."""
         ...
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """The outputs of `function`, by name; what it writes into the cache is in `state`."""
+        """Run a function, "prefill" or "decode".
+
+        Args:
+            function: its name.
+            inputs: arrays by name.
+            state: the cache, which the function writes into.
+
+        Returns:
+            The outputs by name, without the cache.
+        """
         ...
 
 
 class CarriedCache:
-    """A backend whose caches are inputs and outputs, which the host carries from call to call;
-    `call` makes outputs of a function's name and inputs."""
+    """A backend for packages whose cache is inputs and outputs: `state` is a dict of arrays.
+
+    `call` runs a function of a name on inputs, and returns its outputs.
+    """
 
     def __init__(self, call: Callable[[str, Arrays], Arrays], manifest: Manifest) -> None:
         self._call = call
@@ -44,6 +57,7 @@ class CarriedCache:
         return self._manifest.empty_cache()
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
+        """Run a function; its outputs called NAME_new take the place of the cache's arrays."""
         found = dict(self._call(function, {**inputs, **state}))
         for name in state:
             state[name] = found.pop(name + NEW)
@@ -51,7 +65,9 @@ class CarriedCache:
 
 
 class CoreMLState:
-    """A backend whose caches Core ML keeps, of a loaded `MLModel` of each function."""
+    """A backend for Core ML packages whose cache is Core ML's own state; `models` has an `MLModel`
+    for each function.
+    """
 
     def __init__(self, models: Mapping[str, Any]) -> None:
         self._models = models
@@ -61,11 +77,21 @@ class CoreMLState:
         return self._models[DECODE].make_state()
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        return self._models[function].predict(dict(inputs), state=state)
+        outputs: Arrays = self._models[function].predict(dict(inputs), state=state)
+        return outputs
 
 
 def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None = None) -> Backend:
-    """Run an .mlpackage with Core ML itself, which only macOS has."""
+    """Load an .mlpackage into Core ML, which only macOS has.
+
+    Args:
+        package: its path.
+        manifest: describes it.
+        compute_units: one of `COMPUTE_UNITS`; None for those that it was exported for.
+
+    Raises:
+        InputError: this is no Mac, coremltools is missing, or Core ML cannot load the package.
+    """
     what = "Core ML runs on macOS alone"
     do = "copy the exported folder to a Mac"
     require(sys.platform == "darwin", what, expected="macOS 15 or later", do=do)
@@ -93,9 +119,10 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
 
 
 class CoreAIBackend:
-    """A backend whose caches are Core AI's state, in arrays that the host owns."""
+    """A backend for Core AI packages, whose cache is arrays that the host owns."""
 
     def __init__(self, package: Path, manifest: Manifest) -> None:
+        """Load the package; raise ImportError where Core AI's runtime is not installed."""
         from coreai.authoring import AIModelAsset
         from coreai.runtime import NDArray
 
@@ -106,13 +133,16 @@ class CoreAIBackend:
         model = self._loop.run_until_complete(context.__aenter__())
         # The functions live as long as the model, and the model until its context ends.
         self._functions = {name: model.load_function(name) for name in FUNCTIONS}
-        self._end = weakref.finalize(self, _end, self._loop, context, self._functions)
+        self._release_model = weakref.finalize(
+            self, _release_model, self._loop, context, self._functions
+        )
 
     def make_state(self) -> dict[str, Any]:
         empty = self._manifest.empty_cache()
         return {name: self._array(zeros) for name, zeros in empty.items()}
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
+        """Run a function on copies of the inputs; return copies of its outputs."""
         given = {name: self._array(np.ascontiguousarray(x)) for name, x in inputs.items()}
         call = self._functions[function](inputs=given, state=state)
         found = self._loop.run_until_complete(call)
@@ -121,10 +151,13 @@ class CoreAIBackend:
 
     def close(self) -> None:
         """Release the model; it cannot be used afterwards."""
-        self._end()
+        self._release_model()
 
 
-def _end(loop: Any, context: Any, functions: dict[str, Any]) -> None:
+def _release_model(loop: Any, context: Any, functions: dict[str, Any]) -> None:
+    """Close Core AI's model and its event loop; errors of a runtime that is half gone are
+    ignored.
+    """
     functions.clear()
     with contextlib.suppress(Exception):  # the runtime may be half gone at the interpreter's end
         loop.run_until_complete(context.__aexit__(None, None, None))
@@ -132,6 +165,11 @@ def _end(loop: Any, context: Any, functions: dict[str, Any]) -> None:
 
 
 def coreai_backend(package: Path, manifest: Manifest) -> CoreAIBackend:
+    """Load a Core AI package.
+
+    Raises:
+        InputError: Core AI's runtime is missing, or cannot load the package.
+    """
     try:
         return CoreAIBackend(package, manifest)
     except ImportError as error:

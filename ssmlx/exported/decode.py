@@ -27,16 +27,27 @@ Engine and in float16 it turns into NaN where a row sees nothing, and exp(-1e4) 
 
 
 class SlotCache:
-    """The cache of one sequence."""
+    """The cache of one sequence: the runtime's state, and which slots hold committed tokens.
+
+    Attributes:
+        state: keys and values, as the backend has them.
+        offset: how many tokens are committed.
+        text: these tokens.
+    """
 
     def __init__(self, state: Any, num_slots: int) -> None:
+        """Begin with no token, and `num_slots` free slots."""
         self.state = state
         self.offset = 0
         self.text = list[int]()
         self._used = np.zeros(num_slots, bool)
 
     def free(self, count: int) -> np.ndarray:
-        """[count] int32 free slots, ascending; refused where there are not as many."""
+        """Return `count` free slots [count] int32, ascending; nothing is reserved.
+
+        Raises:
+            InputError: there are not as many.
+        """
         found = np.flatnonzero(~self._used)[:count].astype(np.int32)
         require(
             len(found) == count,
@@ -47,14 +58,17 @@ class SlotCache:
         return found
 
     def commit(self, slots: np.ndarray, tokens: list[int]) -> None:
-        """Make `slots` those of the next committed `tokens`."""
+        """Mark `slots` [n] as holding the next `tokens` of the text."""
         self.offset += len(slots)
         self.text += tokens
         self._used[slots] = True
 
     def mask(self, slots: np.ndarray, visible: np.ndarray) -> np.ndarray:
-        """[1, 1, R, S] additive mask of rows, written to `slots` [R], that see all that is
-        committed, and each other where `visible` [R, R] says so (first axis: who sees)."""
+        """Build the additive mask [1, 1, R, S] float32 of rows that are written to `slots` [R].
+
+        Every row sees all committed slots, and the slots of those rows that `visible` [R, R] allows
+        (first axis: who sees).
+        """
         mask = np.where(self._used, 0, MASKED).astype(np.float32)
         mask = np.repeat(mask[None], len(slots), axis=0)
         mask[:, slots] = np.where(visible, 0, MASKED)
@@ -62,9 +76,12 @@ class SlotCache:
 
 
 def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: SlotCache) -> None:
-    """Put `tokens` into the cache, a chunk at a time; the last chunk is filled up.
+    """Process `tokens` into the cache, a chunk a call.
 
-    A row that only fills up writes into a slot that stays free.
+    The last chunk is filled up with rows whose slots stay free.
+
+    Raises:
+        InputError: the cache is full.
     """
     size = manifest.chunk
     for first in range(0, len(tokens), size):
@@ -82,12 +99,19 @@ def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: Slot
         cache.commit(slots[: len(chunk)], chunk)
 
 
-def step_inputs(
+def decode_inputs(
     tree: Tree, slots: np.ndarray, cache: SlotCache, manifest: Manifest
 ) -> dict[str, np.ndarray]:
-    """What the function "decode" takes, of [N] free slots and a tree of at most N nodes.
+    """Build the inputs of the function "decode" for a tree of at most N nodes.
 
-    Nodes that the tree lacks see themselves alone.
+    Args:
+        tree: the draft tree.
+        slots: [N] free slots.
+        cache: of the sequence.
+        manifest: has N and the types.
+
+    Returns:
+        Arrays by name. Nodes that the tree lacks have depth -1 and see themselves alone.
     """
     size = manifest.num_nodes
     count = tree.num_nodes
@@ -112,16 +136,26 @@ def step_inputs(
 
 
 def _positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
-    """Rows that only fill up may stand behind the last position; they take that."""
-    return np.minimum(positions, manifest.num_slots - 1).astype(np.int32)
+    """Return positions as int32, those beyond the last slot moved to it: rows that only fill up may
+    have such.
+    """
+    clipped: np.ndarray = np.minimum(positions, manifest.num_slots - 1).astype(np.int32)
+    return clipped
 
 
-def step(
+def decode_step(
     backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache, copies: Copies
 ) -> tuple[list[int], Tree]:
-    """One target call: the tokens that it advances by, and the next tree."""
+    """Make one target call.
+
+    Returns:
+        The tokens that it advances by, and the next draft tree. The cache has the accepted nodes.
+
+    Raises:
+        RuntimeError: the graph has drafted for another node than the host has accepted.
+    """
     slots = cache.free(manifest.num_nodes)
-    found = backend.predict(DECODE, step_inputs(tree, slots, cache, manifest), cache.state)
+    found = backend.predict(DECODE, decode_inputs(tree, slots, cache, manifest), cache.state)
     kept = np.arange(tree.num_nodes)
     if "kept" in found:
         # Rows that fill up may be kept where the tree is small; they stand behind its nodes.
@@ -146,12 +180,16 @@ def step(
     return tokens, grow_tree(mx.array(tokens[-1:]), *guesses, manifest.tree.config)
 
 
-def streaming_decode(
+def speculative_decode(
     backend: Backend, manifest: Manifest, prompt: list[int], cache: SlotCache
 ) -> Iterator[list[int]]:
-    """Yield the tokens that each target call advances by, until the cache is full.
+    """Yield the tokens of each target call, until the cache is full.
 
-    The prompt follows what `cache` holds, which is left holding all but the last token yielded.
+    Args:
+        backend: runs the model.
+        manifest: describes it.
+        prompt: one token or more; follows what the cache holds.
+        cache: is left holding the prompt and all that was yielded but for the last token.
     """
     prefill(backend, manifest, prompt[:-1], cache)
     tree = root_tree(mx.array(prompt[-1:]))
@@ -159,5 +197,5 @@ def streaming_decode(
     while cache.offset + manifest.num_nodes <= manifest.num_slots:
         # The tree is small: what is done with it stays on the CPU, away from the exported model.
         with mx.stream(mx.cpu):
-            tokens, tree = step(backend, manifest, tree, cache, copies)
+            tokens, tree = decode_step(backend, manifest, tree, cache, copies)
         yield tokens

@@ -25,8 +25,7 @@ _DO = "export it again with this version of ssmlx"
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What a host grows trees by, from the candidates of "decode"; a full tree is one that has
-    room for all."""
+    """How large the draft trees are, and how they grow from the candidates of "decode"."""
 
     num_candidates: int  # K, of each stream
     size: int  # nodes of a tree, the likeliest
@@ -35,13 +34,13 @@ class TreeShape:
 
     @property
     def config(self) -> TreeConfig:
-        """As `grow_tree` takes it."""
+        """The same as settings of `grow_tree`."""
         return TreeConfig(width=self.width or self.num_candidates, size=self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a host needs to know of an exported model; all of it is in `manifest.json`."""
+    """What a host needs to know of an exported model: the content of `manifest.json`."""
 
     target: str  # "coreml" or "coreai"; `profile` is "gpu" or "ane"
     profile: str
@@ -66,14 +65,21 @@ class Manifest:
 
     @property
     def float_type(self) -> Any:
+        """The NumPy type of floating inputs and outputs."""
         return np.dtype(self.dtype)
 
     def empty_cache(self) -> dict[str, np.ndarray]:
+        """Return zeros for every tensor of the cache, by name."""
         return {name: np.zeros(self.cache_shape, self.float_type) for name in self.cache_names}
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The manifest of an export's folder; refused where its numbers do not fit one another."""
+        """Read the manifest in an export's folder.
+
+        Raises:
+            InputError: there is none, it is of another format, or its numbers do not fit one
+                another.
+        """
         path = folder / MANIFEST
         values = read_json(path, "the manifest of a model that `python -m ssmlx.export` wrote")
         found = values.pop("format", None)
@@ -82,7 +88,7 @@ class Manifest:
         require(not odd, f"{path} lacks or has over: {odd}", expected=FORMAT, do=_DO)
         try:
             manifest: Self = from_json(cls, values)
-            faults = manifest._faults()
+            faults = manifest._find_faults()
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} cannot be read ({error})", expected=FORMAT, do=_DO) from error
         for fault, is_there in faults.items():
@@ -90,10 +96,12 @@ class Manifest:
         return manifest
 
     def write(self, folder: Path) -> None:
+        """Write the manifest into a folder."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
-    def _faults(self) -> dict[str, bool]:
+    def _find_faults(self) -> dict[str, bool]:
+        """Return every fault that the sizes could have, in words, and whether it is there."""
         tree = self.tree.config
         slots = self.num_slots
         shape = self.cache_shape
@@ -117,7 +125,11 @@ class Manifest:
         }
 
     def package(self, folder: Path) -> Path:
-        """The package in an export's folder, its content checked against the digest."""
+        """Return the package in an export's folder.
+
+        Raises:
+            InputError: there is none, or its files are not those that the manifest was written for.
+        """
         path = folder / PACKAGES[self.target]
         require(path.exists(), f"{path} does not exist", expected="the exported package", do=_DO)
         require(
@@ -130,7 +142,7 @@ class Manifest:
 
 
 def package_digest(package: Path) -> str:
-    """SHA-256 over the names and contents of a package's files."""
+    """Return the SHA-256 over the names and contents of a package's files."""
     digest = hashlib.sha256()
     for path in sorted(file for file in package.rglob("*") if file.is_file()):
         digest.update(path.relative_to(package).as_posix().encode())

@@ -92,7 +92,7 @@ class _Group:
         In turns, each with its drafts, they bring the sum of their tokens in the sum of their
         costs; together, a token each in what a call for so many texts costs.
         """
-        rows = [row for row in self.open if not row.rests]
+        rows = [row for row in self.open if not row.is_paused]
         if len(rows) < 2 or not self.batch.shares_calls:
             self.together = False
             return
@@ -117,7 +117,7 @@ class _Group:
         self.batch.step()
         seconds = time.perf_counter() - started
         self._time(members, seconds)
-        if any(row.rests for row in members):
+        if any(row.is_paused for row in members):
             self.decide()
         return seconds
 

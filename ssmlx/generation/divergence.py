@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..decoding.drafter import Noise
 from ..decoding.loop import prefill
-from ..decoding.sampling import Sampling, last_tokens, places_of
+from ..decoding.sampling import Sampling, last_tokens, row_positions
 from ..model.shapes import to_float
 from ..model.streams import StreamFusedModel
 from ..model.tree import root_tree
@@ -109,7 +109,7 @@ def divergence(
     token = mx.array(text[-1:], mx.int32)
     first = cache.length
     hidden, _ = model.append(token, cache, {})
-    places = places_of(root_tree(token), first, last_tokens(text[:-1], sampling.context_size))
+    places = row_positions(root_tree(token), first, last_tokens(text[:-1], sampling.context_size))
     logits = sampling.process(model.backbone.logits(hidden), places)[0]
 
     def token_of(answer: Sequence[int]) -> int:

@@ -9,8 +9,8 @@ import mlx.core as mx
 from ..decoding.drafter import Drafter
 from ..drafters.registry import Loaded
 from ..loading.adapter import stream_tensors
-from ..model.backbone import head_bytes
 from ..model.cache import TreeCache
+from ..model.lm_head import head_bytes
 from ..model.lora import LoraLayer
 from ..model.shapes import arrays_in
 from ..model.streams import StreamFusedModel
@@ -92,7 +92,7 @@ def memory_of(
     apart = {id(array) for array in lora}
     used = {id(array): array for array in arrays_in(model.backbone.model.parameters())}
     # Weights that merged ones stand in for.
-    kept = arrays_in([module.parameters() for module in model.backbone.kept.values()])
+    kept = arrays_in([module.parameters() for module in model.backbone.replaced_in_memory.values()])
     # In the cache's buffers, the rows of a step stand behind those that are committed.
     rows = cache.scratch + cache.capacity
     scratch = cache.nbytes * cache.scratch // rows if rows else 0

@@ -234,10 +234,10 @@ def drafter_name(
         return NAME if model.backbone.capabilities.has("trees") else None
     if name is not None:
         model.backbone.capabilities.require("trees", "drafting")
+    cause = "--drafter streams" if config.drafter else "speculative decoding"
     require(
         name != "streams" or model.num_streams > 0,
-        f"{'--drafter streams' if config.drafter else 'streaming'} was asked for, but the model "
-        "has no streams",
+        f"{cause} was asked for, but the model has no streams",
         expected="an adapter with streams",
         do="give --adapter FOLDER, another --drafter, or --decoding plain",
     )

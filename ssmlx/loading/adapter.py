@@ -32,8 +32,8 @@ import mlx.core as mx
 
 from ..errors import InputError, quoted, require
 from ..json_files import read_json
-from ..model.backbone import BaseIdentity
 from ..model.condition import Condition
+from ..model.identity import BaseIdentity
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig
@@ -41,11 +41,11 @@ from .files import account_for, read_tensors, save_tensors
 from .lora_files import (
     SCALE,
     Loras,
-    kind_of,
+    describe_lora,
     read_lora,
     read_lora_file,
-    scale_of,
-    uniform,
+    shared_scale,
+    unify_rank_and_scale,
     write_lora,
     write_lora_file,
 )
@@ -69,8 +69,8 @@ class Adapter:
     base_model: str = ""
 
     def describe(self) -> str:
-        """What it is, in one line."""
-        return f"{kind_of(self.lora)}, which changes the answers; no streams"
+        """Return one line on what the adapter has, and whether it changes the answers."""
+        return f"{describe_lora(self.lora)}, which changes the answers; no streams"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -91,35 +91,48 @@ class StreamAdapter(Adapter):
 
     @property
     def trained_lora(self) -> Loras:
-        """The LoRA that is trained with the streams: that of the rows of its scope."""
+        """The LoRA that is trained with the streams: on every row of scope "all", else on stream
+        rows.
+        """
         return self.lora if self.config.adapter_scope == "all" else self.stream_lora
 
     @property
     def task_lora(self) -> Loras:
-        """The LoRA on every row of the model for which the streams draft, trained before them."""
+        """The LoRA on every row that streams of scope "streams" draft beside; empty of scope
+        "all".
+        """
         return {} if self.config.adapter_scope == "all" else self.lora
 
     def with_trained(self, lora: Loras, **changes: Any) -> "StreamAdapter":
-        """The same with another `trained_lora`, and other `changes`."""
+        """Return the adapter with another `trained_lora`, and other fields as `changes` name
+        them.
+        """
         if self.config.adapter_scope == "all":
             return replace(self, lora=lora, **changes)
         return replace(self, stream_lora=lora, **changes)
 
     def describe(self) -> str:
-        """What it is, in one line."""
+        """Return one line on the streams and LoRA, and whether they change the answers."""
         config = self.config
         if not config.num_streams:
             return super().describe()
         size = f"{config.num_streams} streams in the top {config.num_msa_layers} layers"
         if self.lora:
-            return f"{size}, and {kind_of(self.lora)}, which changes the answers"
+            return f"{size}, and {describe_lora(self.lora)}, which changes the answers"
         return f"{size}; the answers are the model's own"
 
 
 def check_draft_vocab(
     found: Any, config: StreamConfig, vocab_size: int, source: str | Path
 ) -> None:
-    """Raises InputError unless `found`, of MLX or of PyTorch, is [Vd] rising int32 tokens."""
+    """Raise InputError unless a draft vocabulary is [Vd] int32 ids, strictly ascending, below V.
+
+    Args:
+        found: an array of MLX, or a tensor of PyTorch.
+        config: has Vd.
+        vocab_size: V, of the base model.
+        source: named in the message.
+    """
     dtype = str(found.dtype).rpartition(".")[2]
     size = config.draft_vocab_size
     tokens = found.tolist() if dtype == "int32" else []
@@ -139,7 +152,16 @@ def check_draft_vocab(
 
 
 def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWeights:
-    """Read a streams file, accounting for every tensor; `vocab_size` is V of the base model."""
+    """Read a streams file, which must have exactly the tensors that its settings ask for.
+
+    Args:
+        path: of the file.
+        config: the settings.
+        vocab_size: V, of the base model.
+
+    Raises:
+        InputError: tensors are missing, spare, of another shape, or not finite.
+    """
     size = config.hidden_size
     expected: dict[str, tuple[int, ...]] = {}
     if config.has_embeddings:
@@ -161,13 +183,14 @@ def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWei
     account_for(tensors, expected, path)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
-    return streams_of(tensors)
+    return streams_from_tensors(tensors)
 
 
-def streams_of(tensors: Mapping[str, mx.array]) -> StreamWeights:
-    """Stream weights from the tensors of a streams file; others among them are left aside."""
+def streams_from_tensors(tensors: Mapping[str, mx.array]) -> StreamWeights:
+    """Build stream weights from the tensors of a streams file; other tensors are not looked at."""
 
     def low_rank(name: str) -> LowRank | None:
+        """Build a low-rank pair; None where the tensors lack it."""
         if f"{name}.lora_A.weight" not in tensors:
             return None
         return LowRank(tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
@@ -187,6 +210,7 @@ def streams_of(tensors: Mapping[str, mx.array]) -> StreamWeights:
 
 
 def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
+    """Return the arrays of stream weights by their names in a streams file."""
     arrays = {"stream_embeddings": streams.embeddings, "draft_vocab": streams.draft_vocab}
     tensors = {name: array for name, array in arrays.items() if array is not None}
     for name, low_rank in (
@@ -204,7 +228,7 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
 
 
 def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """The tensors in `dtype`; a draft vocabulary's ids stay what they are."""
+    """Return the tensors in `dtype`; a draft vocabulary stays int32."""
     return {
         name: array if name == "draft_vocab" else array.astype(dtype)
         for name, array in tensors.items()
@@ -212,25 +236,35 @@ def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, 
 
 
 def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
-    return streams_of(cast_tensors(stream_tensors(streams), dtype))
+    """Return stream weights in `dtype`; a draft vocabulary stays int32."""
+    return streams_from_tensors(cast_tensors(stream_tensors(streams), dtype))
 
 
 def write_streams(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
+    """Write the streams file and the settings of an adapter, without LoRA, into a folder.
+
+    `fused` notes in the settings that LoRA is merged into the model beside them.
+    """
     save_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
         "format": FORMAT,
         **adapter.config.to_dict(),
         "base": adapter.base.__dict__,
         "fused": fused,
-        "lora_scale": scale_of(adapter.trained_lora),
+        "lora_scale": shared_scale(adapter.trained_lora),
     }
     if adapter.task_lora:
-        values["task_lora_scale"] = scale_of(adapter.task_lora)
+        values["task_lora_scale"] = shared_scale(adapter.task_lora)
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
-    adapter = replace(adapter, lora=uniform(adapter.lora), stream_lora=uniform(adapter.stream_lora))
+    """Write an adapter into a folder: streams, settings, and LoRA with one rank and scale."""
+    adapter = replace(
+        adapter,
+        lora=unify_rank_and_scale(adapter.lora),
+        stream_lora=unify_rank_and_scale(adapter.stream_lora),
+    )
     write_streams(folder, adapter, fused=False)
     if adapter.stream_lora:
         write_lora_file(folder / LORA_FILES["streams"], adapter.stream_lora)
@@ -239,7 +273,7 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
 
 
 def load_adapter(folder: Path) -> Adapter:
-    """Read an adapter folder: LoRA of mlx-lm's or PEFT's, or streams.
+    """Read an adapter folder: LoRA of mlx-lm's or PEFT's, or streams with their LoRA.
 
     Raises:
         InputError: it holds neither, or what it holds is broken or cannot be used as it is.
@@ -251,7 +285,11 @@ def load_adapter(folder: Path) -> Adapter:
 
 
 def load_streams(folder: Path) -> StreamAdapter:
-    """Read an adapter folder that has streams, or the streams of a fused model folder."""
+    """Read an adapter folder with streams, or the streams of a fused model folder.
+
+    Raises:
+        InputError: it has no streams, or a file is broken or does not fit the others.
+    """
     require(
         not is_lora(folder),
         f"{folder} has LoRA and no streams",
@@ -270,6 +308,7 @@ def load_streams(folder: Path) -> StreamAdapter:
     )
 
     def read(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
+        """Read the LoRA of a scope, with the scale that the settings have under `scale_name`."""
         scale: Any = values.get(scale_name)
         what = f"{path} has {scale_name} {scale!r}"
         expected = f"a number, {SCALE.text()}"
@@ -293,11 +332,16 @@ def load_streams(folder: Path) -> StreamAdapter:
 
 
 def read_identity(folder: Path) -> BaseIdentity:
-    """The base model that an adapter folder is for, from its settings alone."""
+    """Read which base model an adapter folder is for; of its files, the settings alone."""
     return BaseIdentity.read(folder / CONFIG_FILE, _read_settings(folder))
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
+    """Read an adapter's settings, with "fused" filled in.
+
+    Raises:
+        InputError: there is no folder, or its settings are of another format.
+    """
     what = f"no adapter folder {folder}"
     do = "check --adapter, or convert a checkpoint"
     require(folder.is_dir(), what, expected="a folder with LoRA or streams", do=do)
@@ -306,7 +350,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         values.get("format") == FORMAT,
         f"{folder} has the format {values.get('format')!r}",
         expected=FORMAT,
-        do="turn a PyTorch checkpoint into an adapter with `python -m convert` first",
+        do="turn a PyTorch checkpoint into an adapter with `python -m ssmlx.convert` first",
     )
     fused = values.setdefault("fused", False)
     what = f"{folder / CONFIG_FILE} has fused {quoted(fused)}"

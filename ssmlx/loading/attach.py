@@ -8,14 +8,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import InputError, require
-from ..model.backbone import Backbone, BaseIdentity, digest_of
+from ..model.backbone import Backbone
+from ..model.identity import digest_tensors
 from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_identity
 from .files import account_for
 from .found import log_outdated, runs_for
-from .lora_files import Loras, lora_tensors, with_experts_together
+from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
     AUTO_ADAPTER,
     DEFAULT_ADAPTER,
@@ -27,11 +28,11 @@ from .names import (
 
 
 def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
-    """Raises InputError where the adapter was made for another model than `backbone`."""
+    """Raise InputError where an adapter with streams was made for another model than `backbone`."""
     config = adapter.config
     base = adapter.base
     base.require_same(
-        BaseIdentity.of(backbone),
+        backbone.identity,
         "the adapter belongs",
         expected=f"{config.base_model or 'the model it was converted for'}, not {backbone.name}",
         do="choose that model with --model, or another --adapter",
@@ -43,23 +44,23 @@ def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     require(own == true, what, expected=expected, do="convert the checkpoint again")
 
 
-def fitted_lora(adapter: Adapter, backbone: Backbone) -> Loras:
-    """The LoRA of an adapter on every row, by the paths that its modules have in the base model.
+def fit_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
+    """Return an adapter's LoRA on every row, by the paths that its modules have in the base model.
 
-    A model may be wrapped in another place than where the LoRA was trained, so that one path has
-    `language_model` in front, and the other not.
+    Wrappers such as `language_model` in front of a path are matched, and the LoRA of single experts
+    is stacked.
 
     Raises:
-        InputError: it is another model's, or the ranks that share the model cannot split it.
+        InputError: it is another model's, or cannot be split over the ranks that share the model.
     """
     modules: dict[str, Any] = dict(backbone.model.named_modules())
-    places = {_unwrapped(path): path for path in modules}
+    places = {_strip_wrappers(path): path for path in modules}
     lora = {
-        path if path in modules else places.get(_unwrapped(path), path): weights
+        path if path in modules else places.get(_strip_wrappers(path), path): weights
         for path, weights in adapter.lora.items()
     }
     experts = {path: one.num_experts for path, one in modules.items() if isinstance(one, EXPERTS)}
-    lora = with_experts_together(lora, experts)
+    lora = stack_experts(lora, experts)
     try:
         check_lora(backbone.model, lora, Path("the adapter"))
     except InputError as error:
@@ -82,8 +83,8 @@ def fitted_lora(adapter: Adapter, backbone: Backbone) -> Loras:
     return lora
 
 
-def _unwrapped(path: str) -> str:
-    """A module's path without what a model, or a model around it, is called."""
+def _strip_wrappers(path: str) -> str:
+    """Return a module's path without `model` and `language_model` at its front."""
     parts = path.split(".")
     names = ("model", "language_model")
     first = next((n for n, part in enumerate(parts) if part not in names), len(parts))
@@ -93,7 +94,11 @@ def _unwrapped(path: str) -> str:
 def check_lora(
     model: nn.Module, lora: Loras, source: Path, kinds: tuple[type, ...] = LORA_KINDS
 ) -> None:
-    """Raises InputError where a pair does not fit its layer of `model`, of one of these kinds."""
+    """Raise InputError unless each LoRA is of a module of `model`, of one of the `kinds`, and of
+    its sizes.
+
+    `source` is named in the message.
+    """
     modules: dict[str, nn.Module] = dict(model.named_modules())
     modules = {path: layer for path, layer in modules.items() if isinstance(layer, kinds)}
     expected = {
@@ -105,21 +110,28 @@ def check_lora(
 
 
 def lora_digest(lora: Loras) -> str | None:
-    """What tells one LoRA from another, merged or not; None of none."""
+    """Return a digest of LoRA's paths, scales and weights; None without LoRA."""
     pairs = (
         (f"{path} {one.scale}" + ("" if one.acts_on_head else " embeds"), array)
         for path, one in lora.items()
         for array in one.arrays
     )
-    return digest_of(pairs) if lora else None
+    return digest_tensors(pairs) if lora else None
 
 
 def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
-    """A base model with an adapter on it: modules of its own, on the base's arrays.
+    """Put an adapter on a copy of a base model's modules that shares its arrays.
 
-    `backbone`, alone or with another adapter, stays as it is. With `merge_lora`, LoRA that acts on
-    every row is added into layers that are not quantised, whose original weights are not kept where
-    the backbone can read them again.
+    `backbone`, alone or with another adapter, stays as it is.
+
+    Args:
+        backbone: the base, or a model on it.
+        adapter: LoRA, streams, or both.
+        merge_lora: add LoRA on every row into the weights of layers that are not quantised; their
+            own weights are then dropped where the backbone can read them again.
+
+    Returns:
+        The model, its weights evaluated.
 
     Raises:
         InputError: the adapter is another model's.
@@ -128,11 +140,11 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     if streams is not None:
         check_base(streams, backbone)
     base = backbone.base()
-    lora = fitted_lora(adapter, base)
+    lora = fit_lora_to_model(adapter, base)
     if streams is not None:
         check_lora(base.model, streams.stream_lora, Path("the adapter"), LINEARS)
     _ = base.digest  # before layers are changed
-    backbone = base.twin()
+    backbone = base.clone_sharing_weights()
     model = backbone.model
     dtype = backbone.dtype
     every_row = RowScope(0)
@@ -146,7 +158,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
         own = attach_lora(model, streams.stream_lora, scope, merge=False, dtype=dtype)
         replaced = {**own, **replaced}
     backbone.replaced = {**replaced, **dict.fromkeys(dropped)}
-    backbone.take_modules()
+    backbone.refresh_parts()
     # Now: the first answer would merge and cast, which takes time and memory.
     mx.eval(model.parameters())
     if streams is None:
@@ -162,7 +174,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
 def swap_adapter(
     model: StreamFusedModel, adapter: Adapter | str | Path | None, *, merge_lora: bool = True
 ) -> StreamFusedModel:
-    """The same base model with another adapter, without loading the base again.
+    """Return the same base model with another adapter, without loading the base again.
 
     Only the layers that LoRA was merged into are read again, from the model's folder. `model`
     stays as it is, and both share what the adapters leave alone; what is no longer used is freed.
@@ -191,11 +203,14 @@ def swap_adapter(
 
 
 def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
-    """Folders of the adapters, bundled or made here, that belong to `model`'s base, by name.
+    """Find the adapters with streams, made here or bundled, that belong to a model's base.
 
-    Reads their settings, no weights. One whose settings cannot be read belongs to no model.
+    Settings are read and no weights; an adapter whose settings cannot be read is left out.
+
+    Returns:
+        Folders by name.
     """
-    identity = BaseIdentity.of(model.backbone)
+    identity = model.backbone.identity
     found = {}
     for name, folder in {**own_adapters(), **bundled_adapters()}.items():
         with suppress(InputError):
@@ -205,10 +220,11 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
 
 
 def default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
-    """What drafts for a model that brings no streams, where nothing is asked for.
+    """Choose the adapter that drafts for a model where the user names none.
 
-    That is the newest adapter that was made here from its very weights, unless it brought nothing
-    on this machine; else the bundled one for chats, where it belongs to the model.
+    That is the newest one that was made here from its very weights, unless it brought nothing on
+    this machine; else the bundled adapter "chat", where it belongs to the model. That an adapter of
+    other weights is left aside is logged.
 
     Returns:
         Its name and its folder; None where there is none.
@@ -224,10 +240,14 @@ def default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
 
 
 def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
-    """The LoRA that a model is to have on every row while streams learn to draft for it.
+    """Read the LoRA that a model has on every row while streams learn to draft for it.
+
+    Args:
+        folder: an adapter's, given as --task-lora.
+        backbone: the base model.
 
     Raises:
-        InputError: the folder has none, or another model's.
+        InputError: the folder has no such LoRA, or another model's.
     """
     expected = "LoRA that changes what the model says"
     require(folder.is_dir(), f"no folder {folder}", expected=expected, do="check --task-lora")
@@ -236,4 +256,4 @@ def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     require(bool(adapter.lora), found, expected=expected, do="check --task-lora")
     if isinstance(adapter, StreamAdapter):
         check_base(adapter, backbone)
-    return fitted_lora(adapter, backbone)
+    return fit_lora_to_model(adapter, backbone)

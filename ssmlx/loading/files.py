@@ -27,15 +27,29 @@ _LOCKED_AFTER = 5  # seconds
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder to write into, and those above it, unless it is there."""
+    """Make a folder and those above it, where there are none.
+
+    Raises:
+        InputError: it cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(folder, error) from error
 
 
-def hold(file: int | BinaryIO, path: Path) -> None:
-    """Keep other processes from an open file or folder until it is closed, or this one killed."""
+def lock_exclusively(file: int | BinaryIO, path: Path) -> None:
+    """Lock an open file or folder, until it is closed or this process ends.
+
+    Where the file system has no locks, that is logged.
+
+    Args:
+        file: open, or its descriptor.
+        path: of it, for messages.
+
+    Raises:
+        InputError: another process has the lock.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -49,12 +63,18 @@ def hold(file: int | BinaryIO, path: Path) -> None:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Make a folder, unless it is there, and `hold` it inside the block; none is left empty."""
+def exclusive_folder(folder: Path) -> Iterator[None]:
+    """Make a folder where there is none, and keep other processes from it inside the block.
+
+    At the end of the block an empty folder is removed.
+
+    Raises:
+        InputError: another process has the lock, or the folder cannot be made.
+    """
     make_folder(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        hold(handle, folder)
+        lock_exclusively(handle, folder)
         try:
             yield
         finally:
@@ -66,10 +86,13 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its place when the block ends well.
+    """Yield a temporary folder beside `target`, which takes its place when the block ends well.
 
-    Where `target` is a link, that is the place that it leads to. If the block fails or is
-    interrupted, nothing is left and an older `target` stays.
+    Where `target` is a link, what it leads to is replaced. If the block fails or is interrupted,
+    the temporary folder is removed and an older `target` stays.
+
+    Raises:
+        InputError: no folder can be made there.
     """
     target = target.resolve()
     try:
@@ -95,7 +118,11 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def write_whole(target: Path, content: bytes) -> None:
-    """Write a file beside its place and rename it there: the old one, or all of the new one."""
+    """Write a file beside `target` and rename it there: after a crash it is the old one or the new
+    one.
+
+    An older file's mode is kept.
+    """
     target = target.resolve()
     work = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -110,9 +137,14 @@ def write_whole(target: Path, content: bytes) -> None:
 
 @contextmanager
 def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
-    """A file that takes the place of `target` when the block ends well; else an older one stays.
+    """Yield a file to write, which takes the place of `target` when the block ends well.
 
-    It holds a lock meanwhile, which tells it from what a killed process left.
+    The file is locked meanwhile, so that `clear_leftovers` of other processes leaves it alone. If
+    the block fails, an older `target` stays.
+
+    Args:
+        target: the path.
+        mode: permissions of the new file.
     """
     target = target.resolve()
     work = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_UNFINISHED}")
@@ -129,7 +161,17 @@ def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
 
 
 def clear_leftovers(folder: Path, name: str = "") -> list[Path]:
-    """Delete what killed processes left of `new_file` in a folder, of files of a name if told."""
+    """Delete the unfinished files of `new_file` that killed processes have left in a folder.
+
+    Files that are locked, or less than 5 seconds old, stay.
+
+    Args:
+        folder: to look in.
+        name: only unfinished files whose target's name begins with this.
+
+    Returns:
+        The files that were deleted.
+    """
     cleared = []
     for path in folder.glob(f".*{_UNFINISHED}"):
         with suppress(OSError), path.open("rb") as file:
@@ -143,12 +185,25 @@ def clear_leftovers(folder: Path, name: str = "") -> list[Path]:
 
 
 class PartFile:
-    """What a long run has made so far: a line of settings, which must match, then lists, `done`.
+    """A file with what a long run has made so far: a line of settings, then a JSON list a line.
 
-    A `fresh` one forgets what another run left, though not what one that still writes has there.
+    Attributes:
+        done: the lists in the file.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], *, fresh: bool = False) -> None:
+        """Open or make the file, lock it, and read what it has.
+
+        A last line that was cut off is removed.
+
+        Args:
+            path: of the file.
+            settings: JSON values that must be those in the file.
+            fresh: forget what is there.
+
+        Raises:
+            InputError: another process writes into it, it cannot be read, or its settings differ.
+        """
         self.path = path
         self.done: list[list[Any]] = []
         try:
@@ -156,7 +211,7 @@ class PartFile:
         except OSError as error:
             raise unwritable(path, error) from error
         try:
-            hold(self._file, path)
+            lock_exclusively(self._file, path)
             if fresh:
                 self._file.truncate(0)
             whole = self._read(settings)
@@ -169,7 +224,9 @@ class PartFile:
             raise
 
     def append(self, value: list[Any]) -> None:
-        """Keep a list; once this returns, a kill does not lose it."""
+        """Write a list to the disk, and add it to `done`; once this returns, a kill does not lose
+        it.
+        """
         self._write(value)
         self.done.append(value)
 
@@ -177,13 +234,14 @@ class PartFile:
         self._file.close()
 
     def _write(self, value: Any) -> None:
+        """Write a line of JSON, and wait until the disk has it."""
         with naming(self.path):
             self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def _read(self, settings: dict[str, Any]) -> int:
-        """Fill `done`; the number of bytes that hold whole lines."""
+        """Fill `done`, and return how many bytes of the file are whole lines."""
         data = self.path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         try:
@@ -207,13 +265,15 @@ class PartFile:
         return sum(len(line) + 1 for line in lines)
 
 
-def digest_of_json(values: Any) -> str:
-    """Of JSON values, whatever the order of their keys."""
+def json_digest(values: Any) -> str:
+    """Return 16 hexadecimal digits of JSON values' SHA-256, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def folder_digest(folder: Path | None) -> str:
-    """Of the settings and weights in a folder; of nothing where there is no folder."""
+    """Return the SHA-256 of the safetensors and config.json files in a folder; of nothing for
+    None.
+    """
     digest = hashlib.sha256()
     if folder is not None:
         for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*config.json"))):
@@ -226,7 +286,11 @@ def folder_digest(folder: Path | None) -> str:
 def save_tensors(
     path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file; raises InputError where it would hold what is no number."""
+    """Write a safetensors file.
+
+    Raises:
+        InputError: a tensor has NaN or infinity, or the file cannot be written.
+    """
     odd = next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
     found = f"{odd} has NaN or infinity in {path.name}"
     do = "choose a wider --dtype, or train anew"
@@ -238,7 +302,16 @@ def save_tensors(
 
 
 def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]:
-    """Every tensor of a safetensors file whose name begins with `prefix`."""
+    """Read the tensors of a safetensors file whose names begin with `prefix`, evaluated.
+
+    Args:
+        path: of the file.
+        what: it should hold, for messages.
+        prefix: of the names.
+
+    Raises:
+        InputError: there is no file, or it cannot be read.
+    """
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
     claim_process()
@@ -257,6 +330,7 @@ def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]
 
 
 def _is_finite(tensor: mx.array) -> bool:
+    """Whether a tensor has no NaN and no infinity, by its sum in float32."""
     # The sum is no number where a value is none, and several times as fast as a look at each.
     total: Any = tensor.astype(mx.float32).sum().item()
     return math.isfinite(total)
@@ -265,7 +339,11 @@ def _is_finite(tensor: mx.array) -> bool:
 def account_for(
     found: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]], source: Path
 ) -> None:
-    """Check that `found` holds exactly the `expected` names and shapes, all finite."""
+    """Raise InputError unless `found` has exactly the `expected` names and shapes.
+
+    All must be finite, and of floating types but for a `draft_vocab`. `source` is named in the
+    message.
+    """
     missing = [name for name in expected if name not in found]
     spare = [name for name in found if name not in expected]
     misshapen = [

@@ -20,7 +20,13 @@ _log = logging.getLogger("ssmlx")
 
 @dataclass(frozen=True)
 class Run:
-    """A run of `ssmlx.adapt`, and the adapter that it has made, if it has got that far."""
+    """A run of `ssmlx.adapt` as it lies on disk, finished or not.
+
+    Attributes:
+        folder: of the run.
+        plan: the content of its plan.json.
+        figures: the content of its adapter's figures.json; empty before the run has ended.
+    """
 
     folder: Path
     plan: Mapping[str, Any]
@@ -52,7 +58,9 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What must be the same for the run to go on."""
+        """Settings that must be the same for the run to go on, see
+        `ssmlx.training.adapt_run.run_settings`.
+        """
         settings: Mapping[str, Any] = self.plan["settings"]
         return settings
 
@@ -68,24 +76,28 @@ class Run:
 
     @property
     def hours(self) -> float:
-        """That were planned for it in all."""
+        """Hours that were planned for the run in all; 0 before anything was."""
         return float(self.plan["rounds"][-1]["hours"]) if self.plan["rounds"] else 0.0
 
     @property
     def is_for_base(self) -> bool:
-        """Whether the model as it is was what streams learned to guess, not a LoRA on it."""
+        """Whether the streams draft for the model itself, not for the model with a LoRA."""
         return "adapter" not in self.settings
 
     @property
     def speed_up(self) -> float | None:
-        """Whole answers over plain decoding's, as measured at the end on this very machine."""
+        """The speed of whole answers over plain decoding's, if it was measured on this machine;
+        else None.
+        """
         figures = self.figures.get("figures") or {}
         is_here = figures.get("machine") == ", ".join(this_machine())
         return float(figures["speed_up"]) if is_here else None
 
     @property
     def pays(self) -> bool:
-        """Whether it is to be used by itself: also where nobody knows, on another machine."""
+        """Whether the adapter drafts without being asked for: it was faster here, or was not
+        measured here.
+        """
         return self.speed_up is None or has_paid(self.figures["figures"])
 
     @property
@@ -98,13 +110,16 @@ class Run:
         return f"{self.speed_up:.2f} times plain decoding's speed{without} when it was made"
 
     def is_called(self, name: str, folder: Path) -> bool:
-        """Whether the model that it was made from was called so, or lay there."""
+        """Whether the run was made from a model in this folder, or, where `name` is no folder, of
+        this name; revisions after an @ are left aside.
+        """
         is_same = self.model.partition("@")[0] == name.partition("@")[0]
         return self.model_folder == folder.resolve() or (is_same and not Path(name).exists())
 
 
 def has_paid(measured: Mapping[str, Any]) -> bool:
-    """Whether answers were faster with an adapter than both plain ones and what the text drafts.
+    """Whether measured answers with an adapter were at least 5 % faster than plain decoding and
+    than prompt lookup.
 
     Args:
         measured: figures of a run, as `ssmlx.adapt` writes them.
@@ -113,7 +128,11 @@ def has_paid(measured: Mapping[str, Any]) -> bool:
 
 
 def runs() -> list[Run]:
-    """Every run of `ssmlx.adapt` that is kept here, the newest first; broken ones are left out."""
+    """Read every run of `ssmlx.adapt` that is kept on this machine.
+
+    Returns:
+        The runs, those that changed last first; those whose files cannot be read are left out.
+    """
     found = []
     for path in adapters_home().glob(f"*/{PLAN_FILE}"):
         with suppress(InputError, LookupError, TypeError, ValueError, AttributeError, OSError):
@@ -125,7 +144,7 @@ def runs() -> list[Run]:
 
 
 def _figures(folder: Path) -> dict[str, Any]:
-    """What a finished run has measured; nothing before that."""
+    """Read what a finished run has measured; empty before the run has ended."""
     path = folder / TRAINED_FOLDER / FIGURES_FILE
     return read_json(path, "the figures of an adapter") if path.exists() else {}
 
@@ -146,16 +165,21 @@ class Found:
 
     @property
     def chosen(self) -> Run | None:
-        """What drafts by itself: the newest adapter, unless it brought nothing on this machine."""
+        """The run whose adapter drafts without being asked for: the newest that fits, unless it
+        brought nothing on this machine; None where there is none.
+        """
         return next((one for one in self.fitting if one.has_adapter and one.pays), None)
 
 
 def runs_for(folder: Path | None, name: str) -> Found:
-    """The runs that belong to the model in a folder.
+    """Find the runs that belong to the model in a folder, by the digest of its weights.
 
     Args:
-        folder: of the model; None for one that was made in memory, which none belongs to.
+        folder: of the model; None for a model that was made in memory, to which no run belongs.
         name: what the model is called.
+
+    Returns:
+        The runs; none where the weights cannot be read.
     """
     every = runs() if folder is not None else []
     if folder is None or not every:
@@ -175,7 +199,9 @@ def runs_for(folder: Path | None, name: str) -> Found:
 
 
 def log_outdated(found: Found, name: str) -> None:
-    """Say in a line that an adapter is not used as it was made from other weights."""
+    """Log that the newest adapter is not used, where it was made from other weights and no other
+    adapter is chosen.
+    """
     outdated = [run for run in found.outdated if run.has_adapter]
     if outdated and found.chosen is None:
         _log.info(

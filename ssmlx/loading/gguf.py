@@ -44,9 +44,9 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
     tensors, values = cast("tuple[_Tensors, _Metadata]", loaded)
     meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in values.items()}
     config = _model_config(meta)
-    weights = _rename(tensors, config)
+    weights = _rename_tensors(tensors, config)
     config |= _weights_config(weights)
-    tokenizer = _tokenizer(meta)
+    tokenizer = _build_tokenizer(meta)
     tokenizer_config = _tokenizer_config(meta)
     out_dir.mkdir(parents=True, exist_ok=True)
     save_tensors(out_dir / "model.safetensors", weights, {"format": "mlx"})
@@ -57,6 +57,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
 
 
 def _model_config(meta: _Metadata) -> dict[str, Any]:
+    """Return the config.json of a Llama model with tied embeddings, from a GGUF file's metadata."""
     width = meta["llama.embedding_length"]
     heads = meta["llama.attention.head_count"]
     return {
@@ -72,8 +73,8 @@ def _model_config(meta: _Metadata) -> dict[str, Any]:
         "num_key_value_heads": meta["llama.attention.head_count_kv"],
         "head_dim": width // heads,
         "max_position_embeddings": meta["llama.context_length"],
-        "rms_norm_eps": _shortest(meta["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _shortest(meta["llama.rope.freq_base"]),
+        "rms_norm_eps": _shortest_decimal(meta["llama.attention.layer_norm_rms_epsilon"]),
+        "rope_theta": _shortest_decimal(meta["llama.rope.freq_base"]),
         "tie_word_embeddings": True,
         **{
             f"{name}_token_id": meta[f"tokenizer.ggml.{key}_token_id"]
@@ -82,13 +83,15 @@ def _model_config(meta: _Metadata) -> dict[str, Any]:
     }
 
 
-def _shortest(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """The shortest decimal of the same float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
-def _rename(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
-    """The tensors under Hugging Face's names; norms in float16, which holds theirs."""
+def _rename_tensors(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
+    """Return the tensors under Hugging Face's names; one-dimensional ones, the norms, in
+    float16.
+    """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
     for name, tensor in tensors.items():
@@ -101,17 +104,21 @@ def _rename(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
 
 
 def _unpermute(rows: mx.array, heads: int) -> mx.array:
-    """Rows [heads * head_dim, ...] with each head's rotary pairs split into halves.
+    """Return rows [heads * head_dim, ...] with each head's rotary pairs half a head apart.
 
-    llama.cpp puts the two values that one angle rotates side by side; Hugging Face, and mlx-lm
-    with it, puts them half a head apart. Scales and biases go by rows too.
+    llama.cpp puts the two values that one angle rotates side by side; Hugging Face, and mlx-lm with
+    it, half a head apart. Scales and biases of packed weights go by rows too.
     """
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _weights_config(weights: _Tensors) -> dict[str, Any]:
-    """The settings that only the tensors tell: vocabulary, and bits of each layer."""
+    """Return the settings that the tensors tell: vocabulary size, and where packed, bits and group
+    size.
+
+    Layers of other bits than most have an entry of their own.
+    """
     bits = {}
     for name, scales in weights.items():
         module, _, part = name.rpartition(".")
@@ -130,8 +137,10 @@ def _weights_config(weights: _Tensors) -> dict[str, Any]:
     return config | {"quantization": {"group_size": _GROUP_SIZE, "bits": usual, **others}}
 
 
-def _tokenizer(meta: _Metadata) -> Tokenizer:
-    """The byte-level BPE tokenizer whose parts the metadata holds, with SmolLM's rules."""
+def _build_tokenizer(meta: _Metadata) -> Tokenizer:
+    """Build the byte-level BPE tokenizer of a GGUF file's metadata, which splits digits as SmolLM's
+    does.
+    """
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -150,6 +159,7 @@ def _tokenizer(meta: _Metadata) -> Tokenizer:
 
 
 def _tokenizer_config(meta: _Metadata) -> dict[str, Any]:
+    """Return tokenizer_config.json: special tokens, context length and chat template."""
     tokens = meta["tokenizer.ggml.tokens"]
     names = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     return {

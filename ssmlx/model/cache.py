@@ -29,8 +29,8 @@ from .layer_state import (
     PathIndices,
     Rows,
     ValueMap,
-    num_rows,
-    without,
+    count_rows,
+    drop_rows,
 )
 from .masks import SINKS, StepMasks
 from .rope import Positions
@@ -39,7 +39,9 @@ from .shapes import arrays_in, expect_shape, indices
 
 @dataclass(eq=False)
 class Path:
-    """An accepted path that a step left."""
+    """The rows of an accepted path in every layer: kept, and not yet written behind the committed
+    tokens.
+    """
 
     rows: list[Rows]  # what its P nodes left in each layer
     count: mx.array  # [1] how many of the P rows count
@@ -53,9 +55,17 @@ class Path:
 
 
 class RowsCache:
-    """States by layer: `scratch` (S) rows for steps, then room for `capacity` committed tokens.
+    """The states of some layers, with the masks of their steps.
 
-    With them go the masks of the steps that it serves, of lower and of upper layers.
+    Args:
+        layers: the numbers of the layers.
+        scratch: S, rows for a step and for paths that are not counted yet, before the committed
+            tokens.
+
+    Attributes:
+        capacity: the most committed tokens that there is room for.
+        lower_masks: kept for the nodes' masks in lower layers.
+        upper_masks: kept for nodes and streams in upper layers.
     """
 
     _skipped = 0  # committed tokens between the sinks and the others, which it does not hold
@@ -76,7 +86,9 @@ class RowsCache:
         return self.lower_masks.nbytes + self.upper_masks.nbytes
 
     def forget_masks(self) -> None:
-        """Keep no mask of a step that was built and is not run: it would hold its whole cache."""
+        """Drop the kept masks: one of a step that was built and never run would hold the whole
+        cache.
+        """
         self.lower_masks.forget()
         self.upper_masks.forget()
 
@@ -90,9 +102,18 @@ class RowsCache:
         """The position behind the committed tokens."""
         return self._skipped + self._offset
 
-    def places(self, own: mx.array, window: int) -> tuple[mx.array, int]:
-        """Positions of what attention reads for a step's rows at `own` [R], and how many of the
-        committed tokens are not among them: those that a `window` hides from any row."""
+    def key_positions(self, own: mx.array, window: int) -> tuple[mx.array, int]:
+        """The positions of the keys that attention reads in a layer with a window.
+
+        Args:
+            own: [R] positions of the step's rows.
+            window: W, tokens that the layer sees.
+
+        Returns:
+            [keys] int positions, of the step's rows, the paths and the committed tokens; and how
+            many of the first committed tokens are left out, because the window hides them from
+            every row.
+        """
         first = max(0, self.end + 1 - window)
         start = mx.array([self.end])
         columns = [own]
@@ -110,7 +131,8 @@ class RowsCache:
         return sum(state.nbytes for state in self._states.values())
 
     def path_masks(self, num_rows: int) -> list[mx.array]:
-        """[num_rows, P] bool of each path that is not counted: every row sees what counts of it.
+        """Masks [num_rows, P] bool of each path that is not counted: every row sees what counts of
+        it.
 
         They stand in a mask between a step's own rows and the committed tokens.
         """
@@ -119,16 +141,22 @@ class RowsCache:
     def view(
         self, layer: int, positions: mx.array | Positions, map_values: ValueMap | None = None
     ) -> LayerView:
-        """What to hand to decoder layer `layer` for a step's rows at rotary `positions`.
+        """The cache object that decoder layer `layer` is handed for a step's rows.
 
-        Attention then reads [R rows | P of each uncounted path | L tokens], the rows' values as
-        `map_values` makes them.
+        Attention then reads [R rows | P of each uncounted path | L tokens].
+
+        Args:
+            layer: its number.
+            positions: [R] rotary positions of the rows; or [1], the first one's.
+            map_values: changes the rows' values before attention reads them; None for as they are.
         """
         return self._states[layer].step_view(
             positions, self._offset, [path.rows[layer] for path in self._paths], map_values
         )
 
     def _resize(self, scratch: int, capacity: int) -> None:
+        """Give every layer room for these numbers of rows; does nothing where they are
+        unchanged."""
         if scratch == self.scratch and capacity == self.capacity:
             return
         for state in self._states.values():
@@ -137,16 +165,22 @@ class RowsCache:
         self.capacity = capacity
 
     def _append_path(self, path: Path) -> None:
+        """Write a path's rows behind the committed tokens, and count those that the host has
+        counted.
+        """
         for layer, state in self._states.items():
             state.commit(path.rows[layer], self._offset)
         self._offset += path.num_tokens or 0
 
 
 class TreeCache(RowsCache):
-    """Keys and values of every layer, for one sequence.
+    """Keys and values of every layer, for one text.
 
-    `scratch` is S, the most rows that a step will have, paths of the step before included; it grows
-    when a step needs more. The room for committed tokens grows by `step`.
+    Args:
+        num_layers: of the model.
+        scratch: S, the most rows that a step will have, paths of the step before included; it grows
+            when a step needs more.
+        step: how many tokens the room for committed ones grows by.
     """
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
@@ -186,7 +220,10 @@ class TreeCache(RowsCache):
         self._resize(max(scratch + uncounted, self.scratch), capacity)
 
     def append_view(self, layer: int) -> LayerView:
-        """What to hand to decoder layer `layer` when tokens are appended."""
+        """The cache object that decoder layer `layer` is handed when tokens are appended.
+
+        Paths that are not counted yet are dropped: they are of a step that was abandoned.
+        """
         self._paths = []  # of a step that was abandoned
         return self._states[layer].append_view(self._offset)
 
@@ -206,16 +243,20 @@ class TreeCache(RowsCache):
         expect_shape("upper path", upper_path, lower_path.shape[0])
         known: PathIndices = {}
         rows = [
-            state.take(lower_path if layer < split else upper_path, count, known)
+            state.gather_path(lower_path if layer < split else upper_path, count, known)
             for layer, state in self._states.items()
         ]
         self._paths.append(Path(rows, count, lower_path.shape[0]))
 
     def advance(self, num_tokens: int) -> None:
-        """Count as committed `num_tokens` rows: of the oldest path, or of those appended.
+        """Commit `num_tokens` rows: of the oldest path, or of those that were appended where there
+        is none.
 
         What it writes must not be evaluated together with a step that was built before: that
         one still reads the buffers. The next step's evaluation does it.
+
+        Raises:
+            ValueError: there is no room for so many tokens.
         """
         if self._offset + num_tokens > self.capacity:
             raise ValueError(
@@ -228,10 +269,11 @@ class TreeCache(RowsCache):
         else:
             self._offset += num_tokens
 
-    def hold(self) -> TreeCache:
-        """What the cache holds now, to `restore` should the step built next not be run.
+    def snapshot(self) -> TreeCache:
+        """A copy of what the cache holds now, to `restore` should the step built next not be run.
 
-        MLX cannot write in place into what someone holds: let go of it before evaluating.
+        Both share their arrays. MLX cannot write in place into what a copy holds: drop the copy
+        before evaluating.
         """
         held = copy.copy(self)
         held._states = {layer: state.copy() for layer, state in self._states.items()}
@@ -239,26 +281,40 @@ class TreeCache(RowsCache):
         return held
 
     def restore(self, held: TreeCache) -> None:
-        """Hold again what the cache held, before anything was advanced since."""
+        """Become what `held` holds, a snapshot or another cache of this model; nothing of the
+        present is kept.
+        """
         vars(self).update(vars(held))
 
     @classmethod
     def of_rows(cls, rows: Sequence[Rows]) -> TreeCache:
-        """A cache of L committed tokens alone, from their keys and values by layer."""
+        """A cache of L committed tokens, without scratch rows.
+
+        Args:
+            rows: by layer, its keys and values of the L tokens; their arrays become the cache's
+                own.
+        """
         cache = cls(len(rows))
         cache._states = {layer: AttentionState.of(own) for layer, own in enumerate(rows)}
-        cache.capacity = cache._offset = num_rows(rows[0])
+        cache.capacity = cache._offset = count_rows(rows[0])
         return cache
 
     def rows(self, num_tokens: int, layers: range | None = None) -> list[Rows]:
-        """Keys and values of the first `num_tokens` committed tokens, by layer."""
+        """Keys and values of the first `num_tokens` committed tokens.
+
+        Returns:
+            By layer, for all layers or those given: slices of the cache's buffers.
+        """
         return [self._states[layer].committed(num_tokens) for layer in layers or self.layers]
 
     def fork(self, num_tokens: int) -> TreeCache:
-        """A cache of the first `num_tokens` committed tokens alone, for someone else to go on with.
+        """A cache of the first `num_tokens` committed tokens, which goes on by itself.
 
         Both hold the same buffers, of which MLX makes a copy when one of them writes. Buffers that
         are mostly something else are not held: a few rows are copied at once.
+
+        Raises:
+            ValueError: `num_tokens` is not from 1 to the number of committed tokens.
         """
         if not 0 < num_tokens <= self._offset:
             raise ValueError(f"cannot take {num_tokens} tokens of {self._offset}")
@@ -271,13 +327,20 @@ class TreeCache(RowsCache):
         fork._offset = num_tokens
         return fork
 
-    def back_to(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` committed tokens `trim` can keep."""
-        found = [state.back_to(num_tokens, self._offset) for state in self._states.values()]
+    def longest_trim(self, num_tokens: int) -> int:
+        """The most of the first `num_tokens` committed tokens that `trim` can keep.
+
+        `num_tokens` itself for attention; 0 where a model's own cache cannot be cut back there.
+        """
+        found = [state.longest_trim(num_tokens, self._offset) for state in self._states.values()]
         return min(found, default=num_tokens)
 
     def trim(self, num_tokens: int) -> None:
-        """Forget all but the first `num_tokens` committed tokens, and every uncounted path."""
+        """Forget all but the first `num_tokens` committed tokens, and every uncounted path.
+
+        Raises:
+            ValueError: there are fewer, or they cannot be cut back to so many.
+        """
         if not 0 <= num_tokens <= self._offset:
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         for state in self._states.values():
@@ -287,7 +350,14 @@ class TreeCache(RowsCache):
 
 
 class StateCache(TreeCache):
-    """What a model itself keeps of one sequence, of kinds from which no token can be taken back."""
+    """A text's cache of a model without stages: mlx-lm's own caches, which cannot be cut back.
+
+    Args:
+        make: makes empty ones, one for each layer.
+
+    Attributes:
+        own: mlx-lm's caches, by layer.
+    """
 
     def __init__(self, make: Callable[[], list[Any]]) -> None:
         super().__init__(0)
@@ -300,17 +370,18 @@ class StateCache(TreeCache):
 
     @property
     def state(self) -> list[mx.array]:
-        found = arrays_in([one.state for one in self.own])
-        return [array for array in found if isinstance(array, mx.array)]
+        return arrays_in([one.state for one in self.own])
 
     def advance(self, num_tokens: int) -> None:
         self._offset += num_tokens
 
-    def back_to(self, num_tokens: int) -> int:
+    def longest_trim(self, num_tokens: int) -> int:
+        """`num_tokens` where that is all tokens, else 0: the text is read again from its start."""
         return num_tokens if num_tokens == self._offset else 0
 
     def trim(self, num_tokens: int) -> None:
-        if num_tokens != self.back_to(num_tokens):
+        """Keep all tokens, or none: `num_tokens` is their number or 0; else raises ValueError."""
+        if num_tokens != self.longest_trim(num_tokens):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         if num_tokens != self._offset:
             self.own = self._make()
@@ -333,8 +404,13 @@ class StreamCache(RowsCache):
     def follow(self, cache: TreeCache, num_streams: int, first: int = 0) -> None:
         """Take over what `cache` has committed, and its paths; the newest holds the streams' node.
 
-        `cache` is that after `commit` of a step; `num_streams` is G, the stream rows to come;
-        `first` is the first token behind the sinks that they see.
+        Copies the layers' rows where it does not continue from the call before; else writes the new
+        tokens alone.
+
+        Args:
+            cache: after `commit` of a step.
+            num_streams: G, the stream rows to come.
+            first: the first token behind the sinks that the streams see.
         """
         known = [path for path in self._paths if path.num_tokens is not None]
         held = self._skipped + self._offset + sum(path.num_tokens or 0 for path in known)
@@ -348,7 +424,7 @@ class StreamCache(RowsCache):
             self._offset = cache.offset - skipped
             rows = cache.rows(cache.offset, self.layers)
             for layer, own in zip(self.layers, rows, strict=True):
-                kept = tuple([without(array, SINKS, SINKS + skipped) for array in own])
+                kept = tuple([drop_rows(array, SINKS, SINKS + skipped) for array in own])
                 self._states[layer] = AttentionState.of(kept)
                 self._states[layer].resize(self.scratch, self.capacity)
         else:

@@ -32,8 +32,8 @@ class Capabilities:
         taps: hidden states between layers can be returned.
         trees: the nodes of a tree can be verified in one call, and all but one path dropped.
         chains: several tokens can be verified in one call, and the last of them dropped.
-        try_batches: finds out why texts of different lengths cannot share a call, by running the
-            model; see `batches`.
+        try_batches: runs the model to find out why texts of different lengths cannot share a call;
+            None where they can.
     """
 
     stages: Reason
@@ -57,10 +57,14 @@ class Capabilities:
         return reason
 
     def require(self, capability: Capability, taker: str) -> None:
-        """Refuse `taker`, such as "drafting", where the model lacks what it needs.
+        """Refuse what needs a capability that the model lacks.
+
+        Args:
+            capability: what is needed.
+            taker: who needs it, for the message, such as "drafting".
 
         Raises:
-            InputError: with the reason.
+            InputError: with the reason; nothing is raised where the model has the capability.
         """
         reason = self.reason(capability)
         require(

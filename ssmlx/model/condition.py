@@ -26,14 +26,14 @@ RESCORED = 16
 """The likeliest candidates of a stream, which alone are scored again when decoding."""
 
 
-def unit(embeddings: mx.array) -> mx.array:
-    """[..., D] scaled to an RMS of 1."""
+def scale_to_unit_rms(embeddings: mx.array) -> mx.array:
+    """[..., D] `embeddings` scaled so that the root of the mean of their squares is 1."""
     return mx.fast.rms_norm(embeddings, None, EPSILON)
 
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """Maps of rank r."""
+    """The weights of the condition, of rank r; one for all streams."""
 
     embed: mx.array  # [r, D] W_e
     gate: mx.array  # [r, D] W_g
@@ -45,12 +45,20 @@ class Condition:
         expect_shape("the condition's output", self.out, size, rank)
 
     def __call__(self, normed: mx.array, previous_embeddings: mx.array) -> mx.array:
-        """[..., D] what is added to `normed` [..., D], given the tokens before.
+        """The correction of streams' states, given the token before each.
 
-        Their embeddings [..., D] may have any length; both broadcast against each other.
+        Args:
+            normed: [..., D] streams' last hidden states behind the final norm.
+            previous_embeddings: [..., D] embeddings of the tokens before, of any length; both
+                broadcast against each other.
+
+        Returns:
+            [..., D] to add to `normed`.
         """
         return self.mix(normed, previous_embeddings) @ self.out.T
 
     def mix(self, normed: mx.array, previous_embeddings: mx.array) -> mx.array:
-        """[..., r] what `out` makes a correction of."""
-        return mx.sigmoid(normed @ self.gate.T) * (unit(previous_embeddings) @ self.embed.T)
+        """[..., r] the correction before Q: sigmoid(W_g n) * W_e e(a), arguments as in the call."""
+        return mx.sigmoid(normed @ self.gate.T) * (
+            scale_to_unit_rms(previous_embeddings) @ self.embed.T
+        )

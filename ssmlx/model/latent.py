@@ -9,19 +9,19 @@ one row each, all of which read the one cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .layer_state import LayerView
+from .layer_state import LayerView, UpdateAndFetch
 from .rope import Positions
 from .shapes import indices
 
 
 class RowsAsTexts(nn.Module):
-    """Marks the classes that `run_rows_as_texts` makes."""
+    """A base of the classes that `run_rows_as_texts` makes, to know them by."""
 
 
 def is_latent(layer: Any) -> bool:
@@ -31,41 +31,55 @@ def is_latent(layer: Any) -> bool:
 
 
 def run_rows_as_texts(layers: Iterable[Any]) -> None:
-    """Let the latent attention among `layers` run a step's rows as texts; others stay as they are.
+    """Let the latent attention among `layers` run the rows of a step as texts of one row each, in
+    place.
 
-    Their modules get another class, and their own call for whatever is no step's.
+    Their attention modules get another class, whose call is their own for whatever is no step.
+    Other layers, and those that have it already, stay as they are.
     """
     for layer in layers:
         if is_latent(layer) and not isinstance(layer.self_attn, RowsAsTexts):
             kind = type(layer.self_attn)
-            call = {"__call__": _as_texts(kind.__call__)}
+            call = {"__call__": _run_each_row_as_a_text(kind.__call__)}
             layer.self_attn.__class__ = type(kind.__name__, (kind, RowsAsTexts), call)
 
 
-def _as_texts(own: Any) -> Any:
+def _run_each_row_as_a_text(own: Any) -> Callable[..., mx.array]:
+    """The call of an attention module that runs a step's rows as a batch of texts through `own`,
+    its class's call.
+    """
+
     def call(attention: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
         # As the layers call it: `attn_scale` where there is one, the mask, the cache.
         *scales, mask, cache = given if len(given) > 1 else (None, None)
         if x.shape[1] == 1 or not isinstance(cache, LayerView) or isinstance(cache.offset, int):
-            return own(attention, x, *given, **named)  # type: ignore[no-any-return]
+            return cast("mx.array", own(attention, x, *given, **named))
         rows = x.shape[1]
         scales = [scale.swapaxes(0, 2) for scale in scales]
         mask = None if mask is None else mask[:, None, None]
-        view = LayerView(_positions(cache.offset, rows), _folded(cache, rows))
+        view = LayerView(
+            _positions_of_rows(cache.offset, rows), _update_and_fetch_texts(cache, rows)
+        )
         texts = own(attention, x.swapaxes(0, 1), *scales, mask, view, **named)
-        return texts.swapaxes(0, 1)  # type: ignore[no-any-return]
+        return cast("mx.array", texts.swapaxes(0, 1))
 
     return call
 
 
-def _positions(offset: mx.array | Positions, rows: int) -> mx.array:
-    """[R] of the rows."""
+def _positions_of_rows(offset: mx.array | Positions, rows: int) -> mx.array:
+    """[R] positions, R = `rows`, of an offset that has one for each row, or the first one's."""
     array = offset.array if isinstance(offset, Positions) else offset
     return array if array.size == rows else array + indices(rows)
 
 
-def _folded(view: LayerView, rows: int) -> Any:
-    """What `view` does, for [R, 1, 1, Dh] of texts of one row each."""
+def _update_and_fetch_texts(view: LayerView, rows: int) -> UpdateAndFetch:
+    """The update_and_fetch of a batch of texts of one row each, on the one cache that `view`
+    writes.
+
+    Returns:
+        Of latents and keys [R, 1, 1, Dh], R = `rows`: latents [R, 1, keys, Dh], and keys [1, 1,
+        keys, Dh].
+    """
 
     def update_and_fetch(latent: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
         latent, key = view.update_and_fetch(latent.swapaxes(0, 2), key.swapaxes(0, 2))

@@ -22,32 +22,35 @@ else keys [1, H, R, Dh] and values [1, H, R, Dh], each of its own heads and widt
 ValueMap = Callable[[mx.array], mx.array]
 """The values of a step's rows [1, Hkv, R, Dh], to those that attention sees."""
 
+UpdateAndFetch = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+"""Keys and values of a step's rows, to those that attention reads; it keeps the rows."""
+
 PathIndices = dict[tuple[int, ...], mx.array]
 """Where the rows of a path are in buffers: once for all layers whose buffers are alike."""
 
 
-def join(keys: mx.array, values: mx.array) -> Rows:
-    """Keys and values [1, H, R, Dh] as a layer's buffers hold them."""
+def join_key_values(keys: mx.array, values: mx.array) -> Rows:
+    """Keys and values [1, H, R, Dh] in the form of a layer's buffers, see `Rows`."""
     if keys.shape == values.shape:
         return (mx.concatenate([keys, values], axis=0),)
     return keys, values
 
 
-def split(rows: Rows) -> tuple[mx.array, mx.array]:
-    """Keys and values as attention takes them."""
+def split_key_values(rows: Rows) -> tuple[mx.array, mx.array]:
+    """Keys [1, H, R, Dh] and values [1, H, R, Dh] out of the form of a layer's buffers."""
     if len(rows) == 1:
         return rows[0][:1], rows[0][1:]
     keys, values = rows
     return keys, values
 
 
-def num_rows(rows: Rows) -> int:
-    """R."""
+def count_rows(rows: Rows) -> int:
+    """R, how many tokens `rows` hold."""
     return int(rows[0].shape[2])
 
 
-def without(array: mx.array, first: int, last: int) -> mx.array:
-    """`array` [B, H, R, Dh] before row `first`, and from row `last` on."""
+def drop_rows(array: mx.array, first: int, last: int) -> mx.array:
+    """`array` [B, H, R, Dh] without its rows from number `first` up to, not including, `last`."""
     if first == last:
         return array
     behind = array[:, :, last:]
@@ -56,22 +59,25 @@ def without(array: mx.array, first: int, last: int) -> mx.array:
 
 @dataclass(eq=False)
 class LayerView:
-    """The cache object that mlx-lm's decoder layer is handed."""
+    """The cache object that mlx-lm's decoder layer is handed: the two members that it uses."""
 
     # tokens before those that are appended; or the positions of a step's rows, as
     # `rope.PositionedRope` takes them
     offset: int | mx.array | Positions
     # keys and values of the rows, to those that attention reads
-    update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+    update_and_fetch: UpdateAndFetch
 
-    def without(self, first: int, last: int) -> LayerView:
-        """The same, where attention does not read the keys from `first` up to `last`."""
+    def hide_keys(self, first: int, last: int) -> LayerView:
+        """A view like this one, whose attention does not read the keys from `first` up to `last`.
+
+        They are still written. The view itself where `first` is `last`.
+        """
         if first == last:
             return self
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             keys, values = self.update_and_fetch(keys, values)
-            return without(keys, first, last), without(values, first, last)
+            return drop_rows(keys, first, last), drop_rows(values, first, last)
 
         return LayerView(self.offset, write)
 
@@ -79,15 +85,15 @@ class LayerView:
 class LayerState(Protocol):
     """What a cache asks of a layer's state.
 
-    In a step: `step_view` is what the decoder layer is handed, `take` what an accepted path
+    In a step: `step_view` is what the decoder layer is handed, `gather_path` what an accepted path
     leaves, and `commit` counts that as text, once the host knows how many tokens it is.
     Paths that are taken and not committed yet are handed to the next step.
 
     A recurrent state, which has no rows, would fit in so. `step_view` gives its layer the state
     that the newest path left, or the committed one, and keeps the inputs of the step's rows.
-    `take` runs the recurrence again over the accepted rows: what a path leaves is the state
+    `gather_path` runs the recurrence again over the accepted rows: what a path leaves is the state
     behind it, and `commit` puts that in the place of the committed one. As arrays are never
-    written into, `copy` is a snapshot that costs nothing. `resize` does nothing, and `back_to`
+    written into, `copy` is a snapshot that costs nothing. `resize` does nothing, and `longest_trim`
     knows no place but the committed tokens' end, its snapshots, and the beginning.
     """
 
@@ -100,7 +106,9 @@ class LayerState(Protocol):
         """Bytes of everything that it holds."""
 
     def resize(self, scratch: int, capacity: int) -> None:
-        """Have room for steps of `scratch` rows, and for `capacity` committed tokens."""
+        """Have room for `scratch` rows of a step and its paths, and for `capacity` committed
+        tokens.
+        """
 
     def step_view(
         self,
@@ -109,31 +117,39 @@ class LayerState(Protocol):
         paths: Sequence[Rows],
         map_values: ValueMap | None,
     ) -> LayerView:
-        """What to hand to the layer for a step's rows at rotary `positions`.
+        """The cache object for the rows of a step.
 
-        Behind `offset` committed tokens and `paths`, what each path not yet committed left.
+        Args:
+            positions: rotary positions of the rows, as `rope.PositionedRope` takes them.
+            offset: L, committed tokens.
+            paths: what each path that is not committed yet left, the oldest first.
+            map_values: changes the rows' values before attention reads them.
         """
 
     def append_view(self, offset: int) -> LayerView:
-        """What to hand to the layer for tokens that follow `offset` committed ones."""
+        """The cache object for tokens that follow `offset` committed ones; it commits their
+        rows."""
 
-    def take(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
-        """What the first `count` [1] of the rows `path` [P] of the step in hand leave.
+    def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
+        """The rows that an accepted path leaves.
 
-        `known` is shared by the layers of a step.
+        Args:
+            path: [P] row numbers in the step in hand.
+            count: [1] how many of them count.
+            known: indices by buffer shape, shared by the layers of a step, which fill it.
         """
 
     def commit(self, left: Rows, offset: int) -> None:
-        """Write what a path left behind `offset` committed tokens."""
+        """Write the rows `left` of a path behind `offset` committed tokens."""
 
     def committed(self, num_tokens: int) -> Rows:
         """The rows of the first `num_tokens` committed tokens."""
 
     def copy(self) -> Self:
-        """The same on the same arrays; what becomes of the one is not seen by the other."""
+        """A copy on the same arrays; what becomes of the one is not seen by the other."""
 
-    def back_to(self, num_tokens: int, offset: int) -> int:
-        """How many of the first `num_tokens` of `offset` committed tokens `trim` can keep."""
+    def longest_trim(self, num_tokens: int, offset: int) -> int:
+        """The most of the first `num_tokens` of `offset` committed tokens that `trim` can keep."""
 
     def trim(self, num_tokens: int, offset: int) -> None:
         """Forget all but the first `num_tokens` of `offset` committed tokens."""
@@ -167,8 +183,10 @@ class AttentionState:
 
     @classmethod
     def of(cls, rows: Rows) -> AttentionState:
-        """The state of committed tokens alone, whose keys and values are `rows`."""
-        return cls(0, num_rows(rows), rows)
+        """A state whose committed tokens have the keys and values `rows`, without scratch rows or
+        free room.
+        """
+        return cls(0, count_rows(rows), rows)
 
     @property
     def arrays(self) -> Sequence[mx.array]:
@@ -179,7 +197,8 @@ class AttentionState:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def resize(self, scratch: int, capacity: int) -> None:
-        """Buffers are copied where they grow."""
+        """Change the room before and behind the committed rows; buffers are copied where it
+        grows."""
         front = scratch - self._scratch
         back = capacity - self._capacity
         if front or back:
@@ -195,31 +214,41 @@ class AttentionState:
         paths: Sequence[Rows],
         map_values: ValueMap | None,
     ) -> LayerView:
-        """Attention reads the values of the step's rows as `map_values` makes them."""
+        """The cache object for a step's rows; arguments as in `LayerState`.
+
+        When the layer runs, rows and paths are written at the end of the scratch, and attention
+        reads from there to the end of the committed tokens.
+        """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             if map_values is not None:
                 values = map_values(values)
-            rows = join(keys, values)
+            rows = join_key_values(keys, values)
             if paths:
                 each = zip(rows, *paths, strict=True)
                 rows = tuple([mx.concatenate(list(parts), axis=2) for parts in each])
-            self._step_first = self._scratch - num_rows(rows)
+            self._step_first = self._scratch - count_rows(rows)
             self._write(self._step_first, rows)
             return self._read(self._step_first, self._scratch + offset)
 
         return LayerView(positions, write)
 
     def append_view(self, offset: int) -> LayerView:
+        """The cache object for tokens that follow `offset` committed ones.
+
+        When the layer runs, they are written behind these, and attention reads all committed
+        tokens.
+        """
+
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             first = self._scratch + offset
-            self._write(first, join(keys, values))
+            self._write(first, join_key_values(keys, values))
             return self._read(self._scratch, first + keys.shape[2])
 
         return LayerView(offset, write)
 
-    def take(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
-        """All P rows: a mask hides those that do not count."""
+    def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
+        """All P rows of `path`, those that do not count among them: a mask hides these."""
         rows = []
         for buffer in self._buffers:
             shape = (*buffer.shape[:2], path.shape[0], buffer.shape[3])
@@ -230,28 +259,37 @@ class AttentionState:
         return tuple(rows)
 
     def commit(self, left: Rows, offset: int) -> None:
-        """All rows are written, where there is room: those that do not count are free room."""
+        """Write all rows where there is room: those that do not count are free room again."""
         room = self._capacity - offset
         self._write(self._scratch + offset, tuple([array[:, :, :room] for array in left]))
 
     def committed(self, num_tokens: int) -> Rows:
+        """Slices of the buffers: the rows of the first `num_tokens` committed tokens."""
         last = self._scratch + num_tokens
         return tuple([buffer[:, :, self._scratch : last] for buffer in self._buffers])
 
     def copy(self) -> AttentionState:
+        """A copy on the same arrays; what becomes of the one is not seen by the other."""
         twin = copy.copy(self)
         # Arrays of their own, for `_write` changes the array objects.
         twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])
         return twin
 
-    def back_to(self, num_tokens: int, offset: int) -> int:
+    def longest_trim(self, num_tokens: int, offset: int) -> int:
+        """`num_tokens`: any number of tokens can be kept."""
         return num_tokens
 
     def trim(self, num_tokens: int, offset: int) -> None:
-        """Nothing: rows behind the committed ones are free room."""
+        """Nothing is done: rows behind the committed ones are free room."""
 
     def _write(self, first: int, rows: Rows) -> None:
-        last = first + num_rows(rows)
+        """Write `rows` into the buffers from row number `first` on; the first call makes the
+        buffers.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        last = first + count_rows(rows)
         size = self._scratch + self._capacity
         if first < 0 or last > size:
             raise ValueError(f"rows {first} to {last} of {size}: reserve more")
@@ -270,6 +308,6 @@ class AttentionState:
 
 
 def _empty(like: mx.array, size: int) -> mx.array:
-    """A buffer of `size` rows like those of `like` [B, H, R, Dh]."""
+    """Zeros [B, H, size, Dh] in the dtype of `like` [B, H, R, Dh]."""
     batch, num_heads, _, width = like.shape
     return mx.zeros((batch, num_heads, size, width), like.dtype)

@@ -19,7 +19,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import require
-from .ranks import LINEARS, SPLIT_INPUTS, SPLIT_OUTPUTS, UNPACKED_LINEARS, own_product
+from .ranks import LINEARS, SPLIT_INPUTS, SPLIT_OUTPUTS, UNPACKED_LINEARS, partial_product
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -36,9 +36,9 @@ _SAME_INPUT = {
 class RowScope(threading.local):
     """The first row that LoRA acts on; None while it acts on no row.
 
-    For scope "all" it stays 0. For scope "streams" the model sets it for the time that its
-    upper layers run, where stream rows stand behind the nodes: on the thread that runs them
-    alone, so that another one may use the same model.
+    For scope "all" it stays 0. For scope "streams" the model sets it while its upper layers run,
+    where stream rows stand behind the nodes. Each thread has its own, so that others may use the
+    same model; every thread starts with the value given here.
     """
 
     def __init__(self, first: int | None = None) -> None:
@@ -46,7 +46,9 @@ class RowScope(threading.local):
 
     @contextmanager
     def starting_at(self, row: int | None) -> Iterator[None]:
-        """Act on rows from `row` on inside the `with` block."""
+        """Act on rows from number `row` on inside the `with` block, on this thread; on none where
+        None.
+        """
         before = self.first
         self.first = row
         try:
@@ -95,17 +97,30 @@ def in_layer(path: str) -> bool:
     return _IN_A_LAYER.search(path) is not None
 
 
-def layer_of(path: str) -> tuple[int, str]:
-    """(22, "mlp.up_proj") of "model.layers.22.mlp.up_proj", a path for which `in_layer` is true."""
+def split_layer_path(path: str) -> tuple[int, str]:
+    """The layer's number 22 and the path "mlp.up_proj" inside it, of "model.layers.22.mlp.up_proj".
+
+    `in_layer(path)` must be true.
+    """
     match = _IN_A_LAYER.search(path)
     assert match is not None, path
     return int(match[1]), path[match.end() :]
 
 
 def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: str) -> list[str]:
-    """Those of the layer's linear modules `paths` that LoRA acts on, as PEFT decides it.
+    """Choose modules by name, as PEFT does.
 
-    `names` are whole paths or their last parts; where there are none, all are chosen.
+    Args:
+        paths: of the linear modules of one layer.
+        names: whole paths, or their last parts; where empty, all are chosen.
+        where: the layer, for the error, such as "layer 3".
+        do: what the user can do, for the error.
+
+    Returns:
+        The chosen paths, in the order of `paths`.
+
+    Raises:
+        InputError: a name fits no path.
     """
 
     def is_named(path: str, name: str) -> bool:
@@ -124,11 +139,21 @@ def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: s
 def linear_paths(
     model: nn.Module, layers: Iterable[int], names: Sequence[str], do: str
 ) -> list[str]:
-    """Paths of the modules of `layers` that LoRA acts on; see `select_modules`."""
+    """Paths in `model` of the linear modules that LoRA is put on.
+
+    Args:
+        model: an mlx-lm model.
+        layers: numbers of the decoder layers.
+        names: modules inside a layer, as in `select_modules`.
+        do: what the user can do, for the error.
+
+    Raises:
+        InputError: a name fits no module of some layer.
+    """
     found: dict[int, dict[str, str]] = {layer: {} for layer in layers}
     for path, module in model.named_modules():
         if isinstance(module, LINEARS) and in_layer(path):
-            layer, inside = layer_of(path)
+            layer, inside = split_layer_path(path)
             if layer in found:
                 found[layer][inside] = path
     return [
@@ -139,7 +164,8 @@ def linear_paths(
 
 
 class LoraLayer(nn.Module):
-    """What every layer with LoRA has: the factors, cast to the `dtype` of activations."""
+    """A layer with LoRA beside its weight: holds the factors, cast to `dtype` unless that is
+    None."""
 
     def __init__(self, weights: LoraWeights, dtype: mx.Dtype | None) -> None:
         super().__init__()
@@ -149,15 +175,23 @@ class LoraLayer(nn.Module):
 
     @property
     def added(self) -> list[mx.array]:
-        """Its own arrays, beside those of the layer that it is put on."""
+        """Its own arrays, such as LoRA's factors and DoRA's gain; not those of the layer that it
+        wraps.
+        """
         return [value for value in self.values() if isinstance(value, mx.array)]
 
 
 class RowLora(LoraLayer):
-    """A linear layer with LoRA on the rows from `scope.first` on; DoRA acts on every row.
+    """A linear layer with LoRA on the rows from `scope.first` on; DoRA's gain acts on every row.
 
-    Rows before that are computed exactly as without LoRA. In one sequence alone: where there are
-    more, LoRA acts on every row or on none.
+    Rows before that are computed exactly as without LoRA. Rows are told apart in one sequence
+    alone: in a batch of several, LoRA acts on every row or on none.
+
+    Args:
+        linear: the layer; its weights may be quantised.
+        weights: LoRA of its shapes.
+        scope: which rows.
+        dtype: that of activations, which the factors are cast to; None keeps theirs.
     """
 
     def __init__(
@@ -185,30 +219,39 @@ class RowLora(LoraLayer):
         return self.summand(x)
 
     def summand(self, x: mx.array) -> mx.array:
-        """[..., R, out] of `x` [..., R, in]: where inputs are split over ranks, this rank's own."""
+        """The layer's output, before it is summed over ranks where its inputs are split.
+
+        Args:
+            x: [..., R, in].
+
+        Returns:
+            [..., R, out].
+        """
         first = self._scope.first
         if first is None:
-            return self.product(x)
+            return self.base_product(x)
         if x.ndim == 1:  # a single row, as some experts are given
             return self.summand(x[None])[0]
         rows, z = self._low_rank(x, first)
-        y = self.product(rows)
+        y = self.base_product(rows)
         # A cast only in training, where LoRA stays in float32.
         b = self.lora_b.astype(x.dtype)
         tail = mx.addmm(y[first:] if first else y, z, b, alpha=self.scale)
         y = mx.concatenate([y[:first], tail]) if first else tail
         return y if x.ndim == 2 else mx.unflatten(y, 0, x.shape[:-1])
 
-    def product(self, x: mx.array) -> mx.array:
-        """[..., out] what `summand` adds LoRA to."""
-        y = self.linear(x)
+    def base_product(self, x: mx.array) -> mx.array:
+        """[..., out] of `x` [..., in] without LoRA, with DoRA's gain."""
+        y: mx.array = self.linear(x)
         if "gain" in self:
             y = y * self.gain
         return y + self.offset if "offset" in self else y
 
     def rows(self, tokens: mx.array) -> nn.Module:
-        """A layer with the rows of `tokens` [Vd] alone, LoRA merged into them."""
-        weight = weight_of(self.linear, tokens)
+        """A plain layer with the rows (outputs) of `tokens` [Vd] alone, LoRA merged into them, not
+        quantised.
+        """
+        weight = unpacked_weight(self.linear, tokens)
         if "gain" in self:
             weight = self.gain[tokens][:, None] * weight
         weight = weight + self.scale * (self.lora_a @ self.lora_b[:, tokens]).T
@@ -219,7 +262,11 @@ class RowLora(LoraLayer):
         return layer
 
     def _low_rank(self, x: mx.array, first: int) -> tuple[mx.array, mx.array]:
-        """The rows [R, in] of `x`, and those from `first` on times A, [R - first, r]."""
+        """Flatten `x`, and multiply its rows from number `first` on by A.
+
+        Returns:
+            [R, in] all rows, and [R - first, r] the products.
+        """
         if self.shared is not None:
             return self.shared.take(x, first, self.index)
         rows = mx.flatten(x, 0, -2)
@@ -230,16 +277,25 @@ class SummedLora(RowLora):
     """`RowLora` on a layer whose inputs are split over ranks: one sum for the layer and LoRA."""
 
     def __call__(self, x: mx.array) -> mx.array:
+        """[..., R, out] of `x` [..., R, in], summed over ranks; LoRA on rows as in `RowLora`."""
         linear = self.linear
         y = mx.distributed.all_sum(self.summand(x), group=linear.group)
         return y + linear.bias if "bias" in linear else y
 
-    def product(self, x: mx.array) -> mx.array:
-        return own_product(self.linear, x)
+    def base_product(self, x: mx.array) -> mx.array:
+        """[..., out] of `x` [..., in]: this rank's summand, without bias."""
+        return partial_product(self.linear, x)
 
 
 class EmbeddingLora(LoraLayer):
-    """An embedding with LoRA or DoRA, where it embeds and, unless told, as the LM head."""
+    """An embedding with LoRA or DoRA: where it embeds and, if `acts_on_head`, where it is the LM
+    head.
+
+    Args:
+        embedding: may be quantised.
+        weights: LoRA of its shapes.
+        dtype: that of activations, which the factors are cast to; None keeps theirs.
+    """
 
     def __init__(
         self, embedding: nn.Module, weights: LoraWeights, dtype: mx.Dtype | None = None
@@ -252,16 +308,16 @@ class EmbeddingLora(LoraLayer):
         self.acts_on_head = weights.acts_on_head
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """[..., D] of `tokens` [...]."""
-        rows = self.embedding(tokens)
+        """[..., D] embeddings of `tokens` [...], with LoRA and DoRA's gain."""
+        rows: mx.array = self.embedding(tokens)
         rows = rows + (self.scale * (self.lora_a[tokens] @ self.lora_b)).astype(rows.dtype)
         if "gain" not in self:
             return rows
         return rows * (self.gain[tokens][..., None] if self.acts_on_head else self.gain)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """[..., D] to logits [..., V]."""
-        logits = self.embedding.as_linear(x)
+        """Logits [..., V] of `x` [..., D], with LoRA only if `acts_on_head`."""
+        logits: mx.array = self.embedding.as_linear(x)
         if not self.acts_on_head:
             return logits
         more = (x @ self.lora_b.T) @ self.lora_a.T
@@ -269,8 +325,12 @@ class EmbeddingLora(LoraLayer):
         return logits * self.gain if "gain" in self else logits
 
     def rows(self, tokens: mx.array) -> nn.Module:
-        """The head's rows of `tokens` [Vd] alone, LoRA merged into them."""
-        weight = weight_of(self.embedding, tokens)
+        """A plain embedding with the rows of `tokens` [Vd] alone, not quantised, as the LM head has
+        them.
+
+        LoRA is merged into them only if `acts_on_head`.
+        """
+        weight = unpacked_weight(self.embedding, tokens)
         if self.acts_on_head:
             weight = weight + self.scale * (self.lora_a[tokens] @ self.lora_b)
             if "gain" in self:
@@ -281,7 +341,7 @@ class EmbeddingLora(LoraLayer):
 
 
 class ExpertsLora(LoraLayer):
-    """The same linear layer of every expert, with LoRA of each its own."""
+    """The linear layer of E experts, with LoRA of its own for each."""
 
     def __init__(
         self, linear: nn.Module, weights: LoraWeights, dtype: mx.Dtype | None = None
@@ -290,18 +350,28 @@ class ExpertsLora(LoraLayer):
         self.linear = linear
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """As mlx-lm's `SwitchLinear`, of rows `x` and the experts that each goes to."""
+        """As mlx-lm's `SwitchLinear`, with LoRA added.
+
+        Args:
+            x: rows.
+            indices: the expert that each row goes to.
+            sorted_indices: whether they are in ascending order.
+        """
         chosen: dict[str, Any] = {"rhs_indices": indices, "sorted_indices": sorted_indices}
-        y = self.linear(x, indices, sorted_indices=sorted_indices)
+        y: mx.array = self.linear(x, indices, sorted_indices=sorted_indices)
         z = mx.gather_mm(x, self.lora_a.swapaxes(-1, -2), **chosen)
         z = mx.gather_mm(z, self.lora_b.swapaxes(-1, -2), **chosen)
         return y + (self.scale * z).astype(y.dtype)
 
 
 class SharedInput(threading.local):
-    """Modules that are called on the same rows, one after the other: one product with all their A.
+    """The A factors of modules that a layer calls on the same rows, multiplied in one product.
 
-    `a` [in, sum of r] are the matrices side by side, `ends` where all but the last of them end.
+    The product is kept on this thread until every module took its part.
+
+    Args:
+        a: [in, sum of r] the matrices side by side.
+        ends: the columns where all but the last of them end.
     """
 
     def __init__(self, a: mx.array, ends: list[int]) -> None:
@@ -311,7 +381,16 @@ class SharedInput(threading.local):
         self._held: tuple[mx.array, int, mx.array, dict[int, mx.array]] | None = None
 
     def take(self, x: mx.array, first: int, index: int) -> tuple[mx.array, mx.array]:
-        """`RowLora._low_rank` of module number `index`; kept until every module took its own."""
+        """The part of the product that belongs to module number `index`.
+
+        Args:
+            x: [..., R, in] the rows; the same array object for all modules of a call.
+            first: number of the first row that LoRA acts on.
+            index: of the module.
+
+        Returns:
+            [R, in] the rows of `x`, and [R - first, r] those from `first` on times A.
+        """
         held = self._held
         if held is None or held[0] is not x or held[1] != first or index not in held[3]:
             rows = mx.flatten(x, 0, -2)
@@ -323,7 +402,13 @@ class SharedInput(threading.local):
 
 
 def share_inputs(loras: Mapping[str, RowLora]) -> None:
-    """Let those modules, by path, that a layer calls on the same rows share a product."""
+    """Let modules that a layer calls on the same rows share one product, in place.
+
+    These are q, k and v projections, and gate and up projections, of one parent module.
+
+    Args:
+        loras: by path in the model.
+    """
     groups: dict[tuple[str, str], list[RowLora]] = {}
     for path, lora in loras.items():
         above, _, name = path.rpartition(".")
@@ -352,7 +437,12 @@ def linear_shape(linear: nn.Module) -> tuple[int, int]:
 
 
 def lora_shapes(layer: nn.Module | None, weights: LoraWeights) -> dict[str, tuple[int, ...]]:
-    """The shapes of LoRA of its rank on a layer, by mlx-lm's names; none where it has no place."""
+    """The shapes that LoRA of the rank of `weights` has on `layer`, by mlx-lm's names.
+
+    Returns:
+        "lora_a", "lora_b" and, for DoRA, "m", each with its shape; {} where LoRA cannot act on the
+        layer.
+    """
     rank = weights.rank
     # mlx-lm's layers with a `to_lora` have LoRA of their own kind.
     if not isinstance(layer, LORA_KINDS) or hasattr(layer, "to_lora"):
@@ -369,20 +459,21 @@ def lora_shapes(layer: nn.Module | None, weights: LoraWeights) -> dict[str, tupl
     return {"lora_a": (out_size, rank), "lora_b": (rank, in_size), **norms}
 
 
-def weight_of(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
-    """The weight of a layer in float32, unpacked; of these rows alone, if told."""
+def unpacked_weight(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
+    """A layer's weight in float32, dequantised; of the rows `rows` [n] alone, where given."""
     parts: list[Any] = [layer.get(name) for name in ("weight", "scales", "biases")]
     if rows is not None:
         parts = [None if part is None else part[rows] for part in parts]
-    weight, scales, biases = parts
+    scales, biases = parts[1:]
+    weight: mx.array = parts[0]
     if scales is not None:
         form: dict[str, Any] = {"group_size": layer.group_size, "bits": layer.bits}
         weight = mx.dequantize(weight, scales, biases, mode=layer.mode, **form)
     return weight.astype(mx.float32)
 
 
-def _sum_of(layer: nn.Module, weights: LoraWeights) -> mx.array:
-    """A layer's weight with LoRA added, in float32."""
+def _weight_with_lora(layer: nn.Module, weights: LoraWeights) -> mx.array:
+    """A layer's weight in float32 with scale * A B added; DoRA's norms are not applied."""
     a, b = (array.astype(mx.float32) for array in (weights.a, weights.b))
     if isinstance(layer, EXPERTS):
         delta = b @ a
@@ -390,25 +481,30 @@ def _sum_of(layer: nn.Module, weights: LoraWeights) -> mx.array:
         delta = a @ b
     else:
         delta = b.T @ a.T
-    return weight_of(layer) + weights.scale * delta
+    return unpacked_weight(layer) + weights.scale * delta
 
 
 def dora_gain(layer: nn.Module, weights: LoraWeights) -> mx.array | None:
-    """What DoRA multiplies each feature by, in float32 and in the magnitude's shape; None of LoRA.
+    """What DoRA multiplies each feature by: magnitude / norm of the weight with LoRA.
 
     It is computed now: the unpacked weights of many layers would not fit into memory at once.
+
+    Returns:
+        Float32 in the magnitude's shape; None where the weights have no magnitude (LoRA).
     """
     if weights.magnitude is None:
         return None
     of_columns = isinstance(layer, EMBEDDINGS) and not weights.acts_on_head
-    norms = mx.linalg.norm(_sum_of(layer, weights), axis=0 if of_columns else 1)
+    norms = mx.linalg.norm(_weight_with_lora(layer, weights), axis=0 if of_columns else 1)
     gain = weights.magnitude.astype(mx.float32) / norms
     mx.eval(gain)
     return gain
 
 
-def own_part(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
-    """What of the LoRA of a linear layer belongs to this rank's part of the layer."""
+def shard_lora(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
+    """This rank's part of the LoRA of a linear layer that is split over ranks; `weights` where it
+    is not.
+    """
     if isinstance(linear, SPLIT_OUTPUTS):
         parts = mx.split(weights.b, linear.group.size(), axis=1)
         return replace(weights, b=parts[linear.group.rank()])
@@ -418,10 +514,12 @@ def own_part(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
     return weights
 
 
-def merged(layer: nn.Module, weights: LoraWeights) -> nn.Module:
-    """A layer, not quantised, with the LoRA or DoRA in its weight."""
+def merge_lora(layer: nn.Module, weights: LoraWeights) -> nn.Module:
+    """A copy of a layer, which is not quantised, with LoRA or DoRA in its weight and the weight's
+    dtype.
+    """
     twin = copy.copy(layer)
-    weight = _sum_of(layer, weights)
+    weight = _weight_with_lora(layer, weights)
     gain = dora_gain(layer, weights)
     if gain is not None:
         weight = weight * (gain[:, None] if weights.acts_on_head else gain)
@@ -430,16 +528,24 @@ def merged(layer: nn.Module, weights: LoraWeights) -> nn.Module:
 
 
 def is_mergeable(layer: nn.Module, weights: LoraWeights) -> bool:
-    """Whether LoRA on every row may be added into a layer's weight."""
+    """Whether LoRA on every row may be merged into a layer's weight.
+
+    The weight must not be quantised; an embedding, which may be the LM head too, takes LoRA that
+    acts on the head alone.
+    """
     if isinstance(layer, nn.Embedding):  # which may be the head too
         return weights.acts_on_head
     return isinstance(layer, (*UNPACKED_LINEARS, SwitchLinear))
 
 
-def with_lora(
+def wrap_with_lora(
     layer: nn.Module, weights: LoraWeights, scope: RowScope, dtype: mx.Dtype | None
 ) -> LoraLayer:
-    """A layer with LoRA beside its weight, of the class for its kind."""
+    """A layer with LoRA beside its weight, of the class for its kind.
+
+    `scope` says which rows it acts on: of linear layers alone; embeddings and experts get it on
+    all.
+    """
     if isinstance(layer, EMBEDDINGS):
         return EmbeddingLora(layer, weights, dtype)
     if isinstance(layer, EXPERTS):
@@ -457,23 +563,34 @@ def attach_lora(
     dtype: mx.Dtype,
     fixed: bool = True,
 ) -> dict[str, nn.Module]:
-    """Put LoRA, by module path, on those modules of `model`, in place; returns what it replaced.
+    """Put LoRA on modules of a model, in place.
 
-    With `merge`, layers that are not quantised get it added into their weights, which costs nothing
-    per row: only for LoRA that acts on every row. What is not merged is cast to `dtype`, that of
-    the activations; where it is `fixed`, modules that are called on the same rows share a product.
-    The modules that are returned are untouched: while those of merged layers are kept, their
-    weights are in memory twice.
+    Args:
+        model: an mlx-lm model.
+        lora: by module path.
+        scope: which rows LoRA acts on.
+        merge: add it into the weights of layers that are not quantised, which costs nothing per
+            row: only for LoRA that acts on every row.
+        dtype: of the activations; what is not merged is cast to it.
+        fixed: whether LoRA stays as it is; modules that are called on the same rows share a product
+            then. False in training.
+
+    Returns:
+        The modules that were replaced, by path, untouched: while those of merged layers are kept,
+        their weights are in memory twice.
+
+    Raises:
+        KeyError: the model has no module at a path.
     """
     modules = dict(model.named_modules())
     updates: dict[str, nn.Module] = {}
     for path, weights in lora.items():
         layer = modules[path]
-        own = own_part(weights, layer)
+        own = shard_lora(weights, layer)
         if merge and is_mergeable(layer, own):
-            updates[path] = merged(layer, own)
+            updates[path] = merge_lora(layer, own)
         else:
-            updates[path] = with_lora(layer, own, scope, dtype)
+            updates[path] = wrap_with_lora(layer, own, scope, dtype)
     if fixed:
         share_inputs({path: one for path, one in updates.items() if isinstance(one, RowLora)})
     model.update_modules(tree_unflatten(list(updates.items())))

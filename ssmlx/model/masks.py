@@ -15,7 +15,11 @@ from .shapes import evaluated, expect_shape, indices
 
 
 def stream_positions(node_positions: mx.array, num_streams: int) -> mx.array:
-    """[M * (1 + G)] positions of the rows of nodes at [M]: stream j of a node is j further on."""
+    """[M * (1 + G)] positions of nodes and streams, nodes first: stream j of a node is j further
+    on.
+
+    `node_positions` are [M], `num_streams` is G.
+    """
     ahead = indices(1, num_streams + 1)
     return mx.concatenate([node_positions, (node_positions[:, None] + ahead).flatten()])
 
@@ -51,7 +55,10 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
 
 @lru_cache(maxsize=64)
 def earlier_streams(num_streams: int, num_nodes: int = 1) -> mx.array:
-    """[M * G, M * G] bool: which stream sees which, as in `stream_visibility`."""
+    """[M * G, M * G] bool: which stream row sees which: its node's streams up to itself.
+
+    Kept and shared.
+    """
     row = indices(num_nodes * num_streams)
     owner = row // num_streams
     stream = row % num_streams
@@ -66,9 +73,16 @@ Position = TypeVar("Position", int, mx.array)
 
 
 def window_start(position: Position, window: int) -> Position:
-    """The first token behind the sinks that streams of the node at `position` see.
+    """The first token behind the sinks that streams of a node see.
 
     That is half a window before the last multiple of half a window, so it moves seldom.
+
+    Args:
+        position: of the node, a number or an int array of any shape.
+        window: tokens, as the adapter's settings say.
+
+    Returns:
+        A position of the same kind; 0 near the text's beginning.
     """
     half = window // 2
     start = (position // half - 1) * half
@@ -88,7 +102,7 @@ def in_window(visible: Any, columns: Any, firsts: Any) -> Any:
 
 
 class Columns(Protocol):
-    """What a mask needs to know of the cache that its rows stand in (`cache.RowsCache`)."""
+    """What a mask needs to know of the cache that its rows stand in; `cache.RowsCache` has it."""
 
     capacity: int
 
@@ -100,7 +114,7 @@ class Columns(Protocol):
 
     def path_masks(self, num_rows: int) -> list[mx.array]: ...
 
-    def places(self, own: mx.array, window: int) -> tuple[mx.array, int]: ...
+    def key_positions(self, own: mx.array, window: int) -> tuple[mx.array, int]: ...
 
 
 LayerMask = tuple[mx.array | metal.TreeMask | str | None, int, int]
@@ -117,6 +131,7 @@ class WindowMasks:
     Args:
         whole: [R, C + L], as `StepMasks` gives it.
         positions: [R] of the rows; or [1], the first one's, where the others follow it.
+        num_rows: R.
         cache: that they stand in.
     """
 
@@ -128,7 +143,9 @@ class WindowMasks:
         self._rows = positions if positions.size == num_rows else positions + indices(num_rows)
         self._made: dict[int, LayerMask] = {}
 
-    def of(self, window: int | None) -> LayerMask:
+    def for_window(self, window: int | None) -> LayerMask:
+        """The mask of a layer that sees `window` tokens (None for all), made once for each
+        window."""
         if window is None:
             return self._whole, 0, 0
         if window not in self._made:
@@ -136,7 +153,10 @@ class WindowMasks:
         return self._made[window]
 
     def _make(self, window: int) -> LayerMask:
-        columns, dropped = self._cache.places(self._rows, window)
+        """The mask of a window, and the keys left out; the whole mask where the window hides
+        nothing.
+        """
+        columns, dropped = self._cache.key_positions(self._rows, window)
         first = columns.size + dropped - self._cache.offset
         if self._cache.end + first <= window:
             return self._whole, 0, 0
@@ -147,14 +167,23 @@ class WindowMasks:
 
 
 class CausalMasks:
-    """The same for `count` tokens that are appended to `offset` others."""
+    """The causal masks of tokens that are appended, for layers with and without a window.
+
+    Args:
+        count: R, tokens that are appended.
+        offset: L, tokens before them.
+        dense: whether arrays are needed; else the mask may be "causal", or None for a single token.
+    """
 
     def __init__(self, count: int, offset: int, *, dense: bool) -> None:
         self._count = count
         self._offset = offset
         self._dense = dense
 
-    def of(self, window: int | None) -> LayerMask:
+    def for_window(self, window: int | None) -> LayerMask:
+        """The mask of a layer that sees `window` tokens (None for all), and the keys that it leaves
+        out.
+        """
         known = self._offset if window is None else min(self._offset, window - 1)
         if self._count == 1:
             return None, 0, self._offset - known
@@ -187,21 +216,31 @@ class StepMasks:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def forget(self) -> None:
-        """Keep no mask: that of a step which is not run holds all that it was built of."""
+        """Drop all kept masks: that of a step which is not run holds all that it was built of."""
         self._buffers.clear()
         self._written.clear()
 
     def step_mask(
         self, visible: mx.array, cache: Columns, key: object, takes_bits: Callable[[], bool]
     ) -> mx.array | TreeMask:
-        """The mask of a step, as `backbone.run` takes it; it grows with the cache's capacity.
+        """The mask of a step, as `Stages.run` takes it; it grows with the cache's capacity.
 
-        `visible` [R, R] bool is of the step's rows among themselves; `key` names its content, None
-        if it may differ every time; `takes_bits` says whether the model's layers do.
+        Args:
+            visible: [R, R] bool, which of the step's rows sees which of them.
+            cache: that the rows stand in.
+            key: names the content of `visible`; None if it may differ every time.
+            takes_bits: whether the model's layers take a `TreeMask`; asked only if the kernel is
+                on.
+
+        Returns:
+            A `TreeMask` where the fused kernel is on and the layers take it; else as `mask`.
+
+        Raises:
+            InputError: attention=fused, and the layers do not take a `TreeMask`.
         """
         takes_bits_here = metal.is_on() and takes_bits()
         require(
-            takes_bits_here or metal.in_use() != "fused",
+            takes_bits_here or metal.chosen_attention() != "fused",
             "attention=fused, for a model with an attention of its own",
             expected="layers that call mlx-lm's scaled_dot_product_attention",
             do="use attention=auto",
@@ -212,7 +251,11 @@ class StepMasks:
         return TreeMask(columns, lambda: self.mask(visible, cache, key))
 
     def mask(self, visible: mx.array, cache: Columns, key: object) -> mx.array:
-        """[R, R + paths + L] bool view; the arguments are those of `step_mask`."""
+        """[R, R + paths + L] bool, a view of a kept buffer: it holds until the next mask of its
+        size.
+
+        The arguments are those of `step_mask`.
+        """
         if paths := cache.path_masks(visible.shape[0]):
             key = None
             visible = mx.concatenate([visible, *paths], axis=1)

@@ -4,7 +4,7 @@ Modules are named as in Hugging Face's checkpoints, so that PEFT's names of LoRA
 that is written from this model loads in transformers. It is the OPT of 125 million parameters, and
 of 1.3 billion and more: OPT-350m and Galactica, which are built otherwise, are refused.
 
-Positions are learned and added to the embedding; `backbone` says what that means for streams.
+Positions are learned and added to the embedding; `stages` says what that means for streams.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,12 @@ _BUILT = (
 
 
 @dataclass
-class ModelArgs(BaseModelArgs):
-    """The fields of config.json that decide what is computed; defaults are transformers'."""
+class ModelArgs(BaseModelArgs):  # type: ignore[misc]  # mlx-lm has no types
+    """The fields of config.json that decide what is computed; defaults are transformers'.
+
+    Raises:
+        ValueError: a model that is built otherwise, such as OPT-350m, or whose sizes do not fit.
+    """
 
     model_type: str = "opt"
     vocab_size: int = 50272
@@ -57,6 +61,8 @@ class ModelArgs(BaseModelArgs):
 
 
 class Attention(nn.Module):
+    """Multi-head attention with biases, without rotary embedding."""
+
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         size = args.hidden_size
@@ -68,6 +74,7 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(size, size)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """[B, R, D] of `x` [B, R, D]; `mask` and `cache` as mlx-lm's attention takes them."""
         batch, length, _ = x.shape
 
         def heads(y: mx.array) -> mx.array:
@@ -85,6 +92,8 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Attention and a ReLU MLP, each behind a layer norm and with a residual."""
+
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.self_attn = Attention(args)
@@ -94,11 +103,14 @@ class DecoderLayer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(args.hidden_size)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """[B, R, D] of `x` [B, R, D]; `mask` and `cache` as mlx-lm's layers take them."""
         x = x + self.self_attn(self.self_attn_layer_norm(x), mask, cache)
         return x + self.fc2(nn.relu(self.fc1(self.final_layer_norm(x))))
 
 
 class Decoder(nn.Module):
+    """Embeddings, layers and the final norm."""
+
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         size = args.hidden_size
@@ -114,34 +126,51 @@ class Decoder(nn.Module):
         return self.final_layer_norm
 
     def embed_at(self, tokens: mx.array, positions: mx.array) -> mx.array:
-        """[B, R, D] of `tokens` [B, R] at `positions`, [B, R] or [R].
+        """Embed tokens with their learned positions.
 
         A draft tree may reach beyond the last position; such tokens are never part of an answer,
-        and get the last one. Padding stands before the first.
+        and get the last one. Padding stands before the first, at -1.
+
+        Args:
+            tokens: [B, R].
+            positions: [B, R] or [R].
+
+        Returns:
+            [B, R, D].
         """
         positions = mx.clip(positions, -1, self.last_position)
-        return self.embed_tokens(tokens) + self.embed_positions(positions + _FIRST_POSITION)
+        embedded: mx.array = self.embed_tokens(tokens)
+        of_positions: mx.array = self.embed_positions(positions + _FIRST_POSITION)
+        return embedded + of_positions
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        """[B, R, D] normed hidden states of `tokens` [B, R]; `cache` has one entry for each
+        layer."""
         cache = cache or [None] * len(self.layers)
         offset = mx.array(0 if cache[0] is None else cache[0].offset)
         hidden = self.embed_at(tokens, mx.arange(tokens.shape[1]) + offset[..., None])
         mask = create_attention_mask(hidden, cache[0])
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             hidden = layer(hidden, mask, layer_cache)
-        return self.norm(hidden)
+        normed: mx.array = self.norm(hidden)
+        return normed
 
 
 class OPTModel(nn.Module):
+    """The decoder under the name that Hugging Face's checkpoints have for it."""
+
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.decoder = Decoder(args)
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        return self.decoder(tokens, cache)
+        hidden: mx.array = self.decoder(tokens, cache)
+        return hidden
 
 
 class Model(nn.Module):
+    """OPT with its LM head, which is tied to the embedding."""
+
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args = args
@@ -149,10 +178,17 @@ class Model(nn.Module):
         self.model = OPTModel(args)
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        return self.model.decoder.embed_tokens.as_linear(self.model(inputs, cache))
+        """Logits [B, R, V] of `inputs` [B, R]; `cache` has one of mlx-lm's caches for each
+        layer."""
+        logits: mx.array = self.model.decoder.embed_tokens.as_linear(self.model(inputs, cache))
+        return logits
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Weights under this model's names: some checkpoints are of the model without its head."""
+        """Rename a checkpoint's weights to this model's names.
+
+        Some checkpoints are of the model without its head: their names lack "model.". A stored LM
+        head, which is the embedding, is dropped.
+        """
         return {
             f"model.{name}" if name.startswith("decoder.") else name: array
             for name, array in weights.items()

@@ -1,7 +1,7 @@
 """A model over several machines, tensor-parallel as mlx-lm splits it.
 
 Each process, a rank, holds its part of every layer and of every key/value cache. All run the same
-steps; rank 0 decides for all (`from_first`), as other chips may round in another way.
+steps; rank 0 decides for all (`from_rank0`), as other chips may round in another way.
 """
 
 import os
@@ -22,15 +22,19 @@ UNPACKED_LINEARS = (nn.Linear, nn.AllToShardedLinear, nn.ShardedToAllLinear)
 LINEARS = (nn.Linear, nn.QuantizedLinear, *SPLIT_OUTPUTS, *SPLIT_INPUTS)
 
 
-def launched() -> Group | None:
-    """The processes that `mlx.launch` started beside this one, and it; None where it is alone."""
+def launched_group() -> Group | None:
+    """The processes that `mlx.launch` started, this one among them; None where it runs alone."""
     # Only then: looking for MPI, say, takes time, and may fail.
     group = mx.distributed.init() if "MLX_RANK" in os.environ else None
     return group if group is not None and group.size() > 1 else None
 
 
 def shard(model: nn.Module, group: Group) -> None:
-    """Keep this rank's part of a model of mlx-lm's, in place; its weights may be unread yet.
+    """Keep this rank's part of an mlx-lm model, in place.
+
+    Args:
+        model: its weights may not be read yet.
+        group: the ranks.
 
     Raises:
         InputError: mlx-lm cannot split such models, or this one into so many parts.
@@ -59,16 +63,21 @@ def shard(model: nn.Module, group: Group) -> None:
         ) from error
 
 
-def own_product(linear: nn.Module, x: mx.array) -> mx.array:
-    """[..., out] this rank's summand of a layer whose inputs are split, without its bias."""
+def partial_product(linear: nn.Module, x: mx.array) -> mx.array:
+    """[..., out] this rank's summand of a layer whose inputs are split over ranks, without its
+    bias.
+    """
     if isinstance(linear, nn.ShardedToAllLinear):
         return x @ linear.weight.T
     form = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
     return mx.quantized_matmul(x, linear.weight, linear.scales, linear.get("biases"), **form)
 
 
-def summed(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
-    """The sums of all ranks' arrays, in one message: sums must come in one order on every rank."""
+def sum_over_ranks(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
+    """Sums of all ranks' arrays, each in its own shape and dtype.
+
+    They are sent as one message: sums must come in one order on every rank.
+    """
     flat = mx.concatenate([array.flatten() for array in arrays])
     flat = mx.distributed.all_sum(flat, group=group)
     ends = list(accumulate(array.size for array in arrays))
@@ -76,11 +85,11 @@ def summed(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
     return [part.reshape(array.shape).astype(array.dtype) for part, array in parts]
 
 
-def from_first(arrays: Sequence[mx.array], group: Group | None) -> list[mx.array]:
-    """Rank 0's arrays on every rank."""
+def from_rank0(arrays: Sequence[mx.array], group: Group | None) -> list[mx.array]:
+    """Rank 0's values of `arrays`, on every rank; `arrays` themselves where `group` is None."""
     if group is None:
         return list(arrays)
     if group.rank() > 0:
         # Behind what they stand for, as on rank 0.
         arrays = mx.depends([mx.zeros_like(array) for array in arrays], list(arrays))
-    return summed(arrays, group)
+    return sum_over_ranks(arrays, group)

@@ -8,9 +8,10 @@ from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 
 class Positions:
-    """Where a step's rows stand, and the angles that follow: once for all layers.
+    """Where a step's rows stand, with the rotary angles that follow, computed once for all layers.
 
-    `array` is [R]; or [1], the first row's, where the others follow it.
+    Args:
+        array: [R] positions; or [1], the first row's, where the others follow it.
     """
 
     def __init__(self, array: mx.array) -> None:
@@ -18,9 +19,17 @@ class Positions:
         self._tables: dict[tuple[object, ...], tuple[mx.array, mx.array]] = {}
 
     def tables(self, rope: Any, rows: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """[R, Dh] each: what a feature is multiplied by, and what its partner half a head away.
+        """Cosines and signed sines of the rows' rotary angles, kept by rope.
 
-        Read off the vector (1, 0) of each pair as `rope` turns it.
+        They are read off the vector (1, 0) of each pair as `rope` turns it.
+
+        Args:
+            rope: an `nn.RoPE` that pairs feature i with i + Dh / 2 (not `traditional`).
+            rows: R.
+            dtype: of the result.
+
+        Returns:
+            [R, Dh] what a feature is multiplied by, and [R, Dh] what its partner is.
         """
         key = (rope.dims, rope.base, rope.scale, rows, dtype)
         if key not in self._tables:
@@ -34,7 +43,8 @@ class Positions:
 
 
 def is_one_kernel() -> bool:
-    """Whether `mx.fast.rope` is: on the CPU it is twenty, most of them for the same angles."""
+    """Whether `mx.fast.rope` is one kernel here: on the CPU it is twenty, most for the same
+    angles."""
     return mx.default_device() == mx.gpu
 
 
@@ -42,6 +52,10 @@ class PositionedRope(nn.Module):
     """A rotary embedding that also takes one position a row.
 
     `mx.fast.rope` takes one offset a batch row, so rows become the batch for the call.
+
+    Args:
+        rope: a rotary embedding of mlx-lm's. One that changes angles past the context's end is
+            replaced by a plain one: nothing is answered there.
     """
 
     def __init__(self, rope: nn.Module) -> None:
@@ -52,10 +66,15 @@ class PositionedRope(nn.Module):
         self.rope = rope
 
     def __call__(self, x: mx.array, offset: int | mx.array | Positions = 0) -> mx.array:
-        """Rotate queries or keys `x` [B, H, R, Dh].
+        """Rotate queries or keys.
 
-        `offset` is the first row's position, a number or [1], or [B] where B is not 1; or
-        positions [R], where B is 1; or [B, R].
+        Args:
+            x: [B, H, R, Dh].
+            offset: the first row's position, a number or [1], or [B] where B is not 1; or
+                positions [R], where B is 1; or [B, R].
+
+        Returns:
+            The same shape.
         """
         rope: Any = self.rope
         if isinstance(offset, Positions):
@@ -65,10 +84,13 @@ class PositionedRope(nn.Module):
                 real, imaginary = mx.split(x, 2, axis=-1)
                 return x * own + mx.concatenate([imaginary, real], axis=-1) * partners
             offset = offset.array
+        turned: mx.array
         if isinstance(offset, int) or offset.shape == (1,) or offset.shape == x.shape[:1]:
-            return rope(x, offset=offset)
+            turned = rope(x, offset=offset)
+            return turned
         if offset.ndim == 1:
-            return rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)
+            turned = rope(x.transpose(2, 1, 0, 3), offset=offset)
+            return turned.transpose(2, 1, 0, 3)
         batch, heads, rows, size = x.shape
         folded = x.transpose(0, 2, 1, 3).reshape(batch * rows, heads, 1, size)
         turned = rope(folded, offset=offset.flatten())

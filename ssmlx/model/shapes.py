@@ -34,12 +34,13 @@ def to_float(array: mx.array) -> float:
 
 
 def to_list(array: mx.array) -> list[Any]:
-    """An array on the host, a list of lists where it has two dimensions; waits for the device."""
+    """The array as nested Python lists, one level for each dimension; waits for the device."""
     return cast("list[Any]", array.tolist())
 
 
 def expect_shape(what: str, array: mx.array, *shape: int | None) -> None:
-    """Raise ValueError unless `array` has `shape`; None matches any size."""
+    """Raise ValueError, which names `what`, unless `array` has `shape`; None stands for any
+    size."""
     found = array.shape
     if len(found) != len(shape) or any(
         want is not None and have != want for have, want in zip(found, shape, strict=True)
@@ -48,23 +49,29 @@ def expect_shape(what: str, array: mx.array, *shape: int | None) -> None:
 
 
 def evaluated(array: mx.array) -> mx.array:
-    """`array`, computed now: what is kept must be, for no other thread can compute it later."""
+    """Compute `array` and return it: what is kept must be, for no other thread can compute it
+    later.
+    """
     mx.eval(array)
     return array
 
 
 @lru_cache(maxsize=512)
 def indices(first: int, last: int | None = None) -> mx.array:
-    """[count] int32 from `first` up to `last`, or from 0 up to `first`; computed once."""
+    """int32 numbers from 0 up to `first`, or from `first` up to `last` where given; kept and
+    shared.
+    """
     return evaluated(mx.arange(first) if last is None else mx.arange(first, last))
 
 
-def take(array: mx.array, places: mx.array) -> mx.array:
-    """`array` [n] at `places` [m]: one primitive, where brackets cost two."""
-    return mx.take_along_axis(array, places, axis=0)
+def take(array: mx.array, positions: mx.array) -> mx.array:
+    """[m] elements of `array` [n] at `positions` [m]: one primitive, where brackets cost two."""
+    return mx.take_along_axis(array, positions, axis=0)
 
 
 def arrays_in(tree: Any) -> list[mx.array]:
-    """Every array of nested lists, tuples and dictionaries, such as a module's parameters."""
+    """Every array in nested lists, tuples and dictionaries, such as a module's parameters; other
+    leaves are left out.
+    """
     pairs: Any = tree_flatten(tree)
-    return [array for _, array in pairs]
+    return [leaf for _, leaf in pairs if isinstance(leaf, mx.array)]

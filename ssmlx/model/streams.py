@@ -13,10 +13,11 @@ import mlx.core as mx
 
 from ..errors import require
 from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
-from .backbone import Backbone, LMHead, Mask, Tapped
+from .backbone import Backbone
 from .cache import RowsCache, StateCache, StreamCache, TreeCache
-from .condition import Condition, unit
+from .condition import Condition, scale_to_unit_rms
 from .latent import is_latent
+from .lm_head import LMHead
 from .lora import RowScope
 from .masks import (
     SINKS,
@@ -30,24 +31,25 @@ from .masks import (
 from .metal import TreeMask
 from .rope import Positions
 from .shapes import evaluated, expect_shape, indices
+from .stages import Mask, Tapped
 from .tree import Tree
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A map of rank r, h -> B A h."""
+    """A linear map of rank r without bias: h -> B A h."""
 
     a: mx.array  # [r, in]
     b: mx.array  # [D, r]
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """[..., in] to [..., D]."""
+        """[..., D] = B A h of `hidden` [..., in]."""
         return (hidden @ self.a.T) @ self.b.T
 
 
 @dataclass(frozen=True, eq=False)
 class StreamWeights:
-    """What a checkpoint adds to the base model beside LoRA."""
+    """The weights that an adapter adds to the base model beside LoRA."""
 
     # [G, D] the stream identifier embeddings P_j of eq. 3; None where streams are told apart
     # by the rotation of their values
@@ -64,7 +66,9 @@ class StreamWeights:
 
     @property
     def trained(self) -> list[mx.array]:
-        """Every trained array; the draft vocabulary's ids are none."""
+        """Every trained array, always in the same order; the draft vocabulary's ids are not among
+        them.
+        """
         low_rank = (self.init, self.root_init, self.prune)
         maps = [array for m in low_rank if m is not None for array in (m.a, m.b)]
         if (given := self.condition) is not None:
@@ -78,10 +82,14 @@ class StreamWeights:
 
 
 class ValueRotation:
-    """Tells streams apart by their values: those of stream n turn by n times `step` (eq. 7).
+    """Tells streams apart by rotating their values: those of stream n by n times `step` (eq. 7).
 
     A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number: the
-    pairs of rotary embeddings' "rotate half". Every pair turns by the same angle, in radians.
+    pairs of rotary embeddings' "rotate half". Every pair turns by the same angle.
+
+    Args:
+        num_streams: G, the most streams.
+        step: radians.
     """
 
     def __init__(self, num_streams: int, step: float) -> None:
@@ -90,14 +98,31 @@ class ValueRotation:
         self._sin = evaluated(mx.sin(angles))
 
     def __call__(self, values: mx.array, num_nodes: int, num_streams: int) -> mx.array:
-        """[1, Hkv, M * (1 + G), Dh] values of a step's rows, those of streams turned."""
+        """Rotate the values of stream rows among those of a step.
+
+        Args:
+            values: [1, Hkv, M * (1 + G), Dh], nodes first.
+            num_nodes: M.
+            num_streams: G; with 0, `values` are returned.
+
+        Returns:
+            The same shape; nodes' values as they are.
+        """
         if num_streams == 0:
             return values
         turned = self.turn(values[:, :, num_nodes:], num_streams)
         return mx.concatenate([values[:, :, :num_nodes], turned], axis=2)
 
     def turn(self, values: mx.array, num_streams: int | None = None) -> mx.array:
-        """[B, Hkv, M * G, Dh] values of stream rows alone, turned; by all angles unless told G."""
+        """Rotate the values of stream rows.
+
+        Args:
+            values: [B, Hkv, M * G, Dh], node by node.
+            num_streams: G; as many as this was made for unless given.
+
+        Returns:
+            The same shape and dtype.
+        """
         cos = self._cos[:num_streams]
         sin = self._sin[:num_streams]
         batch, num_heads, _, head_size = values.shape
@@ -109,17 +134,24 @@ class ValueRotation:
 
 @dataclass(frozen=True, eq=False)
 class NodeRows:
-    """What every layer is told of a step's nodes."""
+    """Positions and mask of a tree's nodes, which every lower layer needs."""
 
     positions: Positions  # [N]
     mask: Mask  # whom they see
 
 
 class StreamFusedModel:
-    """A base model, LoRA already attached, and its streams; read-only while it decodes.
+    """A base model with LoRA attached, and its speculative streams; read-only while it decodes.
 
-    Without `config` and `streams`, the checkpoint's settings and its weights in the backbone's
-    dtype, it decodes plainly. `scope` is the row scope that the attached LoRA follows.
+    Args:
+        backbone: the base model, LoRA already on its layers.
+        config: the adapter's settings; None for plain decoding and other drafters.
+        streams: the adapter's weights, in the backbone's dtype; None likewise.
+        scope: the row scope that the attached LoRA follows; none is attached unless given.
+
+    Raises:
+        InputError: the model cannot run in stages, or not with these streams.
+        ValueError: weights of another shape than `config` says.
     """
 
     def __init__(
@@ -157,7 +189,7 @@ class StreamFusedModel:
             expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
             self.draft_head = backbone.draft_head(streams.draft_vocab)
         if streams.condition is not None:
-            backbone.head_rows(indices(1))  # refuses a head without rows
+            backbone.head_weights(indices(1))  # refuses a head without rows
 
     @property
     def is_fine_tuned(self) -> bool:
@@ -186,7 +218,9 @@ class StreamFusedModel:
 
     @property
     def schedules(self) -> tuple[StreamSchedule, ...]:
-        """When its streams may run."""
+        """The schedules that its streams may run by: ("second-pass",) alone where they start from
+        the root.
+        """
         return STREAM_SCHEDULES if not self.starts_from_root else ("second-pass",)
 
     @property
@@ -206,24 +240,39 @@ class StreamFusedModel:
         return self.config.insertion_layer if self.config else self.num_layers
 
     def make_cache(self, scratch: int = 0) -> TreeCache:
-        """An empty cache; `scratch` is the most rows that a step will have, if known."""
+        """An empty cache for one text; of a model without stages, one of its own kinds.
+
+        `scratch` is S, the most rows that a step will have, where that is known.
+        """
         if not self.backbone.capabilities.has("stages"):
-            return StateCache(self.backbone.make_own_cache)
+            return StateCache(self.backbone.make_model_cache)
         return TreeCache(self.num_layers, scratch=scratch)
 
     def node_rows(self, tree: Tree, cache: TreeCache) -> NodeRows:
-        """Positions and mask of the tree's nodes, without streams."""
+        """Positions and mask of the nodes of `tree`, without streams.
+
+        The mask is written into a buffer of `cache`, and holds until its next one.
+        """
         key = tree.topology
         takes_bits = self._takes_bits
         mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)
         positions = Positions(tree.depths + cache.length)
-        return NodeRows(positions, self._by_layer(mask, positions, tree.num_nodes, cache))
+        return NodeRows(positions, self._mask_by_layer(mask, positions, tree.num_nodes, cache))
 
     def append(
         self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Last hidden states [1, R, D] of `tokens` [R], which join the cache, and those before the
-        insertion layer [1, R, D]; `tapped` is filled as by `Backbone.run`."""
+        """Run tokens through all layers and commit them to the cache.
+
+        Args:
+            tokens: [R] that follow what the cache holds.
+            cache: gets their keys and values.
+            tapped: by layer, set to the input [1, R, D] of that layer.
+
+        Returns:
+            [1, R, D] last hidden states, and [1, R, D] those before the insertion layer; without
+            streams, the last ones twice.
+        """
         split = self.insertion_layer
         tapped = {} if tapped is None else tapped
         if not 0 < split < self.num_layers:  # no streams
@@ -243,9 +292,17 @@ class StreamFusedModel:
         nodes: NodeRows | None = None,
         tapped: Tapped | None = None,
     ) -> mx.array:
-        """[1, N, D] hidden states of the tree's nodes before the insertion layer.
+        """Run a tree's nodes through the layers before the insertion layer (section 3.2.2, eq. 4).
 
-        `nodes` are `node_rows`, where they are known; `tapped` is filled as by `Backbone.run`.
+        Args:
+            tree: N nodes.
+            cache: holds the tokens before the root; gets the nodes' keys and values as scratch
+                rows.
+            nodes: this tree's `node_rows`, where they are known.
+            tapped: by layer, set to the input [1, N, D] of that layer.
+
+        Returns:
+            [1, N, D] the input of the insertion layer.
         """
         nodes = nodes or self.node_rows(tree, cache)
         views = [cache.view(layer, nodes.positions) for layer in range(self.insertion_layer)]
@@ -258,33 +315,49 @@ class StreamFusedModel:
         return self.backbone.logits(hidden + self.streams.prune(hidden))
 
     def condition_logits(self, normed: mx.array, previous: mx.array, tokens: mx.array) -> mx.array:
-        """[..., K', K] what each `previous` token [..., K'] adds to draft logits of `tokens`.
+        """What the token before adds to a stream's draft logits, see `condition`.
 
-        Of stream rows behind the final norm, `normed` [..., D]; `tokens` are [..., K].
+        Args:
+            normed: [..., D] rows of streams behind the final norm.
+            previous: [..., K'] tokens that may stand before.
+            tokens: [..., K] tokens whose logits are wanted.
+
+        Returns:
+            [..., K', K] to add to the logits of `tokens`, for each token before.
         """
         assert self.streams is not None and self.streams.condition is not None
         condition = self.streams.condition
         embedded = self.backbone.token_embeddings(previous)
-        rows = self.backbone.head_rows(tokens)
+        rows = self.backbone.head_weights(tokens)
         mixed = condition.mix(normed[..., None, :], embedded)
         scores = mixed @ (rows @ condition.out).swapaxes(-1, -2)
         scale = self.backbone.logit_scale
         return scores if scale == 1.0 else scale * scores
 
     def root_states(self, roots: mx.array, last_hidden: mx.array) -> mx.array:
-        """[B, M, 2 D] what `root_init` takes of nodes, whose last hidden states are [B, M, D].
+        """[B, M, 2 D] the input of `StreamWeights.root_init`: embedding of the root, and normed
+        state.
 
-        `roots` [B, M] are the tokens behind them.
+        Args:
+            roots: [B, M] the token behind each node.
+            last_hidden: [B, M, D] the nodes' last hidden states.
         """
         normed = self.backbone.final_norm(last_hidden)
-        embedded = unit(self.backbone.token_embeddings(roots))
+        embedded = scale_to_unit_rms(self.backbone.token_embeddings(roots))
         return mx.concatenate([embedded.astype(normed.dtype), normed], axis=-1)
 
     def insert(self, hidden: mx.array, num_streams: int, known: mx.array | None = None) -> mx.array:
-        """[1, M * (1 + G), D] the nodes' rows `hidden` [1, M, D], then their streams' as in eq. 3.
+        """Put the streams' rows behind the nodes' rows, started as in eq. 3.
 
-        Where values are rotated, every stream of a node starts alike. `known` are `root_states`,
-        where streams start from them too.
+        Where values are rotated, every stream of a node starts alike.
+
+        Args:
+            hidden: [1, M, D] the nodes before the insertion layer.
+            num_streams: G; with 0, `hidden` is returned.
+            known: [1, M, 2 D] the nodes' `root_states`, where streams start from them too.
+
+        Returns:
+            [1, M * (1 + G), D].
         """
         if num_streams == 0:
             return hidden
@@ -293,7 +366,11 @@ class StreamFusedModel:
     def start_streams(
         self, hidden: mx.array, num_streams: int, known: mx.array | None = None
     ) -> mx.array:
-        """[B, M * G, D] the streams' rows alone of `hidden` [B, M, D]; see `insert`."""
+        """[B, M * G, D] the streams' rows alone; arguments as in `insert`, for a batch of B.
+
+        Raises:
+            ValueError: the streams start from the root too, and `known` is None.
+        """
         assert self.streams is not None and self.config is not None
         batch, num_nodes, size = hidden.shape
         start = hidden
@@ -321,17 +398,21 @@ class StreamFusedModel:
         starts: mx.array | None = None,
         tapped: Tapped | None = None,
     ) -> mx.array:
-        """[1, M * (1 + G), D] last hidden states of nodes and streams (eqs. 1 and 2).
+        """Run nodes and their streams through the layers from the insertion layer on (eqs. 1 and
+        2).
 
         Args:
-            rows: of the M nodes and their streams, as `insert` gives them.
+            rows: [1, M * (1 + G), D] of the M nodes and their streams, as `insert` gives them.
             tree: the nodes that are left.
-            cache: holds the tokens before them.
+            cache: holds the tokens before them; gets the rows' keys and values as scratch rows.
             num_streams: G, at most as many as were trained.
             nodes: this tree's `node_rows`, where they are known.
             starts: [M] the first token behind the sinks that each node's streams see; what
                 `window_start` says of the root's position unless given.
-            tapped: filled as by `Backbone.run`, the streams' rows among them.
+            tapped: by layer, set to the input [1, M * (1 + G), D] of that layer.
+
+        Returns:
+            [1, M * (1 + G), D] last hidden states, before the final norm.
         """
         num_nodes = tree.num_nodes
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
@@ -365,13 +446,13 @@ class StreamFusedModel:
             firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
             mask = in_window(dense, columns, firsts)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
-        by_layer = self._by_layer(mask, positions, rows.shape[1], cache)
+        by_layer = self._mask_by_layer(mask, positions, rows.shape[1], cache)
         return self._run_upper(rows, by_layer, views, num_nodes, tapped)
 
     def window_start(self, cache: TreeCache, position: int | None = None) -> int:
         """The first token behind the sinks that streams of a node at `position` see.
 
-        As far as the host knows, a node stands behind what is committed.
+        `position` is the end of the committed tokens unless given.
         """
         assert self.config is not None
         position = cache.offset if position is None else position
@@ -394,7 +475,7 @@ class StreamFusedModel:
         Args:
             hidden: [1, M, D] the nodes before the insertion layer.
             last: [1] the last accepted node.
-            position: [1] its place in the text.
+            position: [1] its position in the text.
             cache: of the layers from `insertion_layer` on; it followed this step's `commit`, from
                 `window_start` on.
             num_streams: G, at most as many as were trained.
@@ -408,13 +489,13 @@ class StreamFusedModel:
         if self.rotation is not None:
             rotate = partial(self.rotation.turn, num_streams=num_streams)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
-        by_layer = self._by_layer(mask, positions, num_streams, cache)
+        by_layer = self._mask_by_layer(mask, positions, num_streams, cache)
         return self._run_upper(rows, by_layer, views, 0)
 
-    def _by_layer(
+    def _mask_by_layer(
         self, mask: mx.array | TreeMask, positions: Positions, num_rows: int, cache: RowsCache
     ) -> Mask:
-        """A step's mask for the layers of this model."""
+        """The mask itself; wrapped in `WindowMasks` where some layer sees a window alone."""
         if not any(self.backbone.windows):
             return mask
         return WindowMasks(mask, positions.array, num_rows, cache)
@@ -434,6 +515,11 @@ class StreamFusedModel:
         first_stream: int | None,
         tapped: Tapped | None = None,
     ) -> mx.array:
+        """Run `rows` through the upper layers, LoRA on those from `first_stream` on; on none where
+        None.
+
+        LoRA of scope "all" acts on every row, whatever `first_stream` is.
+        """
         layers = self._upper_layers
         if self._scope.first == 0:  # LoRA acts on every row
             return self.backbone.run(rows, layers.start, layers.stop, mask, views, tapped)

@@ -25,7 +25,7 @@ PAD_TOKEN = -1
 
 @dataclass(frozen=True)
 class Topology:
-    """The shape of a tree without its tokens."""
+    """The shape of a tree of N nodes, without its tokens."""
 
     # [N - 1] where each node's token stands in the flattened [G, K] candidate table
     slots: mx.array
@@ -38,20 +38,22 @@ class Topology:
 
     @cached_property
     def parents(self) -> mx.array:
+        """[N] the parent of each node; the root is its own."""
         return evaluated(_parents(self.paths, self.depths))
 
     @cached_property
     def ancestors(self) -> mx.array:
+        """[N, N] bool: column j is row i itself or one of its ancestors."""
         return evaluated(_ancestors(self.paths))
 
     @cached_property
     def below_root(self) -> mx.array:
-        """[N, P] bool: which of `paths` are neither the root nor repeated."""
+        """[N, P] bool: which entries of `paths` are neither the root nor repeated."""
         return evaluated(_below_root(self.paths, self.depths))
 
     @cached_property
     def edge_slots(self) -> mx.array:
-        """[N] `slots`, and before them any one for the root."""
+        """[N] `slots`, with slot 0 in front for the root, whose value is not used."""
         return evaluated(mx.concatenate([indices(1), self.slots]))
 
     @property
@@ -62,7 +64,7 @@ class Topology:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """A draft tree on the device; what it shares with `Topology` is said there."""
+    """A draft tree of N nodes on the device; fields that `Topology` has too mean the same."""
 
     tokens: mx.array  # [N] token of each node
     depths: mx.array
@@ -73,7 +75,7 @@ class Tree:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What has to be computed of it."""
+        """The arrays that have to be computed before the tree can be read."""
         return [self.tokens, self.depths, self.paths]
 
     def __post_init__(self) -> None:
@@ -97,13 +99,20 @@ class Tree:
         return self.topology.ancestors if self.topology else _ancestors(self.paths)
 
     def path_sums(self, edges: mx.array) -> mx.array:
-        """[N] sum of `edges` [N], one value a node, over each node's path below the root."""
+        """[N] the sum of `edges` over each node's path, the root's left out.
+
+        `edges` are [N], one value a node, such as its log probability given its parent.
+        """
         fixed = self.topology
         below_root = fixed.below_root if fixed else _below_root(self.paths, self.depths)
         return mx.where(below_root, edges[self.paths], 0.0).sum(axis=1)
 
     def select(self, keep: mx.array) -> Tree:
-        """The tree of the nodes `keep` [M], ascending, which hold every ancestor of theirs."""
+        """The tree of some nodes, which are numbered anew in the same order.
+
+        Args:
+            keep: [M] node numbers, ascending; every ancestor of a kept node must be among them.
+        """
         is_on_path = self.paths[keep][:, :, None] == keep
         paths = is_on_path.argmax(axis=-1).astype(mx.int32)
         tree = Tree(take(self.tokens, keep), take(self.depths, keep), paths, keep.shape[0])
@@ -112,21 +121,25 @@ class Tree:
 
 
 def _parents(paths: mx.array, depths: mx.array) -> mx.array:
+    """[N] the parent of each node of `paths` [N, P] and `depths` [N]; the root is its own."""
     # The root's -1 is the end of its path, which is the root.
     return mx.take_along_axis(paths, depths[:, None] - 1, axis=1)[:, 0]
 
 
 def _ancestors(paths: mx.array) -> mx.array:
+    """[N, N] bool of `paths` [N, P]: column j is row i itself or one of its ancestors."""
     return (paths[:, :, None] == indices(paths.shape[0])).any(axis=1)
 
 
 def _below_root(paths: mx.array, depths: mx.array) -> mx.array:
+    """[N, P] bool of `paths` [N, P]: which entries are neither the root nor repeated."""
     levels = indices(paths.shape[1])
     return (levels > 0) & (levels <= depths[:, None])
 
 
 def top_nodes(scores: mx.array, count: int) -> mx.array:
-    """[count] the best-scored of `scores` [N], in ascending order of index."""
+    """[count] the numbers of the best of `scores` [N], ascending; all N where `count` is N or
+    more."""
     if count >= scores.shape[0]:
         return indices(scores.shape[0])
     others = scores.shape[0] - count
@@ -134,12 +147,19 @@ def top_nodes(scores: mx.array, count: int) -> mx.array:
 
 
 def clip_edges(logprobs: mx.array) -> mx.array:
-    """Edge log probabilities in float32, held where a child scores below its parent."""
+    """`logprobs` in float32, clipped to a range below 0: so a child always scores below its
+    parent."""
     return mx.clip(logprobs.astype(mx.float32), MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
 
 
-def number_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
-    """Number rank paths, given breadth first, as the nodes of a tree."""
+def topology_of_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
+    """The topology of a tree whose nodes are given by their ranks.
+
+    Args:
+        ranks: for each node the ranks of the candidates on its path, from () for the root on,
+            breadth first; every node's parent must be among them.
+        num_candidates: K, candidates of each stream.
+    """
     index = {path: node for node, path in enumerate(ranks)}
     depths = np.array([len(path) for path in ranks], np.int32)
     num_levels = int(depths.max()) + 1
@@ -157,9 +177,12 @@ def number_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
 
 @lru_cache(maxsize=64)
 def full_topology(width: int, levels: int) -> Topology:
-    """Every combination of `width` candidates in `levels` levels: 1 + k + ... + k^levels nodes."""
+    """The tree in which every node has `width` children, down to `levels` levels below the root.
+
+    It has 1 + k + ... + k^levels nodes. Kept and shared.
+    """
     ranks = [path for depth in range(levels + 1) for path in product(range(width), repeat=depth)]
-    return number_paths(ranks, width)
+    return topology_of_paths(ranks, width)
 
 
 @lru_cache(maxsize=64)
@@ -169,6 +192,11 @@ def contender_topology(size: int, width: int | None, levels: int) -> Topology:
     A node is outscored by every node whose ranks are all at least as good, at its own depth and
     above. Counting itself, depth d holds (r_1 + 1) ... (r_d + 1) of those; with more than
     `size` of them in all, the node cannot be chosen.
+
+    Args:
+        size: nodes of the tree, the root included.
+        width: most children of a node; None for any number.
+        levels: levels below the root.
     """
     limit = max(1, min(width or size - 1, size - 1))
     ranks: list[tuple[int, ...]] = []
@@ -181,18 +209,31 @@ def contender_topology(size: int, width: int | None, levels: int) -> Topology:
             for rank in range(limit)
             if total + outscored * (rank + 1) <= size
         ]
-    return number_paths(ranks, limit)
+    return topology_of_paths(ranks, limit)
 
 
 @lru_cache(maxsize=64)
 def comb_topology(width: int, levels: int) -> Topology:
-    """A chain of each level's first candidate, with its other `width` - 1 candidates as leaves."""
+    """A chain of each level's first candidate, with the level's other `width` - 1 candidates as
+    leaves.
+    """
     ranks = [(0,) * depth + (rank,) for depth in range(levels) for rank in range(width)]
-    return number_paths([(), *ranks], width)
+    return topology_of_paths([(), *ranks], width)
 
 
 def draft_topology(config: TreeConfig, num_streams: int) -> Topology:
-    """The topology whose slots a draft fills: the tree itself, or its best nodes' contenders."""
+    """The topology whose nodes are filled from the streams' candidates.
+
+    Of kind "full" it is the tree itself; else `contender_topology`, of which the best nodes are
+    kept.
+
+    Args:
+        config: kind, size and width of the tree.
+        num_streams: G, levels below the root.
+
+    Raises:
+        InputError: a full tree would be too large.
+    """
     if config.kind == "full":
         config.num_nodes(num_streams)
         return full_topology(config.full_width, num_streams)
@@ -200,25 +241,32 @@ def draft_topology(config: TreeConfig, num_streams: int) -> Topology:
 
 
 def num_candidates(config: TreeConfig, num_streams: int, *, conditional: bool) -> int:
-    """K, the candidates of each stream that a tree is grown from."""
+    """K, how many candidates of each stream a tree is grown from; more where they are
+    `conditional`.
+    """
     if not conditional:
         return draft_topology(config, num_streams).num_candidates
     return max(RESCORED, config.full_width) if config.kind == "full" else RESCORED
 
 
 def root_tree(root: mx.array) -> Tree:
-    """The tree of one node: token `root` [1]."""
+    """The tree of one node, the token `root` [1]."""
     bare = full_topology(1, 0)
     return Tree(root, bare.depths, bare.paths, 1, bare)
 
 
 def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: TreeConfig) -> Tree:
-    """Draft a tree below `root` [1] from each stream's ranked candidates (section 3.2.2).
+    """Draft a tree from each stream's ranked candidates (Speculative Streaming, section 3.2.2).
 
-    `tokens` and `logprobs` are [G, K], K = `draft_topology(...).num_candidates`. Streams are
-    conditionally independent given the node that they belong to, so a node's score
-    is the product of its streams' probabilities along the path. Of other log probabilities, [G, K,
-    K], see `grow_conditional`.
+    Streams are conditionally independent given the node that they belong to, so a node's score is
+    the product of its streams' probabilities along the path.
+
+    Args:
+        root: [1] the newest token.
+        tokens: [G, K] each stream's candidates, best first, K =
+            `draft_topology(...).num_candidates`.
+        logprobs: [G, K] theirs; or [G, K, K] given the token before, see `grow_conditional`.
+        config: kind, size and width of the tree.
     """
     if logprobs.ndim == 3:
         return grow_conditional(root, tokens, logprobs, config)
@@ -230,7 +278,15 @@ def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: Tree
 def best_tree(
     root: mx.array, tokens: mx.array, logprobs: mx.array, topology: Topology, size: int
 ) -> Tree:
-    """The `size` likeliest nodes of a topology, as `grow_tree`; all where there are no more."""
+    """The likeliest nodes of a topology, filled from candidates as in `grow_tree`.
+
+    Args:
+        root: [1] the newest token.
+        tokens: [G, K] candidates.
+        logprobs: [G, K] theirs.
+        topology: of all nodes that may be chosen.
+        size: most nodes, the root included; where there are no more, all are kept.
+    """
     expect_shape("candidates", tokens, tokens.shape[0], topology.num_candidates)
     node_tokens = mx.concatenate([root, take(tokens.flatten(), topology.slots)])
     tree = Tree(node_tokens, topology.depths, topology.paths, topology.num_internal, topology)
@@ -243,12 +299,21 @@ def best_tree(
 def grow_conditional(
     root: mx.array, tokens: mx.array, logprobs: mx.array, config: TreeConfig
 ) -> Tree:
-    """Draft a tree below `root` [1] from candidates that are scored given the token before them.
+    """Draft a tree from candidates that are scored given the token before them.
 
-    `tokens` are [G, K]; `logprobs` [G, K, K] of each given each of the stream before, those of the
-    first stream given the root in any row. Of kind "best", a beam: no child outscores its parent,
-    so that of the best nodes `size` - d at most are d levels below the root, all of them among the
-    children of such nodes above. Exact among the candidates.
+    Of kind "best" it is a beam search, exact among the candidates: no child outscores its parent,
+    so that of the best nodes at most `size` - d are d levels below the root, all of them among the
+    children of such nodes above.
+
+    Args:
+        root: [1] the newest token.
+        tokens: [G, K] each stream's candidates.
+        logprobs: [G, K, K] of each candidate (last axis) given each of the stream before; those of
+            the first stream given the root, in any row.
+        config: kind, size and width of the tree.
+
+    Returns:
+        The tree; the root alone where there are no streams, or the size is 1.
     """
     levels, count = tokens.shape
     width = min(count, config.full_width if config.kind == "full" else config.width or count)
@@ -258,7 +323,9 @@ def grow_conditional(
     if levels == 0:
         return root_tree(root)
     if config.kind == "full" or width == 1:
-        return _ranked_tree(root, tokens, _ranked(logprobs, width), full_topology(width, levels))
+        return _full_conditional_tree(
+            root, tokens, _best_children(logprobs, width), full_topology(width, levels)
+        )
     nodes, depths, paths, ancestors = _beam(root, tokens, logprobs, levels, config.size, width)
     tree = Tree(nodes, depths, paths, nodes.size)
     vars(tree)["ancestors"] = ancestors
@@ -269,15 +336,27 @@ def grow_conditional(
 def _beam(
     root: mx.array, tokens: mx.array, logprobs: mx.array, levels: int, size: int, width: int
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Tokens, depths, paths and ancestors of the best tree of `grow_conditional`."""
+    """The beam search of `grow_conditional`, of kind "best".
+
+    Args:
+        root: [1].
+        tokens: [G, K].
+        logprobs: [G, K, K].
+        levels: G, levels below the root.
+        size: nodes of the tree.
+        width: most children of a node.
+
+    Returns:
+        Tokens [N], depths [N], paths [N, P] and ancestors [N, N] of the tree.
+    """
     count = tokens.shape[1]
     children = []
     if width < count:
-        ranked = _ranked(logprobs, width)
+        ranked = _best_children(logprobs, width)
         logprobs = mx.take_along_axis(logprobs, ranked, axis=-1)
-        children = _by_level(ranked)
-    edges = _by_level(clip_edges(logprobs))
-    layout = _layout(levels, size, count, width)
+        children = _split_levels(ranked)
+    edges = _split_levels(clip_edges(logprobs))
+    layout = _beam_layout(levels, size, count, width)
     chosen = [layout.nodes[:1]]
     slots = [layout.nodes[:1]]
     scores = [layout.root_score]
@@ -301,23 +380,32 @@ def _beam(
     return tree.tokens, tree.depths, tree.paths, tree.ancestors
 
 
-def _ranked(logprobs: mx.array, width: int) -> mx.array:
-    """[G, K, width] every candidate's best children, of log probabilities [G, K, K]."""
+def _best_children(logprobs: mx.array, width: int) -> mx.array:
+    """[G, K, width] the columns of the best of each row of `logprobs` [G, K, K], best first."""
     if width == 1:
         return mx.argmax(logprobs, axis=-1, keepdims=True)
     return mx.argsort(-logprobs, axis=-1)[:, :, :width]
 
 
-def _by_level(array: mx.array) -> list[mx.array]:
-    """Its rows: brackets would gather them."""
+def _split_levels(array: mx.array) -> list[mx.array]:
+    """The rows of an array, as a list: brackets would gather them."""
     return [one.squeeze(0) for one in mx.split(array, array.shape[0])]
 
 
-def _ranked_tree(root: mx.array, tokens: mx.array, ranked: mx.array, topology: Topology) -> Tree:
-    """Of every node the best children, as a fixed topology; arrays as in `grow_conditional`."""
+def _full_conditional_tree(
+    root: mx.array, tokens: mx.array, ranked: mx.array, topology: Topology
+) -> Tree:
+    """The tree in which every node has its best children.
+
+    Args:
+        root: [1].
+        tokens: [G, K] candidates.
+        ranked: [G, K, width] each candidate's best children, as `_best_children` gives them.
+        topology: the full tree of that width; its levels may be fewer than G.
+    """
     slots = indices(1)
     nodes = [root]
-    rows = zip(_by_level(ranked), _by_level(tokens), strict=True)
+    rows = zip(_split_levels(ranked), _split_levels(tokens), strict=True)
     for children, own_tokens in list(rows)[: topology.paths.shape[1] - 1]:
         slots = children[slots].flatten()
         nodes.append(take(own_tokens, slots))
@@ -326,8 +414,8 @@ def _ranked_tree(root: mx.array, tokens: mx.array, ranked: mx.array, topology: T
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
-    """What is known beforehand of a beam's nodes, the root among them."""
+class _BeamLayout:
+    """What is known of a beam's N nodes, the root among them, before their tokens are."""
 
     counts: list[int]  # of each depth below the root
     depths: mx.array  # [N]
@@ -339,7 +427,9 @@ class _Layout:
 
 
 @lru_cache(maxsize=64)
-def _layout(levels: int, size: int, num_candidates: int, width: int) -> _Layout:
+def _beam_layout(levels: int, size: int, num_candidates: int, width: int) -> _BeamLayout:
+    """The layout of a beam of `levels` levels, `size` nodes and `width` children; kept and
+    shared."""
     counts = [1]
     for level in range(levels):
         counts.append(min(size - 1 - level, counts[-1] * width))
@@ -349,6 +439,6 @@ def _layout(levels: int, size: int, num_candidates: int, width: int) -> _Layout:
     slots = (depths[1:] - 1) * num_candidates
     found = (np.arange(len(depths)), above, up, slots)
     arrays = [evaluated(mx.array(one.astype(np.uint32))) for one in found]
-    return _Layout(
+    return _BeamLayout(
         counts[1:], evaluated(mx.array(depths, mx.int32)), evaluated(mx.zeros(1)), *arrays
     )

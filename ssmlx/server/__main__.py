@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import options
-from ..commands.check import head_start
+from ..commands.check import time_costs_first
 from ..commands.drafting import drafting_lines
 from ..errors import InputError, not_installed, require
 from ..json_files import read_text
@@ -21,49 +21,65 @@ EPILOG = """examples:
   python -m ssmlx.server --model org/name --adapter runs/mine --port 9000
   python -m ssmlx.server --api-keys keys.txt --host 192.168.1.5 --prompt-cache ~/.cache/prompts
 
-OpenAI's and Anthropic's APIs are below /v1, a chat page is at /. A request names the model, or
-MODEL:ADAPTER for one with an adapter; the settings here hold where it says nothing. MODEL drafts as
-a chat does; with --adapter none, it is the base alone."""
+OpenAI's and Anthropic's APIs are at /v1, a chat page is at /. A request names MODEL, which is used
+as in ssmlx.chat, or MODEL:ADAPTER for one of the adapters of --adapter. With --adapter none, MODEL
+is used without an adapter. Settings given here hold for requests that do not set them."""
 BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}]}'
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = options.make_parser(PROG, "Serve a model that drafts for itself.", EPILOG, "[options]")
+    """Parse the options of the server command."""
+    parser = options.make_parser(
+        PROG,
+        "Serve a language model over HTTP, sped up by speculative decoding.",
+        EPILOG,
+        "[options]",
+    )
     group = parser.add_argument_group("server")
     options.add_options(
         group,
         (
             "--host",
             "ADDRESS",
-            "address to listen at (default: %(default)s, this machine alone)",
+            "address to listen on (default: %(default)s, reachable from this machine only)",
             "127.0.0.1",
         ),
-        ("--port", "N", "port, 0 for any that is free (default: %(default)s)", 8080),
-        ("--allow-host", "NAME", "another name that it may be called by; repeatable", list),
+        ("--port", "N", "port to listen on; 0 takes a free one (default: %(default)s)", 8080),
+        (
+            "--allow-host",
+            "NAME",
+            "another host name that requests may use for this server; repeatable",
+            list,
+        ),
         (
             "--api-keys",
             "FILE",
-            "keys that requests need, one a line, in a file that only you can "
-            "read; each has its own prompt cache",
+            "API keys, one a line, in a file that only you can read; requests need one of them. "
+            "Each key has a prompt cache of its own",
             Path,
         ),
         (
             "--any-model",
             "",
-            "the first model answers where a request names one that is not here",
+            "answer with the first model if a request names an unknown one",
             bool,
         ),
-        ("--prompt-cache", "FOLDER", "keep processed prompts on disk, too", Path),
+        ("--prompt-cache", "FOLDER", "also keep processed prompts on disk, in FOLDER", Path),
         (
             "--memory",
             "GIB",
-            "memory that texts may take beside the weights, those of running answers and of kept "
-            "prompts; prompts go first (default: two thirds of what the weights leave)",
+            "memory for running answers and kept prompts, beside the weights. If it is short, kept "
+            "prompts are dropped first (default: two thirds of what the weights leave)",
             float,
         ),
-        ("--max-open", "N", "answers at once; more wait (default: %(default)s)", 8),
-        ("--max-waiting", "N", "requests that may wait (default: %(default)s)", 64),
-        ("--timeout", "S", "seconds that a request may take (default: %(default)s)", 600.0),
+        ("--max-open", "N", "most answers at once; further ones wait (default: %(default)s)", 8),
+        (
+            "--max-waiting",
+            "N",
+            "most requests that wait; further ones get status 503 (default: %(default)s)",
+            64,
+        ),
+        ("--timeout", "S", "most seconds for a request (default: %(default)s)", 600.0),
     )
     options.add_model_options(parser, list)
     options.add_decoding_options(parser, max_tokens=16384)
@@ -71,7 +87,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_keys(path: Path | None) -> list[bytes]:
-    """The keys of a file that its owner alone can read; none without one."""
+    """Return the keys of a file, one a line, each once; no keys without a file.
+
+    Raises:
+        InputError: the file is empty, cannot be read, or others than its owner may read it.
+    """
     if path is None:
         return []
     expected = "keys, one a line, in a file that only you can read"
@@ -82,7 +102,12 @@ def read_keys(path: Path | None) -> list[bytes]:
     return [key.encode() for key in dict.fromkeys(keys)]
 
 
-def listening(host: str, port: int) -> socket.socket:
+def listen_at(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; port 0 takes any that is free.
+
+    Raises:
+        InputError: nothing can listen there.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -93,8 +118,14 @@ def listening(host: str, port: int) -> socket.socket:
         raise InputError(found, expected=expected, do=do) from error
 
 
-def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
-    """A prompt cache for each key, in folders named by their hashes; one for all without keys."""
+def make_prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
+    """Make a prompt cache for each key, or one for all where there are no keys.
+
+    Args:
+        folder: where prompts are kept on disk, in folders named by the keys' hashes; None for
+            memory alone.
+        keys: API keys.
+    """
     from ..prompt_cache import PromptCache
 
     names = [hashlib.sha256(key).hexdigest()[:16] for key in keys] or [""]
@@ -102,10 +133,19 @@ def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
     return [PromptCache(None, one, 2**32 // len(names)) for one in folders]
 
 
-def models_of(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
-    """Adapters, by what the model with each is called; None for the one that a chat takes.
+def models_by_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
+    """Return the adapter of each name by which a request may call the model.
 
-    "auto" and "none" among them say what the model has under its own name.
+    Args:
+        name: of the model.
+        adapters: those of --adapter. Each gets the name `name:adapter`; "auto" or "none" says what
+        `name` itself has.
+
+    Returns:
+        Adapters by name; None stands for the one that a chat takes.
+
+    Raises:
+        InputError: two adapters have the same name, or both "auto" and "none" are given.
     """
     own = [one for one in adapters if one in (AUTO_ADAPTER, NO_ADAPTER)]
     found = f"--adapter {' and --adapter '.join(own)}"
@@ -121,6 +161,7 @@ def models_of(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
 
 
 def _main(args: argparse.Namespace) -> None:
+    """Load the model, then serve until the process is stopped."""
     config = options.generate_config(args)
     keys = read_keys(args.api_keys)
     drafter: options.DrafterOption = args.drafter
@@ -134,12 +175,12 @@ def _main(args: argparse.Namespace) -> None:
     from ..engine import Engine
     from ..generation.plan import make_plan
     from ..model import metal
-    from .answering import Answering, Limits
+    from .handler import Limits, RequestHandler
 
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
-    sock = listening(args.host, args.port)
+    sock = listen_at(args.host, args.port)
     metal.use(drafter.attention)
-    caches = prompt_caches(args.prompt_cache, keys)
+    caches = make_prompt_caches(args.prompt_cache, keys)
     loading: Any = {"dtype": args.dtype, "progress": options.DownloadBar()}
     engine = Engine(
         args.model,
@@ -149,25 +190,27 @@ def _main(args: argparse.Namespace) -> None:
         **loading,
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
-    models = models_of(name, args.adapter or ())
+    models = models_by_name(name, args.adapter or ())
     loaded = options.load_drafter(args, engine.model(models[name]), engine.tokenizer)
     for one in models.values():
-        head_start(engine.model(one), engine.tokenizer, config, loaded)  # refuses what does not fit
-    answering = Answering(
+        time_costs_first(
+            engine.model(one), engine.tokenizer, config, loaded
+        )  # refuses what does not fit
+    handler = RequestHandler(
         engine, models, caches, loaded, args.template_args or {}, limits, args.any_model
     )
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
-    app = make_app(answering, config, hosts, keys)
+    app = make_app(handler, config, hosts, keys)
     model = engine.model(models[name])
     plan = run(lambda: make_plan(model, config, drafter=loaded))
-    _greet(sock, [*models], bool(keys))
+    _print_address(sock, [*models], bool(keys))
     lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
     print(*lines, sep="\n", flush=True)
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: Any = None) -> None:
             """Answers end before their requests are waited for."""
-            await asyncio.to_thread(answering.close)
+            await asyncio.to_thread(handler.close)
             await super().shutdown(sockets)
 
     own: Any = {"ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 3}
@@ -175,7 +218,8 @@ def _main(args: argparse.Namespace) -> None:
     Server(settings).run(sockets=[sock])
 
 
-def _greet(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
+def _print_address(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
+    """Print where the server listens, its models, and an example request."""
     host, port = sock.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     headers = "-H 'Content-Type: application/json'"
@@ -187,7 +231,7 @@ def _greet(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
     print(f"curl {address}/v1/chat/completions {headers} -d '{BODY}'\n", flush=True)
 
 
-main = options.command(PROG, parse_args, _main)
+main = options.make_main(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: routes, who may ask, and how a reply is given up."""
+"""The server as an ASGI application: routes, access, and responses."""
 
 import asyncio
 import base64
@@ -28,21 +28,21 @@ from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import blocks, openai
-from .answering import Answering
-from .asks import Ask, Body, Heard, Refusal, RequestError, Waiting
 from .fields import check_fields
+from .handler import RequestHandler
 from .prompts import AGAIN
+from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
 
-Teller = openai.Texts | blocks.Messages | blocks.Responses
-"""Tells an answer's parts as events, one a part at least; then has it in one piece, as `reply`."""
-APIS: dict[str, tuple[Callable[[Body, GenerateConfig], Ask], type[Teller]]] = {
-    "/v1/chat/completions": (openai.read_chat, openai.Chats),
-    "/v1/completions": (openai.read_completion, openai.Texts),
-    "/v1/messages": (blocks.read_message, blocks.Messages),
-    "/v1/messages/count_tokens": (blocks.read_message, blocks.Messages),
-    "/v1/responses": (blocks.read_response, blocks.Responses),
+ResponseWriter = openai.TextCompletionWriter | blocks.MessagesWriter | blocks.ResponsesWriter
+"""Writes an answer's parts as events, at least one a part; `reply` is then the whole answer."""
+APIS: dict[str, tuple[Callable[[Body, GenerateConfig], AnswerRequest], type[ResponseWriter]]] = {
+    "/v1/chat/completions": (openai.read_chat, openai.ChatCompletionWriter),
+    "/v1/completions": (openai.read_completion, openai.TextCompletionWriter),
+    "/v1/messages": (blocks.read_message, blocks.MessagesWriter),
+    "/v1/messages/count_tokens": (blocks.read_message, blocks.MessagesWriter),
+    "/v1/responses": (blocks.read_response, blocks.ResponsesWriter),
 }
-"""What is asked by POST: what reads a request, with the server's settings, and tells its answer."""
+"""For each route of POST, the function that reads a request and the class that writes answers."""
 OPEN = ("/", "/health")  # to those without a key, too
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -71,39 +71,39 @@ _log = logging.getLogger("ssmlx")
 
 @dataclass(frozen=True)
 class Routes:
-    """What is at each address; for whom, by the names that the server is called by, and by keys."""
+    """The handlers of all routes, with the checks of host, origin and API key."""
 
-    answering: Answering
+    handler: RequestHandler
     config: GenerateConfig
     hosts: Sequence[str]
     keys: Sequence[bytes]
 
-    async def tell(self, request: Request) -> Response:
-        """Whatever is asked by GET."""
-        self._user(request)
+    async def get(self, request: Request) -> Response:
+        """Answer GET of the page, /health, /metrics and the list of models."""
+        self._checked_user(request)
         match request.url.path:
             case "/":
                 return _page()
             case "/health":
                 return JSONResponse({"status": "ok"})
             case "/metrics":
-                told = generate_latest(self.answering.metrics.registry)
+                told = generate_latest(self.handler.metrics.registry)
                 return Response(told, media_type=CONTENT_TYPE_PLAIN_0_0_4)
-        names = [*self.answering.models]
+        names = [*self.handler.models]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return JSONResponse({"object": "list", "data": [*map(self._described, names)], **pages})
+        return JSONResponse({"object": "list", "data": [*map(self._model_entry, names)], **pages})
 
-    async def tell_model(self, request: Request) -> Response:
-        """What is asked by GET of one model."""
-        self._user(request)
+    async def get_model(self, request: Request) -> Response:
+        """Answer GET of one model; an unknown one raises a 404."""
+        self._checked_user(request)
         name = request.path_params["name"]
-        if name not in self.answering.models:
-            raise self.answering.unknown_model(name)
-        return JSONResponse(self._described(name))
+        if name not in self.handler.models:
+            raise self.handler.unknown_model(name)
+        return JSONResponse(self._model_entry(name))
 
-    def _described(self, name: str) -> dict[str, Any]:
-        """A model, as OpenAI's, Anthropic's and vLLM's clients read it."""
-        size = self.answering.context_length
+    def _model_entry(self, name: str) -> dict[str, Any]:
+        """A model's object, with the fields that OpenAI's, Anthropic's and vLLM's clients read."""
+        size = self.handler.context_length
         return {
             "id": name,
             "object": "model",
@@ -123,35 +123,45 @@ class Routes:
             "max_tokens": self.config.max_tokens,
         }
 
-    async def ask(self, request: Request) -> Response:
-        user = self._user(request)
+    async def post(self, request: Request) -> Response:
+        """Answer a POST: a whole answer, a stream of it, or a count of tokens.
+
+        Raises:
+            HTTPException: the content type is not JSON (415), or the model is unknown (404).
+            InputError: the request cannot be followed.
+        """
+        user = self._checked_user(request)
         path = request.url.path
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
-        read, teller = APIS[path]
-        body = await self._body(request)
+        read, writer = APIS[path]
+        body = await self._read_json_body(request)
         ignored = check_fields(path, body)
-        ask = self.answering.named(read(body, self.config))
+        ask = self.handler.named(read(body, self.config))
         reply: Response
         if path.endswith("/count_tokens"):
-            prompt, _ = await asyncio.to_thread(self.answering.prepared, ask)
+            prompt, _ = await asyncio.to_thread(self.handler.prepare, ask)
             reply = JSONResponse({"input_tokens": len(prompt)})
         else:
-            reply = Reply(self.answering, ask, teller(ask), user)
+            reply = AnswerResponse(self.handler, ask, writer(ask), user)
         if ignored:
-            reply.headers[IGNORED] = _header_of(ignored)
+            reply.headers[IGNORED] = _header_text(ignored)
         return reply
 
-    def _user(self, request: Request) -> int:
-        """Whose request it is: the place of the key that was given; 0 where none is needed.
+    def _checked_user(self, request: Request) -> int:
+        """Return the index of the request's API key; 0 where none is needed.
 
-        A page elsewhere, whose own name may lead to this machine, tells where it is from.
+        `Host` and `Origin` have to be names of this server, so that a page of another site, whose
+        name may resolve to this machine, cannot use it.
+
+        Raises:
+            HTTPException: host or origin is unknown (403), or the key is wrong (401).
         """
         headers = request.headers
-        if not self._knows("//" + headers.get("host", "")):
+        if not self._is_known_host("//" + headers.get("host", "")):
             raise HTTPException(403, "the server is not called that; see --allow-host")
-        if not self._knows(headers.get("origin", "//localhost")):
+        if not self._is_known_host(headers.get("origin", "//localhost")):
             raise HTTPException(403, "pages of other places may not ask here")
         if not self.keys or request.url.path in OPEN:
             return 0
@@ -163,26 +173,41 @@ class Routes:
             raise HTTPException(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
         return same.index(True)
 
-    def _knows(self, address: str) -> bool:
+    def _is_known_host(self, address: str) -> bool:
+        """Whether the host name of a URL is one of this server's."""
         with suppress(ValueError):
             return urlsplit(address).hostname in self.hosts
         return False
 
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def _read_json_body(self, request: Request) -> dict[str, Any]:
+        """Return the body, a JSON object.
+
+        Raises:
+            InputError: it is none.
+            HTTPException: it took too long (408), or is too large (413).
+        """
         try:
-            async with asyncio.timeout(self.answering.limits.wait):
-                body = parse_json(await self._data(request))
+            async with asyncio.timeout(self.handler.limits.wait):
+                body: Any = parse_json(await self._read_body(request))
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
         except (ValueError, ClientDisconnect):
             body = None
-        require(isinstance(body, dict), "the body", expected="a JSON object", do="correct it")
-        return body
+        found: dict[str, Any] = body if isinstance(body, dict) else {}
+        is_object = isinstance(body, dict)
+        require(is_object, "the body", expected="a JSON object", do="correct it")
+        return found
 
-    async def _data(self, request: Request) -> bytes:
-        """The bytes of a body. One that is too large is read on for a while, and not kept: a client
-        reads no answer while it still sends."""
-        limit = self.answering.limits.body
+    async def _read_body(self, request: Request) -> bytes:
+        """Return the bytes of a body.
+
+        One that is too large is read on, up to `_READ_ON` times the limit, and dropped: a client
+        that still sends reads no answer.
+
+        Raises:
+            HTTPException: it is too large (413).
+        """
+        limit = self.handler.limits.body
         pieces = []
         size = 0
         async for piece in request.stream():
@@ -195,29 +220,38 @@ class Routes:
             raise HTTPException(413, f"the body has more than {limit} bytes")
         return b"".join(pieces)
 
-    async def refuse(self, request: Request, failure: Exception) -> Response:
-        told = _refusal(failure)
-        self.answering.metrics.refused.labels(told.status_code).inc()
-        return JSONResponse(_error(told), status_code=told.status_code, headers=told.headers)
+    async def error_response(self, request: Request, failure: Exception) -> Response:
+        """Turn an exception into an error response, and count it."""
+        told = _as_http_error(failure)
+        self.handler.metrics.refused.labels(told.status_code).inc()
+        return JSONResponse(_error_object(told), status_code=told.status_code, headers=told.headers)
 
 
-def _header_of(names: Sequence[str]) -> str:
-    """Names of fields, as a header may hold them: a few, in ASCII, on one line."""
+def _header_text(names: Sequence[str]) -> str:
+    """At most 20 names of fields for a header: ASCII, 40 characters each, others as `?`."""
     plain = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:40] for name in names]
     return ", ".join(plain[:20])
 
 
-def _refusal(failure: Exception) -> HTTPException:
+def _as_http_error(failure: Exception) -> HTTPException:
+    """The HTTP error for an exception.
+
+    Input errors become 400, no memory 503, a timeout 504, and all else 500 without its message.
+    """
     match failure:
         case HTTPException():
             return failure
         case ContextLengthError(num_tokens=tokens, limit=limit):
-            return Refusal(400, _TOO_LONG.format(tokens, limit), code="context_length_exceeded")
+            return DetailedHTTPException(
+                400, _TOO_LONG.format(tokens, limit), code="context_length_exceeded"
+            )
         case NoRoomError(wanted=wanted, limit=limit):
             again = AGAIN if wanted <= limit else None
-            return Refusal(503, str(failure), again, code="no_room")
+            return DetailedHTTPException(503, str(failure), again, code="no_room")
         case RequestError():
-            return Refusal(400, str(failure), param=failure.param, details=failure.details)
+            return DetailedHTTPException(
+                400, str(failure), param=failure.param, details=failure.details
+            )
         case InputError():
             return HTTPException(400, str(failure))
         case TimeoutError():
@@ -225,27 +259,32 @@ def _refusal(failure: Exception) -> HTTPException:
     return HTTPException(500, "the answer failed; the server's log says why")
 
 
-def _error(told: HTTPException) -> dict[str, Any]:
-    """As clients of every API look for it, in a body or in an event."""
+def _error_object(told: HTTPException) -> dict[str, Any]:
+    """The JSON object of an error, with the fields of OpenAI's and of Anthropic's."""
     usual = "api_error" if told.status_code >= 500 else "invalid_request_error"
     error = {"message": told.detail, "param": None, "code": None}
-    if isinstance(told, Refusal):
+    if isinstance(told, DetailedHTTPException):
         error |= {"param": told.param, "code": told.code}
     kind = _KINDS.get(told.status_code, usual)
     inner: dict[str, Any] = {"type": kind, **error}
-    if isinstance(told, Refusal) and told.details is not None:
+    if isinstance(told, DetailedHTTPException) and told.details is not None:
         inner["details"] = told.details
     return {"type": "error", **error, "error": inner}
 
 
-class Reply(StreamingResponse):
-    """An answer, in one piece or as events; given up as soon as its client is gone, or does not
-    take what is sent."""
+class AnswerResponse(StreamingResponse):
+    """The response to a POST: one JSON object, or a stream of events.
 
-    def __init__(self, answering: Answering, ask: Ask, teller: Teller, user: int) -> None:
-        self._limits = answering.limits
-        self._parts = answering.parts(ask, user)
-        self._teller = teller
+    The answer is cancelled as soon as the client disconnects, or does not take what is sent within
+    `limits.wait` seconds.
+    """
+
+    def __init__(
+        self, handler: RequestHandler, ask: AnswerRequest, writer: ResponseWriter, user: int
+    ) -> None:
+        self._limits = handler.limits
+        self._parts = handler.parts(ask, user)
+        self._teller = writer
         self._stream = ask.stream
         self._is_begun = False
         kind = "text/event-stream" if ask.stream else "application/json"
@@ -256,9 +295,14 @@ class Reply(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
+        """Send the answer.
+
+        An error before the first byte is raised, so that it gets a status; a later one is sent as
+        an event `error`.
+        """
         try:
             async with aclosing(self._parts), asyncio.timeout(self._limits.time):
-                async for event in self._teller.events(self._heard(send)):
+                async for event in self._teller.events(self._items_with_keep_alive(send)):
                     if self._stream:
                         await self._send(send, _event(*event))
             if not self._stream:
@@ -266,14 +310,14 @@ class Reply(StreamingResponse):
         except Exception as failure:
             if not self._is_begun or isinstance(failure, ClientDisconnect):
                 raise
-            told = _refusal(failure)
+            told = _as_http_error(failure)
             if told.status_code == 500:
                 _log.error("an answer failed", exc_info=failure)
-            await self._send(send, _event("error", _error(told)))
+            await self._send(send, _event("error", _error_object(told)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _heard(self, send: Send) -> AsyncIterator[Heard]:
-        """The parts, whose stream has headers at once, and does not fall silent behind them."""
+    async def _items_with_keep_alive(self, send: Send) -> AsyncIterator[StreamItem]:
+        """Yield all items; of a stream, send the headers or a keep-alive at each `Waiting`."""
         async for part in self._parts:
             if self._stream and isinstance(part, Waiting):
                 text = self._teller.keep_alive(part) if self._is_begun else ""
@@ -281,7 +325,11 @@ class Reply(StreamingResponse):
             yield part
 
     async def _send(self, send: Send, text: str) -> None:
-        """Until the headers are sent, with the first text, a refusal has a status of its own."""
+        """Send text, with the headers before the first one; empty text sends headers alone.
+
+        Raises:
+            ClientDisconnect: the client did not take it within `limits.wait` seconds.
+        """
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         body = {"type": "http.response.body", "body": text.encode(), "more_body": True}
         try:
@@ -302,7 +350,7 @@ def _event(name: str | None, data: Mapping[str, Any] | str) -> str:
 
 @cache
 def _page() -> Response:
-    """The page, whose own blocks alone may run or apply."""
+    """The chat page, with a policy that lets only its own script and style run."""
     page = Path(__file__).with_name("page.html").read_bytes()
     found = re.findall(rb"<(style|script)>(.*?)</\1>", page, re.DOTALL)
     sums = [base64.b64encode(sha256(block).digest()).decode() for _, block in found]
@@ -312,21 +360,31 @@ def _page() -> Response:
 
 
 def make_app(
-    answering: Answering,
+    handler: RequestHandler,
     config: GenerateConfig | None = None,
     hosts: Sequence[str] = LOCAL,
     keys: Sequence[bytes] = (),
 ) -> Starlette:
-    """The application; `config` holds where a request says nothing, its `max_tokens` always."""
-    routes = Routes(answering, config or GenerateConfig(), hosts, keys)
+    """Make the ASGI application of the server.
+
+    Args:
+        handler: answers the requests.
+        config: settings for what a request does not say; its `max_tokens` is a maximum.
+        hosts: names by which the server may be addressed, in lower case.
+        keys: API keys; without any, nobody needs one.
+
+    Returns:
+        The application.
+    """
+    routes = Routes(handler, config or GenerateConfig(), hosts, keys)
     failures = (Exception, HTTPException, InputError, TimeoutError)
     app = Starlette(
         routes=[
-            *(Route(path, routes.tell) for path in (*OPEN, "/metrics", "/v1/models")),
-            Route("/v1/models/{name:path}", routes.tell_model),
-            *(Route(path, routes.ask, methods=["POST"]) for path in APIS),
+            *(Route(path, routes.get) for path in (*OPEN, "/metrics", "/v1/models")),
+            Route("/v1/models/{name:path}", routes.get_model),
+            *(Route(path, routes.post, methods=["POST"]) for path in APIS),
         ],
-        exception_handlers={kind: routes.refuse for kind in failures},
+        exception_handlers={kind: routes.error_response for kind in failures},
     )
     any_: Any = {"allow_headers": "*", "allow_methods": "*", "expose_headers": [IGNORED]}
     app.add_middleware(CORSMiddleware, allow_origin_regex=_PAGES, **any_)

@@ -1,6 +1,6 @@
-"""Anthropic's messages and OpenAI's responses: turns of typed blocks, answers in runs of a kind.
+"""Anthropic's messages and OpenAI's responses, which are lists of typed blocks.
 
-Of responses nothing is kept: a request brings its whole conversation.
+The server keeps no response: a request brings its whole conversation.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -13,93 +13,116 @@ from ..api import GenerationResponse
 from ..errors import quoted
 from ..json_files import parse_json
 from ..settings import GenerateConfig
-from . import asks, openai
-from .asks import (
-    Ask,
+from . import openai, requests
+from .requests import (
+    AnswerRequest,
     Body,
-    End,
+    ChoiceEnd,
     Event,
-    Heard,
     Part,
-    Reasoning,
+    ReasoningPart,
     RequestError,
-    Text,
-    ToolCall,
+    StreamItem,
+    TextPart,
+    ToolCallPart,
     Waiting,
 )
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
 _BLOCKS = {
-    "message": ("say", "role", "content"),
-    "thinking": ("think", "thinking"),
+    "message": ("add_text", "role", "content"),
+    "thinking": ("add_reasoning", "thinking"),
     "redacted_thinking": ("skip",),
-    "reasoning": ("think", "content"),
-    "tool_use": ("call", "id", "name", "input"),
-    "function_call": ("call", "call_id", "name", "arguments"),
-    "tool_result": ("result", "tool_use_id", "content"),
-    "function_call_output": ("result", "call_id", "output"),
+    "reasoning": ("add_reasoning", "content"),
+    "tool_use": ("add_tool_call", "id", "name", "input"),
+    "function_call": ("add_tool_call", "call_id", "name", "arguments"),
+    "tool_result": ("add_tool_result", "tool_use_id", "content"),
+    "function_call_output": ("add_tool_result", "call_id", "output"),
 }
 """What becomes of a block or an item, by its type, and of which of its fields; others are texts."""
 
 
 class _Turns(list[dict[str, Any]]):
-    """A chat's turns. What one role says at once is one turn, as templates want it."""
+    """The turns of a chat, built from typed blocks. Blocks of one role in a row become one turn."""
 
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
 
     def add(self, role: Any, block: Body) -> None:
-        """What a role said, thought or called, or what a call brought."""
-        does, *names = _BLOCKS.get(str(block.get("type", "message")), ["say"])
+        """Add a block or item by its type, as `_BLOCKS` says; other types are texts.
+
+        Args:
+            role: whose text it is, for types that do not say so.
+            block: the block.
+
+        Raises:
+            RequestError: it is broken, or its type is unknown and it has no text.
+        """
+        does, *names = _BLOCKS.get(str(block.get("type", "message")), ["add_text"])
         if does == "skip":
             return
         fields = [block.get(name) for name in names] or [role, [block]]
         getattr(self, does)(*fields)
 
-    def say(self, role: Any, content: Any) -> None:
-        turn = self._turn("system" if role == "developer" else role)
-        said = asks.text_of(content)
+    def add_text(self, role: Any, content: Any) -> None:
+        """Add text to a turn of `role`; "developer" counts as "system"."""
+        turn = self._turn_of("system" if role == "developer" else role)
+        said = requests.content_text(content)
         turn["content"] = "\n\n".join(one for one in (turn["content"], said) if one)
 
-    def think(self, content: Any) -> None:
-        if thought := asks.text_of(content or ""):
-            self._turn("assistant")["reasoning_content"] = thought
+    def add_reasoning(self, content: Any) -> None:
+        """Set what the assistant's turn thought; nothing for empty text."""
+        if thought := requests.content_text(content or ""):
+            self._turn_of("assistant")["reasoning_content"] = thought
 
-    def call(self, id: Any, name: Any, arguments: Any) -> None:
-        """`arguments` are an object, or its JSON."""
+    def add_tool_call(self, id: Any, name: Any, arguments: Any) -> None:
+        """Add a call to the assistant's turn. `arguments` are an object, or its JSON text."""
         ok = isinstance(id, str) and isinstance(name, str) and isinstance(arguments, str | dict)
-        asks.check(ok, f"a call of {quoted(name)}", "an id, a name and arguments")
+        requests.check_field(ok, f"a call of {quoted(name)}", "an id, a name and arguments")
         self._names[id] = name
         function = {"name": name, "arguments": arguments}
-        calls = self._turn("assistant").setdefault("tool_calls", [])
+        calls = self._turn_of("assistant").setdefault("tool_calls", [])
         calls.append({"id": id, "type": "function", "function": function})
 
-    def result(self, id: Any, content: Any) -> None:
+    def add_tool_result(self, id: Any, content: Any) -> None:
+        """Add a turn with a tool's result.
+
+        Raises:
+            RequestError: no call before it has this id.
+        """
         is_known = isinstance(id, str) and id in self._names
-        asks.check(is_known, f"a result of the call {quoted(id)}", "that call before it")
-        told = {"role": "tool", "content": asks.text_of(content or "")}
+        requests.check_field(is_known, f"a result of the call {quoted(id)}", "that call before it")
+        told = {"role": "tool", "content": requests.content_text(content or "")}
         self.append({**told, "tool_call_id": id, "name": self._names[id]})
 
-    def _turn(self, role: str) -> dict[str, Any]:
+    def _turn_of(self, role: str) -> dict[str, Any]:
+        """The last turn if it is `role`'s, else a new one."""
         if not self or self[-1]["role"] != role:
             self.append({"role": role, "content": ""})
         return self[-1]
 
 
-def _tools_of(body: Body, schema: str) -> list[dict[str, Any]]:
-    """Tools as templates take them; `schema` is the field that has that of their arguments.
+def _read_tools(body: Body, schema: str) -> list[dict[str, Any]]:
+    """Return the `tools` of a request in the form that chat templates take.
 
-    One without is run by the API's own server, or is known to its own models.
+    Args:
+        body: the request.
+        schema: the field of a tool that has the JSON schema of its arguments.
+
+    Raises:
+        RequestError: a tool has no schema, as the API's own server would run it, or no name.
     """
-    tools = asks.parts_of(body.get("tools") or [], "tools")
+    tools = requests.content_parts(body.get("tools") or [], "tools")
     for tool in tools:
         what = f"tools has {quoted(tool.get('type') or tool.get('name'))}"
         expected = f"tools that the client runs, each with its {schema}: this server runs none"
-        asks.check(schema in tool or tool.get("type") == "function", what, expected, "tools")
+        requests.check_field(
+            schema in tool or tool.get("type") == "function", what, expected, "tools"
+        )
     ok = all(isinstance(one.get("name"), str) for one in tools)
-    asks.check(ok, "tools", "a name for each", "tools")
+    requests.check_field(ok, "tools", "a name for each", "tools")
     found = []
     for tool in tools:
         function = {"name": tool["name"], "description": tool.get("description") or ""}
@@ -108,8 +131,14 @@ def _tools_of(body: Body, schema: str) -> list[dict[str, Any]]:
     return found
 
 
-def read_message(body: Body, config: GenerateConfig) -> Ask:
-    """What is asked for; `max_tokens` may be missing, as it is where tokens are counted."""
+def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
+    """Read a request to /v1/messages (Anthropic) or to its token count.
+
+    `max_tokens` may be missing, as it is in a token count.
+
+    Raises:
+        RequestError: a field cannot be followed.
+    """
     if body.get("thread") is not None:  # clients send the whole conversation then
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         found = "thread is not supported"
@@ -117,18 +146,18 @@ def read_message(body: Body, config: GenerateConfig) -> Ask:
         raise RequestError("thread", found, expected, "send it without thread", details)
     turns = _Turns()
     if system := body.get("system"):
-        turns.say("system", system)
-    for message in asks.parts_of(body.get("messages"), "messages"):
-        for block in asks.parts_of(message.get("content")):
+        turns.add_text("system", system)
+    for message in requests.content_parts(body.get("messages"), "messages"):
+        for block in requests.content_parts(message.get("content")):
             turns.add(message.get("role"), block)
-    thinking = asks.typed(body, "thinking", dict, {}).get("type")
+    thinking = requests.read_typed(body, "thinking", dict, {}).get("type")
     chat = {
         **body,
         "n": 1,
         "messages": [*turns],
-        "tools": _tools_of(body, "input_schema"),
+        "tools": _read_tools(body, "input_schema"),
         "stop": body.get("stop_sequences"),
-        "response_format": asks.typed(body, "output_config", dict, {}).get("format")
+        "response_format": requests.read_typed(body, "output_config", dict, {}).get("format")
         or body.get("output_format"),
         "chat_template_kwargs": {"enable_thinking": thinking != "disabled"}
         if thinking
@@ -138,53 +167,71 @@ def read_message(body: Body, config: GenerateConfig) -> Ask:
     return _read_chat(chat, config, names)
 
 
-def read_response(body: Body, config: GenerateConfig) -> Ask:
+def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
+    """Read a request to /v1/responses (OpenAI); it has to bring its whole conversation.
+
+    Raises:
+        RequestError: a field cannot be followed, or refers to a conversation that a server would
+            keep.
+    """
     for name in ("previous_response_id", "conversation", "prompt", "background"):
-        asks.check(not body.get(name), name, "the whole conversation as input: nothing is kept")
+        requests.check_field(
+            not body.get(name), name, "the whole conversation as input: nothing is kept"
+        )
     turns = _Turns()
     if instructions := body.get("instructions"):
-        turns.say("system", instructions)
-    for item in asks.parts_of(body.get("input"), "input"):
+        turns.add_text("system", instructions)
+    for item in requests.content_parts(body.get("input"), "input"):
         turns.add("user", item)
     chat = {
         **body,
         "n": 1,
         "messages": [*turns],
-        "tools": _tools_of(body, "parameters"),
+        "tools": _read_tools(body, "parameters"),
         "max_tokens": body.get("max_output_tokens"),
-        "response_format": asks.typed(body, "text", dict, {}).get("format"),
-        "reasoning_effort": asks.typed(body, "reasoning", dict, {}).get("effort")
+        "response_format": requests.read_typed(body, "text", dict, {}).get("format"),
+        "reasoning_effort": requests.read_typed(body, "reasoning", dict, {}).get("effort")
         or body.get("reasoning_effort"),
     }
     return _read_chat(chat, config, {"max_tokens": "max_output_tokens", "response_format": "text"})
 
 
-def _read_chat(chat: Body, config: GenerateConfig, names: Mapping[str, str]) -> Ask:
-    """What is asked for by a chat's fields, of which some have other `names` in this API."""
+def _read_chat(chat: Body, config: GenerateConfig, names: Mapping[str, str]) -> AnswerRequest:
+    """Read a request that was translated into a chat completion.
+
+    Args:
+        chat: fields of a chat completion.
+        config: the server's settings.
+        names: this API's names of fields, by the chat's, for error messages.
+    """
     try:
         return openai.read_chat(chat, config)
     except RequestError as error:
         raise error.renamed(names) from error
 
 
-async def _runs(parts: AsyncIterator[Heard]) -> AsyncIterator[tuple[str, Any]]:
-    """What parts do to runs: one opens a run and adds to it, the one behind a run closes it.
+async def _group_parts(parts: AsyncIterator[StreamItem]) -> AsyncIterator[tuple[str, Any]]:
+    """Group parts of the same type in a row, such as text, reasoning, or a call.
 
-    A reply begins with whatever comes first, which may be that nothing is said yet.
+    Yields:
+        (event, part): "begins" once, with the first item, which may be a `Waiting`; then for each
+        group "opens", "adds" for each of its parts, and "closes", with the part after the group; in
+        the end "ends", with the `ChoiceEnd`. Empty texts are left out; each call is a group of its
+        own.
     """
     run: type | None = None
     async for part in parts:
         if run is None:
             run = type(None)
             yield "begins", part
-        if isinstance(part, Waiting) or (isinstance(part, Text) and not part.text):
+        if isinstance(part, Waiting) or (isinstance(part, TextPart) and not part.text):
             continue
-        if type(part) is not run or isinstance(part, ToolCall):
+        if type(part) is not run or isinstance(part, ToolCallPart):
             if run is not type(None):
                 yield "closes", part
             run = type(part)
-            yield "ends" if isinstance(part, End) else "opens", part
-        if not isinstance(part, End):
+            yield "ends" if isinstance(part, ChoiceEnd) else "opens", part
+        if not isinstance(part, ChoiceEnd):
             yield "adds", part
 
 
@@ -199,14 +246,15 @@ _DELTA_USAGE = (
 """What the end of a stream says of a message's usage."""
 
 
-class Messages:
-    """Runs are the blocks of a message's content."""
+class MessagesWriter:
+    """Writes Anthropic's messages: events for each part, and `reply`, the whole object."""
 
     @staticmethod
     def keep_alive(waiting: Waiting) -> str:
+        """The event that a stream sends while no part comes."""
         return 'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: AnswerRequest) -> None:
         self._blocks: list[dict[str, Any]] = []
         self.reply: dict[str, Any] = {"id": f"msg_{token_hex(12)}", "type": "message"}
         self.reply |= {"role": "assistant", "model": ask.model, "content": self._blocks}
@@ -214,23 +262,24 @@ class Messages:
         self.reply |= {"stop_details": None, "container": None, "diagnostics": None}
         self.reply["usage"] = _message_usage()  # known at the end
 
-    async def events(self, parts: AsyncIterator[Heard]) -> AsyncIterator[Event]:
+    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
+        """Yield the events of a message; each group of parts becomes a block of its content."""
         thought = 0
-        async for does, part in _runs(parts):
+        async for does, part in _group_parts(parts):
             match does:
                 case "begins":
                     yield _event("message_start", message=self.reply)
                 case "opens":
-                    self._blocks.append(_block(part))
-                    yield self._of_block("start", content_block=self._blocks[-1])
+                    self._blocks.append(_empty_block(part))
+                    yield self._block_event("start", content_block=self._blocks[-1])
                 case "adds":
-                    thought += part.tokens if isinstance(part, Reasoning) else 0
-                    yield self._of_block("delta", delta=_added(self._blocks[-1], part))
+                    thought += part.tokens if isinstance(part, ReasoningPart) else 0
+                    yield self._block_event("delta", delta=_extend_block(self._blocks[-1], part))
                 case "closes":
                     if "signature" in self._blocks[-1]:
                         delta = {"type": "signature_delta", "signature": _SIGNATURE}
-                        yield self._of_block("delta", delta=delta)
-                    yield self._of_block("stop")
+                        yield self._block_event("delta", delta=delta)
+                    yield self._block_event("stop")
                 case "ends":
                     reason = "stop_sequence" if part.last.stop else _REASONS[part.reason]
                     stop: Body = {"stop_reason": reason, "stop_sequence": part.last.stop}
@@ -241,12 +290,18 @@ class Messages:
                     yield _event("message_delta", delta=end_delta, usage=told, timings=part.timings)
                     yield _event("message_stop")
 
-    def _of_block(self, name: str, **data: Any) -> Event:
+    def _block_event(self, name: str, **data: Any) -> Event:
+        """An event `content_block_{name}` of the last block."""
         return _event(f"content_block_{name}", index=len(self._blocks) - 1, **data)
 
 
 def _message_usage(last: GenerationResponse | None = None, thought: int = 0) -> dict[str, Any]:
-    """Of an answer up to its last segment, so many tokens of it reasoning; of none yet."""
+    """The `usage` object of a message.
+
+    Args:
+        last: the answer's last response; None before there is one.
+        thought: how many of its tokens are reasoning.
+    """
     return {
         "input_tokens": last.prompt_tokens - last.cached_tokens if last else 0,
         "cache_read_input_tokens": last.cached_tokens if last else 0,
@@ -265,18 +320,19 @@ def _event(name: str, **data: Any) -> Event:
     return name, {"type": name, **data}
 
 
-def _block(part: Text | ToolCall) -> dict[str, Any]:
-    if isinstance(part, ToolCall):
+def _empty_block(part: TextPart | ToolCallPart) -> dict[str, Any]:
+    """The block of a message for a group of parts, before any is added."""
+    if isinstance(part, ToolCallPart):
         used = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
         return used | {"caller": {"type": "direct"}, "toolset_name": None}
-    if isinstance(part, Reasoning):
+    if isinstance(part, ReasoningPart):
         return {"type": "thinking", "thinking": "", "signature": _SIGNATURE}
     return {"type": "text", "text": "", "citations": None}
 
 
-def _added(block: dict[str, Any], part: Text | ToolCall) -> dict[str, Any]:
-    """What a part adds to its block, after it was added."""
-    if isinstance(part, ToolCall):
+def _extend_block(block: dict[str, Any], part: TextPart | ToolCallPart) -> dict[str, Any]:
+    """Add a part to its block, in place; return the event's `delta`."""
+    if isinstance(part, ToolCallPart):
         block["input"] = parse_json(part.text)
         return {"type": "input_json_delta", "partial_json": part.text}
     kind = block["type"]
@@ -284,66 +340,75 @@ def _added(block: dict[str, Any], part: Text | ToolCall) -> dict[str, Any]:
     return {"type": f"{kind}_delta", kind: part.text}
 
 
-class Responses:
-    """Runs are the items of a response's output."""
+class ResponsesWriter:
+    """Writes OpenAI's responses: events for each part, and `reply`, the whole object."""
 
-    keep_alive = staticmethod(openai.comment)
+    keep_alive = staticmethod(openai.keep_alive_comment)
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: AnswerRequest) -> None:
         self._items = list[dict[str, Any]]()
         self._sequence = count()
         self.reply: dict[str, Any] = {"id": f"resp_{token_hex(12)}", "object": "response"}
         self.reply |= {"created_at": int(time()), "status": "in_progress", "model": ask.model}
         self.reply |= {"output": self._items, "error": None, "incomplete_details": None}
-        self.reply |= {"completed_at": None, "usage": None, **_repeated(ask)}
+        self.reply |= {"completed_at": None, "usage": None, **_echoed_fields(ask)}
 
-    async def events(self, parts: AsyncIterator[Heard]) -> AsyncIterator[Event]:
+    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
+        """Yield the events of a response; each group of parts becomes an item of its output."""
         thought = 0
         kind = ""
         item = dict[str, Any]()
         held = dict[str, Any]()
         name = ""
-        async for does, part in _runs(parts):
+        async for does, part in _group_parts(parts):
             match does:
                 case "begins":
                     yield self._event("created", response=self.reply)
                     yield self._event("in_progress", response=self.reply)
                 case "opens":
-                    kind, item, held, name = self._opened(part)
-                    yield self._inside("output_item.added", item=item)
+                    kind, item, held, name = self._open_item(part)
+                    yield self._item_event("output_item.added", item=item)
                     if held is not item:
                         item["content"].append(held)
-                        yield self._inside("content_part.added", part=held)
+                        yield self._item_event("content_part.added", part=held)
                 case "adds":
-                    thought += part.tokens if isinstance(part, Reasoning) else 0
+                    thought += part.tokens if isinstance(part, ReasoningPart) else 0
                     held[name] += part.text
-                    yield self._inside(f"{kind}.delta", delta=part.text)
+                    yield self._item_event(f"{kind}.delta", delta=part.text)
                 case "closes":
-                    item["status"] = _status(part)
-                    yield self._inside(f"{kind}.done", **{name: held[name]})
+                    item["status"] = _status_before(part)
+                    yield self._item_event(f"{kind}.done", **{name: held[name]})
                     if held is not item:
-                        yield self._inside("content_part.done", part=held)
-                    yield self._inside("output_item.done", item=item)
+                        yield self._item_event("content_part.done", part=held)
+                    yield self._item_event("output_item.done", item=item)
                 case "ends":
-                    self._end(part, thought)
-                    yield self._event(_status(part), response=self.reply)
+                    self._finish_reply(part, thought)
+                    yield self._event(_status_before(part), response=self.reply)
 
-    def _opened(self, part: Text | ToolCall) -> tuple[str, dict[str, Any], dict[str, Any], str]:
-        """Of what is made a new item, that item, what has its text, and by what name."""
+    def _open_item(
+        self, part: TextPart | ToolCallPart
+    ) -> tuple[str, dict[str, Any], dict[str, Any], str]:
+        """Append an empty item for a group of parts to the output.
+
+        Returns:
+            (kind of its events, the item, the object that has its text, the name of the text
+            there).
+        """
         item: dict[str, Any] = {"id": f"item_{token_hex(12)}", "status": "in_progress"}
         self._items.append(item)
-        if isinstance(part, ToolCall):
+        if isinstance(part, ToolCallPart):
             item |= {"type": "function_call", "call_id": part.id, "name": part.name}
             item["arguments"] = ""
             return "function_call_arguments", item, item, "arguments"
-        if isinstance(part, Reasoning):
+        if isinstance(part, ReasoningPart):
             item |= {"type": "reasoning", "summary": [], "content": [], "encrypted_content": None}
             return "reasoning_text", item, {"type": "reasoning_text", "text": ""}, "text"
         item |= {"type": "message", "role": "assistant", "content": []}
         held = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return "output_text", item, held, "text"
 
-    def _end(self, end: End, thought: int) -> None:
+    def _finish_reply(self, end: ChoiceEnd, thought: int) -> None:
+        """Set usage, status and timings of the whole response; `thought` tokens were reasoning."""
         last = end.last
         is_cut = end.reason == "length"
         cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}
@@ -351,11 +416,12 @@ class Responses:
         usage["output_tokens"] = last.generation_tokens
         usage["output_tokens_details"] = {"reasoning_tokens": thought}
         usage["total_tokens"] = last.prompt_tokens + last.generation_tokens
-        self.reply |= {"status": _status(end), "usage": usage, "timings": end.timings}
+        self.reply |= {"status": _status_before(end), "usage": usage, "timings": end.timings}
         self.reply["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         self.reply["completed_at"] = None if is_cut else int(time())
 
-    def _inside(self, name: str, **data: Any) -> Event:
+    def _item_event(self, name: str, **data: Any) -> Event:
+        """An event about the last item, with its position in the output."""
         where: dict[str, Any] = {"output_index": len(self._items) - 1}
         if not name.startswith("output_item"):
             where["item_id"] = self._items[-1]["id"]
@@ -369,8 +435,8 @@ class Responses:
         return _event(f"response.{name}", sequence_number=next(self._sequence), **data)
 
 
-def _repeated(ask: Ask) -> dict[str, Any]:
-    """What a response repeats of its request, with what holds where that says nothing."""
+def _echoed_fields(ask: AnswerRequest) -> dict[str, Any]:
+    """The fields of a response that repeat its request, with defaults for those it lacks."""
     body = ask.body
     offered = ask.tools or ()
     metadata = body.get("metadata")
@@ -400,7 +466,7 @@ def _repeated(ask: Ask) -> dict[str, Any]:
     }
 
 
-def _status(next: Part) -> str:
-    """What becomes of a run before it, or of the whole reply."""
-    is_cut = isinstance(next, End) and next.reason == "length"
+def _status_before(next: Part) -> str:
+    """ "incomplete" if the next part says that the answer was cut, else "completed"."""
+    is_cut = isinstance(next, ChoiceEnd) and next.reason == "length"
     return "incomplete" if is_cut else "completed"

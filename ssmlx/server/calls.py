@@ -1,6 +1,6 @@
-"""Tool calls that a model has to make: the grammar of a call in the model's own form.
+"""Grammars of forced tool calls, in the form that the model was trained to write.
 
-mlx-lm has a parser for each form; here is what each of them reads, written forwards.
+mlx-lm has a parser for each form; the grammars here generate what these parsers read.
 """
 
 import json
@@ -12,9 +12,15 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import quoted
-from .asks import RequestError, check
 from .grammars import STYLE
-from .schemas import choices, closed, definitions, plain_parameters, values
+from .requests import RequestError, check_field
+from .schemas import (
+    alternatives,
+    definitions,
+    listed_values,
+    resolved_parameters,
+    with_closed_objects,
+)
 
 MAX_CALLS = 8  # in one answer, where several are allowed
 _MAX_CHARS = 4_000_000  # of a grammar
@@ -23,61 +29,71 @@ Schema = Mapping[str, Any]
 _LETTER = "[^<]"
 
 
-class Rules:
-    """A Lark grammar as it is written, rule by rule."""
+class GrammarRules:
+    """The rules of a Lark grammar for llguidance, collected one by one."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._rules: list[str] = []
         self._chars = 0
-        special = [one.content for one in _added(tokenizer).values() if one.special]
-        self._ids = {one.content: id for id, one in _added(tokenizer).items()}
+        special = [one.content for one in _added_tokens(tokenizer).values() if one.special]
+        self._ids = {one.content: id for id, one in _added_tokens(tokenizer).items()}
         names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
         self._special = re.compile(f"({names})" if names else r"(?!)()")
 
-    def text(self, text: str) -> str:
-        """A text as it stands: special tokens by their ids, all else by its characters."""
+    def literal(self, text: str) -> str:
+        """The grammar's literal for a text; special tokens in it become token ids."""
         parts = [one for one in self._special.split(text) if one]
         is_id = self._special.fullmatch
         return " ".join(f"<[{self._ids[one]}]>" if is_id(one) else json.dumps(one) for one in parts)
 
-    def json(self, schema: Any) -> str:
-        """JSON that follows a schema."""
-        own = closed(schema) if isinstance(schema, Mapping) else {}
-        return self.rule(f"%json {json.dumps({**own, 'x-guidance': STYLE})}")
+    def json_value(self, schema: Any) -> str:
+        """Add a rule for JSON that follows a schema; return its name."""
+        own = with_closed_objects(schema) if isinstance(schema, Mapping) else {}
+        return self.add_rule(f"%json {json.dumps({**own, 'x-guidance': STYLE})}")
 
-    def rule(self, body: str) -> str:
-        """The name of a new rule."""
+    def add_rule(self, body: str) -> str:
+        """Add a rule and return its name.
+
+        Raises:
+            RequestError: the grammar gets larger than `_MAX_CHARS` characters.
+        """
         self._rules.append(body)
         self._chars += len(body)
         expected = f"schemas that make a grammar of {_MAX_CHARS:,} characters at most"
-        check(self._chars <= _MAX_CHARS, "tools are too large", expected, "tools")
+        check_field(self._chars <= _MAX_CHARS, "tools are too large", expected, "tools")
         return f"rule_{len(self._rules)}"
 
-    def grammar(self, start: str) -> str:
+    def source(self, start: str) -> str:
+        """The text of the whole grammar, which begins with the expression `start`."""
         rules = [f"rule_{number}: {body}" for number, body in enumerate(self._rules, 1)]
         return "\n".join(["%llguidance {}", f"start: {start}", *rules])
 
 
-def _added(tokenizer: TokenizerWrapper) -> Mapping[int, Any]:
+def _added_tokens(tokenizer: TokenizerWrapper) -> Mapping[int, Any]:
+    """The tokens that were added to a tokenizer's vocabulary, by id."""
     found: Mapping[int, Any] = getattr(tokenizer._tokenizer, "added_tokens_decoder", {})
     return found
 
 
-def _object(schema: Schema) -> dict[str, Any]:
-    """A tool's parameters: an object of what they name, and of nothing else unless they say so."""
+def _object_schema(schema: Schema) -> dict[str, Any]:
+    """The schema of a tool's arguments as an object without other properties, unless it allows
+    them."""
     only = {"additionalProperties": False} if "properties" in schema else {}
     return {"type": "object", **only, **schema}
 
 
-def _parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
-    """Names, schemas, and whether they are required; these come first.
+def _sorted_parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
+    """Return (name, schema, whether it is required) of each argument, required ones first.
 
-    A schema knows what the tool's own defines, to which it may refer.
+    A schema that refers to definitions of the tool has them in it.
+
+    Raises:
+        RequestError: the parameters are no JSON schema of an object.
     """
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     ok = isinstance(properties, Mapping) and isinstance(required, list)
-    check(ok, f"tools has {quoted(schema)}", "parameters that are a JSON schema", "tools")
+    check_field(ok, f"tools has {quoted(schema)}", "parameters that are a JSON schema", "tools")
     known = definitions(schema)
     found = []
     for name, one in properties.items():
@@ -87,122 +103,164 @@ def _parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
     return sorted(found, key=lambda one: not one[2])
 
 
-def _text(rules: Rules, schema: Any, letter: str) -> str | None:
-    """The rule of a text as it stands, of such letters; None where it is no text."""
+def _text_rule(rules: GrammarRules, schema: Any, letter: str) -> str | None:
+    """Return a rule for a text without quotes; None where the schema is not that of a text.
+
+    Args:
+        rules: where the rule is added.
+        schema: of the argument.
+        letter: regular expression of a character that the text may have.
+    """
     if not isinstance(schema, Mapping) or schema.get("type") != "string":
         return None
-    if listed := values(schema):
-        return rules.rule(" | ".join(rules.text(str(one)) or '""' for one in listed))
+    if listed := listed_values(schema):
+        return rules.add_rule(" | ".join(rules.literal(str(one)) or '""' for one in listed))
     most = schema.get("maxLength", "")
     return f"/{letter}{{{schema.get('minLength', 0)},{most}}}/"
 
 
-def _json_call(rules: Rules, name: str, schema: Schema) -> str:
-    head = rules.text(f'{{"name": {json.dumps(name)}, "arguments": ')
-    return f"{head} {rules.json(_object(schema))} {rules.text('}')}"
+def _json_call(rules: GrammarRules, name: str, schema: Schema) -> str:
+    """Write a call as JSON: {"name": ..., "arguments": ...}."""
+    head = rules.literal(f'{{"name": {json.dumps(name)}, "arguments": ')
+    return f"{head} {rules.json_value(_object_schema(schema))} {rules.literal('}')}"
 
 
-def _tagged(
+def _tagged_format(
     head: str, before: str, after: str, foot: str, *, line: str = "", splits: bool = False
-) -> "_Write":
-    """Arguments between tags, one behind the other; texts as they are, all else as JSON.
+) -> "_CallWriter":
+    """Make the writer of calls whose arguments stand between tags, one after the other.
 
-    `head` and `before` name the tool and the argument as `{}`. A text has no `<` in it, by which
-    its end is found; a `line` end before `after` is a part of a text, which the parsers cut off.
-    Where another kind may stand as well, a text is as it is if the parser `splits` them, else JSON.
+    Texts stand as they are, other values as JSON. A text has no `<` in it, by which its end is
+    found.
+
+    Args:
+        head: before the arguments; `{}` stands for the tool's name.
+        before: before an argument's value; `{}` stands for its name.
+        after: behind a value.
+        foot: behind the arguments.
+        line: behind a value that is JSON; the parser cuts it off a text.
+        splits: whether the parser tells a text from other values where both are allowed. If not,
+            such
+        a text is written as JSON.
     """
 
-    def call(rules: Rules, name: str, schema: Schema) -> str:
-        parts = [rules.text(head.format(name))]
-        for argument, own, is_required in _parameters(schema):
+    def call(rules: GrammarRules, name: str, schema: Schema) -> str:
+        """Return the expression of a call of the tool `name`; rules that it needs are added."""
+        parts = [rules.literal(head.format(name))]
+        for argument, own, is_required in _sorted_parameters(schema):
             found = []
-            for choice in choices(own) if splits else [own]:
-                text = _text(rules, choice, _LETTER)
-                found.append(text or f"{rules.json(choice)} {rules.text(line)}")
-            value = rules.rule(" | ".join(found))
-            one = f"{rules.text(before.format(argument))} {value} {rules.text(after)}"
-            parts.append(rules.rule(one) + ("" if is_required else "?"))
-        return " ".join([*parts, rules.text(foot)]) if foot else " ".join(parts)
+            for choice in alternatives(own) if splits else [own]:
+                text = _text_rule(rules, choice, _LETTER)
+                found.append(text or f"{rules.json_value(choice)} {rules.literal(line)}")
+            value = rules.add_rule(" | ".join(found))
+            one = f"{rules.literal(before.format(argument))} {value} {rules.literal(after)}"
+            parts.append(rules.add_rule(one) + ("" if is_required else "?"))
+        return " ".join([*parts, rules.literal(foot)]) if foot else " ".join(parts)
 
     return call
 
 
-def _listed(
+def _bracketed_format(
     head: str, before: str, quote: str, foot: str, *, letter: str = _LETTER, separator: str = ","
-) -> "_Write":
-    """Arguments in brackets, with a separator between them; texts in quotes of the form's own, or
-    as JSON where `quote` is empty."""
+) -> "_CallWriter":
+    """Make the writer of calls whose arguments stand in brackets, with separators.
 
-    def call(rules: Rules, name: str, schema: Schema) -> str:
+    Args:
+        head: before the arguments; `{}` stands for the tool's name.
+        before: before an argument's value; `{}` stands for its name.
+        quote: around a text; where it is empty, texts are JSON.
+        foot: behind the arguments.
+        letter: regular expression of a character of a quoted text.
+        separator: between arguments.
+    """
+
+    def call(rules: GrammarRules, name: str, schema: Schema) -> str:
+        """Return the expression of a call of the tool `name`; rules that it needs are added."""
         items = []
-        for argument, own, is_required in _parameters(schema):
+        for argument, own, is_required in _sorted_parameters(schema):
             found = []
-            mark = rules.text(quote)
-            for choice in choices(own) if quote else [own]:
-                text = _text(rules, choice, letter) if quote else None
-                found.append(f"{mark} {text} {mark}" if text else rules.json(choice))
-            value = rules.rule(" | ".join(found))
-            item = rules.rule(f"{rules.text(before.format(argument))} {value}")
+            mark = rules.literal(quote)
+            for choice in alternatives(own) if quote else [own]:
+                text = _text_rule(rules, choice, letter) if quote else None
+                found.append(f"{mark} {text} {mark}" if text else rules.json_value(choice))
+            value = rules.add_rule(" | ".join(found))
+            item = rules.add_rule(f"{rules.literal(before.format(argument))} {value}")
             items.append((item, is_required))
-        comma = rules.text(separator)
-        inner = _chain(rules, items, comma)
-        return f"{rules.text(head.format(name))} {inner} {rules.text(foot)}".replace("  ", " ")
+        comma = rules.literal(separator)
+        inner = _join_arguments(rules, items, comma)
+        return f"{rules.literal(head.format(name))} {inner} {rules.literal(foot)}".replace(
+            "  ", " "
+        )
 
     return call
 
 
-def _chain(rules: Rules, items: Sequence[tuple[str, bool]], comma: str) -> str:
-    """Items in their order, separated; those that are not required come last, or are left out."""
+def _join_arguments(rules: GrammarRules, items: Sequence[tuple[str, bool]], comma: str) -> str:
+    """Join arguments in their order with a separator; those not required may be left out.
+
+    Args:
+        rules: where rules are added.
+        items: (expression, whether it is required) of each; required ones come first.
+        comma: the separator's expression.
+    """
     needed = [one for one, is_required in items if is_required]
     others = [one for one, is_required in items if not is_required]
     more = [f"({comma} {one})?" for one in others]
     if needed:
         return " ".join([f" {comma} ".join(needed), *more])
     starts = [" ".join([one, *more[place + 1 :]]) for place, one in enumerate(others)]
-    return rules.rule(" | ".join(['""', *starts]))
+    return rules.add_rule(" | ".join(['""', *starts]))
 
 
-def _kimi_call(rules: Rules, name: str, schema: Schema) -> str:
-    head = rules.text(f"<|tool_call_begin|>functions.{name}:")
-    middle = rules.text("<|tool_call_argument_begin|>")
-    arguments = rules.json(_object(schema))
-    return f"{head} /[0-9]/ {middle} {arguments} {rules.text('<|tool_call_end|>')}"
+def _kimi_call(rules: GrammarRules, name: str, schema: Schema) -> str:
+    """Write a call in the form of Kimi K2."""
+    head = rules.literal(f"<|tool_call_begin|>functions.{name}:")
+    middle = rules.literal("<|tool_call_argument_begin|>")
+    arguments = rules.json_value(_object_schema(schema))
+    return f"{head} /[0-9]/ {middle} {arguments} {rules.literal('<|tool_call_end|>')}"
 
 
-def _mistral_call(rules: Rules, name: str, schema: Schema) -> str:
-    return f"{rules.text(f'{name}[ARGS]')} {rules.json(_object(schema))}"
+def _mistral_call(rules: GrammarRules, name: str, schema: Schema) -> str:
+    return f"{rules.literal(f'{name}[ARGS]')} {rules.json_value(_object_schema(schema))}"
 
 
-def _longcat_call(rules: Rules, name: str, schema: Schema) -> str:
-    """Where there may be no argument, as JSON: mlx-lm reads a call without one in no other way."""
-    if not any(is_required for _, _, is_required in _parameters(schema)):
+def _longcat_call(rules: GrammarRules, name: str, schema: Schema) -> str:
+    """Write a call in LongCat's form, or as JSON if no argument is required.
+
+    mlx-lm's parser reads a call without arguments as JSON alone.
+    """
+    if not any(is_required for _, _, is_required in _sorted_parameters(schema)):
         return _json_call(rules, name, schema)
     before = "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>"
-    return _tagged("{}\n", before, "</longcat_arg_value>\n", "")(rules, name, schema)
+    return _tagged_format("{}\n", before, "</longcat_arg_value>\n", "")(rules, name, schema)
 
 
-_Write = Callable[[Rules, str, Schema], str]
+_CallWriter = Callable[[GrammarRules, str, Schema], str]
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How calls are written between the markers of a parser."""
+class _CallFormat:
+    """How calls are written between the start and end markers of one of mlx-lm's parsers."""
 
-    call: _Write
+    call: _CallWriter
     before: str = ""  # behind the start marker
     after: str = ""  # before the end marker
     between: str | None = None  # two calls between one pair of markers; None: each has its own
 
 
-_FORMS = {
-    "json_tools": _Form(_json_call, "\n", "\n"),
-    "mistral": _Form(_mistral_call, between=""),
-    "kimi_k2": _Form(_kimi_call, between=""),
-    "pythonic": _Form(_listed("{}(", "{}=", "", ")", separator=", "), "[", "]", between=", "),
-    "gemma4": _Form(_listed("call:{}{{", "{}:", '<|"|>', "}")),
-    "function_gemma": _Form(_listed("call:{}{{", "{}:", "<escape>", "}", letter="[^<}]")),
-    "qwen3_coder": _Form(
-        _tagged(
+_CALL_FORMATS = {
+    "json_tools": _CallFormat(_json_call, "\n", "\n"),
+    "mistral": _CallFormat(_mistral_call, between=""),
+    "kimi_k2": _CallFormat(_kimi_call, between=""),
+    "pythonic": _CallFormat(
+        _bracketed_format("{}(", "{}=", "", ")", separator=", "), "[", "]", between=", "
+    ),
+    "gemma4": _CallFormat(_bracketed_format("call:{}{{", "{}:", '<|"|>', "}")),
+    "function_gemma": _CallFormat(
+        _bracketed_format("call:{}{{", "{}:", "<escape>", "}", letter="[^<}]")
+    ),
+    "qwen3_coder": _CallFormat(
+        _tagged_format(
             "<function={}>\n",
             "<parameter={}>\n",
             "</parameter>\n",
@@ -213,10 +271,12 @@ _FORMS = {
         "\n",
         "\n",
     ),
-    "glm47": _Form(_tagged("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "")),
-    "longcat": _Form(_longcat_call),
-    "minimax_m2": _Form(
-        _tagged(
+    "glm47": _CallFormat(
+        _tagged_format("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "")
+    ),
+    "longcat": _CallFormat(_longcat_call),
+    "minimax_m2": _CallFormat(
+        _tagged_format(
             '<invoke name="{}">\n',
             '<parameter name="{}">',
             "</parameter>\n",
@@ -227,9 +287,11 @@ _FORMS = {
         "\n",
         between="\n",
     ),
-    "minicpm5": _Form(_tagged('"{}">', '<param name="{}">', "</param>", "", splits=True)),
-    "muse_spark": _Form(
-        _tagged(
+    "minicpm5": _CallFormat(
+        _tagged_format('"{}">', '<param name="{}">', "</param>", "", splits=True)
+    ),
+    "muse_spark": _CallFormat(
+        _tagged_format(
             '<atem:invoke name="{}">\n',
             '<atem:parameter name="{}">',
             "</atem:parameter>\n",
@@ -240,42 +302,50 @@ _FORMS = {
         between="\n",
     ),
 }
-_FORMS["laguna"] = _FORMS["glm47"]
+_CALL_FORMATS["laguna"] = _CALL_FORMATS["glm47"]
 """The forms of mlx-lm's parsers, by the names of their modules."""
 
 
-def call_grammar(
+def tool_call_grammar(
     tokenizer: TokenizerWrapper, tools: Sequence[Any], names: Sequence[str], most: int
 ) -> str:
-    """The grammar of one to `most` calls of the tools of these names, and of nothing else.
+    """Return the grammar of one or more tool calls, in the model's own form.
+
+    Args:
+        tokenizer: of the model; its parser decides the form.
+        tools: those that the request offers.
+        names: of the tools that may be called.
+        most: calls at most.
 
     Raises:
-        RequestError: nobody knows how this model writes calls.
+        RequestError: the form of this model's calls is unknown, or a schema is too large or broken.
     """
     parser: Any = tokenizer.tool_parser
-    form = _FORMS.get(getattr(parser, "__module__", "").rpartition(".")[2])
+    form = _CALL_FORMATS.get(getattr(parser, "__module__", "").rpartition(".")[2])
     if form is None:
         found = "tool_choice asks for a call"
         expected = "auto or none: the form in which this model calls tools is not known"
         raise RequestError("tool_choice", found, expected)
     functions = [one.get("function", one) for one in tools]
-    rules = Rules(tokenizer)
+    rules = GrammarRules(tokenizer)
     try:
         calls = [
-            rules.rule(form.call(rules, one["name"], plain_parameters(one.get("parameters") or {})))
+            rules.add_rule(
+                form.call(rules, one["name"], resolved_parameters(one.get("parameters") or {}))
+            )
             for one in functions
             if one["name"] in names
         ]
     except RecursionError as error:
         found = "tools are nested too deeply"
         raise RequestError("tools", found, "schemas of fewer levels", "simplify them") from error
-    one = rules.rule(" | ".join(calls))
-    start = rules.text(tokenizer.tool_call_start + form.before)
-    end = rules.text(form.after + tokenizer.tool_call_end)
+    one = rules.add_rule(" | ".join(calls))
+    start = rules.literal(tokenizer.tool_call_start + form.before)
+    end = rules.literal(form.after + tokenizer.tool_call_end)
     if form.between is None:
-        whole = rules.rule(" ".join(filter(None, [start, one, end])))
-        more = rules.rule(f'"\\n"? {whole}')
-        return rules.grammar(f"{whole} {more}{{0,{most - 1}}}" if most > 1 else whole)
-    more = rules.rule(f"{rules.text(form.between)} {one}".strip())
+        whole = rules.add_rule(" ".join(filter(None, [start, one, end])))
+        more = rules.add_rule(f'"\\n"? {whole}')
+        return rules.source(f"{whole} {more}{{0,{most - 1}}}" if most > 1 else whole)
+    more = rules.add_rule(f"{rules.literal(form.between)} {one}".strip())
     inner = f"{one} {more}{{0,{most - 1}}}" if most > 1 else one
-    return rules.grammar(" ".join(filter(None, [start, inner, end])))
+    return rules.source(" ".join(filter(None, [start, inner, end])))

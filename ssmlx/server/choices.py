@@ -1,6 +1,6 @@
-"""One answer of a request: from segments to text, reasoning and tool calls.
+"""One answer of a request: its responses become text, reasoning and tool calls.
 
-Reasoning and tool calls are told by mlx-lm's parsers.
+mlx-lm's parsers find reasoning and tool calls in the text.
 """
 
 import json
@@ -15,25 +15,33 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..api import GenerationResponse
 from ..json_files import parse_json
 from ..settings import GenerateConfig
-from .asks import Ask, End, Part, Reasoning, Text, ToolCall
-from .logprobs import logprobs_of
+from .logprobs import segment_logprobs
 from .prompts import Prompt
-from .schemas import parsed_tools
+from .requests import AnswerRequest, ChoiceEnd, Part, ReasoningPart, TextPart, ToolCallPart
+from .schemas import tools_for_parser
 
 
 class Choice:
-    """One answer to one of a request's prompts, from segments to parts."""
+    """One answer to one of a request's prompts, which turns responses into parts."""
 
     def __init__(
         self,
-        ask: Ask,
+        ask: AnswerRequest,
         number: int,
         prompt: Prompt,
         config: GenerateConfig,
         tokenizer: TokenizerWrapper,
         user: int,
     ) -> None:
-        """`number` is its place among all of the request, those of one prompt together."""
+        """Args:
+        ask: the request.
+        number: of this choice among all of the request; those of one prompt follow each other.
+        prompt: what is answered.
+        config: the request's settings. The choice's seed is theirs plus its number of the
+            prompt.
+        tokenizer: of the model.
+        user: whose prompt cache is used.
+        """
         own = number % ask.choices
         self.ask = ask
         self.number = number
@@ -42,39 +50,46 @@ class Choice:
         self.user = user
         self.is_first = own == 0  # of its prompt
         self._tokenizer = tokenizer
-        self._parser = Parser(tokenizer, ask, prompt.tokens)
+        self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
 
     def read(self, said: GenerationResponse) -> list[Part]:
-        """What a segment says."""
+        """Return the parts that one response adds; at least one, which may be an empty text."""
         # A text completion tells its end token, too, as OpenAI's and vLLM's do.
-        told = logprobs_of(self._tokenizer, said, with_end=not self.ask.is_chat)
-        return self._own(self._parser.read(Text(said.text, len(said.tokens), told)))
+        told = segment_logprobs(self._tokenizer, said, with_end=not self.ask.is_chat)
+        return self._with_number(self._parser.read(TextPart(said.text, len(said.tokens), told)))
 
-    def end(self, last: GenerationResponse) -> list[Part]:
-        """What is left behind the last segment."""
+    def finish(self, last: GenerationResponse) -> list[Part]:
+        """Return the parts that were still held back, and the `ChoiceEnd`."""
         reason: Any = "stop" if last.finish_reason == "stop" else "length"
         foretold = len(self.config.prompt_lookup.reference)
-        return self._own(self._parser.read(End(reason, last, foretold)))
+        return self._with_number(self._parser.read(ChoiceEnd(reason, last, foretold)))
 
-    def whole(self, last: GenerationResponse) -> GenerationResponse:
-        """The last segment, with what was done for it before."""
+    def with_scoring_time(self, last: GenerationResponse) -> GenerationResponse:
+        """Return `last` with the time that scoring its prompt took in `prefill_seconds`.
+
+        Only the first choice of a scored prompt is changed; its `cached_tokens` become 0, as the
+        score processed the whole prompt for it.
+        """
         if self.prompt.logprobs is None or not self.is_first:
             return last
         seconds = last.prefill_seconds + self.prompt.seconds
         return replace(last, cached_tokens=0, prefill_seconds=seconds)
 
-    def _own(self, parts: Sequence[Part]) -> list[Part]:
+    def _with_number(self, parts: Sequence[Part]) -> list[Part]:
         return [replace(part, choice=self.number) for part in parts]
 
 
-class Parser:
-    """Tells a choice's text as text, reasoning and tool calls.
+class AnswerParser:
+    """Splits a choice's text into text, reasoning and tool calls, by mlx-lm's parsers.
 
-    Text goes on as it comes, but for an end that may begin a marker, and for space behind markers.
-    A call is held until it is whole. One that cannot be parsed is text, as is any without tools.
+    Text is passed on at once, but for an end that may begin a marker; white space after a marker is
+    dropped. A call is held back until it is whole. A call that cannot be parsed becomes text, and
+    so does any call if the request has no tools.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, ask: Ask, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: TokenizerWrapper, ask: AnswerRequest, prompt: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._tools = ask.tools
         self._most_calls = None if ask.parallel_calls else 1
@@ -86,66 +101,85 @@ class Parser:
         if (ask.is_chat and ask.grammar is None) or ask.forced_tools:
             # A template may open reasoning at the prompt's end.
             machine = make_text_state_machine(tokenizer)
-            end = tokenizer.decode([*prompt[-16:]])
-            opens = tokenizer.has_thinking and end.rstrip().endswith(tokenizer.think_start)
+            finish = tokenizer.decode([*prompt[-16:]])
+            opens = tokenizer.has_thinking and finish.rstrip().endswith(tokenizer.think_start)
             begun = "reasoning" if opens else "normal"
             is_new = not ask.continues and not ask.forced_tools
             self._name = (is_new and tokenizer.response_initial_state) or begun
         self._state = machine.make_state(self._name)
 
-    def read(self, part: Text | End) -> list[Part]:
-        """What another part of the text says, or its end."""
-        if isinstance(part, Text):
+    def read(self, part: TextPart | ChoiceEnd) -> list[Part]:
+        """Return the parts of the next piece of text, or of the end of the answer.
+
+        Of a piece there is at least one part. The first one has the piece's token count and log
+        probabilities. At the end, text that was held back comes first; `reason` is "tool_calls" if
+        the answer stopped by itself and has called a tool.
+        """
+        if isinstance(part, TextPart):
             self._state, segments = TextStateMachine.split(self._state, part.text)
-            first, *more = self._told(segments) or [Text("")]
-            if isinstance(first, Text):  # tells of the whole part
+            first, *more = self._parts_of_segments(segments) or [TextPart("")]
+            if isinstance(first, TextPart):  # tells of the whole part
                 first = replace(first, tokens=part.tokens, logprobs=part.logprobs)
             return [first, *more]
         self._state, text, _ = TextStateMachine.flush(self._state)
-        found = self._told([(self._name, text)])
+        found = self._parts_of_segments([(self._name, text)])
         if self._name == "tool":
             # Where the text was cut, only a call without an end marker can be whole.
             is_cut = part.reason == "length" and bool(self._tokenizer.tool_call_end)
-            found += self._calls(is_cut=is_cut)
+            found += self._parse_calls(is_cut=is_cut)
         is_call = self._has_called and part.reason == "stop"
         return [*found, replace(part, reason="tool_calls") if is_call else part]
 
-    def _told(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
+    def _parts_of_segments(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
+        """Return the parts of (state, text) segments of mlx-lm's state machine."""
         found: list[Part] = []
         for name, text in segments:
             if name != self._name:
-                found += self._calls() if self._name == "tool" else []
+                found += self._parse_calls() if self._name == "tool" else []
                 self._name = name
                 self._is_behind_marker = True
             if name == "tool":
                 self._call += text
             elif name == "reasoning":
-                found += [Reasoning(text)] if text else []
+                found += [ReasoningPart(text)] if text else []
             elif said := text.lstrip() if self._is_behind_marker else text:
                 self._is_behind_marker = False
-                found.append(Text(said))
+                found.append(TextPart(said))
         return found
 
-    def _calls(self, *, is_cut: bool = False) -> list[Part]:
-        """The calls in the text between markers, or that text."""
+    def _parse_calls(self, *, is_cut: bool = False) -> list[Part]:
+        """Return the calls in the text that was collected between markers, and forget that text.
+
+        Args:
+            is_cut: whether the answer was cut inside of it, so that it cannot be a whole call.
+
+        Returns:
+            The calls, or the text as a part where they cannot be parsed; nothing for white space,
+            or for
+            further calls where the request allows one.
+        """
         text = self._call
         self._call = ""
         try:
             if is_cut or self._tools is None:
                 raise ValueError("it is no call")
-            found = self._tokenizer.tool_parser(text, parsed_tools(self._tools))
+            found = self._tokenizer.tool_parser(text, tools_for_parser(self._tools))
             found = found if isinstance(found, list) else [found]
-            calls = [*map(_tool_call, found)][: self._most_calls]
+            calls = [*map(_checked_call, found)][: self._most_calls]
         except Exception:  # whatever a parser makes of a model's words
-            return [Text(text)] if text.strip() else []
+            return [TextPart(text)] if text.strip() else []
         if self._has_called and self._most_calls:
             return []
         self._has_called = True
         return [*calls]
 
 
-def _tool_call(parsed: Mapping[str, Any]) -> ToolCall:
-    """Raises an error of some kind where what was parsed is no call."""
+def _checked_call(parsed: Mapping[str, Any]) -> ToolCallPart:
+    """Make a part of what mlx-lm's parser returned, with an id if it has none.
+
+    Raises:
+        Exception: of any type, where that is no call with a name and an object of arguments.
+    """
     name = parsed["name"]
     arguments = parsed.get("arguments", {})
     if isinstance(arguments, str):
@@ -153,4 +187,4 @@ def _tool_call(parsed: Mapping[str, Any]) -> ToolCall:
     if not isinstance(arguments, dict) or not isinstance(name, str):
         raise ValueError("a call has a name, and an object of arguments")
     told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return ToolCall(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told)
+    return ToolCallPart(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told)

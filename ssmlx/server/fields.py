@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import quoted
-from .asks import Body, RequestError
 from .openai import SETTINGS
+from .requests import Body, RequestError
 
 _SHARED = {
     *SETTINGS,
@@ -98,10 +98,17 @@ _INSTEAD = {
 
 
 def check_fields(path: str, body: Body) -> Sequence[str]:
-    """The fields of a request that are ignored though they might mean something.
+    """Check a request's fields by the rule at the head of this file.
+
+    Args:
+        path: of the route.
+        body: the request.
+
+    Returns:
+        The names of unknown fields, which are ignored.
 
     Raises:
-        RequestError: a field is known, and cannot be followed.
+        RequestError: a field is known and cannot be followed, and its value asks for something.
     """
     ignored = []
     for name, value in body.items():

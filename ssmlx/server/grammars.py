@@ -12,9 +12,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.batch import Mask
 from ..errors import first_line, quoted
-from . import asks
-from .asks import Body, RequestError
-from .schemas import closed
+from . import requests
+from .requests import Body, RequestError
+from .schemas import with_closed_objects
 
 # JSON stands in one line, as templates write it: white space between its parts may otherwise be
 # repeated without end, in which small models get lost.
@@ -22,30 +22,34 @@ STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separa
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Of JSON that follows a schema, {} for any object.
+    """Return llguidance's grammar of JSON that follows a schema; {} stands for any object.
+
+    Objects may have only the properties that the schema names, unless it says otherwise.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the schema is no JSON.
     """
-    wanted = closed(schema or {"type": "object"})
+    wanted = with_closed_objects(schema or {"type": "object"})
     return LLMatcher.grammar_from_json_schema(dict(wanted), None, STYLE)
 
 
-def _of_json(value: Any) -> str:
+def _json_form(value: Any) -> str:
+    """The grammar for a JSON schema, given as an object or as its text."""
     return json_grammar(json.loads(value) if isinstance(value, str) else value)
 
 
-def _of_choices(value: Any) -> str:
+def _choice_form(value: Any) -> str:
+    """The grammar of one of several texts."""
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise ValueError("it is no list of texts")
     return grammar_from("choice", json.dumps(value))
 
 
 _KINDS: Mapping[str, Callable[[Any], str]] = {
-    "json": _of_json,
+    "json": _json_form,
     "json_object": lambda wanted: json_grammar({}),
     "regex": lambda pattern: grammar_from("regex", pattern),
-    "choice": _of_choices,
+    "choice": _choice_form,
     "grammar": lambda text: grammar_from("grammar", text),
 }
 """How forms are told, by the names that vLLM has for them."""
@@ -60,37 +64,44 @@ _FIELDS = {
 """Fields of a request that ask for one of these forms: vLLM's older ones, and llama.cpp's."""
 
 
-def grammar_of(body: Body) -> str | None:
-    """The grammar that a request's fields ask for; None where there is none.
+def read_grammar(body: Body) -> str | None:
+    """Return the llguidance grammar that a request asks for, or None.
 
-    They are `response_format`, `structured_outputs` and those of `_FIELDS`; one of them at most.
+    The fields are `response_format`, `structured_outputs`, and those of `_FIELDS`.
+
+    Raises:
+        RequestError: there are several forms, or one is of an unknown kind or broken.
     """
     found: dict[str, tuple[str, Any]] = {}
     for name, kind in _FIELDS.items():
         if body.get(name) not in (None, "", {}):
             found[name] = kind, body[name]
-    for kind, value in asks.typed(body, "structured_outputs", dict, {}).items():
+    for kind, value in requests.read_typed(body, "structured_outputs", dict, {}).items():
         if value is not None and value is not False:
             name = f"structured_outputs.{kind}"
             known = ", ".join(_KINDS)
-            asks.check(kind in _KINDS, name, f"one of {known}", "structured_outputs")
+            requests.check_field(kind in _KINDS, name, f"one of {known}", "structured_outputs")
             found[name] = kind, value
-    schema = _schema(asks.typed(body, "response_format", dict, {}))
+    schema = _response_format_schema(requests.read_typed(body, "response_format", dict, {}))
     if schema is not None:
         found["response_format"] = "json", schema
-    asks.check(
+    requests.check_field(
         len(found) < 2, " and ".join(found), "one form of an answer", next(iter(found), None)
     )
     for name, (kind, value) in found.items():
         try:
             return _KINDS[kind](value)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise _unknown(name, f"{quoted(value)} ({first_line(error)[:200]})") from error
+            raise _unsupported_form(name, f"{quoted(value)} ({first_line(error)[:200]})") from error
     return None
 
 
-def _schema(form: Body) -> Body | None:
-    """A format's, which may be a level down; {} for any object, None for text."""
+def _response_format_schema(form: Body) -> Body | None:
+    """Return the JSON schema of a `response_format`: {} for any object, None for text.
+
+    Raises:
+        RequestError: its type is unknown, or `json_schema` has no schema.
+    """
     kind = form.get("type", "text")
     named = form.get("json_schema", form)
     schema = named.get("schema") if isinstance(named, dict) else None
@@ -98,30 +109,33 @@ def _schema(form: Body) -> Body | None:
         return None if kind == "text" else {}
     ok = kind in ("json_object", "json_schema") and isinstance(schema, dict)
     expected = "type text, json_object, or json_schema with a schema"
-    asks.check(ok, f"response_format is {quoted(form)}", expected, "response_format")
+    requests.check_field(ok, f"response_format is {quoted(form)}", expected, "response_format")
     return schema
 
 
-def _unknown(name: str | None, why: str) -> RequestError:
+def _unsupported_form(name: str | None, why: str) -> RequestError:
+    """Make the error for a form that llguidance cannot follow; `why` is its message."""
     found = f"{name or 'the form of the answer'} cannot be followed: {why}"
     return RequestError(name, found, "one that llguidance knows", "simplify it")
 
 
-def processor(tokenizer: TokenizerWrapper, grammar: str) -> Mask:
-    """What holds an answer to a grammar of llguidance.
+def grammar_mask(tokenizer: TokenizerWrapper, grammar: str) -> Mask:
+    """Return a function that masks logits so that an answer follows a grammar.
 
-    Logits are -inf where a token would leave the grammar. Behind a whole text end tokens alone are
-    left.
+    Given an answer's tokens so far and the logits of the next one, it sets the logits of tokens
+    that would leave the grammar to -inf. After a complete text only end tokens are allowed. It may
+    be called again with fewer tokens, which takes the rest back.
 
     Raises:
-        RequestError: it cannot be followed.
+        RequestError: llguidance cannot follow the grammar.
     """
-    matcher = LLMatcher(_tokens_of(tokenizer), grammar, log_level=0)
+    matcher = LLMatcher(_llguidance_tokenizer(tokenizer), grammar, log_level=0)
     if matcher.is_error():
-        raise _unknown(None, first_line(ValueError(matcher.get_error()))[:200])
+        raise _unsupported_form(None, first_line(ValueError(matcher.get_error()))[:200])
     num_known = 0
 
     def constrained(tokens: Sequence[int], logits: mx.array) -> mx.array:
+        """Mask the logits [V] of the token after `tokens`, the answer so far."""
         nonlocal num_known
         matcher.rollback(max(0, num_known - len(tokens)))
         matcher.consume_tokens([*tokens[num_known:]])
@@ -134,6 +148,6 @@ def processor(tokenizer: TokenizerWrapper, grammar: str) -> Mask:
 
 
 @lru_cache(maxsize=1)
-def _tokens_of(tokenizer: TokenizerWrapper) -> LLTokenizer:
-    """What llguidance knows of a tokenizer's tokens; takes a second."""
+def _llguidance_tokenizer(tokenizer: TokenizerWrapper) -> LLTokenizer:
+    """The tokenizer as llguidance needs it. Takes a second; the last one is kept."""
     return hf.from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))

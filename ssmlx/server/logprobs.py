@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, as OpenAI's chats tell them."""
+"""Log probabilities of tokens in the form of OpenAI's chat completions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,51 +12,65 @@ LEAST = -9999.0
 """In the place of minus infinity, which JSON has not; vLLM's number."""
 
 
-def logprobs_of(
+def segment_logprobs(
     tokenizer: TokenizerWrapper, said: GenerationResponse, *, with_end: bool = False
 ) -> Any:
-    """Of each token its text with its log probability, and the likeliest in its place.
+    """Return the log probabilities of a response's tokens, as OpenAI's chats have them.
 
-    An end token, which has no text in the answer, is left out unless it `with_end`.
+    Args:
+        tokenizer: of the model.
+        said: the response.
+        with_end: whether an end token, which is not in the text, has an entry too.
+
+    Returns:
+        An entry for each token, with the likeliest tokens at its place; None where the response has
+        no log probabilities.
     """
     if said.logprobs is None:
         return None
     has_ended = said.finish_reason == "stop" and said.stop is None
-    return _entries(tokenizer, said.logprobs[: -1 if has_ended and not with_end else None])
+    return _logprob_entries(tokenizer, said.logprobs[: -1 if has_ended and not with_end else None])
 
 
 def prompt_logprobs(
     tokenizer: TokenizerWrapper, first: int, others: Sequence[TokenLogprobs]
 ) -> list[dict[str, Any]]:
-    """The same of a prompt; its `first` token has nothing before it, and no log probability."""
+    """Return the entries of a prompt's tokens.
+
+    Args:
+        tokenizer: of the model.
+        first: the id of the first token, whose entry has no log probability.
+        others: those of the other tokens.
+    """
     text = tokenizer.decode([first])
-    own = {"token": text, "logprob": None, "bytes": _bytes(text), "top_logprobs": None}
-    return [own, *_entries(tokenizer, others)]
+    own = {"token": text, "logprob": None, "bytes": _utf8_bytes(text), "top_logprobs": None}
+    return [own, *_logprob_entries(tokenizer, others)]
 
 
-def _entries(
+def _logprob_entries(
     tokenizer: TokenizerWrapper, logprobs: Sequence[TokenLogprobs]
 ) -> list[dict[str, Any]]:
-    shape = _shape(tokenizer)
+    """An entry for each token, with those of the likeliest tokens at its place."""
+    shape = _entry_maker(tokenizer)
     return [
         {**shape(one.token, one.logprob), "top_logprobs": [shape(*other) for other in one.top]}
         for one in logprobs
     ]
 
 
-def _shape(tokenizer: TokenizerWrapper) -> Callable[[int, float], dict[str, Any]]:
-    """What tells a token with its log probability."""
+def _entry_maker(tokenizer: TokenizerWrapper) -> Callable[[int, float], dict[str, Any]]:
+    """Return a function from (token id, log probability) to an entry: text, number and bytes."""
     (*_, anchor) = tokenizer.encode("a", add_special_tokens=False)
     before = len(tokenizer.decode([anchor]))
 
     def shape(token: int, logprob: float) -> dict[str, Any]:
         # Behind another one: alone, some would lose a space.
         text = tokenizer.decode([anchor, token])[before:]
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": _bytes(text)}
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": _utf8_bytes(text)}
 
     return shape
 
 
-def _bytes(text: str) -> list[int] | None:
-    """None of a part of a character, which has no text of its own."""
+def _utf8_bytes(text: str) -> list[int] | None:
+    """The UTF-8 bytes of a token's text; None for a part of a character, which has no text."""
     return None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]

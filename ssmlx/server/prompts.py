@@ -1,4 +1,4 @@
-"""From a request to its prompts: turns under a template, texts and token ids, as tokens."""
+"""A request's prompts as tokens: turns under a chat template, texts, or token ids."""
 
 import asyncio
 import math
@@ -18,10 +18,10 @@ from ..generation.scoring import ScoredPrompt
 from ..model.streams import StreamFusedModel
 from ..prompts import chat_tokens, check_text, encode, encode_prompt
 from ..settings import GenerateConfig, PromptLookupConfig
-from .asks import Ask, RequestError, check
-from .calls import MAX_CALLS, call_grammar
-from .grammars import processor
+from .calls import MAX_CALLS, tool_call_grammar
+from .grammars import grammar_mask
 from .logprobs import prompt_logprobs
+from .requests import AnswerRequest, RequestError, check_field
 
 AGAIN = {"Retry-After": "1"}
 STOPPED = HTTPException(503, "the server is being stopped", AGAIN)
@@ -29,7 +29,7 @@ STOPPED = HTTPException(503, "the server is being stopped", AGAIN)
 
 @dataclass(eq=False)
 class Prompt:
-    """One of the prompts of a request."""
+    """A prompt of a request, as tokens."""
 
     tokens: list[int]
     text: str  # what is echoed of it
@@ -38,8 +38,8 @@ class Prompt:
     logprobs: list[dict[str, Any]] | None = None  # of its tokens, once it is scored
     seconds: float = 0.0  # that it took to score it
 
-    def unanswered(self) -> GenerationResponse:
-        """The end of an answer of no tokens."""
+    def empty_answer(self) -> GenerationResponse:
+        """The response of an answer without tokens, for a prompt that is only scored."""
         return GenerationResponse(
             text="",
             tokens=(),
@@ -55,7 +55,7 @@ class Prompt:
 
 @dataclass(eq=False)
 class PromptReader:
-    """Makes prompts of what requests ask, for an engine's models."""
+    """Turns requests into tokens, settings and masks for an engine's models."""
 
     engine: Engine
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
@@ -64,9 +64,14 @@ class PromptReader:
     def __post_init__(self) -> None:
         self._tokenizing = threading.Lock()
 
-    def read(self, ask: Ask) -> tuple[list[Prompt], GenerateConfig]:
-        """What is answered, and how; refused now, while a refusal has a status of its own."""
-        first, config = self.prepared(ask)
+    def read(self, ask: AnswerRequest) -> tuple[list[Prompt], GenerateConfig]:
+        """Return all prompts of a request, checked against the model, and its settings.
+
+        Raises:
+            InputError: a prompt cannot be answered.
+            HTTPException: the server is being stopped.
+        """
+        first, config = self.prepare(ask)
         tokenizer = self.engine.tokenizer
         with self._tokenizing:
             model = self.engine.model(self.models[ask.model])
@@ -80,8 +85,17 @@ class PromptReader:
                 found.append(Prompt(tokens, cast("str", echoed)))
             return found, config
 
-    def prepared(self, ask: Ask) -> tuple[list[int], GenerateConfig]:
-        """The prompt's tokens, and how to answer it."""
+    def prepare(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
+        """Return the tokens of a request's first prompt, and the settings of its answer.
+
+        A seed is drawn where the request has none. `prediction` becomes text that prompt lookup
+        copies from; `ignore_eos` becomes a bias of -inf on end tokens.
+
+        Raises:
+            InputError: the prompt cannot be made into tokens.
+            RequestError: `logit_bias` names a token that the model lacks.
+            HTTPException: the server is being stopped.
+        """
         self.check_open()
         config = ask.config
         tokenizer = self.engine.tokenizer
@@ -91,7 +105,9 @@ class PromptReader:
             model = self.engine.model(self.models[ask.model])
             highest = max(config.logit_bias or (), default=0)
             size = model.backbone.vocab_size
-            check(highest < size, f"logit_bias has {highest}", f"ids below {size}", "logit_bias")
+            check_field(
+                highest < size, f"logit_bias has {highest}", f"ids below {size}", "logit_bias"
+            )
             if ask.prediction:
                 check_text(ask.prediction)
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
@@ -106,8 +122,12 @@ class PromptReader:
         if not self.engine.adapters:
             raise STOPPED
 
-    def _tokens(self, ask: Ask, model: StreamFusedModel) -> list[int]:
-        """The prompt's; turns are under the template of the adapter or the model."""
+    def _tokens(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
+        """The tokens of a request's prompt: text, token ids, or turns under a chat template.
+
+        Variables that the template does not name are left out; where the answer has to follow a
+        grammar, `enable_thinking` is false.
+        """
         tokenizer = self.engine.tokenizer
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
@@ -128,25 +148,31 @@ class PromptReader:
             return encode_prompt(prompt, model, tokenizer, template_args=args)
         return list[Any](ask.question)
 
-    def mask(self, ask: Ask) -> Mask | None:
-        """What holds an answer to its form: that of a tool's call goes before others."""
+    def mask(self, ask: AnswerRequest) -> Mask | None:
+        """Return the mask that holds an answer to a grammar, or None.
+
+        A tool call that the request forces has precedence over another grammar.
+
+        Raises:
+            RequestError: the grammar cannot be followed.
+        """
         tokenizer = self.engine.tokenizer
         if ask.grammar is None and not ask.forced_tools:
             return None
         with self._tokenizing:
             if not ask.forced_tools:
-                return processor(tokenizer, ask.grammar or "")
+                return grammar_mask(tokenizer, ask.grammar or "")
             most = MAX_CALLS if ask.parallel_calls else 1
-            grammar = call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most)
-            return processor(tokenizer, grammar)
+            grammar = tool_call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most)
+            return grammar_mask(tokenizer, grammar)
 
     def scored(self, prompt: Prompt, found: ScoredPrompt) -> list[dict[str, Any]]:
-        """The log probabilities of a prompt's tokens, as chats tell them."""
+        """The entries of a scored prompt's tokens, as `logprobs.prompt_logprobs` returns them."""
         with self._tokenizing:
             return prompt_logprobs(self.engine.tokenizer, prompt.tokens[0], found.logprobs)
 
 
-def _check_template(ask: Ask, tokenizer: TokenizerWrapper) -> None:
+def _check_template(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
     """Raises RequestError where the model's chat template has no place for what is asked."""
     turns = [one for one in ask.question if isinstance(one, Mapping)]
     is_text = len(turns) == 1 and turns[0].get("role") == "user" and not ask.tools

@@ -21,17 +21,18 @@ _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
 
 
-def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema whose objects have no properties but those that it names, unless it says otherwise.
+def with_closed_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema in which objects have only the properties that they name.
 
-    So OpenAI's, vLLM's and llama.cpp's servers have it, where JSON Schema would allow any. One that
-    joins what several schemas say of the same object stays as it is.
+    OpenAI's, vLLM's and llama.cpp's servers read schemas so, while JSON Schema would allow any
+    others. `additionalProperties` of the schema stays as it is. A schema that combines several
+    schemas for one object is returned unchanged.
     """
-    return schema if _joins(schema) else _closed(schema)
+    return schema if _combines_schemas(schema) else _close_objects(schema)
 
 
-def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
-    """The schemas that a schema holds."""
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the schemas directly inside of a schema."""
     for name in _NAMED:
         yield from schema[name].values() if isinstance(schema.get(name), Mapping) else ()
     for name in _LISTED:
@@ -39,8 +40,8 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
     yield from (schema[name] for name in _SINGLE if name in schema)
 
 
-def _joins(schema: Any) -> bool:
-    """Whether it, or one that it holds, says of the same object what another one says, too."""
+def _combines_schemas(schema: Any) -> bool:
+    """Whether a schema, or one inside of it, describes one object by several schemas."""
     if not isinstance(schema, Mapping):
         return False
     every = schema.get("allOf")
@@ -48,43 +49,52 @@ def _joins(schema: Any) -> bool:
     own = "properties" in schema or "$ref" in schema
     others = own and any(name in schema for name in (*_CHOICES, "allOf"))
     is_split = any(name in schema for name in ("if", "dependentSchemas", "unevaluatedProperties"))
-    return joins_all or others or is_split or any(map(_joins, _inner(schema)))
+    return joins_all or others or is_split or any(map(_combines_schemas, _subschemas(schema)))
 
 
-def _closed(schema: Any) -> Any:
+def _close_objects(schema: Any) -> Any:
+    """Do what `with_closed_objects` says, whatever the schema combines."""
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
     for name in _NAMED:
         if isinstance(every := schema.get(name), Mapping):
-            found[name] = {key: _closed(one) for key, one in every.items()}
+            found[name] = {key: _close_objects(one) for key, one in every.items()}
     for name in _LISTED:
         if isinstance(every := schema.get(name), list):
-            found[name] = [*map(_closed, every)]
-    found |= {name: _closed(schema[name]) for name in _SINGLE if name in schema}
+            found[name] = [*map(_close_objects, every)]
+    found |= {name: _close_objects(schema[name]) for name in _SINGLE if name in schema}
     names_some = "properties" in schema or "patternProperties" in schema
     return {"additionalProperties": False, **found} if names_some else found
 
 
-def parsed_tools(tools: Sequence[Any] | None) -> list[Any] | None:
-    """Tools as the parsers have to read them; whatever is no schema stays as it is."""
-    return None if tools is None else [*map(_parsed_tool, tools)]
+def tools_for_parser(tools: Sequence[Any] | None) -> list[Any] | None:
+    """Return tools with a `type` for each argument, which mlx-lm's parsers look for.
+
+    References are resolved, and an argument that may be null gets its other type. What is no schema
+    stays as it is. None stays None.
+    """
+    return None if tools is None else [*map(_tool_for_parser, tools)]
 
 
-def _parsed_tool(tool: Any) -> Any:
+def _tool_for_parser(tool: Any) -> Any:
+    """One tool of `tools_for_parser`; returned as it is if it has no schema of properties."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         return tool
-    schema = plain_parameters(function.get("parameters"))
+    schema = resolved_parameters(function.get("parameters"))
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(properties, Mapping):
         return tool
-    own = {name: _typed(one) for name, one in properties.items()}
+    own = {name: _with_single_type(one) for name, one in properties.items()}
     return {**tool, "function": {**function, "parameters": {**schema, "properties": own}}}
 
 
-def _typed(schema: Any) -> Any:
-    """A schema with the one type that it has beside null; that of a text is left to the parsers."""
+def _with_single_type(schema: Any) -> Any:
+    """Return a schema with the type of its only alternative beside null.
+
+    A text's type is left out, as the parsers take an argument without a type for a text.
+    """
     lists = [schema[name] for name in _CHOICES if isinstance(schema, Mapping) and name in schema]
     every = lists[0] if lists and isinstance(lists[0], list) else []
     kinds = [one.get("type") for one in every if isinstance(one, Mapping)]
@@ -93,41 +103,53 @@ def _typed(schema: Any) -> Any:
     return {**schema, "type": others[0]} if is_one else schema
 
 
-def plain_parameters(schema: Any) -> Any:
-    """A tool's parameters, whose own schemas and choices of them stand where they are referred to.
+def resolved_parameters(schema: Any) -> Any:
+    """Return a tool's parameters with references to definitions replaced by these.
 
-    What is deeper inside still refers to the definitions.
+    It reaches the arguments and their alternatives. Schemas further inside keep their references.
     """
     if not isinstance(schema, Mapping):
         return schema
     known: dict[Any, Any] = {}
     for where, every in definitions(schema).items():
         names = every if isinstance(every, Mapping) else {}
-        known |= {f"#/{where}/{name}": _with_type(one) for name, one in names.items()}
-    found = {**definitions(schema), **_followed(schema, known)}
+        known |= {f"#/{where}/{name}": _with_inferred_type(one) for name, one in names.items()}
+    found = {**definitions(schema), **_resolve_reference(schema, known)}
     properties = found.get("properties")
     if isinstance(properties, Mapping):
-        found["properties"] = {name: _plain(one, known) for name, one in properties.items()}
+        found["properties"] = {
+            name: _resolved_argument(one, known) for name, one in properties.items()
+        }
     return found
 
 
 def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What a schema defines for others to refer to."""
+    """The `$defs` and `definitions` of a schema, those that it has."""
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
-def _plain(schema: Any, known: Mapping[str, Any]) -> Any:
-    """An argument's schema, and those that it is any of, in the place of references."""
-    schema = _followed(schema, known)
+def _resolved_argument(schema: Any, known: Mapping[str, Any]) -> Any:
+    """An argument's schema, and its alternatives, with references resolved in them."""
+    schema = _resolve_reference(schema, known)
     if not isinstance(schema, Mapping):
         return schema
     lists = {name: schema[name] for name in _CHOICES if isinstance(schema.get(name), list)}
-    return {**schema, **{name: [_followed(one, known) for one in lists[name]] for name in lists}}
+    return {
+        **schema,
+        **{name: [_resolve_reference(one, known) for one in lists[name]] for name in lists},
+    }
 
 
-def _followed(schema: Any, known: Mapping[str, Any]) -> Any:
-    """What a schema refers to, in its place; with a type."""
-    schema = _with_type(schema)
+def _resolve_reference(schema: Any, known: Mapping[str, Any]) -> Any:
+    """Return a schema with the definition that it refers to merged in, and with a type.
+
+    It follows at most `_MOST_STEPS` references; one that is unknown or too large stays.
+
+    Args:
+        schema: any value; what is no schema is returned.
+        known: definitions by reference, such as "#/$defs/name".
+    """
+    schema = _with_inferred_type(schema)
     for _ in range(_MOST_STEPS):
         place = schema.get("$ref") if isinstance(schema, Mapping) else None
         target = known.get(place) if isinstance(place, str) else None
@@ -137,25 +159,28 @@ def _followed(schema: Any, known: Mapping[str, Any]) -> Any:
     return schema
 
 
-def _with_type(schema: Any) -> Any:
-    """A schema with the type of the values that it lists, if it has none and they have one."""
+def _with_inferred_type(schema: Any) -> Any:
+    """Return a schema without a type with the type that all of its listed values have."""
     if not isinstance(schema, Mapping) or "type" in schema:
         return schema
-    kinds = {_TYPES.get(type(value)) for value in values(schema) or ()}
+    kinds = {_TYPES.get(type(value)) for value in listed_values(schema) or ()}
     (kind,) = kinds if len(kinds) == 1 else (None,)
     return {**schema, "type": kind} if kind else schema
 
 
-def values(schema: Any) -> list[Any] | None:
-    """What a schema lists as its values; None where it lists none."""
+def listed_values(schema: Any) -> list[Any] | None:
+    """The values of a schema's `enum` or `const`; None where it has neither."""
     if not isinstance(schema, Mapping):
         return None
     found = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return found if isinstance(found, list) else None
 
 
-def choices(schema: Any) -> list[Any]:
-    """The schemas that a schema is any of; itself alone where it is one."""
+def alternatives(schema: Any) -> list[Any]:
+    """The schemas of `anyOf` or `oneOf`, or of each of several types; else the schema alone.
+
+    What stands beside `anyOf` is part of each. A schema that is too large is returned alone.
+    """
     if not isinstance(schema, Mapping) or len(schema) > _MOST_KEYWORDS:
         return [schema]
     for name in _CHOICES:

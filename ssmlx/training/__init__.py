@@ -8,6 +8,10 @@ job.py          a run from its options to its last step
 record.py       the log of a run, its picture and its bar
 
 adapt.py        a model learns to draft for itself, in a run that can be stopped
+adapt_run.py    such a run's options, its plan on disk, its model and its prompts
+adapt_plan.py   what it makes: streams and batches by what is timed, rounds by the hours
+adapt_rounds.py a round: the model answers prompts, streams are trained on the answers
+adapt_check.py  what the adapter brings: held-out prompts decoded with it and without
 sizing.py       which streams a model should have, and how many answers fit into the hours
 questions.py    prompts that ship, and questions that a model asks itself
 answers.py      what a model answers, many prompts at once

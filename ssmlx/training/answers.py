@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import bar
 from ..loading.files import PartFile
-from .questions import is_good_prompt, normalised, user_prefix
+from .questions import is_good_prompt, normalise_prompt, user_prefix
 
 PREFILL_AT_ONCE = 8
 _MIN_P = 0.02
@@ -24,22 +24,39 @@ _ROUNDS = 10
 
 
 @dataclass(frozen=True)
-class Text:
+class AnswerRequest:
+    """A prompt for `BatchResponder`, and how its answer is sampled."""
+
     number: int  # its noise depends on this and the seed alone
     prompt: Sequence[int]
     temp: float = 0.0  # greedy
 
 
 @dataclass(frozen=True)
-class Speaker:
+class BatchResponder:
+    """Answers many prompts at once with mlx-lm's `BatchGenerator`; with sampling where a request
+    says so.
+    """
+
     model: nn.Module  # mlx-lm's
     tokenizer: TokenizerWrapper
     batch_size: int  # texts that are decoded together
     seed: int = 0
     wait: Callable[[], None] = field(default=lambda: None)  # called between tokens
 
-    def answers(self, texts: Sequence[Text], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
-        """The number of each and what follows its prompt, an end token included, as they end."""
+    def iterate_answers(
+        self, texts: Sequence[AnswerRequest], max_tokens: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Decode answers together, and yield each as it ends.
+
+        Args:
+            texts: the requests.
+            max_tokens: longest answer.
+
+        Yields:
+            The request's number, and the tokens of its answer, the end token included where the
+            model gave one.
+        """
         if not texts:
             return
         generator: Any = BatchGenerator(
@@ -49,7 +66,7 @@ class Speaker:
             completion_batch_size=self.batch_size,
             prefill_batch_size=min(self.batch_size, PREFILL_AT_ONCE),
         )
-        samplers = [self._sampler(text) if text.temp else None for text in texts]
+        samplers = [self._make_sampler(text) if text.temp else None for text in texts]
         ids = generator.insert([[*text.prompt] for text in texts], samplers=samplers)
         by_id = dict(zip(ids, texts, strict=True))
         try:
@@ -61,7 +78,10 @@ class Speaker:
         finally:
             generator.close()
 
-    def _sampler(self, text: Text) -> Callable[[mx.array], mx.array]:
+    def _make_sampler(self, text: AnswerRequest) -> Callable[[mx.array], mx.array]:
+        """Return a function that draws a token [B] from log probabilities [B, V], by the request's
+        own noise.
+        """
         key = mx.random.key(self.seed * 1_000_003 + text.number)
 
         def draw(logprobs: mx.array) -> mx.array:
@@ -71,20 +91,39 @@ class Speaker:
 
         return draw
 
-    def answer(self, texts: Sequence[Text], max_tokens: int, part: PartFile) -> list[list[int]]:
-        """What follows each text's prompt; finished ones are kept in `part`, and taken from it."""
+    def answer_with_progress(
+        self, texts: Sequence[AnswerRequest], max_tokens: int, part: PartFile
+    ) -> list[list[int]]:
+        """Answer every request, going on from what a stopped run has kept.
+
+        Args:
+            texts: the requests.
+            max_tokens: longest answer.
+            part: finished answers are read from it, and appended to it as [number, tokens].
+
+        Returns:
+            The answers' tokens, in the order of `texts`.
+        """
         known = dict(part.done)
         left = [text for text in texts if text.number not in known]
-        made = self.answers(left, max_tokens)
+        made = self.iterate_answers(left, max_tokens)
         for number, tokens in bar(made, "answers", initial=len(known), total=len(texts)):
             part.append([number, tokens])
             known[number] = tokens
         return [known[text.number] for text in texts]
 
-    def questions(self, wanted: int, max_tokens: int, part: PartFile) -> list[str]:
-        """At most `wanted` different questions of the model's own, in the order of their numbers.
+    def make_up_questions(self, wanted: int, max_tokens: int, part: PartFile) -> list[str]:
+        """Let the model write users' questions, by continuing its chat template's user turn.
 
-        Each has at most `max_tokens` tokens; all that it asks goes into `part`.
+        Args:
+            wanted: different good questions to stop at.
+            max_tokens: longest question.
+            part: all that the model writes is appended to it as [number, text], and read from it
+                first.
+
+        Returns:
+            At most `wanted` questions, in the order of their numbers. Fewer where good ones are
+            rare: it stops after a number of tries in proportion to `wanted`.
         """
         prefix = user_prefix(self.tokenizer) if wanted else []
         known = dict(part.done)
@@ -95,14 +134,16 @@ class Speaker:
             if len(found) >= wanted or rare or first >= _TRIES * max(wanted, self.batch_size):
                 break
             numbers = range(first, first + size)
-            texts = [Text(number, prefix, 1.0) for number in numbers if number not in known]
+            texts = [
+                AnswerRequest(number, prefix, 1.0) for number in numbers if number not in known
+            ]
             label = f"questions, {len(found)} of {wanted}"
-            asked = self.answers(texts, max_tokens)
+            asked = self.iterate_answers(texts, max_tokens)
             for number, tokens in bar(asked, label, total=len(texts)):
                 ended = tokens[-1] in self.tokenizer.eos_token_ids
                 known[number] = self.tokenizer.decode(tokens[:-1]).strip() if ended else ""
                 part.append([number, known[number]])
             for text in (known[number] for number in numbers):
                 if is_good_prompt(text):
-                    found.setdefault(normalised(text), text)
+                    found.setdefault(normalise_prompt(text), text)
         return list(found.values())[:wanted]

@@ -140,6 +140,12 @@ class TrainConfig:
     seed: int = setting(0, "of the weights and of the order of the data", least=0, most=2**32 - 1)
 
     def __post_init__(self) -> None:
+        """Choose f of eq. 3 where it is None, and check every setting and those that depend on one
+        another.
+
+        Raises:
+            InputError: a setting is out of bounds, or does not go with another.
+        """
         self._choose_f()
         check_settings(self, do=_DO)
         rotated = self.stream_design == "value_rotation"
@@ -180,6 +186,7 @@ class TrainConfig:
             require(ok, found, expected=expected, do=_DO)
 
     def _choose_f(self) -> None:
+        """Fill in `stream_init` and `stream_init_rank` where they are None, see the class."""
         kind = self.stream_init
         rank = self.stream_init_rank
         if kind is None:
@@ -191,7 +198,10 @@ class TrainConfig:
         object.__setattr__(self, "stream_init_rank", rank)
 
     def sized(self, vocab_size: int) -> TrainConfig:
-        """The settings for a model of V tokens."""
+        """Return the settings with `draft_vocab_size` chosen for a model of `vocab_size` tokens.
+
+        A size that was given stays.
+        """
         if self.draft_vocab_size is not None:
             return self
         pays = self.num_streams > 0 and vocab_size >= 2 * DRAFT_VOCAB_SIZE
@@ -199,12 +209,12 @@ class TrainConfig:
 
     @property
     def keeps_streams(self) -> bool:
-        """Whether what streams say stays as it is, and is what `Objective.lower` gives."""
+        """Whether the condition alone is trained, so that hidden states of streams never change."""
         return self.train_only == "condition"
 
     @property
     def alphas(self) -> tuple[float, ...]:
-        """alpha_1 .. alpha_gamma."""
+        """The weight of each stream in the loss, alpha_1 to alpha_gamma of eq. 5."""
         weights = self.stream_weights
         return weights if len(weights) == self.num_streams else weights * self.num_streams
 
@@ -218,15 +228,19 @@ class TrainConfig:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON values; tuples become lists."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def num_steps(self, num_examples: int) -> int:
+        """Return the optimiser steps of all epochs over so many examples; 1 at least."""
         per_epoch = -(-num_examples // self.batch_size)
         return max(1, round(self.epochs * per_epoch))
 
     def rate(self, step: int, num_steps: int) -> float:
-        """The learning rate of `step`, counted from 0."""
+        """Return the learning rate of `step`, counted from 0, of `num_steps`: a warm-up, then the
+        schedule.
+        """
         warm = max(1, round(self.warmup * num_steps))
         if step < warm:
             return self.learning_rate * (step + 1) / warm
@@ -240,6 +254,8 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
+    """Where a training run reads and writes, and how often it saves and validates."""
+
     data: Path  # folder with train.jsonl and valid.jsonl
     out: Path  # folder for the checkpoint, the run's state, its log and its picture
     model: str  # the base model

@@ -15,7 +15,7 @@ The answers of a batch start in one column:
     row 1      d   e   f   D   /   .   .      / end token      . padding behind it
 
 Node rows P - 1 to T - 2 carry streams. Where several examples are packed into one text, as turns
-of a conversation, texts start in column 0, and each has carriers of its own.
+of a conversation, texts start in column 0, and each has anchors of its own.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ _POOL = 32  # batches' worth of shuffled examples that are sorted by length amon
 
 @dataclass(frozen=True, eq=False)
 class Example:
+    """A text that is learned from: a prompt and an answer, or a conversation with several
+    answers.
+    """
+
     tokens: np.ndarray  # [T] ids, prompt first
     start: int  # the first token of the answer, at least 1
     turns: tuple[tuple[int, int], ...] = ()  # of several answers: where each begins and ends
@@ -52,22 +56,30 @@ class Example:
 
     @property
     def answers(self) -> tuple[tuple[int, int], ...]:
-        """Where each answer begins and ends."""
+        """(first token, end) of each answer in `tokens`; the end is not part of it."""
         return self.turns or ((self.start, len(self.tokens)),)
 
 
 @dataclass(frozen=True)
 class Encoder:
+    """Turns lines of training data into token ids."""
+
     tokenizer: TokenizerWrapper
     template: str | None  # text with `{prompt}`, or None for the model's chat template
     end_token: int | None  # put behind an answer that has none; None for no end token
     max_length: int  # tokens of an example at most
 
     def encode(self, line: dict[str, Any]) -> Example | None:
-        """The example, its answer cut to fit; None where its prompt alone is too long.
+        """Tokenise a line of training data, of one of the forms above.
+
+        Returns:
+            The example, its answer cut to fit `max_length`; None where its prompt alone is too
+            long.
 
         Raises:
-            ValueError: the line has none of the forms above.
+            ValueError: the line has none of the forms, or its prompt or its answer is empty.
+            LookupError, TypeError, AttributeError, OverflowError: a field is missing, or of another
+                type.
         """
         if "completion_tokens" in line:
             prompt = list(line["prompt_tokens"])
@@ -94,6 +106,12 @@ class Encoder:
         return Example(np.array(tokens, np.int32), len(prompt))
 
     def _chat(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+        """Tokenise a conversation as the prompt and the answer of its last turn, with any tool
+        calls.
+
+        Raises:
+            ValueError: the template is not for several turns, or the tool calls stand elsewhere.
+        """
         if len(turns) > 2 and is_alone(turns[:-1], self.template, tools=tools):
             raise ValueError("it has several turns, and a template of one's own is of single ones")
         of_turns = partial(turns_tokens, tokenizer=self.tokenizer, template=self.template)
@@ -111,6 +129,7 @@ class Encoder:
         return prompt, answer
 
     def _answer(self, text: str) -> list[int]:
+        """Tokenise an answer, and put the end token behind it where there is one."""
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         return tokens if self.end_token is None else [*tokens, self.end_token]
 
@@ -119,7 +138,16 @@ class Encoder:
 def read_examples(
     path: Path, encoder: Encoder, progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None
 ) -> list[Example]:
-    """Every example of a JSON Lines file whose prompt is not too long."""
+    """Read every example of a JSON Lines file whose prompt is not too long.
+
+    Args:
+        path: the file.
+        encoder: tokenises its lines.
+        progress: wraps the lines in a progress bar; None for no bar.
+
+    Raises:
+        InputError: a line cannot be read, or no example is short enough.
+    """
     lines = read_lines(path, "--data", "a folder with train.jsonl and valid.jsonl")
     examples = []
     for number, text in progress(lines) if progress else lines:
@@ -146,10 +174,18 @@ def read_examples(
 
 
 def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) -> np.ndarray:
-    """[size] ids, ascending: the most frequent tokens of the answers.
+    """Choose the tokens that streams may guess: the most frequent ones of the answers.
 
-    Where the answers have fewer kinds of token, those of the prompts follow, then the lowest
-    ids. Tokens that are left out can never be guessed, only be decided by the target.
+    Where the answers have fewer kinds of token, those of the prompts follow, then the lowest ids. A
+    token that is left out is never drafted.
+
+    Args:
+        examples: the training data.
+        size: Vd, how many tokens.
+        vocab_size: V, of the model.
+
+    Returns:
+        [Vd] int32 ids, ascending; V where `size` is more.
     """
     answers = np.zeros(vocab_size, np.int64)
     prompts = np.zeros(vocab_size, np.int64)
@@ -160,13 +196,18 @@ def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) 
     return np.sort(order[: min(size, vocab_size)]).astype(np.int32)
 
 
-def coverage(examples: Sequence[Example], draft_vocab: np.ndarray) -> float:
+def draft_vocab_coverage(examples: Sequence[Example], draft_vocab: np.ndarray) -> float:
+    """Return the share of the answers' tokens that are in the draft vocabulary, 0 to 1."""
     answers = np.concatenate([example.tokens[example.start :] for example in examples])
     return float(np.isin(answers, draft_vocab).mean())
 
 
-def draft_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> np.ndarray:
-    """Target ids as places in the draft vocabulary; -1 where they are not in it, or were -1."""
+def draft_vocab_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> np.ndarray:
+    """Turn token ids into indices in the draft vocabulary: -1 where a token is not in it, or was
+    -1.
+
+    Without a draft vocabulary the ids are returned as they are.
+    """
     if draft_vocab is None:
         return targets
     places = np.searchsorted(draft_vocab, targets).clip(max=len(draft_vocab) - 1)
@@ -175,28 +216,31 @@ def draft_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> np.nda
 
 @dataclass(frozen=True)
 class Packing:
-    """How examples become turns of one conversation, and what streams see when decoding it."""
+    """Puts examples one after another as turns of a conversation, with what streams then see."""
 
     num_tokens: int  # of a conversation at most
     frame: ChatFrame
     window: int  # `StreamConfig.stream_window`
 
-    def texts(self, examples: Sequence[Example]) -> list[Example]:
-        """Conversations of as many of these, in their order, as they have room for."""
+    def pack(self, examples: Sequence[Example]) -> list[Example]:
+        """Put examples, in their order, into conversations of `num_tokens` tokens at most.
+
+        An example that is longer by itself is a conversation alone.
+        """
         found: list[list[Example]] = [[]]
         for example in examples:
             turns = [*found[-1], example]
-            if len(turns) > 1 and len(self.joined(turns).tokens) > self.num_tokens:
+            if len(turns) > 1 and len(self.join_as_turns(turns).tokens) > self.num_tokens:
                 found.append([example])
             else:
                 found[-1] = turns
-        return [self.joined(turns) for turns in found]
+        return [self.join_as_turns(turns) for turns in found]
 
-    def joined(self, examples: Sequence[Example]) -> Example:
-        """Examples as turns; one alone stays as it is.
+    def join_as_turns(self, examples: Sequence[Example]) -> Example:
+        """Join examples as turns of one conversation; one example alone is returned as it is.
 
-        What stands before a prompt's first turn, such as what a system says, is the first
-        example's. An answer that was cut is closed, and not taught its end.
+        What stands before a prompt's first turn, such as a system prompt, is the first example's.
+        An answer without its end token gets the template's closing, which is not learned.
         """
         if len(examples) == 1:
             return examples[0]
@@ -214,14 +258,18 @@ class Packing:
             turns.append((len(text) - example.num_answer, len(text)))
         return Example(np.array(text, np.int32), turns[0][0], tuple(turns))
 
-    def firsts(self, text: Example, start: int, end: int) -> list[int]:
-        """The first token behind the sinks that streams see, at each carrier of an answer."""
+    def first_visible_tokens(self, text: Example, start: int, end: int) -> list[int]:
+        """Return, for each anchor of an answer, the first token after the attention sinks that its
+        streams see.
+
+        The anchors are the tokens `start` - 1 to `end` - 2 of the text.
+        """
         return [window_start(place, self.window) for place in range(start - 1, end - 1)]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Texts side by side: B of them, T columns, K carriers of the one with most, G streams."""
+    """Texts side by side: B of them, T columns; K anchors in the text with most; G streams each."""
 
     indices: np.ndarray  # [B] which examples they are, or all that are packed into them
     tokens: np.ndarray  # [B, T] ids, 0 for padding
@@ -230,33 +278,40 @@ class Batch:
     # [B, T] the column behind the answer of which each row predicts a token, and so carries
     # streams; 0 for others
     ends: np.ndarray
-    # [B, T] of packed texts: the first token behind the sinks that streams of each carrier see
+    # [B, T] of packed texts: the first token behind the sinks that streams of each anchor see
     firsts: np.ndarray | None = None
     whole: Batch | None = None  # of which it is the part of one of many ranks
 
     @property
     def positions(self) -> np.ndarray:
-        """[B, T] place of each token in its example; 0 for padding."""
+        """[B, T] int32 position of each token in its text; 0 for padding."""
         columns = np.arange(self.tokens.shape[1])
-        return np.maximum(columns - self.pads[:, None], 0).astype(np.int32)
+        positions: np.ndarray = np.maximum(columns - self.pads[:, None], 0).astype(np.int32)
+        return positions
 
     @property
     def visible(self) -> np.ndarray:
-        """[B, T, T] bool: what each node row sees; causal, padding hidden but from itself."""
+        """[B, T, T] bool, which node row (second axis) sees which: causal; padding sees itself
+        alone.
+        """
         columns = np.arange(self.tokens.shape[1])
         causal = columns <= columns[:, None]
         own = columns[None, None, :] >= self.pads[:, None, None]
-        return (causal & own) | np.eye(len(columns), dtype=bool)
+        visible: np.ndarray = (causal & own) | np.eye(len(columns), dtype=bool)
+        return visible
 
     @property
     def stream_visible(self) -> np.ndarray:
-        """[B, T, T] bool: what the streams of each node see of the nodes."""
+        """[B, T, T] bool, which node rows (third axis) the streams of each node row see."""
         if self.firsts is None:
             return self.visible
         return np.asarray(in_window(self.visible, self.positions, self.firsts))
 
-    def part(self, rank: int, size: int) -> Batch:
-        """Every `size`-th text from the `rank`-th on; if there is none, one without targets."""
+    def part_of_rank(self, rank: int, size: int) -> Batch:
+        """Return the texts of one rank: every `size`-th from the `rank`-th on.
+
+        A rank without texts gets the first text, without targets.
+        """
         rows = np.arange(rank, len(self.tokens), size)
         share = min(1, len(rows))
         rows = rows if share else np.zeros(1, int)
@@ -265,22 +320,28 @@ class Batch:
         return Batch(**{**arrays, "whole": self})
 
     @property
-    def carriers(self) -> np.ndarray:
-        """[B, K] columns whose rows carry streams; others follow where a text has fewer."""
+    def anchors(self) -> np.ndarray:
+        """[B, K] columns of the rows from which streams start, in order. A text with fewer than K
+        has columns without targets at the end.
+        """
         most = (self.ends > 0).sum(axis=1).max()
         return np.argsort(self.ends == 0, axis=1, kind="stable")[:, :most]
 
     def targets(self, ahead: int) -> np.ndarray:
-        """[B, K] the token that stream `ahead` of each carrier predicts; -1 where there is none.
+        """Return [B, K] the token that stream `ahead` of each anchor should predict; -1 where there
+        is none.
 
-        Stream j predicts j + 1 places on (eq. 5); `ahead` 0 is the main stream.
+        Stream j predicts the token j + 1 places after its anchor (eq. 5); `ahead` 0 is the main
+        stream.
         """
-        at = self.carriers + ahead + 1
+        at = self.anchors + ahead + 1
         found = np.take_along_axis(self.tokens, np.minimum(at, self.tokens.shape[1] - 1), axis=1)
-        return np.where(at < np.take_along_axis(self.ends, self.carriers, axis=1), found, -1)
+        return np.where(at < np.take_along_axis(self.ends, self.anchors, axis=1), found, -1)
 
     def answers(self) -> Iterator[tuple[int, slice, np.ndarray]]:
-        """Each answer's row, which of the row's carriers are its, and its tokens."""
+        """Yield each answer: its row, the slice of the row's anchors that are its own, and its
+        tokens.
+        """
         for row, ends in enumerate(self.ends):
             place = 0
             for end in np.unique(ends[ends > 0]):
@@ -291,10 +352,13 @@ class Batch:
 def collate(
     examples: Sequence[Example], indices: np.ndarray, packing: Packing | None = None
 ) -> Batch:
-    """A batch of these examples, as turns of conversations where `packing` says how."""
+    """Put the examples of these indices side by side, padded to one length.
+
+    With `packing` they are joined as turns of conversations first, each of which is a row.
+    """
     texts = [examples[one] for one in indices]
     if packing is not None:
-        texts = packing.texts(texts)
+        texts = packing.pack(texts)
     starts = np.array([text.start for text in texts])
     lengths = np.array([len(text.tokens) for text in texts])
     pads = starts.max() - starts if packing is None else np.zeros_like(starts)
@@ -303,10 +367,10 @@ def collate(
     for row, (text, pad, length) in enumerate(zip(texts, pads, lengths, strict=True)):
         tokens[row, pad : pad + length] = text.tokens
         for start, end in text.answers:
-            carriers = slice(pad + start - 1, pad + end - 1)
-            ends[row, carriers] = pad + end
+            anchors = slice(pad + start - 1, pad + end - 1)
+            ends[row, anchors] = pad + end
             if packing is not None:
-                firsts[row, carriers] = packing.firsts(text, start, end)
+                firsts[row, anchors] = packing.first_visible_tokens(text, start, end)
     sight = None if packing is None else firsts
     return Batch(np.asarray(indices), tokens, lengths, pads, ends, sight)
 
@@ -314,10 +378,11 @@ def collate(
 def epoch_order(
     examples: Sequence[Example], batch_size: int, seed: int, epoch: int
 ) -> list[np.ndarray]:
-    """Index arrays of one epoch's batches, each of at most `batch_size` alike in length.
+    """Return the batches of one epoch as arrays of example indices, each of `batch_size` at most.
 
-    The examples are shuffled, sorted by length in pools of 32 batches, cut into batches, and
-    the batches are shuffled. Depends on nothing but the arguments, so that a run resumes.
+    The examples are shuffled, sorted by length in pools of 32 batches, cut into batches, and the
+    batches are shuffled. The result depends on the arguments alone, so that a stopped run goes on
+    with it.
     """
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(examples))
@@ -331,7 +396,16 @@ def epoch_order(
 
 
 class BatchPlan:
-    """Which examples each step of a run sees; the `rank`-th of `size` parts of them if told."""
+    """Says which examples each step of a run learns from, by the seed and the step alone.
+
+    Args:
+        examples: the training data.
+        batch_size: examples of a step.
+        seed: of the run.
+        rank: of this process.
+        size: processes that share each batch.
+        packing: joins the examples of every other batch; None joins none.
+    """
 
     def __init__(
         self,
@@ -352,19 +426,23 @@ class BatchPlan:
         self._joined: set[int] = set()
 
     def batch(self, step: int) -> Batch:
-        """The batch of `step`, counted from 0 over all epochs."""
+        """Return the batch of a step, counted from 0 over all epochs; of several ranks, this rank's
+        part.
+        """
         epoch, place = divmod(step, -(-len(self._examples) // self._batch_size))
         if epoch != self._epoch:
             self._batches = epoch_order(self._examples, self._batch_size, self._seed, epoch)
             self._epoch = epoch
             if self._packing is not None:
-                self._mix()
+                self._choose_packed_batches()
         packing = self._packing if place in self._joined else None
         batch = collate(self._examples, self._batches[place], packing)
-        return batch if self._part == (0, 1) else batch.part(*self._part)
+        return batch if self._part == (0, 1) else batch.part_of_rank(*self._part)
 
-    def _mix(self) -> None:
-        """Choose half of the batches to be packed, their examples mixed, whatever their lengths."""
+    def _choose_packed_batches(self) -> None:
+        """Choose half of the epoch's batches to be packed, and shuffle their examples among
+        them.
+        """
         rng = np.random.default_rng([self._seed, self._epoch, 1])
         batches = self._batches
         chosen = rng.permutation(len(batches))[: (len(batches) + 1) // 2]
@@ -375,8 +453,10 @@ class BatchPlan:
         self._joined = set(chosen.tolist())
 
 
-def in_order(examples: Sequence[Example], batch_size: int) -> list[Batch]:
-    """Every example once, those of like length together: for passes without learning."""
+def batches_by_length(examples: Sequence[Example], batch_size: int) -> list[Batch]:
+    """Put every example into one batch, those of like length together: for passes without
+    learning.
+    """
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].tokens))
     starts = range(0, len(order), batch_size)
     return [collate(examples, np.array(order[i : i + batch_size])) for i in starts]

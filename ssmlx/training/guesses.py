@@ -25,7 +25,7 @@ _LOGIT_ROWS = 64  # rows of logits at a time: a vocabulary of 150,000 makes 40 M
 
 
 def most_candidates(model: StreamFusedModel, size: int) -> int:
-    """C, the candidates of each stream that replays of best trees of up to `size` nodes need."""
+    """Return C, the candidates of each stream that the best tree of up to `size` nodes may need."""
     tree = TreeConfig(size=size).no_wider_than(model.draft_vocab_size)
     return num_candidates(tree, model.num_streams, conditional=model.is_conditional)
 
@@ -37,10 +37,20 @@ def guesses_along(
     count: int,
     cache: TreeCache | None = None,
 ) -> Guesses:
-    """What the streams guess along `answer`: [A, G, count], fewer where the vocabulary is.
+    """Run one forward over a prompt and its answer, and return what the streams guess at each
+    token.
 
-    Where they are scored given those before, of as many as when decoding. A `cache` that is given
-    holds a part of the prompt or more, and is left holding it.
+    Args:
+        model: with streams.
+        prompt: token ids.
+        answer: A token ids, the model's own or any others.
+        count: C, candidates of each stream; fewer are returned where the draft vocabulary is
+            smaller, and as many as decoding takes where streams have a condition.
+        cache: holds a beginning of the prompt, or more; it is trimmed, and left holding the prompt
+            but for its last token. None for a fresh one.
+
+    Returns:
+        Guesses [A, G, C], with copies mixed in where streams have a condition.
     """
     cache = cache or model.make_cache()
     streams = model.num_streams
@@ -71,15 +81,27 @@ def guesses_along(
         parts.append((np.array(tokens, np.int32), np.array(logprobs, np.float32)))
     tokens_along, logprobs_along = (np.concatenate(part) for part in zip(*parts, strict=True))
     if model.is_conditional:
-        copies = copies_along(prompt, answer, tokens_along, logprobs_along)
+        copies = mix_copies_along(prompt, answer, tokens_along, logprobs_along)
         tokens_along, logprobs_along = (np.array(found) for found in copies)
     return Guesses(tokens_along, logprobs_along, np.array(answer))
 
 
-def copies_along(
+def mix_copies_along(
     prompt: list[int], answer: list[int], tokens: np.ndarray, logprobs: np.ndarray
 ) -> tuple[mx.array, mx.array]:
-    """What `Copies` makes of guesses along `answer`, if every token of it were a call's."""
+    """Mix tokens that are copied from the text into the streams' guesses, as decoding does.
+
+    How far copies are trusted is learned as if every token of the answer came of a call of its own.
+
+    Args:
+        prompt: token ids.
+        answer: A token ids.
+        tokens: [A, G, C] guesses.
+        logprobs: [A, G, C, C] their log probabilities given each candidate of the stream before.
+
+    Returns:
+        Tokens and log probabilities of the same shapes.
+    """
     length, streams, _ = tokens.shape
     ends = len(prompt) + mx.arange(length)
     guessed = (mx.array(tokens), mx.array(logprobs))

@@ -31,14 +31,14 @@ from .data import (
     Encoder,
     Example,
     Packing,
+    batches_by_length,
     choose_draft_vocab,
     collate,
-    coverage,
-    in_order,
+    draft_vocab_coverage,
     read_examples,
 )
 from .objective import RECORDED_TREE_SIZES, Lower, LowerStore, Objective, Validation
-from .record import LOG_FILE, PICTURE_FILE, Record, draw
+from .record import LOG_FILE, PICTURE_FILE, Record, draw_curves
 
 logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
@@ -51,7 +51,7 @@ _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
 class Trainer(ABC):
-    """Trained weights, their optimiser, and the step that they are at."""
+    """Takes optimiser steps on an objective's weights, and saves its state."""
 
     STATE_FILE: ClassVar[str]  # of a run's folder
     objective: Objective
@@ -60,7 +60,16 @@ class Trainer(ABC):
 
     @abstractmethod
     def advance(self, batch: Batch, lower: Any) -> dict[str, float]:
-        """One optimiser step; returns the parts of its loss."""
+        """Take one optimiser step.
+
+        Args:
+            batch: this process's part.
+            lower: as `Objective.lower` gives it for the batch.
+
+        Returns:
+            The steps taken so far as "step", the learning rate as "rate", and each loss before the
+            step.
+        """
 
     @abstractmethod
     def write(self, path: Path, identity: str) -> None:
@@ -72,10 +81,14 @@ class Trainer(ABC):
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Go on from a state."""
+        """Set weights, optimiser and step to those of a state that `read` returned."""
 
     def save(self, path: Path, identity: str) -> None:
-        """Write the state beside `path`, then put it there."""
+        """Write the state into a new file, which then takes the place of `path`.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
         work = path.with_name("new." + path.name)
         try:
             self.write(work, identity)
@@ -86,7 +99,16 @@ class Trainer(ABC):
             work.unlink(missing_ok=True)
 
     def resume(self, path: Path, identity: str, differs: str = "") -> None:
-        """Go on from a saved state, if there is one; `differs` is told of another run's."""
+        """Go on from a saved state; do nothing where there is none.
+
+        Args:
+            path: of the state's file.
+            identity: of this run.
+            differs: what another run has other than this one, for the message; may be empty.
+
+        Raises:
+            InputError: the file cannot be read, or is another run's.
+        """
         if not path.exists():
             return
         try:
@@ -109,6 +131,8 @@ class Trainer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Job:
+    """All that a training run is made of, read and checked."""
+
     options: RunOptions
     train: TrainConfig
     config: StreamConfig
@@ -120,26 +144,45 @@ class Job:
 
     @property
     def num_steps(self) -> int:
+        """Optimiser steps of the whole run."""
         return self.train.num_steps(len(self.examples))
 
     def identity(self, *more: Any, init: Path | None = None) -> str:
-        """A digest of all that decides the result; `init` has the weights to start from. What the
-        model is called decides nothing."""
+        """Return a digest of all that decides the run's result.
+
+        The base model's name decides nothing.
+
+        Args:
+            more: other values that decide it.
+            init: folder with the weights to start from; None for none.
+        """
         start = [] if init is None else [folder_digest(init)]
         config = replace(self.config, base_model="").to_dict()
         return self._digest(self.train.to_dict(), config, *more, *start)
 
     def lower_identity(self, *more: Any) -> str:
-        """A digest of what the frozen layers say: the same for runs that differ above them."""
+        """Return a digest of what decides the frozen layers' results: weights, depth, data and
+        `more`.
+
+        It is the same for runs that differ only in the layers above.
+        """
         config = self.config
         return self._digest(config.num_layers, config.insertion_layer, *more)
 
     def stored_lower(
         self, objective: Objective, file: str, identity: str, label: str = "frozen layers"
     ) -> Lower:
-        """What gives the frozen layers' results of a batch: a store, or the layers themselves.
+        """Return a function that gives the frozen layers' results of a batch.
 
-        These where examples are packed, as in every epoch others stand before them.
+        It reads them from a file in the run's folder, which is filled first. Where they would take
+        more disk than `cache_gb`, and for packed batches, in which other text stands before an
+        example each epoch, they are computed anew.
+
+        Args:
+            objective: computes them.
+            file: name of the file.
+            identity: tells layers and data from others.
+            label: of the progress bar.
         """
         tokens = sum(len(example.tokens) for example in self.examples)
         size = tokens * objective.state_size * objective.state_bytes
@@ -150,6 +193,7 @@ class Job:
         return lambda batch: (store.get if batch.firsts is None else objective.lower)(batch)
 
     def _digest(self, *values: Any) -> str:
+        """Return SHA-256 over the base's weights, JSON values and all examples."""
         digest = hashlib.sha256(json.dumps([self.weights, *values], sort_keys=True).encode())
         for example in self.examples:
             digest.update(example.tokens.tobytes() + example.start.to_bytes(4, "big"))
@@ -157,7 +201,11 @@ class Job:
 
 
 def read_base(folder: Path) -> dict[str, Any]:
-    """The settings of a base model, with its layers, its width and its tokens among them."""
+    """Read the settings of a base model's folder, those of its text model among them.
+
+    Raises:
+        InputError: there are none, or they lack layers, width or vocabulary.
+    """
     path = folder / "config.json"
     settings = read_json(path, "a model folder")
     settings = {**settings, **(settings.get("text_config") or {})}  # of a model that also sees
@@ -171,12 +219,22 @@ def read_base(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def prepare(
+def prepare_job(
     options: RunOptions, train: TrainConfig, start: StreamAdapter | None = None
 ) -> tuple[Job, Path]:
-    """Read the data; returns the job, and the base model's folder.
+    """Read the data, and settle all that the run depends on.
 
-    `start` is the adapter of which `train` leaves all but a part as it is, if there is one.
+    Args:
+        options: of the run.
+        train: how to train.
+        start: the adapter whose settings, draft vocabulary and template are kept, where `train`
+            trains a part of it; None for a new adapter.
+
+    Returns:
+        The job, and the base model's folder.
+
+    Raises:
+        InputError: the model or the data cannot be used.
     """
     path = resolve_model(options.model)
     base = read_base(path)
@@ -190,6 +248,7 @@ def prepare(
     encoder = Encoder(words, options.template, words.eos_token_id, train.max_length)
 
     def read(name: str) -> list[Example]:
+        """Read a file of examples, and refuse token ids that the model has not."""
         file = options.data / name
         examples = read_examples(file, encoder, lambda lines: bar(lines, name))
         low = min(int(example.tokens.min()) for example in examples)
@@ -221,7 +280,17 @@ def prepare(
 def stream_config(
     train: TrainConfig, base: dict[str, Any], options: RunOptions, end_tokens: list[int]
 ) -> StreamConfig:
-    """What the checkpoint will say of itself; `base` is as `read_base` gives it."""
+    """Return the settings of the adapter that a run will make.
+
+    Args:
+        train: how it is trained.
+        base: settings of the base model, as `read_base` gives them.
+        options: of the run: the template and the model's name.
+        end_tokens: ids that end an answer.
+
+    Raises:
+        InputError: more layers or draft tokens are asked for than the model has.
+    """
     for name, most, what in (
         ("num_msa_layers", base["num_hidden_layers"], "layers"),
         ("draft_vocab_size", base["vocab_size"], "tokens"),
@@ -257,13 +326,26 @@ def run_to_end(
     wait: Callable[[], None] = lambda: None,
     validated: Callable[[Validation], None] = lambda validate: None,
 ) -> None:
-    """Go on with a run where it was stopped, if it was; write, draw and tell what it came to.
+    """Take the steps of a run that are left; log, validate, save, and write what was trained.
 
-    `lower` makes what the frozen layers, of `dtype`, say of a batch; `write` writes what was
-    trained, and returns where, or None for the run's folder. Validations replay the nodes of the
-    options' tree. With `keep_best`, what is untrained is validated too, and that
-    is written which brought most tokens per call, whenever it does. `wait` is called before steps,
-    and `validated` behind every validation.
+    A run that was stopped goes on from its last saved state. At the end its curves are drawn.
+
+    Args:
+        job: the run.
+        trainer: takes the steps; goes on from the state in the run's folder.
+        prog: the command, for records.
+        dtype: of the frozen layers, for records.
+        identity: of the run, see `Job.identity`.
+        lower: called once, after the state is read; returns what gives the frozen layers' results
+            of a batch.
+        write: writes what was trained, and returns where, or None for the run's folder.
+        keep_best: validate before the first step too, and call `write` whenever tokens per call are
+            the most so far; otherwise at the end.
+        wait: called before each step.
+        validated: called after each validation.
+
+    Raises:
+        InputError: the folder holds another run, cannot be written, or a gradient is not finite.
     """
     out = job.options.out
     options = job.options
@@ -279,15 +361,17 @@ def run_to_end(
         "dtype": dtype,
     }
     if job.draft_vocab is not None:
-        settings["draft_vocab_coverage"] = round(coverage(job.valid, job.draft_vocab), 4)
-    trainer.resume(state, identity, _differences(out / SETTINGS_FILE, settings))
+        settings["draft_vocab_coverage"] = round(
+            draft_vocab_coverage(job.valid, job.draft_vocab), 4
+        )
+    trainer.resume(state, identity, _differing_options(out / SETTINGS_FILE, settings))
     record = Record(out / LOG_FILE, trainer.step)
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
     lower_of = lower()
     objective = trainer.objective
     size = options.tree_size
-    batches = in_order(job.valid, _VALIDATION_BATCH)
+    batches = batches_by_length(job.valid, _VALIDATION_BATCH)
     largest = RECORDED_TREE_SIZES[-1] if keep_best else 0
     texts = [collate(job.valid, one.indices, job.packing) for one in batches if job.packing]
     with busy("reading held-out answers"):
@@ -310,7 +394,7 @@ def run_to_end(
             entry |= validate()
             if rate := of_packed().get("tokens_per_call"):
                 entry["packed_tokens_per_call"] = rate
-            _say(entry, job.num_steps)
+            _log_losses(entry, job.num_steps)
             validated(validate)
         record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
         if keep_best and entry.get("tokens_per_call", 0.0) > best:
@@ -320,12 +404,16 @@ def run_to_end(
             trainer.save(state, identity)
     if not keep_best:
         result = write(validate)
-    draw(record.entries, out / PICTURE_FILE, out.name)
+    draw_curves(record.entries, out / PICTURE_FILE, out.name)
     logger.info("%s: step %d of %d", result or out, trainer.step, job.num_steps)
 
 
-def _differences(path: Path, settings: Mapping[str, Any]) -> str:
-    """What a stopped run's settings have in place of `settings`, as options."""
+def _differing_options(path: Path, settings: Mapping[str, Any]) -> str:
+    """List which options of a stopped run differ from `settings`, for a message.
+
+    Returns:
+        Such as "--num-streams 4 and not 5"; empty where the old settings cannot be read.
+    """
     try:
         old = read_json(path, "the settings of a run")
         now = {**settings, **settings["train"]}
@@ -341,7 +429,7 @@ def _differences(path: Path, settings: Mapping[str, Any]) -> str:
 
 
 def check_gradient(norm: float, step: int) -> None:
-    """Raises InputError where weights are, or would become, no numbers."""
+    """Raise InputError where the gradient norm of a step is not finite."""
     require(
         math.isfinite(norm),
         f"the gradient of step {step} is {norm}",
@@ -350,7 +438,10 @@ def check_gradient(norm: float, step: int) -> None:
     )
 
 
-def _say(entry: dict[str, float], num_steps: int) -> None:
+def _log_losses(entry: dict[str, float], num_steps: int) -> None:
+    """Log a validation: the step, the held-out losses, and tokens per call where there are
+    streams.
+    """
     losses = " ".join(
         f"{name.removeprefix('valid_').removesuffix('_loss')} {value:.3f}"
         for name, value in entry.items()
@@ -361,7 +452,7 @@ def _say(entry: dict[str, float], num_steps: int) -> None:
 
 
 def check_scale(source: Path, found: float, expected: float) -> None:
-    """Check that LoRA weights to start from act as strongly in the new run."""
+    """Raise InputError where LoRA weights to start from have another scale than the new run's."""
     require(
         math.isclose(found, expected, rel_tol=1e-6),
         f"the LoRA in {source} has the scale alpha / rank {found:g}",
@@ -373,7 +464,14 @@ def check_scale(source: Path, found: float, expected: float) -> None:
 def check_init(
     source: Path, found: StreamConfig, wanted: StreamConfig, *, loses_task: bool
 ) -> None:
-    """Check that the streams in `source` mean in the new run what they meant in theirs."""
+    """Raise InputError where the streams in `source` would mean something else in the new run.
+
+    Args:
+        source: folder of the weights to start from, for messages.
+        found: the settings there.
+        wanted: those of the new run.
+        loses_task: whether they draft beside a task's LoRA, which the new run has not.
+    """
     require(
         not loses_task,
         f"the streams in {source} draft beside the LoRA of a task",
@@ -392,7 +490,9 @@ def check_init(
 
 
 def check_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Check that every array in `source` has one of its name and shape in the new run."""
+    """Raise InputError unless the new run has an array of the same name and shape for each of
+    `found`.
+    """
     for name, array in found.items():
         here = list(wanted[name].shape) if name in wanted else None
         require(

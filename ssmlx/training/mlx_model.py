@@ -3,7 +3,7 @@
 mlx-lm's own layers run unchanged, as in `ssmlx.model.streams`. Each layer with multi-stream
 attention runs on the node rows first (eq. 1), then on the stream rows, which see the keys and
 values that the node rows left (eq. 2). So node rows are exactly what the base model computes, and
-streams of far apart carriers, which never see each other, run in groups: their masks stay small.
+streams of far apart anchors, which never see each other, run in groups: their masks stay small.
 
 Shapes, beside the legend of `ssmlx.model.shapes`:
     B   examples of a batch
@@ -23,25 +23,25 @@ import numpy as np
 
 from ..drafters.streams import DraftVocab
 from ..loading.adapter import (
-    BaseIdentity,
     StreamAdapter,
     stream_tensors,
-    streams_of,
+    streams_from_tensors,
     write_adapter,
 )
 from ..loading.attach import check_base
 from ..loading.files import new_folder
 from ..loading.lora_files import Loras, lora_tensors
-from ..model.backbone import Backbone, LMHead
+from ..model.backbone import Backbone
 from ..model.condition import Condition
+from ..model.lm_head import LMHead
 from ..model.lora import (
     LoraWeights,
     RowLora,
     RowScope,
     attach_lora,
-    layer_of,
     linear_paths,
     linear_shape,
+    split_layer_path,
 )
 from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotation
 from ..settings import StreamConfig
@@ -51,7 +51,7 @@ from .job import check_init, check_scale, check_shapes
 from .objective import RECORDED_TREE_SIZES, Validation
 
 EMBEDDING_STD = 0.02
-_CARRIERS_AT_ONCE = 64
+_ANCHORS_AT_ONCE = 64
 
 Weights = dict[str, mx.array]
 """What is trained, by its name in the adapter's files."""
@@ -59,12 +59,14 @@ Weights = dict[str, mx.array]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
+    """Where some rows of a batch stand, and which keys they see."""
+
     positions: mx.array  # [B, R]
     mask: mx.array  # [B, 1, R, keys] bool, which row sees which key
     key_positions: mx.array  # [B, keys]
 
     def mask_in(self, window: int | None) -> mx.array:
-        """`mask` in a layer that sees so many tokens."""
+        """Return `mask` for a layer with a sliding window of so many tokens; None has no window."""
         if window is None:
             return self.mask
         first = self.positions[:, None, :, None] - window + 1
@@ -73,61 +75,79 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
+    """The node rows of a batch, and its stream rows in groups that run one after the other."""
+
     tokens: mx.array  # [B, T]
     nodes: Rows  # the node rows
-    # places of carriers [B, k] and their stream rows [k * G], in turn
+    # places of anchors [B, k] and their stream rows [k * G], in turn
     groups: list[tuple[tuple[mx.array, mx.array], Rows]]
 
     @classmethod
     def of(cls, batch: Batch, num_streams: int) -> Layout:
+        """Build the layout of a batch whose anchors have `num_streams` streams each.
+
+        Without streams there are no groups. A group has `_ANCHORS_AT_ONCE` anchors at most.
+        """
         positions = mx.array(batch.positions)
         nodes = Rows(positions, mx.array(batch.visible[:, None]), positions)
-        cuts = range(0, batch.carriers.shape[1] if num_streams else 0, _CARRIERS_AT_ONCE)
-        parts = [batch.carriers[:, first : first + _CARRIERS_AT_ONCE] for first in cuts]
+        cuts = range(0, batch.anchors.shape[1] if num_streams else 0, _ANCHORS_AT_ONCE)
+        parts = [batch.anchors[:, first : first + _ANCHORS_AT_ONCE] for first in cuts]
         visible = batch.stream_visible
         groups = [
-            (places_of(part), _stream_rows(batch.positions, visible, part, num_streams))
+            (anchor_indices(part), _stream_rows(batch.positions, visible, part, num_streams))
             for part in parts
         ]
         return cls(mx.array(batch.tokens), nodes, groups)
 
 
-def places_of(carriers: np.ndarray) -> tuple[mx.array, mx.array]:
-    """Rows [B, 1] and columns [B, k] of carriers [B, k]."""
-    return mx.arange(len(carriers))[:, None], mx.array(carriers)
+def anchor_indices(anchors: np.ndarray) -> tuple[mx.array, mx.array]:
+    """Return rows [B, 1] and columns [B, k], which together index anchors [B, k] in [B, T, ...]."""
+    return mx.arange(len(anchors))[:, None], mx.array(anchors)
 
 
 def _stream_rows(
-    positions: np.ndarray, visible: np.ndarray, carriers: np.ndarray, num_streams: int
+    positions: np.ndarray, visible: np.ndarray, anchors: np.ndarray, num_streams: int
 ) -> Rows:
-    """Positions [B, k * G] and mask [B, 1, k * G, T + k * G] of the carriers' streams (eq. 2)."""
+    """Return where the streams of anchors [B, k] stand, and what they see (eq. 2).
+
+    Stream j of an anchor stands j positions further on. It sees what `visible` [B, T, T] lets its
+    anchor see, and streams 1 to j of that anchor.
+
+    Returns:
+        Rows with positions [B, k * G] and a mask [B, 1, k * G, T + k * G].
+    """
     ahead = np.arange(1, num_streams + 1, dtype=np.int32)
-    texts = np.arange(len(carriers))[:, None]
-    own_positions = (positions[texts, carriers, None] + ahead).reshape(len(positions), -1)
+    texts = np.arange(len(anchors))[:, None]
+    own_positions = (positions[texts, anchors, None] + ahead).reshape(len(positions), -1)
     row = np.arange(own_positions.shape[1])
     siblings = (row[:, None] // num_streams == row // num_streams) & (row <= row[:, None])
-    sees_nodes = np.repeat(visible[texts, carriers], num_streams, axis=1)
+    sees_nodes = np.repeat(visible[texts, anchors], num_streams, axis=1)
     sees_streams = np.broadcast_to(siblings, (len(positions), *siblings.shape))
     mask = np.concatenate([sees_nodes, sees_streams], axis=2)[:, None]
     keys = np.concatenate([positions, own_positions], axis=1)
     return Rows(mx.array(own_positions), mx.array(mask), mx.array(keys))
 
 
-class _View:
-    """What a layer takes for its cache: it keeps the keys and values of a pass.
+class _LayerCache:
+    """Stands in the place of mlx-lm's cache for one layer: it keeps the keys and values of a pass.
 
-    Stream rows stand behind the node rows, which ran before, and whose view they are given.
+    Stream rows come in a second pass: their keys and values follow those of `nodes`, the cache that
+    the node rows have filled. `rotation` turns the values of stream rows (eq. 7).
     """
 
     def __init__(
-        self, rows: Rows, nodes: _View | None = None, rotation: ValueRotation | None = None
+        self, rows: Rows, nodes: _LayerCache | None = None, rotation: ValueRotation | None = None
     ) -> None:
+        """Begin with nothing kept, for rows at `rows.positions`."""
         self.offset = rows.positions
         self.kept: tuple[mx.array, mx.array] | None = None
         self._nodes = nodes
         self._rotation = rotation
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the keys and values [B, Hkv, keys, Dh] that the rows of this pass may see, and
+        keep them in `kept`.
+        """
         if self._rotation is not None:
             values = self._rotation.turn(values)
         if self._nodes is not None:
@@ -142,9 +162,16 @@ class _View:
 class TrainedModel:
     """A base model whose streams, LoRA and pruning adapter are arguments.
 
-    LoRA is put on the layers of the frozen `backbone` in place. It starts from the weights of
-    `adapter`, in float32; a task's LoRA among them stays as it is, and `bind` changes the others,
-    or those of `part` alone.
+    LoRA is put on the layers of the frozen `backbone` in place. Weights start from those of
+    `adapter`, in float32. Its task LoRA is merged into the layers and stays as it is.
+
+    Args:
+        backbone: the base model; its layers are changed.
+        adapter: of this base model.
+        part: which of the adapter's weights `weights` has, and training changes; None for all.
+
+    Raises:
+        InputError: the adapter is another model's.
     """
 
     def __init__(
@@ -160,21 +187,25 @@ class TrainedModel:
         backbone.replaced = attach_lora(
             backbone.model, lora, self._scope, merge=False, dtype=mx.float32, fixed=False
         )
-        backbone.take_modules()
+        backbone.refresh_parts()
         modules: Mapping[str, Any] = dict(backbone.model.named_modules())
         self._loras: dict[str, RowLora] = {path: modules[path] for path in lora}
         self._fused = StreamFusedModel(backbone, self.config, adapter.streams)
         self.draft_head = self._fused.draft_head
-        self._start = trained_weights(adapter)
-        self.weights = trained_weights(adapter, part)
+        self._start = trainable_weights(adapter)
+        self.weights = trainable_weights(adapter, part)
         self.bind(self.weights)
 
     @property
     def adapter(self) -> StreamAdapter:
-        return with_weights(self._adapter, self.weights)
+        """The adapter with the weights that are bound now."""
+        return replace_weights(self._adapter, self.weights)
 
     def write(self, folder: Path, validate: Validation) -> Path:
-        return write_trained(folder, self.adapter, validate)
+        """Write the adapter with its weights of now into a folder, see
+        `write_validated_adapter`.
+        """
+        return write_validated_adapter(folder, self.adapter, validate)
 
     @property
     def _streams(self) -> StreamWeights:
@@ -182,62 +213,89 @@ class TrainedModel:
         return self._fused.streams
 
     def bind(self, weights: Weights) -> None:
+        """Put `weights` into the model, by name; those that are not given have their first
+        values.
+        """
         self.weights = weights
         every = {**self._start, **weights}
         for path, module in self._loras.items():
             module.lora_a = every[f"{path}.lora_a"]
             module.lora_b = every[f"{path}.lora_b"]
         vocab = self._adapter.streams.draft_vocab
-        self._fused.streams = replace(streams_of(every), draft_vocab=vocab)
+        self._fused.streams = replace(streams_from_tensors(every), draft_vocab=vocab)
 
     def lower(self, layout: Layout) -> mx.array:
-        """[B, T, D] node states before the insertion layer, which nothing trained changes."""
+        """Run the node rows through the frozen layers below the insertion layer: [B, T, D]."""
         batch, length = layout.tokens.shape
         embedded = self.backbone.embed(layout.tokens.flatten(), layout.nodes.positions.flatten())
         nodes = embedded.reshape(batch, length, -1)
         for index in range(self.config.insertion_layer):
-            nodes = self._run(index, nodes, layout.nodes, _View(layout.nodes))
+            nodes = self._run(index, nodes, layout.nodes, _LayerCache(layout.nodes))
         return nodes
 
     def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
-        """Last hidden states before the norm, of `nodes` [B, T, D] and of streams [B, K * G, D]."""
+        """Run node rows and their streams through the top layers.
+
+        Args:
+            nodes: [B, T, D] node states before the insertion layer.
+            layout: of the batch.
+
+        Returns:
+            The last hidden states before the final norm: of nodes [B, T, D], and of streams [B, K *
+                G, D], anchor by anchor.
+        """
         started = nodes
         views = []
         for index in range(self.config.insertion_layer, self.config.num_layers):
-            views.append((index, _View(layout.nodes)))
+            views.append((index, _LayerCache(layout.nodes)))
             nodes = self._run(index, nodes, layout.nodes, views[-1][1])
         streams = [nodes[:, :0]]
-        for (texts, carriers), rows in layout.groups:
+        for (texts, anchors), rows in layout.groups:
             known = None
             if self._fused.starts_from_root:
-                roots = layout.tokens[texts, carriers + 1]
-                known = self._fused.root_states(roots, nodes[texts, carriers])
-            states = started[texts, carriers]
+                roots = layout.tokens[texts, anchors + 1]
+                known = self._fused.root_states(roots, nodes[texts, anchors])
+            states = started[texts, anchors]
             count = self.config.num_streams
             states = self._fused.start_streams(states, count, known)
             with self._scope.starting_at(0):
                 for index, view in views:
-                    own = _View(rows, view, self._fused.rotation)
+                    own = _LayerCache(rows, view, self._fused.rotation)
                     states = self._run(index, states, rows, own)
             streams.append(states)
         return nodes, mx.concatenate(streams, axis=1)
 
     def early_exit(self, nodes: mx.array) -> mx.array:
-        """[..., D] of `lower` as the pruning head takes them (section 3.2.3)."""
+        """Return [..., D] states of `lower` as the pruning head takes them, before the final norm
+        (Speculative Streaming, section 3.2.3).
+        """
         assert self._streams.prune is not None
         return (nodes + self._streams.prune(nodes)).astype(nodes.dtype)
 
     def head(self, drafting: bool) -> LMHead:
+        """Return the draft head where `drafting` and there is one, else the LM head."""
         return (self.draft_head if drafting else None) or self.backbone.lm_head
 
-    def given(self, normed: mx.array, tokens: mx.array) -> mx.array:
-        """[R, D] of stream rows after the norm, corrected by the tokens [R] before theirs."""
+    def apply_condition(self, normed: mx.array, tokens: mx.array) -> mx.array:
+        """Add to final-normed stream rows [R, D] what the tokens [R] before their own tell them."""
         assert self._streams.condition is not None
         correction = self._streams.condition(normed, self.backbone.token_embeddings(tokens))
         return (normed + correction).astype(normed.dtype)
 
-    def ranked(self, streams: mx.array, roots: mx.array, count: int) -> tuple[mx.array, mx.array]:
-        """See `DraftVocab.rank`; `streams` are [A * G, D] before the norm."""
+    def rank_candidates(
+        self, streams: mx.array, roots: mx.array, count: int
+    ) -> tuple[mx.array, mx.array]:
+        """Return the `count` likeliest tokens of each stream, and their log probabilities.
+
+        Args:
+            streams: [A * G, D] hidden states before the final norm, anchor by anchor.
+            roots: [A] the token after each anchor.
+            count: C, candidates of a stream.
+
+        Returns:
+            Tokens [A, G, C], best first, and log probabilities: [A, G, C], or [A, G, C, C] given
+            each candidate of the stream before where there is a condition; see `DraftVocab.rank`.
+        """
         return DraftVocab(self._fused).rank(streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
@@ -245,8 +303,17 @@ class TrainedModel:
         return self.backbone.run(hidden, index, index + 1, mask, [view])
 
 
-def trained_weights(adapter: StreamAdapter, part: Part | None = None) -> Weights:
-    """What of an adapter, or of a part of it, is trained: never the draft vocabulary."""
+def trainable_weights(adapter: StreamAdapter, part: Part | None = None) -> Weights:
+    """Return the arrays of an adapter that training may change, in float32, by name.
+
+    Args:
+        adapter: the adapter.
+        part: "streams" takes the streams and LoRA on stream rows; "condition" the condition alone;
+            None the streams and the LoRA that is trained with them.
+
+    Returns:
+        The arrays by their names in the adapter's files; never the draft vocabulary.
+    """
     lora = adapter.stream_lora if part else adapter.trained_lora
     weights = {**stream_tensors(adapter.streams), **lora_tensors(lora)}
     weights.pop("draft_vocab", None)
@@ -254,22 +321,33 @@ def trained_weights(adapter: StreamAdapter, part: Part | None = None) -> Weights
     return {n: array.astype(mx.float32) for n, array in weights.items() if n.startswith(first)}
 
 
-def with_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
-    """The adapter with these in the place of its own; others stay, each in its own precision."""
+def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
+    """Return the adapter with these arrays in the place of those of the same names; others stay as
+    they are.
+    """
     trained = adapter.trained_lora
     every = {**stream_tensors(adapter.streams), **lora_tensors(trained), **weights}
     lora = {
         path: replace(old, a=every[f"{path}.lora_a"], b=every[f"{path}.lora_b"])
         for path, old in trained.items()
     }
-    return adapter.with_trained(lora, streams=streams_of(every))
+    return adapter.with_trained(lora, streams=streams_from_tensors(every))
 
 
-def start_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
-    """Give a model the weights of an adapter, LoRA and streams, as far as that has them.
+def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
+    """Give a model the weights of another adapter, as far as that has them.
 
     The adapter may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary is
-    left aside.
+    not taken.
+
+    Args:
+        model: its weights are replaced.
+        adapter: to start from.
+        source: its folder, for messages.
+
+    Raises:
+        InputError: the adapter is for another base, its streams are of another design, or a scale
+            or a shape differs.
     """
     check_base(adapter, model.backbone)
     loses_task = bool(adapter.task_lora) and not model.adapter.task_lora
@@ -277,23 +355,31 @@ def start_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> Non
     scales = {lora.scale for lora in model.adapter.trained_lora.values()}
     for lora in adapter.trained_lora.values():
         check_scale(source, lora.scale, max(scales, default=lora.scale))
-    found = trained_weights(adapter)
+    found = trainable_weights(adapter)
     check_shapes(source, found, model.weights)
     weights = {**model.weights, **found}
     mx.eval(weights)
     model.bind(weights)
 
 
-def write_trained(folder: Path, adapter: StreamAdapter, validate: Validation) -> Path:
-    """Write an adapter with what it brings on held-out text, by the nodes of a tree."""
+def write_validated_adapter(folder: Path, adapter: StreamAdapter, validate: Validation) -> Path:
+    """Write an adapter, with the tokens per call that `validate` measures recorded in its settings.
+
+    Returns:
+        The folder.
+    """
     config = replace(adapter.config, tokens_per_call=validate.curve(RECORDED_TREE_SIZES) or None)
     with new_folder(folder) as work:
         write_adapter(work, replace(adapter, config=config))
     return folder
 
 
-def with_new_parts(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
-    """The adapter with all that is to be trained: what it lacks changes nothing yet."""
+def add_new_weights(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
+    """Return the adapter with a condition and a root init where `train` asks for one and it has
+    none.
+
+    New weights change no guess before they are trained. The recorded tokens per call are dropped.
+    """
     streams = adapter.streams
     size = adapter.config.hidden_size
     condition = streams.condition or new_condition(train, size)
@@ -309,6 +395,9 @@ def with_new_parts(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
 
 
 def new_root_init(train: TrainConfig, size: int) -> LowRank | None:
+    """Draw what the root token and the last hidden state add to f of eq. 3: zero yet; None of rank
+    0.
+    """
     rng = np.random.default_rng([train.seed, 2])
     return new_low_rank(rng, train.root_init_rank, 2 * size, size)
 
@@ -319,6 +408,9 @@ def new_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) ->
 
 
 def new_condition(train: TrainConfig, size: int) -> Condition | None:
+    """Draw a condition of `train.condition_rank` for hidden size `size`: zero yet; None of
+    rank 0.
+    """
     rank = train.condition_rank
     rng = np.random.default_rng([train.seed, 1])
     if not rank:
@@ -328,6 +420,7 @@ def new_condition(train: TrainConfig, size: int) -> Condition | None:
 
 
 def _uniform(rng: np.random.Generator, rows: int, columns: int, inputs: int) -> mx.array:
+    """Draw [rows, columns] float32 between -1 and 1 over the root of `inputs`."""
     bound = inputs**-0.5
     return mx.array(rng.uniform(-bound, bound, (rows, columns)).astype(np.float32))
 
@@ -339,10 +432,20 @@ def new_adapter(
     draft_vocab: np.ndarray | None,
     task_lora: Loras | None = None,
 ) -> StreamAdapter:
-    """An adapter that changes nothing yet: the second factor of every pair is zero.
+    """Make an adapter that changes nothing yet: the second factor of every low-rank pair is zero.
 
-    The rest is drawn from the run's seed, alike on every machine. Beside streams of scope "streams"
-    there may be the `task_lora` of the model that they are to draft for.
+    The rest is drawn from the run's seed, alike on every machine.
+
+    Args:
+        backbone: the base model, whose linear modules get LoRA.
+        config: the adapter's settings.
+        train: ranks, modules and the seed.
+        draft_vocab: [Vd] int32 tokens that streams draft from; None for all.
+        task_lora: LoRA on every row of the model that the streams draft for, beside streams of
+            scope "streams".
+
+    Raises:
+        InputError: `train.lora_modules` names no linear module.
     """
     rng = np.random.default_rng(train.seed)
     size = config.hidden_size
@@ -363,14 +466,14 @@ def new_adapter(
     modules: Mapping[str, Any] = dict(backbone.model.named_modules())
     lora = {}
     paths = linear_paths(backbone.model, layers, train.lora_modules, "correct --lora-modules")
-    for path in sorted(paths, key=layer_of):
+    for path in sorted(paths, key=split_layer_path):
         out_size, in_size = linear_shape(modules[path])
         a = _uniform(rng, in_size, train.lora_rank, in_size)
         lora[path] = LoraWeights(a, mx.zeros((train.lora_rank, out_size)), scale)
     adapter = StreamAdapter(
         config=config,
         streams=streams,
-        base=BaseIdentity.of(backbone),
+        base=backbone.identity,
         lora=task_lora or {},
         base_model=config.base_model,
     )

@@ -17,17 +17,18 @@ from ..errors import require
 from ..json_files import read_json
 from ..loading.load import is_quantised, load_base, resolve_dtype
 from ..model.backbone import Backbone
-from ..model.ranks import Group, from_first, summed
+from ..model.ranks import Group, from_rank0, sum_over_ranks
 from ..model.shapes import to_int, to_list
 from .config import TrainConfig
 from .data import Batch
 from .job import Trainer, check_gradient
-from .mlx_model import Layout, TrainedModel, Weights, places_of
-from .objective import GIVEN, MAIN, PRUNE, STREAM, Objective, Term, row_chunks
+from .mlx_model import Layout, TrainedModel, Weights, anchor_indices
+from .objective import GIVEN, MAIN, PRUNE, STREAM, Objective, Term, split_rows
 
 _BLOCK = 256
 _ROWS_AT_ONCE = 256
 _CACHE_BYTES = 1 << 31
+_clip_gradients: Callable[[Weights, float], tuple[Weights, mx.array]] = optim.clip_grad_norm
 
 LogitsOf = Callable[[mx.array], mx.array]
 """Hidden states [R, D] after the final norm to logits [R, V]: the LM head, packed or not."""
@@ -36,22 +37,34 @@ LogitsOf = Callable[[mx.array], mx.array]
 def linear_cross_entropy(
     logits_of: LogitsOf, hidden: mx.array, targets: mx.array, scales: mx.array, vocab_size: int
 ) -> tuple[mx.array, mx.array]:
-    """The scaled sum of cross-entropies, and each row's own [R] in nats, without a gradient.
+    """Return the weighted sum of cross-entropies under an LM head, and each row's own.
 
-    The gradient reaches `hidden` [R, D]; `targets` and `scales`, of a row in the sum, are [R].
+    Logits are computed some rows at a time, with the gradient of `hidden` in the same go, and are
+    not kept.
+
+    Args:
+        logits_of: the LM head.
+        hidden: [R, D] final-normed states; the gradient reaches them.
+        targets: [R] token ids.
+        scales: [R] float32, the weight of each row in the sum.
+        vocab_size: V of the head, which decides how many rows go at a time.
+
+    Returns:
+        The sum; and each row's cross-entropy [R] in nats, which has no gradient.
     """
 
     def sloped(rows: mx.array, wanted: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-        """What has the loss's gradient, if not its value; and the losses."""
+        """Return a scalar with the loss's gradient, if not its value; and the cross-entropies."""
         logits = logits_of(rows).astype(mx.float32)
         losses, probs = cross_entropies(mx.stop_gradient(logits), wanted)
         chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
         return ((logits * (probs * weights[:, None])).sum() - (chosen * weights).sum()), losses
 
     def chunk_by_chunk(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the sum, each row's loss [R] and the sum's gradient [R, D], chunk by chunk."""
         losses: list[mx.array] = []
         gradients: list[mx.array] = []
-        for rows in row_chunks(len(hidden), vocab_size):
+        for rows in split_rows(len(hidden), vocab_size):
             part = hidden[rows]
             if losses:  # the last chunk's logits are done with first, however MLX orders its work
                 part = mx.depends([part], [losses[-1], gradients[-1]])[0]
@@ -64,6 +77,7 @@ def linear_cross_entropy(
     def pull_back(
         hidden: mx.array, upstream: tuple[mx.array, ...], found: tuple[mx.array, ...]
     ) -> mx.array:
+        """Return the stored gradient of `hidden`, times that of the sum."""
         return (found[2] * upstream[0]).astype(hidden.dtype)
 
     summed: Any = mx.custom_function(chunk_by_chunk)
@@ -73,11 +87,15 @@ def linear_cross_entropy(
 
 
 def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """[R] losses and [R, V] probabilities of float32 logits [R, V], by one exponential of each.
+    """Return cross-entropies [R] in nats and probabilities [R, V] of float32 logits [R, V].
 
     Sums are taken a block of tokens at a time. MLX's CPU backend adds one number after the other:
-    over a whole vocabulary the small ones are lost, losses come out some 1e-4 too low, and
-    gradients of likely tokens are off by percents.
+    over a whole vocabulary small ones are lost, losses come out some 1e-4 too low, and gradients of
+    likely tokens are off by percents.
+
+    Args:
+        logits: [R, V] float32.
+        targets: [R] token ids.
     """
     rows = len(logits)
     whole = logits.shape[1] // _BLOCK * _BLOCK
@@ -90,11 +108,18 @@ def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.a
 
 
 def load_frozen(path: Path, dtype: str) -> Backbone:
-    """The base model of a folder, to be trained on.
+    """Load the base model of a folder for training, in a type that small gradients survive.
 
-    Packed weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16, in
-    which small gradients vanish, nor packed weights on the CPU in 16 bits, an eighth as fast: their
-    scales are held, exactly, in float32.
+    Quantised weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16, in
+    which small gradients vanish, nor packed weights on the CPU in 16 bits, an eighth as fast:
+    floating parameters, scales among them, are held in float32 then.
+
+    Args:
+        path: the model's folder.
+        dtype: as `load` takes it.
+
+    Raises:
+        InputError: the folder cannot be loaded.
     """
     packed = read_json(path / "config.json", "a model folder").get("quantization") is not None
     if dtype == "auto" and resolve_dtype(dtype) == "stored" and not packed:
@@ -108,7 +133,7 @@ def load_frozen(path: Path, dtype: str) -> Backbone:
 
 
 class MlxObjective(Objective):
-    """Eq. 5 over a model and its draft vocabulary [Vd], if it has one."""
+    """The loss of eq. 5 in MLX, over a model and its draft vocabulary [Vd], if it has one."""
 
     def __init__(
         self, model: TrainedModel, train: TrainConfig, draft_vocab: np.ndarray | None
@@ -121,29 +146,43 @@ class MlxObjective(Objective):
         self.state_bytes = model.backbone.dtype.size
 
     def lower(self, batch: Batch) -> mx.array:
+        """Return [B, T, state_size] what the frozen layers give, evaluated.
+
+        That is node states before the insertion layer; or, where the streams are kept as they are,
+        all G streams of each anchor before the norm, in the anchor's column, and zeros in others.
+        """
         layout = self._layout(batch)
         states = self.model.lower(layout)
-        if self.train.keeps_streams:  # streams before the norm, in the columns of their carriers
+        if self.train.keeps_streams:  # streams before the norm, in the columns of their anchors
             _, streams = self.model.upper(states, layout)
-            rows = streams.reshape(*batch.carriers.shape, self.state_size)
+            rows = streams.reshape(*batch.anchors.shape, self.state_size)
             states = mx.zeros((*batch.tokens.shape, self.state_size), rows.dtype)
-            states[places_of(batch.carriers)] = rows
+            states[anchor_indices(batch.anchors)] = rows
         mx.eval(states)
         return states
 
     def to_bits(self, states: mx.array) -> np.ndarray:
+        """Return states as integers of their width in NumPy, which has no bfloat16."""
         return np.array(states.view(mx.int16 if self.state_bytes == 2 else mx.int32))
 
     def from_bits(self, bits: np.ndarray) -> mx.array:
+        """Return the states of which `to_bits` made these integers."""
         return mx.array(bits).view(self.model.backbone.dtype)
 
     def loss(
         self, weights: Weights, batch: Batch, lower: mx.array, step: int
     ) -> tuple[mx.array, list[mx.array]]:
-        """The weighted sum of eq. 5, and the mean of each of its terms, in `terms`' order.
+        """Return eq. 5's weighted sum, and the mean of each of its terms.
 
-        `lower` [B, T, D] is as `lower` gives it; `step` decides which carriers teach the pruning
-        adapter. Of a part of a batch, both are what adds up to the batch's over all parts.
+        Args:
+            weights: bound to the model first; the gradient reaches them.
+            batch: B texts.
+            lower: [B, T, state_size] as `lower` returns it.
+            step: decides which anchors teach the pruning adapter.
+
+        Returns:
+            The sum; and the means in nats a token, in the order of `terms`. Of one rank's part of a
+            batch, both are shares that add up over the ranks.
         """
         self.model.bind(weights)
         states = self._states(batch, lower)
@@ -163,23 +202,32 @@ class MlxObjective(Objective):
         return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
     def _states(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
-        """[..., D] before the norm, by the kinds of rows."""
+        """Return hidden states [..., D] before the norm, by the kinds of rows that terms name."""
         if self.train.keeps_streams:
-            streams = lower[places_of(batch.carriers)]
+            streams = lower[anchor_indices(batch.anchors)]
             return {STREAM: streams, GIVEN: streams}
         nodes, streams = self.model.upper(lower, self._layout(batch))
         return {MAIN: nodes, STREAM: streams, GIVEN: streams, PRUNE: lower}
 
-    def parts(self, batch: Batch, lower: mx.array) -> dict[str, float]:
+    def mean_losses(self, batch: Batch, lower: mx.array) -> dict[str, float]:
+        """Return the mean of each term under the model's weights of now, by "NAME_loss", in nats a
+        token.
+        """
         _, means = self.loss(self.model.weights, batch, lower, 0)
-        return self.named_parts(batch, 0, means)
+        return self.name_losses(batch, 0, means)
 
-    def named_parts(self, batch: Batch, step: int, means: list[mx.array]) -> dict[str, float]:
+    def name_losses(self, batch: Batch, step: int, means: list[mx.array]) -> dict[str, float]:
+        """Read the means of `loss` from the device, by "NAME_loss"."""
         values = to_list(mx.stack(means)) if means else []
         names = [f"{term.name}_loss" for term in self.terms(batch, step)]
         return dict(zip(names, values, strict=True))
 
-    def ranked(self, batch: Batch, lower: mx.array, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def rank_candidates(
+        self, batch: Batch, lower: mx.array, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `count` likeliest tokens of every stream of a batch; see
+        `Objective.rank_candidates`.
+        """
         rows = self._states(batch, lower)[STREAM].reshape(-1, self.hidden_size)
         pieces = []
         streams = self.train.num_streams
@@ -187,17 +235,18 @@ class MlxObjective(Objective):
         places = max(1, _ROWS_AT_ONCE // streams)
         for first in range(0, len(roots), places):
             own = rows[first * streams : (first + places) * streams]
-            piece = self.model.ranked(own, roots[first : first + places], count)
+            piece = self.model.rank_candidates(own, roots[first : first + places], count)
             mx.eval(piece)
             pieces.append([np.array(found) for found in piece])
         tokens, logprobs = (np.concatenate(part) for part in zip(*pieces, strict=True))
-        shape = *batch.carriers.shape, streams, count
+        shape = *batch.anchors.shape, streams, count
         return tokens.reshape(shape), logprobs.reshape(*shape, *logprobs.shape[3:])
 
     def _layout(self, batch: Batch) -> Layout:
         return Layout.of(batch, self.train.num_streams)
 
     def _drafts(self, term: Term) -> bool:
+        """Whether a term's rows go to the draft head, and not to the whole LM head."""
         return term.kind in (STREAM, GIVEN) and self.draft_vocab is not None
 
     def _cross_entropy(
@@ -207,7 +256,10 @@ class MlxObjective(Objective):
         drafting: bool,
         whole: Mapping[str, int],
     ) -> tuple[mx.array, mx.array]:
-        """The weighted sum over terms that share a head, and each row's loss."""
+        """Return the weighted sum over terms that share a head, and each row's loss, term by term.
+
+        `num_targets` by a term's name are those of the whole batch, over all ranks.
+        """
         rows = []
         targets = []
         scales = []
@@ -218,7 +270,7 @@ class MlxObjective(Objective):
             own = flat[mx.array(term.rows[there].astype(np.int32))]
             own = model.backbone.final_norm(model.early_exit(own) if term.kind == PRUNE else own)
             if term.previous is not None:
-                own = model.given(own, mx.array(term.previous[there]))
+                own = model.apply_condition(own, mx.array(term.previous[there]))
             rows.append(own)
             targets.append(term.targets[there].astype(np.int32))
             # Of each row in the sum, so that the sum is the weighted mean.
@@ -234,9 +286,14 @@ class MlxObjective(Objective):
 
 
 class Adam:
-    """AdamW over named weights, the stream embeddings at a rate of their own."""
+    """AdamW over named weights, as PyTorch's; the stream embeddings have a learning rate of their
+    own.
+    """
 
     def __init__(self, weights: Weights, train: TrainConfig) -> None:
+        """Start with empty moments for `weights`; `train` has the decay and the embeddings'
+        rate.
+        """
         embeddings = [name for name in weights if name == "stream_embeddings"]
         rest = [name for name in weights if name not in embeddings]
         # With bias correction it is PyTorch's AdamW.
@@ -249,6 +306,7 @@ class Adam:
             optimizer.init({name: weights[name] for name in names})
 
     def update(self, gradients: Weights, weights: Weights, rate: float) -> Weights:
+        """Return the weights after a step at learning rate `rate`; the moments change."""
         updated: Weights = {}
         for names, multiple, optimizer in self._groups:
             optimizer.learning_rate = rate * multiple
@@ -258,6 +316,7 @@ class Adam:
 
     @property
     def state(self) -> dict[str, mx.array]:
+        """The moments and the step count, by "m NAME", "v NAME" and "step"."""
         arrays: dict[str, mx.array] = {}
         for names, _, optimizer in self._groups:
             arrays["step"] = optimizer.state["step"]
@@ -267,13 +326,16 @@ class Adam:
 
     @state.setter
     def state(self, arrays: dict[str, mx.array]) -> None:
+        """Put back moments and step count that `state` has given; other names are ignored."""
         for names, _, optimizer in self._groups:
             own = {name: {part: arrays[f"{part} {name}"] for part in "mv"} for name in names}
             optimizer.state |= {"step": arrays["step"], **own}
 
 
 def saved_step(path: Path) -> int:
-    """The step of a state that `MlxTrainer` has written; 0 where there is none that can be read."""
+    """Return the step of a state that `MlxTrainer` wrote; 0 where there is none that can be
+    read.
+    """
     try:
         loaded: Any = mx.load(str(path), format="safetensors")
         return to_int(loaded["step"])
@@ -282,10 +344,19 @@ def saved_step(path: Path) -> int:
 
 
 class MlxTrainer(Trainer):
+    """Takes training steps in MLX, alone or as one rank of several that share each batch."""
+
     STATE_FILE = "state.safetensors"
     objective: MlxObjective
 
     def __init__(self, objective: MlxObjective, num_steps: int, group: Group | None = None) -> None:
+        """Begin at step 0.
+
+        Args:
+            objective: with the model, whose weights are trained.
+            num_steps: of the whole run, for the learning rate.
+            group: the ranks among which each batch is split; None for one process.
+        """
         self.objective = objective
         self.num_steps = num_steps
         self.step = 0
@@ -295,55 +366,83 @@ class MlxTrainer(Trainer):
         self.optimizer = Adam(self.weights, objective.train)
 
     def gradients(self, batch: Batch, lower: mx.array) -> tuple[Weights, list[mx.array]]:
+        """Return the gradient of eq. 5 by weight, and the terms' means, of the whole batch on every
+        rank.
+        """
         gradient_of = mx.value_and_grad(self.objective.loss)
         (_, means), gradients = gradient_of(self.weights, batch, lower, self.step)
         self.objective.model.bind(self.weights)  # in the place of what MLX traced with
         return self._summed(gradients, means)
 
     def _summed(self, gradients: Weights, means: list[mx.array]) -> tuple[Weights, list[mx.array]]:
-        """What all ranks' parts of a batch add up to, the same on each."""
+        """Add up all ranks' shares of gradients and means; without a group, return them as they
+        are.
+        """
         if self._group is None:
             return gradients, means
-        every = summed([*gradients.values(), *means], self._group)
+        every = sum_over_ranks([*gradients.values(), *means], self._group)
         mx.eval(every)  # a GPU must not wait for a slower rank
         return dict(zip(gradients, every, strict=False)), every[len(gradients) :]
 
     def advance(self, batch: Batch, lower: mx.array) -> dict[str, float]:
+        """Take one optimiser step on a batch.
+
+        Args:
+            batch: this rank's part.
+            lower: as `MlxObjective.lower` gives it for this batch.
+
+        Returns:
+            The steps taken so far, the learning rate, and the losses before the step.
+
+        Raises:
+            InputError: the gradient is not finite.
+        """
         train = self.objective.train
         rate = train.rate(self.step, self.num_steps)
         gradients, means = self.gradients(batch, lower)
-        gradients, norm = optim.clip_grad_norm(gradients, train.clip_norm)
+        gradients, norm = _clip_gradients(gradients, train.clip_norm)
         self.weights = self.optimizer.update(gradients, self.weights, rate)
         mx.eval(self.weights, self.optimizer.state, means, norm)
         self.objective.model.bind(self.weights)
         if mx.get_cache_memory() > _CACHE_BYTES:  # of buffers in the shapes of other batches
             mx.clear_cache()
         check_gradient(float(norm), self.step + 1)
-        parts = self.objective.named_parts(batch, self.step, means)
+        parts = self.objective.name_losses(batch, self.step, means)
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}
 
     @property
     def _state(self) -> dict[str, mx.array]:
+        """All arrays that a run goes on from, by name."""
         weights = {f"weight {name}": array for name, array in self.weights.items()}
         return {**self.optimizer.state, **weights}
 
     def write(self, path: Path, identity: str) -> None:
+        """Write weights, moments and the step count into a safetensors file, with the run's
+        identity.
+        """
         mx.save_safetensors(str(path), self._state, metadata={"identity": identity})
 
     def read(self, path: Path) -> tuple[str, Any]:
+        """Return the identity in a file of `write`, and its arrays."""
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
         mx.eval(arrays)
         return metadata.get("identity", ""), arrays
 
     def resume(self, path: Path, identity: str, differs: str = "") -> None:
-        """See `Trainer.resume`; all ranks go on from what rank 0 found."""
+        """Go on from a saved state, as `Trainer.resume`; all ranks take the state that rank 0 has
+        found.
+
+        Raises:
+            InputError: the file is another run's, or this rank has other data or settings than rank
+                0.
+        """
         super().resume(path, identity, differs)
         if self._group is None:
             return
         own = mx.array(list(bytes.fromhex(identity)))
-        (first,) = from_first([own], self._group)
+        (first,) = from_rank0([own], self._group)
         require(
             to_list(first) == to_list(own),
             f"rank {self.part[0]} has other data, another base model or other settings than rank 0",
@@ -351,11 +450,14 @@ class MlxTrainer(Trainer):
             do="copy them",
         )
         state = self._state
-        arrays = from_first(list(state.values()), self._group)
+        arrays = from_rank0(list(state.values()), self._group)
         mx.eval(arrays)
         self.restore(dict(zip(state, arrays, strict=True)))
 
     def restore(self, state: dict[str, mx.array]) -> None:
+        """Set weights, moments and step count to those of a state, and bind the weights to the
+        model.
+        """
         self.weights = {name: state[f"weight {name}"] for name in self.weights}
         self.optimizer.state = state
         self.step = to_int(state["step"])

@@ -20,7 +20,7 @@ from ..loading.files import write_whole
 from ..model.tree import num_candidates
 from ..settings import TreeConfig
 from .config import TrainConfig
-from .data import Batch, Example, draft_indices, in_order
+from .data import Batch, Example, batches_by_length, draft_vocab_indices
 from .replay import Guesses, Replay, replay
 
 RECORDED_TREE_SIZES = (2, 3, 4, 6, 8, 12, 16)
@@ -31,7 +31,7 @@ STREAM = "stream"
 GIVEN = "given"
 PRUNE = "prune"
 STRIDE = 4
-"""One carrier in so many, a different one each step, teaches the pruning adapter, and streams
+"""One anchor in so many, a different one each step, teaches the pruning adapter, and streams
 beside a condition what they guess without it: perf/README.md, "Objectives"."""
 
 _CHUNK_LOGITS = 1 << 24
@@ -45,7 +45,7 @@ Lower = Callable[[Batch], Any]
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """One part of eq. 5: a mean of cross-entropies over some rows."""
+    """One part of eq. 5: the mean cross-entropy of some rows, and its weight."""
 
     name: str  # what the log calls it, without "_loss"
     # which hidden states its rows are of: `MAIN`, `STREAM`, `PRUNE`, or `GIVEN`: a stream's,
@@ -58,11 +58,12 @@ class Term:
 
     @property
     def num_targets(self) -> int:
+        """How many rows have a target."""
         return int((self.targets >= 0).sum())
 
 
 class Objective(ABC):
-    """A loss over a model that streams are trained on; its hidden states are its own affair."""
+    """The loss of eq. 5 over a model, and what its streams guess; each trainer has its own."""
 
     train: TrainConfig
     vocab_size: int
@@ -72,49 +73,74 @@ class Objective(ABC):
 
     @property
     def draft_vocab_size(self) -> int:
-        """Vd; V where every token may be guessed."""
+        """Vd, how many tokens streams may guess; V without a draft vocabulary."""
         return self.vocab_size if self.draft_vocab is None else len(self.draft_vocab)
 
     @property
     def state_size(self) -> int:
-        """Numbers of what `lower` gives of a token."""
+        """How many numbers `lower` gives for each token: D, or G * D where the streams are kept as
+        they are.
+        """
         return self.hidden_size * (self.train.num_streams if self.train.keeps_streams else 1)
 
     @property
     def is_conditional(self) -> bool:
-        """Whether what streams guess is scored given the tokens before it."""
+        """Whether the scores of what a stream guesses depend on the token before it."""
         return self.train.condition_rank > 0
 
     @abstractmethod
     def lower(self, batch: Batch) -> Any:
-        """[B, T, `state_size`] what is frozen says: layers, or streams and all below them."""
+        """Return [B, T, state_size] what the frozen part of the model gives, which no step changes.
+
+        That is the hidden states before the insertion layer; or, where only the condition is
+        trained, the streams' last hidden states in the columns of their anchors.
+        """
 
     @abstractmethod
     def to_bits(self, states: Any) -> np.ndarray:
-        """What `lower` gives as NumPy's integers of its width: NumPy has no bfloat16."""
+        """Return what `lower` gives as integers of the same width, for a file: NumPy has no
+        bfloat16.
+        """
 
     @abstractmethod
     def from_bits(self, bits: np.ndarray) -> Any:
-        """The way back."""
+        """Return the states of which `to_bits` made these integers, in the trainer's own arrays."""
 
     @abstractmethod
-    def parts(self, batch: Batch, lower: Any) -> dict[str, float]:
-        """Each part of the loss in nats a token, without learning."""
+    def mean_losses(self, batch: Batch, lower: Any) -> dict[str, float]:
+        """Return the mean of each term of the loss, by "NAME_loss", in nats a token; nothing is
+        learned.
+
+        `lower` is what the method of that name gives for the batch.
+        """
 
     @abstractmethod
-    def ranked(self, batch: Batch, lower: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """[B, K, G, count] the likeliest draft tokens of every stream, and log probabilities.
+    def rank_candidates(
+        self, batch: Batch, lower: Any, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rank the tokens that every stream of a batch may guess.
 
-        Best first. Beside a condition the latter are [B, K, G, count, count], of each given each of
-        the stream before, see `DraftVocab.rank`.
+        Args:
+            batch: B texts with K anchors at most.
+            lower: as the method of that name gives it for the batch.
+            count: C, tokens of each stream.
+
+        Returns:
+            [B, K, G, C] the likeliest draft tokens, best first; and their log probabilities [B, K,
+            G, C], or [B, K, G, C, C] given each candidate of the stream before where there is a
+            condition, see `DraftVocab.rank`.
         """
 
     def terms(self, batch: Batch, step: int) -> list[Term]:
-        """The parts of eq. 5; `step` decides which carriers teach the pruning adapter."""
+        """Return the terms of eq. 5 for a batch, with their rows and targets.
+
+        `step` decides which anchors, one in `STRIDE`, teach the pruning adapter, and the streams
+        themselves where there is a condition.
+        """
         train = self.train
         found = []
         node_rows = np.arange(batch.tokens.size).reshape(batch.tokens.shape)
-        node_rows = np.take_along_axis(node_rows, batch.carriers, axis=1)
+        node_rows = np.take_along_axis(node_rows, batch.anchors, axis=1)
         main_targets = batch.targets(0)
         if train.adapter_scope == "all" and not train.train_only:
             found.append(Term(MAIN, MAIN, node_rows, main_targets, train.main_weight))
@@ -123,7 +149,7 @@ class Objective(ABC):
         shape = (*node_rows.shape, train.num_streams)
         stream_rows = np.arange(node_rows.size * train.num_streams).reshape(shape)
         for stream, alpha in enumerate(train.alphas, 1):
-            targets = draft_indices(batch.targets(stream), self.draft_vocab)
+            targets = draft_vocab_indices(batch.targets(stream), self.draft_vocab)
             rows = stream_rows[:, :, stream - 1]
             if not train.keeps_streams:
                 found.append(Term(f"stream_{stream}", STREAM, rows[:, own], targets[:, own], alpha))
@@ -137,24 +163,27 @@ class Objective(ABC):
         return found
 
     def guesses(self, batch: Batch, lower: Any, count: int) -> list[Guesses]:
-        tokens, logprobs = self.ranked(batch, lower, count)
+        """Return what the streams guess, `count` candidates each, for every answer of a batch."""
+        tokens, logprobs = self.rank_candidates(batch, lower, count)
         return [
             Guesses(tokens[row, places], logprobs[row, places], answer)
             for row, places, answer in batch.answers()
         ]
 
     def replay(self, batch: Batch, lower: Any, size: int) -> Replay | None:
-        """The target calls of decoding the answers with best trees of `size` nodes.
+        """Count the target calls of decoding the batch's answers with best trees of `size` nodes.
 
-        None where nothing drafts.
+        Returns:
+            Tokens and calls, the prompts' calls counted; None where there are no streams.
         """
         if not self.train.num_streams:
             return None
-        return replay(self.guesses(batch, lower, self.num_ranked(size)), size)
+        return replay(self.guesses(batch, lower, self.num_candidates_for_tree(size)), size)
 
-    def num_ranked(self, size: int) -> int:
-        """Candidates of a stream that best trees of up to `size` nodes may need: no more than it
-        may guess."""
+    def num_candidates_for_tree(self, size: int) -> int:
+        """Return how many candidates of a stream the best tree of `size` nodes may need; at most
+        Vd.
+        """
         tree = TreeConfig(size=size, width=self.draft_vocab_size)
         count = num_candidates(tree, self.train.num_streams, conditional=self.is_conditional)
         return min(count, self.draft_vocab_size)
@@ -175,6 +204,7 @@ class Validation:
     def __init__(
         self, objective: Objective, batches: Sequence[Batch], size: int, largest: int = 0
     ) -> None:
+        """Compute the frozen layers' results of all batches, which stay in memory."""
         self._objective = objective
         self._size = size
         self._largest = largest if objective.train.num_streams else 0
@@ -182,12 +212,14 @@ class Validation:
         self._batches = [(batch, objective.lower(batch)) for batch in batches]
 
     def __call__(self) -> dict[str, float]:
-        """Mean losses, and tokens per call where something drafts."""
+        """Return the mean losses as "valid_NAME_loss", and "tokens_per_call" where there are
+        streams.
+        """
         sums: dict[str, float] = {}
         replays: list[Replay] = []
         self._guesses = []
         for batch, lower in bar(self._batches, "validating"):
-            for name, value in self._objective.parts(batch, lower).items():
+            for name, value in self._objective.mean_losses(batch, lower).items():
                 sums[f"valid_{name}"] = sums.get(f"valid_{name}", 0.0) + value
             found = self._replayed(batch, lower)
             replays += [] if found is None else [found]
@@ -198,43 +230,59 @@ class Validation:
         return entry
 
     def _replayed(self, batch: Batch, lower: Any) -> Replay | None:
+        """Replay a batch with trees of `size` nodes, and keep the guesses where `curve` will want
+        them.
+        """
         if not self._largest:
             return self._objective.replay(batch, lower, self._size)
-        count = self._objective.num_ranked(self._largest)
+        count = self._objective.num_candidates_for_tree(self._largest)
         found = self._objective.guesses(batch, lower, count)
         self._guesses += found
         return replay(found, self._size)
 
     def curve(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Tokens per call after the prompts', by nodes, as adapters tell; none if none drafts."""
+        """Return tokens per call, without the prompts' calls, by nodes of the tree; empty without
+        streams.
+        """
         objective = self._objective
         if not objective.train.num_streams:
             return {}
         guesses = self._guesses
         if not guesses or max(sizes) > self._largest:
-            count = objective.num_ranked(max(sizes))
+            count = objective.num_candidates_for_tree(max(sizes))
             guesses = [g for b, lower in self._batches for g in objective.guesses(b, lower, count)]
-        replays = {size: replay(guesses, size).after(len(guesses)) for size in sizes}
+        replays = {size: replay(guesses, size).without_prompts(len(guesses)) for size in sizes}
         return {size: round(max(1.0, one.tokens_per_call), 3) for size, one in replays.items()}
 
 
-def row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    """Rows whose logits are computed at a time: by far the largest arrays of a step."""
+def split_rows(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    """Yield slices of rows whose logits over `vocab_size` tokens fit into some 64 MB of float32."""
     size = max(1, _CHUNK_LOGITS // vocab_size)
     for first in range(0, num_rows, size):
         yield slice(first, first + size)
 
 
 class LowerStore:
-    """[tokens of all examples, D] hidden states in a file.
+    """The frozen layers' results of all examples, [tokens of all examples, state_size], in a file.
 
-    A file beside it marks how much of it is done, and the `identity` of its layers and data: one
-    of another identity is begun anew.
+    A second file beside it notes how much is done, and the `identity` of the layers and the data. A
+    file of another identity is deleted and begun anew.
     """
 
     def __init__(
         self, path: Path, examples: Sequence[Example], objective: Objective, identity: str = ""
     ) -> None:
+        """Open the file, or make one of the full size.
+
+        Args:
+            path: of the file.
+            examples: whose results are kept.
+            objective: computes them.
+            identity: tells layers and data from others.
+
+        Raises:
+            InputError: the disk has no room.
+        """
         self._examples = examples
         self._objective = objective
         self._identity = identity
@@ -260,8 +308,14 @@ class LowerStore:
         self._states: np.ndarray = np.memmap(path, _BITS[objective.state_bytes], "r", shape=shape)
 
     def fill(self, label: str = "") -> None:
-        """Compute what is not there yet, in batches that depend on the examples alone."""
-        batches = in_order(self._examples, _BATCH_SIZE)
+        """Compute what is not in the file yet, with a progress bar called `label`.
+
+        Progress is noted every 16 batches, so that a stopped run goes on from there.
+
+        Raises:
+            InputError: the disk is full.
+        """
+        batches = batches_by_length(self._examples, _BATCH_SIZE)
         done = self._read_mark().get("batches", 0)
         if done == len(batches):
             return
@@ -277,24 +331,30 @@ class LowerStore:
             raise unwritable(self._path, error, "free some, or give --cache-gb 0") from error
 
     def _write(self, file: BinaryIO, batch: Batch) -> None:
+        """Compute a batch, and write the states of its tokens to their places in the file."""
         bits = self._objective.to_bits(self._objective.lower(batch))
         for (index, pad, length), states in zip(self._rows(batch), bits, strict=True):
             file.seek(index * self._states.strides[0])
             file.write(states[pad : pad + length].tobytes())
 
     def get(self, batch: Batch) -> Any:
-        """[B, T, D] of a batch, as the objective has them; zeros at its padding."""
+        """Read [B, T, state_size] of a batch, as the objective's `lower` gives it; zeros at its
+        padding.
+        """
         out = np.zeros((*batch.tokens.shape, self._objective.state_size), self._states.dtype)
         for row, (index, pad, length) in enumerate(self._rows(batch)):
             out[row, pad : pad + length] = self._states[index : index + length]
         return self._objective.from_bits(out)
 
     def _rows(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
-        """(first state, column, tokens) of each row."""
+        """Yield, for each row of a batch, the first state in the file, the first column, and the
+        tokens.
+        """
         for index, pad, length in zip(batch.indices, batch.pads, batch.lengths, strict=True):
             yield int(self._starts[index]), int(pad), int(length)
 
-    def _read_mark(self) -> dict:
+    def _read_mark(self) -> dict[str, Any]:
+        """Read how much is done, and of which identity; empty where there is no whole note."""
         try:
             return dict(json.loads(self._mark.read_text()))
         except (OSError, ValueError, TypeError):  # none, or cut off

@@ -16,10 +16,10 @@ QUESTIONS_FILE = "questions.part"
 
 @dataclass
 class Clock:
-    """Seconds that a run has taken, waiting for others left out.
+    """Counts the seconds that a run has taken, in this process and earlier ones, without waiting.
 
     Attributes:
-        before: those of earlier processes.
+        before: seconds that earlier processes have taken.
     """
 
     before: float = 0.0
@@ -28,10 +28,11 @@ class Clock:
 
     @property
     def spent(self) -> float:
+        """Seconds of the run until now."""
         return self.before + time.monotonic() - self._started - self._waited
 
-    def without_waiting(self, wait: Callable[[], None]) -> Callable[[], None]:
-        """`wait`, whose time does not count."""
+    def exclude_waiting(self, wait: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that calls `wait`, and does not count the time that this takes."""
 
         def waits() -> None:
             started = time.monotonic()
@@ -42,7 +43,7 @@ class Clock:
 
 
 class StepPace:
-    """Seconds that training steps take, validations among them, and what is left of them.
+    """Estimates the time left of a training from the steps that this process has taken.
 
     Args:
         clock: of the run.
@@ -55,44 +56,47 @@ class StepPace:
         self._first: tuple[float, int] | None = None
 
     def begins(self, step: int) -> None:
-        """Note that a step begins behind `step` others."""
+        """Note that a step begins, after `step` others; the first call starts the measurement."""
         if self._first is None:
             self._first = self._clock.spent, step
 
     def seconds_left(self, step: int) -> float:
-        """Of the steps behind `step`, by those that this process has taken."""
+        """Estimate the seconds of the steps after the first `step`; 0 before this process has taken
+        any.
+        """
         if self._first is None or step <= self._first[1]:
             return 0.0
         spent, first = self._first
         return (self._clock.spent - spent) / (step - first) * (self._num_steps - step)
 
 
-def minutes(seconds: float) -> str:
-    """A time as it is said: "some 4 min", or seconds below one and a half minutes."""
+def format_duration(seconds: float) -> str:
+    """Write seconds as "40 s", or from one and a half minutes on as "4 min"."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def kept_of_round(folder: Path, num_answers: int, num_steps: int, state: str) -> str:
-    """What is kept of a round, in words.
+def describe_round_progress(folder: Path, num_answers: int, num_steps: int, state: str) -> str:
+    """Say in words what a stopped round has kept: questions, answers or training steps.
 
     Args:
         folder: the round's.
-        num_answers, num_steps: that it is to have.
-        state: the name of the trainer's state in it.
+        num_answers: new answers that it is to make.
+        num_steps: training steps that it is to take.
+        state: the name of the trainer's state in the folder.
     """
     if (folder / ENDED_FILE).exists():
         return "all answers and all training"
     step = saved_step(folder / state)
-    answers = _num_done(folder / ANSWERS_FILE)
+    answers = _count_finished_lists(folder / ANSWERS_FILE)
     if step:
         return f"{answers:,} answers, and step {step:,} of {num_steps:,} of the training"
     if answers:
         return f"{answers:,} of {num_answers:,} answers"
-    return f"{_num_done(folder / QUESTIONS_FILE):,} questions"
+    return f"{_count_finished_lists(folder / QUESTIONS_FILE):,} questions"
 
 
-def _num_done(path: Path) -> int:
-    """Lists in a part file, behind its line of settings."""
+def _count_finished_lists(path: Path) -> int:
+    """Count the lines of a `PartFile` after its line of settings; 0 where there is no file."""
     if not path.exists():
         return 0
     with path.open("rb") as file:

@@ -40,6 +40,9 @@ Lists = dict[str, list[str]]
 
 
 def read_lists() -> Lists:
+    """Read `questions.txt`: the lines of each section, by the section's name; comments are left
+    out.
+    """
     lists: Lists = {}
     for line in LISTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -50,7 +53,10 @@ def read_lists() -> Lists:
 
 
 def split_lists() -> dict[str, Lists]:
-    """What each split is made of, the same for every seed: prompts that ship stay held out."""
+    """Split the lines of every section into "train", "valid" and "test".
+
+    The same for every seed: what is held out stays held out.
+    """
     rng = random.Random(0)
     splits: dict[str, Lists] = {split: {} for split in SPLITS}
     for name, items in read_lists().items():
@@ -63,21 +69,26 @@ def split_lists() -> dict[str, Lists]:
 
 
 def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
-    """`count` different prompts: the plain ones, then every template in turn.
+    """Write `count` different prompts: plain ones for at most a half, then every template in turn.
 
-    A template rests where its slots have nothing new, or once it has had its share: those with
-    numbers would otherwise never end.
+    A template is left alone once it has given `SHARE` times the mean number of prompts: those with
+    numbers in them would otherwise never end.
+
+    Raises:
+        InputError: the lists are too short for so many.
     """
-    found = {normalised(text): casual(text, rng) for text in lists["plain"][: count // 2]}
+    found = {
+        normalise_prompt(text): make_casual(text, rng) for text in lists["plain"][: count // 2]
+    }
     templates = lists["templates"]
     left = dict.fromkeys(templates, math.ceil(SHARE * count / len(templates)))
     dry = 0
     while len(found) < count and dry < DRY_ROUNDS:
         before = len(found)
         for template in rng.sample(templates, len(templates)):
-            text = fill(template, lists, rng)
-            if left[template] and len(found) < count and normalised(text) not in found:
-                found[normalised(text)] = casual(text, rng)
+            text = fill_template(template, lists, rng)
+            if left[template] and len(found) < count and normalise_prompt(text) not in found:
+                found[normalise_prompt(text)] = make_casual(text, rng)
                 left[template] -= 1
         dry = dry + 1 if len(found) == before else 0
     require(
@@ -89,8 +100,11 @@ def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
     return rng.sample(list(found.values()), count)
 
 
-def fill(template: str, lists: Lists, rng: random.Random) -> str:
-    """A template with something in each of its slots, and a capital where it needs one."""
+def fill_template(template: str, lists: Lists, rng: random.Random) -> str:
+    """Put a random item of its list, or a random number, into each slot `{name}` of a template.
+
+    A text that begins with a slot gets a capital letter.
+    """
 
     def choose(match: re.Match[str]) -> str:
         name = match[1]
@@ -100,8 +114,10 @@ def fill(template: str, lists: Lists, rng: random.Random) -> str:
     return text[0].upper() + text[1:] if template[0] == "{" else text
 
 
-def casual(text: str, rng: random.Random) -> str:
-    """Now and then, the prompt as somebody in a hurry types it."""
+def make_casual(text: str, rng: random.Random) -> str:
+    """Change one prompt in four to what somebody in a hurry types: lower case, no full stop, a
+    greeting.
+    """
     draw = rng.random()
     if draw < 0.10:
         return text.lower() if len(text) < 120 else text
@@ -114,7 +130,10 @@ def casual(text: str, rng: random.Random) -> str:
     return text
 
 
-def written_prompts(seed: int) -> dict[str, list[str]]:
+def write_shipped_prompts(seed: int) -> dict[str, list[str]]:
+    """Return the prompts that ship, "train", "valid" and "test", drawn by a seed; splits share
+    none.
+    """
     lists = split_lists()
     return {
         split: write_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
@@ -122,29 +141,37 @@ def written_prompts(seed: int) -> dict[str, list[str]]:
     }
 
 
-def opening(text: str) -> str:
-    """The first words of a prompt: near copies share them."""
-    return " ".join(normalised(text).split()[:OPENING_WORDS])
+def opening_words(text: str) -> str:
+    """Return the first eight words of a prompt, normalised: near copies share them."""
+    return " ".join(normalise_prompt(text).split()[:OPENING_WORDS])
 
 
 @on_one_day()
 def user_prefix(tokenizer: Any) -> list[int]:
-    """Tokens of the chat template up to where the user's first text starts."""
+    """Return the tokens of the chat template up to where the user's first text begins.
+
+    Raises:
+        InputError: the template refuses a user's turn.
+    """
     with refusing_turns("a user's turn"):
         text = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False)
     return list(tokenizer.encode(text[: text.index(_MARKER)], add_special_tokens=False))
 
 
-def normalised(text: str) -> str:
-    """What two prompts share when they differ in case, spaces and punctuation only."""
+def normalise_prompt(text: str) -> str:
+    """Return a prompt's words in lower case with single spaces: prompts that differ in case, spaces
+    and punctuation alone become equal.
+    """
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(re.findall(r"\w+", folded))
 
 
 def is_good_prompt(text: str) -> bool:
-    """Whether a sampled text can stand as a user's prompt."""
+    """Whether a sampled text can stand as a user's prompt: by length, ASCII share, two words or
+    more, no special tokens, and few repeated words.
+    """
     ascii_share = sum(map(str.isascii, text)) / max(len(text), 1)
-    words = normalised(text).split()
+    words = normalise_prompt(text).split()
     return (
         SHORTEST <= len(text) <= LONGEST
         and ascii_share >= LEAST_ASCII

@@ -16,25 +16,29 @@ _WINDOW = 20  # steps whose mean is drawn
 
 
 class Record:
-    """A run's log; what a stopped run wrote behind `step`, its last saved one, is dropped."""
+    """A training run's log: a file with a JSON object a line."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
+        """Open a log; entries of later steps than `step`, the last saved one, are deleted from the
+        file.
+        """
         self._path = path
         kept = [entry for entry in read_record(path) if entry["step"] <= step]
         write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
     @property
     def entries(self) -> list[dict[str, Any]]:
+        """All entries, read from the file."""
         return read_record(self._path)
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append an entry; it holds its `step`."""
+        """Append an entry, which has its "step", to the file."""
         with naming(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:
-    """Every whole entry of a log; a last line that was cut off is left out."""
+    """Return the entries of a log, up to a line that was cut off; none where there is no file."""
     if not path.exists():
         return []
     entries = []
@@ -46,8 +50,10 @@ def read_record(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def draw(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
-    """Draw losses and tokens per call against steps, where matplotlib is installed."""
+def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
+    """Draw losses and tokens per call against steps into `picture`; nothing where matplotlib is
+    missing.
+    """
     if find_spec("matplotlib") is None:
         return
     figure = new_figure(11, 4)
@@ -62,7 +68,7 @@ def draw(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
         loc="upper left",
         bbox_to_anchor=(1, 1),
     )
-    steps, values = _points(entries, "tokens_per_call")
+    steps, values = _steps_and_values(entries, "tokens_per_call")
     if steps:
         right.plot(steps, values, marker="o", color="tab:green")
         right.annotate(
@@ -77,17 +83,20 @@ def draw(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
 
 
 def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
-    """Each part of the loss in one colour: in training a line, on held-out text dashed."""
+    """Draw each part of the loss in a colour: a smoothed line in training, dashed on held-out
+    text.
+    """
     names = sorted({key for e in entries for key in e if key.endswith("_loss")})
     for name in (name for name in names if not name.startswith("valid_")):
-        steps, values = _points(entries, name)
+        steps, values = _steps_and_values(entries, name)
         smooth = [fmean(values[max(0, i - _WINDOW + 1) : i + 1]) for i in range(len(values))]
         (line,) = axes.plot(steps, smooth, label=name.removesuffix("_loss"), linewidth=1.2)
-        held_out = _points(entries, f"valid_{name}")
+        held_out = _steps_and_values(entries, f"valid_{name}")
         style = {"linewidth": 1, "alpha": 0.8}
         axes.plot(*held_out, "--", marker=".", color=line.get_color(), **style)
 
 
-def _points(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+def _steps_and_values(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Return the steps at which entries have a value of this name, and these values."""
     found = [entry for entry in entries if entry.get(name) is not None]
     return [entry["step"] for entry in found], [entry[name] for entry in found]

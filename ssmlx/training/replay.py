@@ -23,6 +23,8 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Guesses:
+    """What the streams guess at every token of an answer of A tokens, C candidates a stream."""
+
     tokens: np.ndarray  # [A, G, C] the C likeliest tokens of each stream, best first
     # [A, G, C] their log probabilities, or [A, G, C, C] given each of the stream before, those of
     # the first stream given the root in any row
@@ -32,34 +34,46 @@ class Guesses:
 
     @cached_property
     def edges(self) -> Floats:
-        """[A, G, C or 1, C] the log probabilities as trees take them."""
+        """The candidates' log probabilities as trees take them, clipped: [A, G, C, C] given each
+        candidate of the stream before, or [A, G, 1, C] where that changes nothing.
+        """
         given = self.logprobs if self.logprobs.ndim == 4 else self.logprobs[:, :, None]
         return np.clip(given, MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Replay:
+    """How many tokens some target calls gave."""
+
     num_tokens: int
     num_calls: int
 
     @property
     def tokens_per_call(self) -> float:
+        """Tokens over calls; 0 calls count as 1."""
         return self.num_tokens / max(1, self.num_calls)
 
-    def after(self, prompts: int) -> "Replay":
-        """Without the prompts' calls, and the token that each of them said."""
+    def without_prompts(self, prompts: int) -> "Replay":
+        """Return this less one call and one token for each of so many prompts."""
         return Replay(self.num_tokens - prompts, self.num_calls - prompts)
 
 
 def replay(guesses: Sequence[Guesses], size: int) -> Replay:
-    """Decode every answer with best trees of `size` nodes, the prompt's call counted."""
+    """Count the target calls of decoding every answer with the best trees of `size` nodes.
+
+    The call that reads a prompt counts as one, and gives one token.
+    """
     levels = guesses[0].tokens.shape[1] if guesses else 0
-    after = advance([depths_within(needed_sizes(one, levels, size), size) for one in guesses])
+    after = count_calls([depths_within(needed_sizes(one, levels, size), size) for one in guesses])
     return Replay(after.num_tokens + len(guesses), after.num_calls + len(guesses))
 
 
-def advance(depths: Sequence[Ints]) -> Replay:
-    """Tokens and calls after the prompt's, from how far the draft before each token [A] holds."""
+def count_calls(depths: Sequence[Ints]) -> Replay:
+    """Count tokens and calls after the prompts', of answers whose drafts are known to hold so far.
+
+    Args:
+        depths: of each answer [A], how many tokens of a draft behind each token agree with it.
+    """
     tokens = calls = 0
     for held in depths:
         place = 0
@@ -72,12 +86,17 @@ def advance(depths: Sequence[Ints]) -> Replay:
 
 
 def depths_within(needed: Ints, limit: int) -> Ints:
-    """[A] how far the answer holds in the trees of size `limit`."""
-    return (needed <= limit).sum(axis=1).astype(np.int32)
+    """Return [A] how many tokens the best tree of `limit` nodes has right behind each token;
+    `needed` is as `needed_sizes` gives it.
+    """
+    depths: Ints = (needed <= limit).sum(axis=1).astype(np.int32)
+    return depths
 
 
-def true_slots(guesses: Guesses) -> Ints:
-    """[A, G] where each stream has the token that the answer holds; `NEVER` if nowhere."""
+def target_slots(guesses: Guesses) -> Ints:
+    """Return [A, G] which candidate of each stream is the answer's own token; `NEVER` where none
+    is, or the answer has ended.
+    """
     length, streams, _ = guesses.tokens.shape
     places = np.arange(length)[:, None] + 1 + np.arange(streams)
     following = guesses.answer[np.minimum(places, length - 1)]
@@ -85,10 +104,14 @@ def true_slots(guesses: Guesses) -> Ints:
     return np.where(hits.any(axis=2), hits.argmax(axis=2), NEVER).astype(np.int32)
 
 
-def true_edges(guesses: Guesses) -> tuple[Ints, Floats]:
-    """[A, G] `true_slots`, `NEVER` where the token before has none either, and [A, G, C] the log
-    probabilities of each stream's candidates there."""
-    slots = true_slots(guesses)
+def target_edges(guesses: Guesses) -> tuple[Ints, Floats]:
+    """Find the answer's own path among the candidates.
+
+    Returns:
+        [A, G] `target_slots`, `NEVER` also where the stream before has `NEVER`; and [A, G, C] the
+        log probabilities of each stream's candidates on that path.
+    """
+    slots = target_slots(guesses)
     edges = guesses.edges
     before = np.concatenate([np.zeros_like(slots[:, :1]), slots[:, :-1]], axis=1)
     if edges.shape[2] == 1:  # not given the one before
@@ -99,11 +122,13 @@ def true_edges(guesses: Guesses) -> tuple[Ints, Floats]:
 
 
 def needed_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
-    """[A, levels] nodes of the smallest best tree that holds the answer to each depth.
+    """Return [A, levels] nodes of the smallest best tree that has the answer's tokens down to each
+    level.
 
     Best trees of one draft are nested, so one ranking of nodes serves every size up to `largest`.
+    Where `largest` nodes are too few, `NEVER` stands.
     """
-    slots, among = true_edges(guesses)
+    slots, among = target_edges(guesses)
     own = np.take_along_axis(among, np.where(slots < NEVER, slots, 0)[:, :, None], axis=2)
     is_held = np.logical_and.accumulate(slots[:, :levels] < NEVER, axis=1)
     scores = np.cumsum(own[:, :levels, 0], axis=1, dtype=np.float32)
@@ -114,8 +139,11 @@ def needed_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
 
 
 def best_scores(edges: Floats, size: int) -> Floats:
-    """[A, n] log probabilities of the nodes below the root among which the best of a tree of `size`
-    nodes are, found as by `grow_conditional`, of `edges` [A, G, C or 1, C]."""
+    """Return [A, n] path log probabilities that include those of every node of the best tree of
+    `size` nodes, but for its root.
+
+    The tree grows as `ssmlx.model.tree.grow_conditional` does it; `edges` are [A, G, C or 1, C].
+    """
     length, levels, _, count = edges.shape
     scores = np.zeros((length, 1), np.float32)
     slots = np.zeros((length, 1), int)

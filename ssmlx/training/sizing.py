@@ -25,7 +25,7 @@ from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..policy.costs import ROWS
 from ..settings import StreamConfig
-from .answers import Speaker, Text
+from .answers import AnswerRequest, BatchResponder
 from .config import RunOptions, TrainConfig
 from .data import Example, collate
 from .job import stream_config
@@ -70,8 +70,8 @@ StepCosts = Mapping[int, float]
 """Plain calls that a call with n nodes takes, by n."""
 
 
-def stream_training(num_layers: int, **more: Any) -> TrainConfig:
-    """How streams in so many top layers are trained; `more` are other settings."""
+def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
+    """Return how streams in the top `num_layers` layers are trained; `more` are other settings."""
     return TrainConfig(
         num_streams=NUM_STREAMS,
         num_msa_layers=num_layers,
@@ -87,7 +87,12 @@ def stream_training(num_layers: int, **more: Any) -> TrainConfig:
 
 
 def candidate_layers(num_layers: int) -> dict[int, float]:
-    """Numbers of layers that may have streams, and the share of accepted drafts that is left."""
+    """Return the numbers of top layers that may have streams, of `num_layers`.
+
+    Returns:
+        By number of layers, the share of accepted drafts that is left with them; 1 is that of most
+        layers.
+    """
     return {max(1, round(share * num_layers)): kept for share, kept in LAYER_SHARES.items()}
 
 
@@ -100,52 +105,58 @@ def time_candidates(
     seconds: float,
     lora: Loras | None = None,
 ) -> dict[int, StepCosts]:
-    """Time calls with untrained streams: what a call costs does not depend on what they learned.
+    """Time calls with untrained streams in each number of layers that may have some.
 
-    So the costs are those of adapters of the same sizes, too: they go to this machine's table, and
-    where answers have taught it more, that is taken. The base's own table has them besides, for
-    `forecast`.
+    What a call costs does not depend on what the streams have learned. So the costs are written to
+    this machine's cost tables: of adapters of these sizes, where costs that answers have taught are
+    not replaced but returned; and of the base model, for `forecast_speedup`.
 
     Args:
         backbone: the base model, which stays as it is.
         base: its settings, as `read_base` gives them.
         options: of the run.
-        tokens: a text, the beginning of which is decoded behind.
-        seconds: for each candidate.
-        lora: on every row of the model, if there is some.
+        tokens: a text, whose first 128 tokens are the context of the calls.
+        seconds: to spend on each number of layers.
+        lora: on every row of the model; None for no LoRA.
 
     Returns:
-        What calls cost, by the number of layers with streams.
+        By number of layers with streams, the cost of calls by nodes, in plain calls.
     """
     found: dict[int, StepCosts] = {}
     for num_layers in candidate_layers(base["num_hidden_layers"]):
-        train = stream_training(num_layers).sized(base["vocab_size"])
+        train = stream_train_config(num_layers).sized(base["vocab_size"])
         config = stream_config(train, base, options, [])
-        adapter = new_adapter(backbone.twin(), config, train, _any_vocab(train), lora)
+        adapter = new_adapter(
+            backbone.clone_sharing_weights(), config, train, _placeholder_vocab(train), lora
+        )
         model = attach_adapter(backbone, adapter, merge_lora=True)
         text = tokens[:_TIMED_CONTEXT]
         found[num_layers] = seed_costs(model, text, TIMED_SIZES, seconds=seconds)
     learned, _ = learned_of(StreamFusedModel(backbone))
     for num_layers, costs in found.items():
-        learned.costs.seed({(_untrained(num_layers), n): cost for n, cost in costs.items()})
+        learned.costs.seed(
+            {(_untrained_cost_name(num_layers), n): cost for n, cost in costs.items()}
+        )
     learned.keep(at_once=True)
     return found
 
 
-def _untrained(num_layers: int) -> str:
-    """What calls with untrained streams are called in the table of a model without any."""
+def _untrained_cost_name(num_layers: int) -> str:
+    """Return the name under which calls with untrained streams stand in the base model's cost
+    table.
+    """
     return f"untrained streams in {num_layers} layers"
 
 
-def forecast(model: StreamFusedModel) -> float | None:
-    """The speed over plain decoding's that an adapter of `ssmlx.adapt` should bring here.
+def forecast_speedup(model: StreamFusedModel) -> float | None:
+    """Forecast how much faster than plain decoding an adapter of `ssmlx.adapt` would be here.
 
     Args:
         model: without streams.
 
     Returns:
-        That of the best number of layers: by calls with untrained streams, or else by what rows
-        alone cost; None where neither was timed.
+        The speed-up with the best number of layers, by timed calls with untrained streams, or else
+        by the cost of rows alone; None where neither was timed.
     """
     frozen = learned_of(model)[0].costs.frozen(0)
     known = frozen.known
@@ -153,59 +164,77 @@ def forecast(model: StreamFusedModel) -> float | None:
     speeds = []
     depth = len(model.backbone.layers)
     for num_layers, kept in candidate_layers(depth).items():
-        name = _untrained(num_layers)
+        name = _untrained_cost_name(num_layers)
         costs = {n: calls for (one, n), (calls, _) in known.items() if one == name}
         if not costs and rows:
             # Streams go through the top layers in a pass of their own, behind the rows.
             second = num_layers / depth * frozen.calls((ROWS, 1 + NUM_STREAMS)) + _DRAFT_HEAD_COST
             costs = {n: frozen.calls((ROWS, n)) + second for n in rows}
         if costs:
-            speeds.append(_usual_speed(costs, kept))
+            speeds.append(_expected_speedup(costs, kept))
     return max(speeds, default=None)
 
 
-def run_forecast(run: Run) -> float | None:
-    """The speed over plain decoding's that an unfinished run's streams should bring as they are.
+def forecast_run_speedup(run: Run) -> float | None:
+    """Forecast how much faster than plain decoding an unfinished run's streams are as they are now.
 
     Returns:
-        None where none were kept yet.
+        The speed-up at the costs that the run has timed; None where no adapter was written yet, or
+        its files cannot be read.
     """
     try:
         values = read_json(run.adapter / CONFIG_FILE, "the settings of an adapter")
         curve = {int(n): float(tokens) for n, tokens in values["tokens_per_call"].items()}
         costs = {int(n): float(cost) for n, cost in run.plan["step_costs"].items()}
-        return best_tree({n: cost for n, cost in costs.items() if n in curve}, curve)[1]
+        return fastest_tree({n: cost for n, cost in costs.items() if n in curve}, curve)[1]
     except (InputError, KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
 def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
-    """The number of layers with streams that should be fastest by what calls cost."""
+    """Return the number of layers with streams that should be fastest.
+
+    Args:
+        costs: plain calls that a call takes by nodes, by number of layers.
+        num_layers: of the model.
+    """
     kept = candidate_layers(num_layers)
-    return max(costs, key=lambda layers: _usual_speed(costs[layers], kept[layers]))
+    return max(costs, key=lambda layers: _expected_speedup(costs[layers], kept[layers]))
 
 
-def _usual_speed(costs: StepCosts, kept: float) -> float:
-    """Over plain decoding's, with that share of the usual accepted drafts."""
-    return best_tree(costs, {n: 1 + kept * (one - 1) for n, one in _USUAL_TOKENS.items()})[1]
+def _expected_speedup(costs: StepCosts, kept: float) -> float:
+    """Return the speed over plain decoding's of the best tree, if the share `kept` of the usual
+    accepted drafts is accepted.
+    """
+    return fastest_tree(costs, {n: 1 + kept * (one - 1) for n, one in _USUAL_TOKENS.items()})[1]
 
 
-def best_tree(costs: StepCosts, tokens_per_call: Mapping[int, float]) -> tuple[int, float]:
-    """Nodes of the fastest tree, and its speed as a multiple of plain decoding's."""
+def fastest_tree(costs: StepCosts, tokens_per_call: Mapping[int, float]) -> tuple[int, float]:
+    """Return the nodes of the fastest tree, and its speed as a multiple of plain decoding's.
+
+    Args:
+        costs: plain calls that a call takes, by nodes.
+        tokens_per_call: by nodes, for all nodes of `costs`.
+
+    Raises:
+        ValueError: `costs` is empty.
+    """
     speeds = {n: tokens_per_call[n] / cost for n, cost in costs.items()}
     nodes = max(speeds, key=speeds.__getitem__)
     return nodes, speeds[nodes]
 
 
-def _any_vocab(train: TrainConfig) -> np.ndarray | None:
-    """A draft vocabulary of the right size: which tokens it has changes no time."""
+def _placeholder_vocab(train: TrainConfig) -> np.ndarray | None:
+    """Return a draft vocabulary [Vd] of the lowest token ids, as which tokens it has changes no
+    time; None where all tokens are drafted from.
+    """
     size = train.draft_vocab_size
     return np.arange(size, dtype=np.int32) if size else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What was measured here, of real steps on random tokens."""
+    """What was measured here: seconds, batch sizes and memory of answers and training steps."""
 
     answer_tokens_per_second: float  # of all answers that are made at once
     train_seconds_per_token: float  # of learning a token of an answer
@@ -218,17 +247,22 @@ class Rates:
     validate_seconds: float = 0.0  # of a held-out answer each time
 
 
-def memory_here() -> int:
-    """Bytes that may be used."""
+def default_memory_bytes() -> int:
+    """Return 70 % of this machine's memory, in bytes."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(_MEMORY_SHARE * whole)
 
 
-def frozen_dtype(path: Path, settings: Mapping[str, Any], most: int) -> str:
-    """How to hold a folder's weights, as `load_frozen` takes it, in `most` bytes.
+def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most: int) -> str:
+    """Choose how to hold a folder's weights: "auto", unpacked on the CPU, or "stored", packed.
 
-    MLX's CPU backend multiplies packed weights slowly: they are unpacked where two thirds of that
-    are enough for them.
+    MLX's CPU backend multiplies packed weights slowly: they are unpacked where two thirds of `most`
+    bytes are enough for them.
+
+    Args:
+        path: the model's folder.
+        settings: its config.json.
+        most: bytes that may be used.
     """
     bits = (settings.get("quantization") or {}).get("bits", 16)
     stored = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
@@ -239,51 +273,51 @@ def measure_rates(
     backbone: Backbone,
     config: StreamConfig,
     train: TrainConfig,
-    speaker: Speaker,
+    responder: BatchResponder,
     prompt_tokens: int,
     answer_tokens: int,
     most: int,
     lora: Loras | None = None,
 ) -> Rates:
-    """Time some answers, and some training steps, of the longest examples.
+    """Time some answers and some training steps on the longest examples, and choose batch sizes.
 
     Args:
         backbone: the base model, which stays as it is.
         config: of the adapter.
         train: its training.
-        speaker: answers with the same model, `lora` on it.
+        responder: answers with the same model, `lora` on it.
         prompt_tokens: of the longest prompt.
-        answer_tokens: that an answer may have.
+        answer_tokens: of the longest answer.
         most: bytes of memory that may be used.
-        lora: on every row of the model, if there is some.
+        lora: on every row of the model; None for no LoRA.
 
     Raises:
-        InputError: not even one example at a time fits.
+        InputError: not even one example at a time fits into the memory.
     """
     rng = np.random.default_rng(train.seed)
     # Of tokens that streams learn, as nearly all of an answer's are.
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
-    timed = _time_answers(speaker, prompt, answer_tokens, most)
-    twin = backbone.twin()
-    vocab = _any_vocab(train)
+    timed = _measure_answers(responder, prompt, answer_tokens, most)
+    twin = backbone.clone_sharing_weights()
+    vocab = _placeholder_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
     objective = MlxObjective(model, train, vocab)
     trainer = MlxTrainer(objective, 100)
     peaks = {}
     for count in _PROBED:
         batch = collate([Example(tokens, prompt_tokens)] * count, np.arange(count))
-        with _watched() as frozen:
+        with _measure_usage() as frozen:
             states = objective.lower(batch)
-        with _watched() as step:
+        with _measure_usage() as step:
             trainer.advance(batch, states)
         peaks[count] = step.peak
     most_probed = _PROBED[-1]
-    batch_size, for_steps = _largest(_BATCHES, peaks, most, "training")
+    batch_size, for_steps = _largest_fitting(_BATCHES, peaks, most, "training")
     one = collate([Example(tokens, prompt_tokens)], np.arange(1))
     validate = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
-    with _watched() as validated:
+    with _measure_usage() as validated:
         validate()
         validate.curve(TIMED_SIZES)
     return Rates(
@@ -301,6 +335,8 @@ def measure_rates(
 
 @dataclass(frozen=True, kw_only=True)
 class _AnswerTimes:
+    """How fast a model answers, and with how many answers at once."""
+
     at_once: int  # answers
     tokens_per_second: float  # of all these, behind their prompts
     memory: int  # bytes that they take
@@ -308,23 +344,29 @@ class _AnswerTimes:
     call_seconds: float  # of a plain call of one text
 
 
-def _time_answers(
-    speaker: Speaker, prompt: list[int], answer_tokens: int, most: int
+def _measure_answers(
+    responder: BatchResponder, prompt: list[int], answer_tokens: int, most: int
 ) -> _AnswerTimes:
-    list(speaker.answers([Text(0, prompt[-8:])], 2))  # the first calls take longer
+    """Time answers to one prompt, and choose how many fit into `most` bytes at once.
+
+    Raises:
+        InputError: not even one answer at a time fits.
+    """
+    # The first calls take longer.
+    list(responder.iterate_answers([AnswerRequest(0, prompt[-8:])], 2))
     peaks = {}
     seconds = {}
     length = max(1, answer_tokens // 10)
     for count in _PROBED:
-        texts = [Text(number, prompt) for number in range(count)]
-        with _watched() as prompts:
-            list(replace(speaker, batch_size=count).answers(texts, length))
+        texts = [AnswerRequest(number, prompt) for number in range(count)]
+        with _measure_usage() as prompts:
+            list(replace(responder, batch_size=count).iterate_answers(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
-    at_once, memory = _largest(_ANSWERS_AT_ONCE, peaks, most, "answering")
-    texts = [Text(number, prompt[-8:], 1.0) for number in range(at_once)]
-    with _watched() as spent:
-        found = list(replace(speaker, batch_size=at_once).answers(texts, _PROBED_TOKENS))
+    at_once, memory = _largest_fitting(_ANSWERS_AT_ONCE, peaks, most, "answering")
+    texts = [AnswerRequest(number, prompt[-8:], 1.0) for number in range(at_once)]
+    with _measure_usage() as spent:
+        found = list(replace(responder, batch_size=at_once).iterate_answers(texts, _PROBED_TOKENS))
     few, many = _PROBED
     # What texts share is their calls, which take about the same; so the rest is their prompts.
     of_prompt = min(max(0.0, (seconds[many] - seconds[few]) / (many - few)), seconds[few])
@@ -338,14 +380,17 @@ def _time_answers(
 
 
 @dataclass
-class _Spent:
+class _Usage:
+    """Seconds and memory of a block, see `_measure_usage`."""
+
     seconds: float = 0.0
     peak: int = 0  # bytes that were in use at the most
 
 
 @contextmanager
-def _watched() -> Iterator[_Spent]:
-    spent = _Spent()
+def _measure_usage() -> Iterator[_Usage]:
+    """Measure the seconds and the peak memory of a block; they are set at its end."""
+    spent = _Usage()
     start = time.perf_counter()
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -354,10 +399,24 @@ def _watched() -> Iterator[_Spent]:
     spent.peak = mx.get_peak_memory()
 
 
-def _largest(
+def _largest_fitting(
     sizes: Sequence[int], peaks: Mapping[int, int], most: int, what: str
 ) -> tuple[int, int]:
-    """The largest of `sizes` that fits, and its bytes, by those of two others."""
+    """Choose the largest of some batch sizes that fits into memory, by a line through two measured
+    ones.
+
+    Args:
+        sizes: to choose from, the largest first.
+        peaks: measured bytes by batch size, of two.
+        most: bytes that may be used.
+        what: is done in such batches, for the message.
+
+    Returns:
+        The size, and the bytes that it should take.
+
+    Raises:
+        InputError: none fits.
+    """
     (low, few), (high, many) = peaks.items()
     used = {size: int(few + (many - few) * (size - low) / (high - low)) for size in sizes}
     fitting = [size for size in sizes if used[size] <= most]
@@ -372,7 +431,9 @@ def _largest(
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """How much is made in the time that there is."""
+    """How many answers a round makes, how often it trains on them, and how long that should
+    take.
+    """
 
     hours: float  # those of rounds before it among them
     answers: int  # likewise
@@ -385,7 +446,7 @@ class Round:
 
     @property
     def seconds(self) -> float:
-        """Of all that the round makes."""
+        """Of answers, training, validations and the check at the end."""
         return self.answer_seconds + self.train_seconds + self.other_seconds
 
 
@@ -400,18 +461,18 @@ def plan_round(
     check_seconds: float = 0.0,
     spent: float = 0.0,
 ) -> Round:
-    """How many answers, and passes over all, fit into the hours.
+    """Plan how many new answers, and how many passes over all answers, fit into the hours.
 
-    More passes where answers take longer to make.
+    Where answers take longer to make, there are more passes, 1 to 3.
 
     Args:
         hours: in all, those of the rounds before among them.
         rates: as measured.
         prompt_tokens: of a usual prompt.
-        answer_tokens: that an answer may have.
-        before: the round before, if there was one.
+        answer_tokens: of the longest answer.
+        before: the round before; None for the first.
         held_out: answers that each validation replays.
-        check_seconds: what the figures at the end take.
+        check_seconds: of the check at the end.
         spent: seconds that the run has taken so far.
     """
     old = before.answers if before else 0
@@ -444,12 +505,14 @@ def plan_round(
     )
 
 
-def fitted_round(planned: Round, before: Round | None, spent: float) -> Round:
-    """The round with fewer passes where its answers took so long that the hours would not do.
+def shorten_round(planned: Round, before: Round | None, spent: float) -> Round:
+    """Return a round with fewer passes where its answers took so long that the hours would not do.
+
+    Half of the passes are left at least.
 
     Args:
         planned: the round, whose answers are made.
-        before: the round before, if there was one.
+        before: the round before; None for the first.
         spent: seconds that the run has taken so far.
     """
     given = 3600 * (planned.hours - (before.hours if before else 0.0))

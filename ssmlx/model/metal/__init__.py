@@ -13,11 +13,11 @@ its meaning, on the CPU (`tests/metal`); it has not run on an Apple GPU yet.
 from .hook import (
     TreeMask,
     calls_attention,
+    chosen_attention,
     hook_layers,
-    in_use,
     is_available,
     is_on,
-    settle,
+    time_pending_shape,
     trials,
     use,
 )
@@ -25,11 +25,11 @@ from .hook import (
 __all__ = [
     "TreeMask",
     "calls_attention",
+    "chosen_attention",
     "hook_layers",
-    "in_use",
     "is_available",
     "is_on",
-    "settle",
+    "time_pending_shape",
     "trials",
     "use",
 ]

@@ -30,12 +30,13 @@ def is_available() -> bool:
 
 
 def use(attention: Attention) -> None:
-    """Choose what computes the attention of tree and stream rows, from the next step on.
+    """Choose what computes the attention of tree and stream rows, in this process, from the next
+    step on.
 
     Args:
-        attention: "auto", the fused kernel at the shapes where `settle` found it right and clearly
-            faster; "mlx", never; "fused", wherever its head sizes allow. Without Metal, "auto" is
-            "mlx".
+        attention: "auto", the fused kernel at the shapes where `time_pending_shape` found it right
+            and clearly faster; "mlx", never; "fused", wherever its head sizes allow. Without Metal,
+            "auto" is "mlx".
 
     Raises:
         InputError: there is no such choice, or "fused" without Metal.
@@ -51,8 +52,8 @@ def use(attention: Attention) -> None:
     _chosen = attention
 
 
-def in_use() -> Attention:
-    """The last choice."""
+def chosen_attention() -> Attention:
+    """What `use` chose last; "auto" at first."""
     return _chosen
 
 
@@ -85,7 +86,11 @@ class TreeMask:
 
 
 def calls_attention(layers: Iterable[Any]) -> bool:
-    """Whether the `self_attn` of all `layers` calls mlx-lm's function by its usual name."""
+    """Whether the attention of all `layers` can be hooked.
+
+    That is so where the call of each `self_attn` uses mlx-lm's `scaled_dot_product_attention` under
+    that name, as a global of its own file.
+    """
     calls: list[Any] = [type(getattr(layer, "self_attn", None)).__call__ for layer in layers]
     codes = (getattr(call, "__code__", None) for call in calls)
     return all(
@@ -95,9 +100,13 @@ def calls_attention(layers: Iterable[Any]) -> bool:
 
 
 def hook_layers(layers: Iterable[Any]) -> bool:
-    """Let the attention of `layers` take a `TreeMask`; whether all of them can.
+    """Let the attention of `layers` take a `TreeMask`.
 
-    Only layers can that `calls_attention`.
+    The attention function that their modules call is replaced, in place and for good; masks of
+    other kinds go to the original.
+
+    Returns:
+        Whether all layers can: those that `calls_attention`. Nothing is replaced where not.
     """
     layers = list(layers)
     if not calls_attention(layers):
@@ -106,11 +115,13 @@ def hook_layers(layers: Iterable[Any]) -> bool:
         call: Any = type(layer.self_attn).__call__
         original = call.__globals__[_NAME]
         if not hasattr(original, _HOOKED):
-            call.__globals__[_NAME] = _taking_tree_masks(original)
+            call.__globals__[_NAME] = _wrap_attention(original)
     return True
 
 
-def _taking_tree_masks(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """A function like mlx-lm's attention `original`, which also takes a `TreeMask` as its mask."""
+
     @wraps(original)
     def attention(
         queries: mx.array,
@@ -133,20 +144,29 @@ def _taking_tree_masks(original: Callable[..., mx.array]) -> Callable[..., mx.ar
 
 
 def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
-    """How the fused kernel does attention of queries [1, H, R, Dh] over keys [1, Hkv, C + L, Dh].
+    """How the fused kernel is to compute an attention, or that MLX's own is to.
 
-    None where MLX's own is to do it, as it does until `settle` has compared them.
+    Args:
+        queries: [1, H, R, Dh].
+        keys: [1, Hkv, C + L, Dh].
+
+    Returns:
+        The kernel's plan; None for MLX's own attention. With "auto" that is so until
+        `time_pending_shape` has compared both, for which the shape is noted here.
+
+    Raises:
+        InputError: with "fused", a shape or GPU that the kernel cannot do.
     """
     if not is_on():
         return None
     shape = AttentionShape.of(queries.shape, keys.shape, queries.dtype)
     is_auto = _chosen == "auto"
-    (plan, bucket), trial = _planned(shape), Trial(agrees=False)
+    (plan, bucket), trial = _plan_and_bucket(shape), Trial(agrees=False)
     if is_supported(shape):
         if bucket not in _trials and is_auto:
             _wanted.setdefault(bucket, shape)
             return None
-        trial = _trials.get(bucket) or _compare(bucket, shape, plan)
+        trial = _trials.get(bucket) or _record_trial(bucket, shape, plan)
     require(
         trial.agrees or is_auto,
         f"attention=fused, for heads of {shape.head_size} in {shape.dtype}",
@@ -158,28 +178,33 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
 
 # The layers of a step ask for the same.
 @lru_cache(maxsize=16)
-def _planned(shape: AttentionShape) -> tuple[Plan, Bucket]:
+def _plan_and_bucket(shape: AttentionShape) -> tuple[Plan, Bucket]:
+    """The plan of a shape on this chip, and the bucket whose trial speaks for it."""
     plan = make_plan(shape, this_chip())
     return plan, Bucket.of(shape, plan)
 
 
 def trials() -> Mapping[Bucket, Trial]:
-    """What `settle` found."""
+    """What trials found so far, by bucket of shapes."""
     return _trials
 
 
-def settle() -> None:
-    """Compare the kernel with MLX's attention at one shape that steps had since the last time.
+def time_pending_shape() -> None:
+    """Compare the kernel with MLX's attention at one shape that `plan_for` noted; does nothing if
+    none.
 
     For a moment when nobody waits: it takes some 50 ms, and longer where the kernel is compiled.
     """
     if _wanted and is_on():
         bucket, shape = _wanted.popitem()
-        _compare(bucket, shape, _planned(shape)[0])
+        _record_trial(bucket, shape, _plan_and_bucket(shape)[0])
 
 
-def _compare(bucket: Bucket, shape: AttentionShape, plan: Plan) -> Trial:
-    """Remember how a trial ends. After one whose values differ there are no others."""
+def _record_trial(bucket: Bucket, shape: AttentionShape, plan: Plan) -> Trial:
+    """Try the kernel at `shape`, and keep the result for its bucket.
+
+    After one trial whose values differed the kernel is not tried again: the result says so.
+    """
     failed = any(not trial.agrees for trial in _trials.values())
     found = Trial(agrees=False) if failed else try_kernel(shape, plan)
     _trials[bucket] = found

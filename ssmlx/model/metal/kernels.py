@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -94,7 +94,7 @@ _MERGE = """
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry point, as `mx.fast.metal_kernel` takes it."""
+    """A Metal kernel, as `mx.fast.metal_kernel` takes it."""
 
     name: str
     inputs: tuple[str, ...]
@@ -103,8 +103,11 @@ class Kernel:
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are three kernels, for good)
     def build(self) -> Callable[..., list[mx.array]]:
-        """MLX's callable; keys and values are read where they lie, without a copy."""
-        built: Any = mx.fast.metal_kernel(
+        """MLX's callable for the kernel, kept.
+
+        Keys and values are read where they lie: arrays need not be contiguous.
+        """
+        built = mx.fast.metal_kernel(
             name=self.name,
             input_names=self.inputs,
             output_names=self.outputs,
@@ -112,7 +115,7 @@ class Kernel:
             header=FUNCTIONS.read_text(encoding="utf-8"),
             ensure_row_contiguous=False,
         )
-        return built  # type: ignore[no-any-return]
+        return cast("Callable[..., list[mx.array]]", built)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +146,13 @@ def run_on_metal(kernel: Kernel, call: Call) -> list[mx.array]:
 
 
 def pack_bits(visible: mx.array) -> mx.array:
-    """[R, W] uint32 words: bit j of word w is set where a row sees column 32 * w + j.
+    """A mask as bits: bit j of word w is set where a row sees key 32 * w + j.
 
-    Columns beyond the C of `visible` [R, C] are committed tokens, which every row sees.
+    Args:
+        visible: [R, C] bool; keys behind the first C are committed tokens, which every row sees.
+
+    Returns:
+        [R, W] uint32; bits behind the first C are set.
     """
     rows, columns = visible.shape
     words = max(ceil_div(columns, TILE_KEYS), ceil_div(_MIN_WORDS, rows))
@@ -174,7 +181,7 @@ def attend(
             `bits` says, and all the others.
         bits: [R, W] uint32, `pack_bits`.
         scale: of the scores.
-        run: what runs the kernels; Metal unless told.
+        run: what runs the kernels; Metal unless given.
     """
     run = run or run_on_metal
     dtype, (_, num_heads, num_rows, head_size) = queries.dtype, queries.shape

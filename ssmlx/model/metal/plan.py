@@ -47,7 +47,16 @@ class AttentionShape:
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], dtype: mx.Dtype) -> AttentionShape:
-        """The sizes of queries [1, H, R, Dh] over keys [1, Hkv, C + L, Dh]."""
+        """The sizes of an attention, of the shapes of its arrays.
+
+        Args:
+            queries: (1, H, R, Dh).
+            keys: (1, Hkv, C + L, Dh).
+            dtype: of the arrays.
+
+        Raises:
+            ValueError: a size is 0, or H is no multiple of Hkv.
+        """
         _, heads, rows, head_size = queries
         _, kv_heads, num_keys, _ = keys
         return cls(rows, heads, kv_heads, num_keys, head_size, dtype)
@@ -71,7 +80,7 @@ class Chip:
 
     @classmethod
     def of(cls, architecture: str) -> Chip:
-        """Read Metal's name; an unknown one counts as a base chip."""
+        """The chip of Metal's name `architecture`; an unknown one counts as a base chip."""
         found = re.fullmatch(r"applegpu_g\d+([a-z])", architecture)
         return cls(size=found[1] if found else "g")
 
@@ -101,7 +110,10 @@ class Plan:
 
 
 def make_plan(shape: AttentionShape, chip: Chip) -> Plan:
-    """Divide rows evenly, and keys as far as the GPU has room for more threadgroups."""
+    """Divide an attention's work over threadgroups.
+
+    Rows are divided evenly, keys as far as the GPU has room for more threadgroups.
+    """
     two = shape.head_size <= MAX_HEAD_SIZE_OF_TWO_BLOCKS
     blocks = 2 if two and shape.queries > MAX_SIMDGROUPS * BLOCK_ROWS else 1
     needed = ceil_div(shape.queries, BLOCK_ROWS * blocks)
@@ -115,15 +127,18 @@ def make_plan(shape: AttentionShape, chip: Chip) -> Plan:
 
 
 def is_supported(shape: AttentionShape) -> bool:
-    """Whether the fused kernel can do it: head sizes are multiples of 8 up to 128."""
+    """Whether the fused kernel can do a shape: head sizes are multiples of 8 up to 128, in
+    `DTYPES`.
+    """
     size = shape.head_size
     return size % BLOCK_ROWS == 0 and size <= MAX_HEAD_SIZE and shape.dtype in DTYPES
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Shapes that one trial speaks for: rows and keys up to the same power of 2, and the same
-    kernels."""
+    """The shapes that one trial speaks for: rows and keys up to the same power of 2, and the same
+    kernels.
+    """
 
     largest: AttentionShape
     blocks: int
@@ -131,7 +146,7 @@ class Bucket:
 
     @classmethod
     def of(cls, shape: AttentionShape, plan: Plan) -> Bucket:
-        """That of a shape and its plan."""
+        """The bucket of a shape and its plan."""
         rows, keys = (1 << (size - 1).bit_length() for size in (shape.rows, shape.keys))
         return cls(replace(shape, rows=rows, keys=keys), plan.blocks, plan.splits > 1)
 

@@ -24,15 +24,15 @@ _ROWS_IN_A_CALL = 32_768  # keys that a timed call reads, in one attention or in
 # Largest differences from MLX's attention of normally distributed values.
 _TOLERANCES = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 
-Side = tuple[mx.array, mx.array]
+KeyValues = tuple[mx.array, mx.array]
 """Keys and values [1, Hkv, keys, Dh] of a layer."""
-Way = Callable[[mx.array, mx.array, mx.array], mx.array]
-"""Attention of queries [1, H, R, Dh] over a side."""
+AttentionFunction = Callable[[mx.array, mx.array, mx.array], mx.array]
+"""Attention of queries [1, H, R, Dh] over a layer's keys and values."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of one."""
+    """The result of a comparison of the kernel with MLX's own attention."""
 
     agrees: bool
     gain: float = 0.0  # times MLX's speed
@@ -44,7 +44,7 @@ class Trial:
         return self.agrees and self.gain >= MIN_GAIN
 
 
-def make_inputs(shape: AttentionShape) -> tuple[mx.array, Side, mx.array]:
+def make_inputs(shape: AttentionShape) -> tuple[mx.array, KeyValues, mx.array]:
     """Random inputs, evaluated; the cache has room in front and behind, as a real one.
 
     Returns:
@@ -63,8 +63,18 @@ def make_inputs(shape: AttentionShape) -> tuple[mx.array, Side, mx.array]:
     return queries, (cache[:1, :, used], cache[1:, :, used]), visible
 
 
-def both_ways(shape: AttentionShape, visible: mx.array, plan: Plan) -> tuple[Way, Way]:
-    """MLX's and the kernel's; masks are made beforehand, as once for all layers of a step."""
+def make_attentions(
+    shape: AttentionShape, visible: mx.array, plan: Plan
+) -> tuple[AttentionFunction, AttentionFunction]:
+    """MLX's attention and the kernel's, for inputs of one shape.
+
+    Masks are made here, as once for all layers of a step.
+
+    Args:
+        shape: of the inputs.
+        visible: [R, C] bool, which row sees which of the first C keys.
+        plan: how the kernel divides its work.
+    """
     scale = shape.head_size**-0.5
     committed = mx.ones((shape.rows, shape.keys - visible.shape[1]), mx.bool_)
     mask = mx.concatenate([visible, committed], axis=1)
@@ -76,25 +86,33 @@ def both_ways(shape: AttentionShape, visible: mx.array, plan: Plan) -> tuple[Way
     )
 
 
-def through(queries: mx.array, sides: list[Side], way: Way) -> mx.array:
-    """The output of layers one after the other, each fed by the one before."""
-    for keys, values in sides:
+def run_layers(queries: mx.array, key_values: list[KeyValues], way: AttentionFunction) -> mx.array:
+    """The output of layers that run one after the other, each on the output of the one before."""
+    for keys, values in key_values:
         queries = way(queries, keys, values)
     return queries
 
 
 def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
-    """Compare them, at first in values: the kernel was tested for meaning, not on every GPU and
-    compiler, and nobody's text may depend on that.
+    """Compare the kernel with MLX's attention: first their values, then their speed.
 
-    Both are timed in turns, and the best of each counts. What a GPU still does is waited for.
+    The kernel was tested for meaning, not on every GPU and compiler, and nobody's text may depend
+    on that. Both are timed by turns, and the best time of each counts.
+
+    Args:
+        shape: of the random inputs.
+        plan: how the kernel divides its work.
+
+    Returns:
+        What was found; where values differ or the kernel fails, `agrees` is False and a warning is
+        logged.
     """
-    queries, side, visible = make_inputs(shape)
-    theirs, ours = both_ways(shape, visible, plan)
-    expected = theirs(queries, *side)
+    queries, layer_key_values, visible = make_inputs(shape)
+    theirs, ours = make_attentions(shape, visible, plan)
+    expected = theirs(queries, *layer_key_values)
     mx.eval(expected)
     try:
-        gap = to_float(mx.abs(ours(queries, *side) - expected).max().astype(mx.float32))
+        gap = to_float(mx.abs(ours(queries, *layer_key_values) - expected).max().astype(mx.float32))
         reason = f"differs from MLX's by {gap:.2g}"
     except (RuntimeError, ValueError) as error:
         gap = math.inf
@@ -102,14 +120,14 @@ def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
     if not gap <= _TOLERANCES[shape.dtype]:  # nor where it is no number
         logging.getLogger("ssmlx").warning("the fused attention kernel %s; MLX's is used", reason)
         return Trial(agrees=False)
-    sides = [side] * max(1, min(8, _ROWS_IN_A_CALL // shape.keys))
+    key_values = [layer_key_values] * max(1, min(8, _ROWS_IN_A_CALL // shape.keys))
     best = [math.inf, math.inf]
     turn = 0
     began = clock()
     while turn < TURNS or clock() - began < MAX_SECONDS:
         for index, way in enumerate((theirs, ours)):
             started = clock()
-            mx.eval(through(queries, sides, way))
+            mx.eval(run_layers(queries, key_values, way))
             best[index] = min(best[index], clock() - started)
         turn += 1
-    return Trial(agrees=True, gain=best[0] / best[1], seconds=best[0] / len(sides))
+    return Trial(agrees=True, gain=best[0] / best[1], seconds=best[0] / len(key_values))

@@ -13,15 +13,16 @@ ADAPTERS = (CHAT, "sql", "e2e")
 MAX_TOKENS = 1024
 
 
-class ChatApp(toga.App):
-    """The engine is loaded and closed off the thread that draws; answers are read on it."""
+class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which has the types
+    """The window. Its thread reads answers; other threads load and close the engine."""
 
     engine: ssmlx.Engine | None = None
     _loading: asyncio.Task[ssmlx.Engine] | None = None
-    _answer: ssmlx.Answer | None = None
+    _answer: ssmlx.Answer[ssmlx.GenerationResponse] | None = None
     _is_closing = False
 
     def startup(self) -> None:
+        """Build the window."""
         self.adapter = toga.Selection(items=ADAPTERS)
         self.text = toga.MultilineTextInput(readonly=True, flex=1)
         self.question = toga.TextInput(placeholder="Ask", on_confirm=self.ask, flex=1)
@@ -35,7 +36,7 @@ class ChatApp(toga.App):
         self.main_window.show()
 
     async def on_running(self) -> None:
-        """Load the model, once the window is there."""
+        """Load the model once the window is shown; an error becomes the status line."""
         self._loading = asyncio.create_task(asyncio.to_thread(self._load))
         try:
             self.engine = await self._loading
@@ -52,14 +53,18 @@ class ChatApp(toga.App):
         return ssmlx.Engine(MODEL, ADAPTERS, cache_dir=cache, progress=self._tell)
 
     def _tell(self, done: int, total: int) -> None:
-        """Show how far a download is, from its thread; stop it once the window is closed."""
+        """Show the progress of a download; called on the thread that loads.
+
+        Raises:
+            InputError: the window was closed, which ends the download.
+        """
         if self._is_closing:
             raise ssmlx.InputError("the window is closed", expected="it open", do="start again")
         text = f"Downloading the model: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
         self.loop.call_soon_threadsafe(setattr, self.status, "text", text)
 
     async def ask(self, widget: toga.Widget) -> None:
-        """Stream the answer to the question into the window."""
+        """Show the question and its answer as it comes; one at a time."""
         question = self.question.value.strip()
         if question and self.ask_button.enabled:
             self.question.value = ""
@@ -75,6 +80,7 @@ class ChatApp(toga.App):
             self.ask_button.enabled = True
 
     async def _show_answer(self, question: str) -> None:
+        """Read the answer's segments into the window."""
         self._answer = await asyncio.to_thread(self._start, question, self.adapter.value)
         self.stop_button.enabled = True
         async for segment in self._answer:
@@ -82,19 +88,20 @@ class ChatApp(toga.App):
             speed = f"{segment.generation_tps:.0f} tokens/s"
             self.status.text = f"{speed}, {segment.tokens_per_call:.1f} tokens per call"
 
-    def _start(self, question: str, adapter: str) -> ssmlx.Answer:
+    def _start(self, question: str, adapter: str) -> ssmlx.Answer[ssmlx.GenerationResponse]:
+        """Begin the answer: a turn of the chat, or a single question to another adapter."""
         assert self.engine is not None
         if adapter == CHAT:  # a conversation; the other adapters know of single questions
             return self.chat.reply(question)
         return self.engine.stream(question, adapter=adapter, max_tokens=MAX_TOKENS)
 
     def stop(self, widget: toga.Widget) -> None:
-        """Stop the answer; what there is of it stays."""
+        """Stop the running answer, if any; its text so far stays."""
         if self._answer is not None:
             self._answer.cancel()
 
     async def on_exit(self) -> bool:
-        """Close the engine with the window."""
+        """Wait for a running load, then close the engine; the window may close."""
         self._is_closing = True
         if self._loading is not None:
             await asyncio.wait([self._loading])

@@ -1,4 +1,4 @@
-"""What a request asks for, whatever API it came by, and the parts that an answer is told in."""
+"""A request of any API, the parts of its answer, and checks of a request's fields."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from ..settings import Allowed, GenerateConfig
 Body = Mapping[str, Any]
 """A request's JSON object."""
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-"""What JSON calls the types that `typed` checks."""
+"""What JSON calls the types that `read_typed` checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What a request asks for, checked as far as that goes without a model."""
+class AnswerRequest:
+    """A request of any API, its fields checked as far as they can be without a model."""
 
     model: str = ""  # as the request named it; "" for the server's own
     question: str | list[int] | list[Message]  # a prompt as it stands, or the turns of a chat
@@ -44,13 +44,13 @@ class Ask:
 
     @property
     def num_answers(self) -> int:
-        """Choices of all prompts together."""
+        """How many answers the request wants: `choices` for each of its prompts."""
         return self.choices * (1 + len(self.others))
 
 
 @dataclass(frozen=True)
-class Text:
-    """What one target call brought of an answer's text."""
+class TextPart:
+    """A piece of an answer's text, from one target call; it may be empty."""
 
     text: str
     tokens: int = 0
@@ -58,13 +58,13 @@ class Text:
     choice: int = 0  # what it is a part of
 
 
-class Reasoning(Text):
-    """What one target call brought of what a model thinks before it answers."""
+class ReasoningPart(TextPart):
+    """A piece of what a model thinks before it answers, from one target call."""
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A call, whole; its text is its arguments, an object's JSON."""
+class ToolCallPart:
+    """A whole call of a tool. `text` has its arguments, as the JSON text of an object."""
 
     id: str
     name: str
@@ -73,8 +73,8 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class End:
-    """A choice is over."""
+class ChoiceEnd:
+    """The last part of a choice: why it ended, and its last response."""
 
     reason: Literal["stop", "length", "tool_calls"]
     last: GenerationResponse  # its last segment
@@ -83,13 +83,13 @@ class End:
 
     @property
     def right(self) -> int:
-        """Tokens of what the request foretold that were drafted and accepted."""
+        """How many tokens of the request's `prediction` were drafted and accepted."""
         drafts = self.last.drafts.get(EXPECTED)
         return min(drafts.accepted, self.predicted) if drafts else 0
 
     @property
     def timings(self) -> dict[str, Any]:
-        """What the choice took, by llama.cpp's names where it has them."""
+        """Tokens, milliseconds and target calls of the choice, as llama.cpp's server names them."""
         last = self.last
         return {
             "cache_n": last.cached_tokens,
@@ -107,14 +107,14 @@ class End:
 
 @dataclass(frozen=True)
 class Waiting:
-    """An answer was begun, or nothing was heard of it for a while."""
+    """No part of an answer: the answer has begun, or no part has come for a while."""
 
     done: int = 0  # tokens of the prompts that were processed
     total: int = 0
 
 
-Part = Text | ToolCall | End
-Heard = Part | Waiting
+Part = TextPart | ToolCallPart | ChoiceEnd
+StreamItem = Part | Waiting
 Event = tuple[str | None, Mapping[str, Any] | str]
 """The name of a server-sent event, if it has one, and its data: an object, or a text as it is."""
 
@@ -142,7 +142,15 @@ class RequestError(InputError):
         self.details = details
 
     def renamed(self, names: Mapping[str, str]) -> "RequestError":
-        """The same by the name that another API has for the field, if it has one."""
+        """The same error for another API's name of the field.
+
+        Args:
+            names: the other API's names, by this error's. Names that it lacks stay.
+
+        Returns:
+            A new error, whose `found` begins with the new name where this one's begins with the
+            old.
+        """
         param = names.get(self.param or "", self.param)
         found = self.found
         if param and self.param and found.startswith(self.param):
@@ -150,8 +158,8 @@ class RequestError(InputError):
         return RequestError(param, found, self.expected, self.do, self.details)
 
 
-class Refusal(HTTPException):
-    """A status with the fields of an error object that OpenAI's and Anthropic's clients read."""
+class DetailedHTTPException(HTTPException):
+    """An HTTP error that also has the fields of OpenAI's and Anthropic's error objects."""
 
     def __init__(
         self,
@@ -169,47 +177,81 @@ class Refusal(HTTPException):
         self.details = details
 
 
-def check(ok: bool, found: str, expected: str, param: str | None = None) -> None:
-    """Raise a `RequestError` of a field, `param`, unless `ok`."""
+def check_field(ok: bool, found: str, expected: str, param: str | None = None) -> None:
+    """Raise a `RequestError` for the field `param` if `ok` is false."""
     if not ok:
         raise RequestError(param, found, expected)
 
 
-def checked(name: str, value: Any, allowed: Allowed, *, whole: bool) -> Any:
-    """A field's number, which is within its bounds or absent."""
+def checked_number(name: str, value: Any, allowed: Allowed, *, whole: bool) -> Any:
+    """Return a field's number, or None where it is absent.
+
+    Args:
+        name: the field, for the message.
+        value: what the request has for it.
+        allowed: the bounds of the number.
+        whole: whether it has to be a whole number.
+
+    Raises:
+        RequestError: it is no number, or out of bounds.
+    """
     ok = value is None or allowed.holds(value, whole=whole)
     kind = "a whole number, " if whole else ""
-    check(ok, f"{name} is {quoted(value)}", kind + allowed.text(), name)
+    check_field(ok, f"{name} is {quoted(value)}", kind + allowed.text(), name)
     return value
 
 
-def number(body: Body, name: str, least: float, most: float) -> Any:
-    """A number of a request's body, a whole one if `least` is; None where it is absent or null."""
+def read_number(body: Body, name: str, least: float, most: float) -> Any:
+    """Return a field's number, or None where the field is absent or null.
+
+    It has to be a whole number if `least` is an `int`.
+
+    Raises:
+        RequestError: it is no such number, or not from `least` to `most`.
+    """
     whole = isinstance(least, int)
-    return checked(name, body.get(name), Allowed(least=least, most=most), whole=whole)
+    return checked_number(name, body.get(name), Allowed(least=least, most=most), whole=whole)
 
 
-def typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
-    """A value of one JSON type of a request's body; `default` where it is absent or null."""
+def read_typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
+    """Return a field's value, or `default` where the field is absent or null.
+
+    Args:
+        body: the request.
+        name: the field.
+        kind: dict, list, str or bool, the type that it has to have.
+        default: what to return for an absent field.
+
+    Raises:
+        RequestError: the value has another type.
+    """
     value = body.get(name)
     ok = value is None or isinstance(value, kind)
-    check(ok, f"{name} is {quoted(value)}", _KINDS[kind], name)
+    check_field(ok, f"{name} is {quoted(value)}", _KINDS[kind], name)
     return default if value is None else value
 
 
-def parts_of(content: Any, name: str = "content") -> list[Any]:
-    """Objects; a text stands for one of type text."""
+def content_parts(content: Any, name: str = "content") -> list[Any]:
+    """Return a list of objects; a text becomes one object of type `text`.
+
+    Raises:
+        RequestError: `content` is neither a text nor a list of objects. `name` is the field.
+    """
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     ok = isinstance(parts, list) and all(isinstance(one, dict) for one in parts)
-    check(ok, f"{name} is {quoted(content)}", "a text, or a list of objects", name)
+    check_field(ok, f"{name} is {quoted(content)}", "a text, or a list of objects", name)
     return parts
 
 
-def text_of(content: Any) -> str:
-    """What a text says, or parts that are texts."""
-    parts = parts_of(content)
+def content_text(content: Any) -> str:
+    """Return the text of a `content` field: the text itself, or those of its parts, joined.
+
+    Raises:
+        RequestError: a part is no text.
+    """
+    parts = content_parts(content)
     kinds = ["text", "input_text", "output_text", "reasoning_text"]
     for part in parts:
         ok = part.get("type") in kinds and isinstance(part.get("text"), str)
-        check(ok, f"content has {quoted(part)}", "text", "content")
+        check_field(ok, f"content has {quoted(part)}", "text", "content")
     return "".join(part["text"] for part in parts)

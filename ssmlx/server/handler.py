@@ -1,4 +1,4 @@
-"""From what is asked to the parts of an answer: so many at once, the others in their order."""
+"""Answers requests with an engine: a bounded number at once, the others wait in their order."""
 
 import asyncio
 import time
@@ -19,15 +19,15 @@ from ..generation.pool import MemoryPool
 from ..generation.scoring import ScoredPrompt
 from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig, check_settings, setting
-from .asks import Ask, Heard, Refusal, Text, Waiting
 from .choices import Choice
+from .concurrency import AnswerSlots, PromptProgress, RequestSlots, merge_answers
 from .prompts import AGAIN, STOPPED, PromptReader
-from .together import OwnPlaces, Places, PromptProgress, read_together
+from .requests import AnswerRequest, DetailedHTTPException, StreamItem, TextPart, Waiting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one server does at most."""
+    """Bounds of one server: open answers, waiting requests, seconds and bytes."""
 
     open: int = setting(8, least=1, option="--max-open")  # answers at once
     waiting: int = setting(64, least=0, option="--max-waiting")  # requests that wait for that
@@ -42,7 +42,7 @@ class Limits:
 
 
 class Metrics:
-    """One server's counts: numbers alone, of all users together."""
+    """The Prometheus counters of one server, over all users."""
 
     def __init__(self) -> None:
         own = self.registry = CollectorRegistry()
@@ -54,13 +54,13 @@ class Metrics:
         self._counts = Counter("ssmlx_tokens", "Tokens, and target calls.", ["kind"], registry=own)
 
     def watch(self, pool: MemoryPool) -> None:
-        """Tell what texts take: of running answers, of what is kept, and at most."""
+        """Report a pool's bytes from now on: of running answers, of kept prompts, and the limit."""
         self._memory.labels("running").set_function(lambda: pool.running)
         self._memory.labels("kept").set_function(lambda: pool.kept)
         self._memory.labels("limit").set_function(lambda: pool.limit)
 
     def add(self, last: GenerationResponse) -> None:
-        """Count an answer, of its last segment."""
+        """Count an answer's tokens, target calls and seconds of prefill, by its last response."""
         self._prefill.observe(last.prefill_seconds)
         self._counts.labels("prompt").inc(last.prompt_tokens)
         self._counts.labels("cached").inc(last.cached_tokens)
@@ -69,8 +69,8 @@ class Metrics:
 
 
 @dataclass(eq=False)
-class Answering:
-    """Answers what is asked, by an engine."""
+class RequestHandler:
+    """Answers requests with one engine, at most `limits.open` answers at once."""
 
     engine: Engine
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
@@ -87,17 +87,24 @@ class Answering:
         self.reader = PromptReader(self.engine, self.models, self.template_args)
         self.metrics = Metrics()
         self.metrics.watch(self.engine.memory_pool)
-        self._places = Places(self.limits.open, self.metrics.open)
+        self._slots = AnswerSlots(self.limits.open, self.metrics.open)
         self._waiting = 0
 
     def close(self) -> None:
-        """Cancel what is open, keep the prompts where they are kept on disk, free the memory."""
+        """Cancel open answers, write prompts that are kept on disk, free the engine's memory."""
         self.engine.close()
         for one in self.prompts:
             one.close()
 
-    def named(self, ask: Ask) -> Ask:
-        """With the name of a model; the first one where the request has none, or may have any."""
+    def named(self, ask: AnswerRequest) -> AnswerRequest:
+        """Return the request with a known model's name.
+
+        A request without a name gets the first model; so does one with an unknown name if
+        `any_model`.
+
+        Raises:
+            HTTPException: the model is unknown (404).
+        """
         first = next(iter(self.models))
         name = ask.model or first
         if self.any_model and name not in self.models:
@@ -107,14 +114,15 @@ class Answering:
         return replace(ask, model=name)
 
     def unknown_model(self, name: str) -> HTTPException:
+        """Make the 404 error for an unknown model; it lists the known ones."""
         found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
-        return Refusal(404, found, param="model", code="model_not_found")
+        return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
-    def prepared(self, ask: Ask) -> tuple[list[int], GenerateConfig]:
-        """The prompt's tokens, and how to answer it."""
-        return self.reader.prepared(ask)
+    def prepare(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
+        """Return the tokens of the request's first prompt, and its settings with a seed."""
+        return self.reader.prepare(ask)
 
-    async def parts(self, ask: Ask, user: int = 0) -> AsyncGenerator[Heard]:
+    async def parts(self, ask: AnswerRequest, user: int = 0) -> AsyncGenerator[StreamItem]:
         """The parts of all choices as they come; to close the generator cancels them.
 
         Before anything else comes `Waiting`, once it is known that the request can be followed.
@@ -124,8 +132,8 @@ class Answering:
             NoRoomError: there is no memory for it.
             HTTPException: too many others wait.
         """
-        await self._admit()
-        places = OwnPlaces(self._places)
+        await self._take_first_slot()
+        slots = RequestSlots(self._slots)
         progress = PromptProgress()
         try:
             prompts, config = await asyncio.to_thread(self.reader.read, ask)
@@ -135,27 +143,36 @@ class Answering:
                 Choice(ask, number, prompt, config, tokenizer, user)
                 for number, prompt in enumerate(own)
             ]
-            answers = [self._answer(one, places, progress.of(one.number)) for one in choices]
-            async with aclosing(read_together(answers, self.limits.silence, progress)) as parts:
+            answers = [self._answer(one, slots, progress.of(one.number)) for one in choices]
+            async with aclosing(merge_answers(answers, self.limits.silence, progress)) as parts:
                 async for part in parts:
                     yield part
         finally:
-            places.close()
+            slots.close()
 
     async def _answer(
-        self, choice: Choice, places: OwnPlaces, progress: Progress
-    ) -> AsyncGenerator[Heard]:
-        """The parts of one choice. The first one of a prompt processes it for the others."""
+        self, choice: Choice, slots: RequestSlots, progress: Progress
+    ) -> AsyncGenerator[StreamItem]:
+        """Yield the parts of one choice.
+
+        A choice waits until the first choice of the same prompt has processed that prompt, so that
+        it finds it in the prompt cache. It then waits for a slot.
+
+        Raises:
+            HTTPException: the server is being stopped (503).
+        """
         prompt = choice.prompt
         if not choice.is_first:
             await prompt.is_read.wait()
         try:
-            async with places.one():
+            async with slots.one():
                 if choice.ask.echoes:
-                    yield await self._echo(choice, progress)
-                last = None if choice.ask.writes else prompt.unanswered()
+                    yield await self._prompt_text(choice, progress)
+                last = None if choice.ask.writes else prompt.empty_answer()
                 if choice.ask.writes:
-                    async with await asyncio.to_thread(self._begun, choice, progress) as answer:
+                    async with await asyncio.to_thread(
+                        self._open_answer, choice, progress
+                    ) as answer:
                         if choice.number == 0:
                             yield Waiting()
                         async for last in answer:
@@ -164,42 +181,57 @@ class Answering:
                                 yield part
                 if last is None or last.finish_reason is None:
                     raise STOPPED
-                last = choice.whole(last)
+                last = choice.with_scoring_time(last)
                 self.metrics.add(last)
-                for part in choice.end(last):
+                for part in choice.finish(last):
                     yield part
         finally:
             prompt.is_read.set()
 
-    async def _echo(self, choice: Choice, progress: Progress) -> Text:
-        """The prompt, as what its answer begins with; scored where log probabilities are wanted."""
+    async def _prompt_text(self, choice: Choice, progress: Progress) -> TextPart:
+        """Return the prompt as the first part of a choice that echoes it.
+
+        Where log probabilities are wanted, the prompt is scored first, once for all of its choices.
+
+        Raises:
+            HTTPException: the server is being stopped (503).
+        """
         prompt = choice.prompt
         if choice.config.logprobs is not None and prompt.logprobs is None:
             started = time.perf_counter()
-            async with await asyncio.to_thread(self._scoring, choice, progress) as answer:
+            async with await asyncio.to_thread(self._open_scoring, choice, progress) as answer:
                 scored = [one async for one in answer]
             if not scored:
                 raise STOPPED
             prompt.logprobs = await asyncio.to_thread(self.reader.scored, prompt, scored[0])
             prompt.seconds = time.perf_counter() - started
-        return Text(prompt.text, 0, prompt.logprobs, choice.number)
+        return TextPart(prompt.text, 0, prompt.logprobs, choice.number)
 
-    async def _admit(self) -> None:
-        """Take the place of a request's first answer; requests are let in as they came."""
-        if self._places.is_full and self._waiting >= self.limits.waiting:
+    async def _take_first_slot(self) -> None:
+        """Wait for the slot of a request's first answer, first come, first served.
+
+        Raises:
+            HTTPException: too many requests wait, or none ended within `limits.wait` seconds (503).
+        """
+        if self._slots.is_full and self._waiting >= self.limits.waiting:
             raise HTTPException(503, "too many requests wait already; try again later", AGAIN)
         self._waiting += 1
         try:
             with self.metrics.waiting.track_inprogress():
                 async with asyncio.timeout(self.limits.wait):
-                    await self._places.take()
+                    await self._slots.take()
         except TimeoutError as error:
             raise HTTPException(503, "no answer ended in time; try again later", AGAIN) from error
         finally:
             self._waiting -= 1
 
-    def _begun(self, choice: Choice, progress: Progress) -> Answer[GenerationResponse]:
-        """The segments of a choice."""
+    def _open_answer(self, choice: Choice, progress: Progress) -> Answer[GenerationResponse]:
+        """Begin a choice's answer in the engine.
+
+        Raises:
+            HTTPException: the server is being stopped.
+            InputError, NoRoomError: the engine refuses it.
+        """
         self.reader.check_open()
         ask = choice.ask
         return self.engine.stream(
@@ -214,8 +246,11 @@ class Answering:
             joins_prompt=ask.continues or not ask.is_chat,
         )
 
-    def _scoring(self, choice: Choice, progress: Progress) -> Answer[ScoredPrompt]:
-        """A choice's prompt as the model sees it; kept where something is written behind it."""
+    def _open_scoring(self, choice: Choice, progress: Progress) -> Answer[ScoredPrompt]:
+        """Begin to score a choice's prompt: the log probability of each of its tokens.
+
+        The processed prompt goes into the prompt cache if the choice generates tokens after it.
+        """
         self.reader.check_open()
         return self.engine.score(
             choice.prompt.tokens,

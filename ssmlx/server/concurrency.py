@@ -1,4 +1,4 @@
-"""The answers of one request, which are read at once: several prompts, and choices of each."""
+"""Slots for open answers, and the answers of one request merged into one stream of parts."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -6,11 +6,11 @@ from contextlib import aclosing, asynccontextmanager
 
 from prometheus_client import Gauge
 
-from .asks import Heard, Waiting
+from .requests import StreamItem, Waiting
 
 
-class Places:
-    """Where answers may be open, so many at once over all requests."""
+class AnswerSlots:
+    """A semaphore for open answers, over all requests, whose count a gauge shows."""
 
     def __init__(self, count: int, gauge: Gauge) -> None:
         self._free = asyncio.Semaphore(count)
@@ -22,55 +22,59 @@ class Places:
         return self._free.locked()
 
     async def take(self) -> None:
-        """Wait for a place; those who wait get one as they came."""
+        """Wait for a slot, first come, first served."""
         await self._free.acquire()
         self._gauge.inc()
 
     def give_back(self) -> None:
+        """Free a slot that was taken."""
         self._gauge.dec()
         self._free.release()
 
 
-class OwnPlaces:
-    """The places of one request: the one with which it was let in, then others as they get free.
+class RequestSlots:
+    """The slots of one request: the one that it was admitted with, then others as they get free.
 
-    One answer of a request waits for a place at a time, so that many of them keep no other request
-    from its first one.
+    One answer of a request waits for a slot at a time. So a request of many answers does not keep
+    another request from its first slot.
     """
 
-    def __init__(self, places: Places) -> None:
-        """`places`, one of which was taken for the request."""
-        self._places = places
+    def __init__(self, slots: AnswerSlots) -> None:
+        """Args:
+        slots: those of the server, one of which was already taken for this request.
+        """
+        self._slots = slots
         self._has_first = True
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
-        """A place for an answer."""
+        """Hold one slot inside the block; waits for it first."""
         async with self._turn:
             if not self._has_first:
-                await self._places.take()
+                await self._slots.take()
             self._has_first = False
         try:
             yield
         finally:
-            self._places.give_back()
+            self._slots.give_back()
 
     def close(self) -> None:
         """Give the first place back, if no answer came for it."""
         if self._has_first:
-            self._places.give_back()
+            self._slots.give_back()
         self._has_first = False
 
 
 class PromptProgress:
-    """How much of the prompts of a request's answers is processed."""
+    """How many prompt tokens of a request's answers are processed."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
 
     def of(self, number: int) -> Callable[[int, int], None]:
-        """What the answer of such a number tells its progress."""
+        """Return the progress callback, called with (tokens done, tokens in all), of answer
+        `number`."""
 
         def tell(done: int, total: int) -> None:
             self._counts[number] = done, total
@@ -78,20 +82,28 @@ class PromptProgress:
         return tell
 
     def waiting(self) -> Waiting:
+        """The sums over all answers, as a `Waiting`."""
         counts = self._counts.values()
         return Waiting(sum(done for done, _ in counts), sum(total for _, total in counts))
 
 
-async def read_together(
-    answers: Sequence[AsyncGenerator[Heard]], silence: float, progress: PromptProgress
-) -> AsyncGenerator[Heard]:
-    """The parts of all answers as they come, and `Waiting` by `progress` after each `silence`, the
-    seconds in which none of them had a part.
+async def merge_answers(
+    answers: Sequence[AsyncGenerator[StreamItem]], silence: float, progress: PromptProgress
+) -> AsyncGenerator[StreamItem]:
+    """Yield the parts of several answers as they come.
 
-    Each answer holds one part at most that nobody has taken, and all of them share a place for one
-    more. Where one fails the others are cancelled, and its error is raised.
+    Each answer is read by a task of its own. An answer has at most one part that was not taken yet,
+    and one more part of any answer is queued.
+
+    Args:
+        answers: generators of parts; they are closed in the end.
+        silence: seconds without a part after which a `Waiting` is yielded.
+        progress: what that `Waiting` says.
+
+    Raises:
+        Exception: the first error of an answer; the others are cancelled.
     """
-    queue: asyncio.Queue[Heard | Exception | None] = asyncio.Queue(1)
+    queue: asyncio.Queue[StreamItem | Exception | None] = asyncio.Queue(1)
     tasks = [asyncio.create_task(_put_parts(one, queue)) for one in answers]
     num_open = len(tasks)
     try:
@@ -114,7 +126,7 @@ async def read_together(
 
 
 async def _put_parts(
-    answer: AsyncGenerator[Heard], queue: asyncio.Queue[Heard | Exception | None]
+    answer: AsyncGenerator[StreamItem], queue: asyncio.Queue[StreamItem | Exception | None]
 ) -> None:
     """Put an answer's parts into the queue; at its end None, or the error that ended it."""
     try:

@@ -1,0 +1,173 @@
+"""What a model is capable of, tried: a few tokens run through its stages and through itself.
+
+Where both give the same logits, the stages are the model. That is tried when a model is loaded, in
+float32 and past windows that are made short for it, so that it takes a few calls.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+
+from ..errors import InputError, first_line
+from .cache import TreeCache
+from .capabilities import Reason
+from .family import WINDOW_NAMES, cannot_draft
+from .masks import WindowMasks
+from .metal import TreeMask, hook_layers
+from .modules import clone_sharing_arrays, replace_parts
+from .shapes import to_float
+from .stages import Stages
+
+CHECK_TOKENS = (1, 2, 3, 5, 1, 4, 2, 6, 3, 1, 5, 2)
+_CHECK_WINDOW = 4
+
+
+def check_stages(stages: Stages) -> None:
+    """Compare the logits of the stages with those of the model's own call.
+
+    Half of the tokens are appended to the cache, the other half run as the rows of one step.
+
+    Raises:
+        InputError: they differ by more than rounding explains.
+    """
+    tried = _with_short_windows(stages)
+    longest = max(window or 0 for window in tried.windows)
+    tokens = mx.tile(mx.array(CHECK_TOKENS), 1 + longest // 6)[: None if longest else 6]
+    caches: Any = make_prompt_cache(tried.parts.outer)
+    first = tokens.size // 2
+    # Past a window a token at a time: so mlx-lm's rotating cache is right.
+    calls = mx.split(tokens, range(first, tokens.size) if longest else [first])
+    staged = chain_logits(tried, tokens, num_appended=first)
+    own = mx.concatenate([tried.parts.outer(call[None], cache=caches)[0] for call in calls])
+    difference = _difference(staged, own, tried.dtype)
+    if difference is not None:
+        raise cannot_draft(
+            stages.model,
+            "embedding, layers, norm and head one by one give logits that differ by "
+            f"{difference:.3g} from its own",
+        )
+
+
+def try_tree_masks(stages: Stages) -> bool:
+    """Whether every layer's attention takes a `metal.TreeMask`, tried on a few tokens.
+
+    The attention function of their modules is replaced for it, for good; see `metal.hook_layers`.
+
+    Raises:
+        InputError: the kernel was asked for and cannot run these layers.
+    """
+    tokens = mx.array(CHECK_TOKENS)
+    if not hook_layers(stages.layers):
+        return False
+    expected = chain_logits(stages, tokens)
+    visible = mx.tri(tokens.size, dtype=mx.bool_)
+    try:
+        logits = chain_logits(stages, tokens, TreeMask(visible, lambda: visible))
+    except InputError:
+        raise
+    except (TypeError, ValueError, AttributeError):
+        return False
+    return _difference(logits, expected, stages.dtype) is None
+
+
+def try_batches(stages: Stages) -> Reason:
+    """Why texts of different lengths disturb each other in one call; None where they do not.
+
+    Two texts run in one call, the shorter one padded, and each alone.
+    """
+    tried = _with_short_windows(stages)
+    tokens = mx.array(CHECK_TOKENS)
+    first = tokens.size // 2
+    padding = mx.zeros(tokens.size // 2, tokens.dtype)
+    rows = mx.stack([tokens, mx.concatenate([padding, tokens[first:]])])
+    caches = [BatchKVCache([0, first]) for _ in stages.layers]
+    try:
+        calls = mx.split(rows, [first, rows.shape[1] - 1], axis=1)
+        both = [tried.parts.outer(call, cache=caches)[:, -1] for call in calls][-1]
+        alone = [chain_logits(tried, text)[-1] for text in (tokens, tokens[first:])]
+        difference = _difference(both, mx.stack(alone), tried.dtype)
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        return f"texts of different lengths cannot share a call ({first_line(error)})"
+    if difference is None:
+        return None
+    return (
+        "texts of different lengths that share a call get logits that differ by "
+        f"{difference:.3g} from their own"
+    )
+
+
+def chain_logits(
+    stages: Stages,
+    tokens: mx.array,
+    mask: mx.array | TreeMask | None = None,
+    num_appended: int = 0,
+) -> mx.array:
+    """Logits of a chain of tokens that run as the rows of one step, on a cache of its own.
+
+    Args:
+        stages: of the model.
+        tokens: [T] the text.
+        mask: which row of the step sees which key; causal unless given.
+        num_appended: how many of the first tokens are appended to the cache before the step.
+
+    Returns:
+        [T, V] of every token, those that were appended among them.
+    """
+    num_rows = tokens.shape[0] - num_appended
+    num_layers = len(stages.layers)
+    cache = TreeCache(num_layers, scratch=num_rows)
+    found = []
+    if num_appended:
+        found.append(stages.logits(stages.append(tokens[:num_appended], cache)))
+    positions = mx.arange(num_appended, tokens.shape[0])
+    views = [cache.view(layer, positions) for layer in range(num_layers)]
+    if mask is None:
+        key_positions = mx.concatenate([positions, mx.arange(num_appended)])
+        mask = positions[:, None] >= key_positions
+    by_layer = WindowMasks(mask, positions, num_rows, cache)
+    embedded = stages.embed(tokens[num_appended:], positions)
+    hidden = stages.run(embedded, 0, num_layers, by_layer, views)
+    return mx.concatenate([*found, stages.logits(hidden)])
+
+
+def _with_short_windows(stages: Stages) -> Stages:
+    """The same weights in float32, with windows of a few tokens where they can be set.
+
+    Modules are copied and share their arrays: the model itself stays as it is.
+    """
+    twin: Any = clone_sharing_arrays(stages.model)
+    outer = getattr(twin, "language_model", twin)
+    decoder = getattr(outer.model, "decoder", outer.model)
+    for module in (outer, decoder):
+        if hasattr(module, "args"):
+            module.args = copy.copy(module.args)
+        for holder in (module, getattr(module, "args", None)):
+            for name in WINDOW_NAMES:
+                if isinstance(getattr(holder, name, None), int):
+                    setattr(holder, name, _CHECK_WINDOW)
+    if stages.dtype != mx.float32:
+        decoder.embed_tokens = replace_parts(decoder.embed_tokens, _embed_in_float32)
+    return Stages(twin)
+
+
+def _embed_in_float32(self: Any, tokens: mx.array) -> mx.array:
+    """The call of an embedding's copy: what it looks up, in float32, so that all layers follow."""
+    original: Any = type(self).__base__
+    embedded: mx.array = original.__call__(self, tokens)
+    return embedded.astype(mx.float32)
+
+
+def _difference(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> float | None:
+    """The largest difference between two logits; None where rounding in `dtype` explains it.
+
+    That is a thousandth of the largest logit in float32, and a tenth in shorter types.
+    """
+    expected = expected.astype(mx.float32)
+    difference = to_float(mx.abs(logits.astype(mx.float32) - expected).max())
+    tolerance = 1e-3 if dtype == mx.float32 else 0.1
+    largest = max(1.0, to_float(mx.abs(expected).max()))
+    return None if difference <= tolerance * largest else difference

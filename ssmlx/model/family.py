@@ -1,0 +1,178 @@
+"""What the package must know of a family of mlx-lm: where a model has its parts.
+
+`find_parts` reads them off the model's modules by the names that mlx-lm's classes share. Whether
+the parts put together are the model is tried by `capability_checks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from ..errors import InputError
+
+# The names that mlx-lm's classes have for the final norm, and for a layer's window.
+_NORM_NAMES = ("norm", "final_layernorm", "embedding_norm")
+WINDOW_NAMES = ("sliding_window", "window_size")
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of an mlx-lm model.
+
+    Attributes:
+        outer: the module that is called with tokens and returns logits: the model, or the language
+            model that a model of images and text wraps.
+        args: the settings that it was built from.
+        vocab_size: V.
+        decoder: the module with embedding, layers and final norm; None where it has none such.
+        final_norm: what last hidden states pass before the LM head; None where it was not found.
+        norm_name: its attribute in `decoder`; "" where it was not found.
+        head: the LM head; None where it is tied to the embedding.
+        layers: the decoder layers, from the first.
+        windows: by layer, how many tokens a token sees, itself among them; None for all.
+        scales_queries: whether layers are given a factor for their queries (`attn_scale`).
+    """
+
+    outer: Any
+    args: Any
+    vocab_size: int
+    decoder: Any
+    final_norm: Any
+    norm_name: str
+    head: Any
+    layers: list[Any]
+    windows: list[int | None]
+    scales_queries: bool
+
+    @property
+    def embeds_positions(self) -> bool:
+        """Whether positions are learned, and added to the embeddings (OPT)."""
+        return hasattr(self.decoder, "embed_at")
+
+
+def find_parts(model: nn.Module) -> Parts:
+    """The parts of a model whose layers run one by one.
+
+    Raises:
+        InputError: it lacks a part, or a layer keeps a state that cannot be cut back.
+    """
+    outer = _language_model(model)
+    decoder = _find_decoder(model)
+    norm_name = _find_norm_name(model, decoder)
+    args = settings_of(outer)
+    layers = list(model.layers)
+    caches = make_prompt_cache(outer)
+    return Parts(
+        outer=outer,
+        args=args,
+        vocab_size=int(args.vocab_size),
+        decoder=decoder,
+        final_norm=getattr(decoder, norm_name),
+        norm_name=norm_name,
+        head=getattr(outer, "lm_head", None),
+        layers=layers,
+        windows=[_find_window(model, layer, cache) for layer, cache in enumerate(caches)],
+        scales_queries="attn_scale" in signature(type(layers[0]).__call__).parameters,
+    )
+
+
+def whole_parts(model: nn.Module, vocab_size: int) -> Parts:
+    """The parts of a model that runs by its own call alone: `outer` is the model itself.
+
+    The final norm is found where it can be, for the model's identity. No window is known.
+    """
+    any_model: Any = model
+    outer = _language_model(model)
+    args = settings_of(outer)
+    final_norm = None
+    norm_name = ""
+    try:
+        decoder = _find_decoder(model)
+        norm_name = _find_norm_name(model, decoder)
+        int(args.vocab_size)
+        final_norm = getattr(decoder, norm_name)
+    except (InputError, AttributeError, TypeError, ValueError):
+        decoder = None
+    layers = list(getattr(any_model, "layers", []))
+    return Parts(
+        outer=any_model,
+        args=args,
+        vocab_size=vocab_size,
+        decoder=decoder,
+        final_norm=final_norm,
+        norm_name=norm_name,
+        head=None,
+        layers=layers,
+        windows=[None] * len(layers),
+        scales_queries=False,
+    )
+
+
+def model_type(model: nn.Module) -> str:
+    """mlx-lm's name of the model's class, such as "llama"; the Python class's where it has none."""
+    return str(getattr(model, "model_type", type(model).__name__))
+
+
+def cannot_draft(model: nn.Module, why: str) -> InputError:
+    """The error that says `why` a model's layers cannot be run one by one; the caller raises it."""
+    return InputError(
+        f"the model type {model_type(model)!r} cannot draft for itself: {why}",
+        expected="a decoder whose layers run one by one",
+        do="use such a model",
+    )
+
+
+def settings_of(model: Any) -> Any:
+    """What a model was built from: its `args`, or `config` where its class calls them so."""
+    return getattr(model, "args", getattr(model, "config", None))
+
+
+def _language_model(model: nn.Module) -> Any:
+    """The model that reads text: a model that also sees wraps it."""
+    return getattr(model, "language_model", model)
+
+
+def _find_decoder(model: nn.Module) -> Any:
+    """The module that has token embedding, layers and norm; raises InputError where none has."""
+    inner = getattr(_language_model(model), "model", None)
+    decoder = getattr(inner, "decoder", inner)
+    if decoder is None or not hasattr(model, "layers"):
+        raise cannot_draft(model, "it has no `model.layers`")
+    if not hasattr(decoder, "embed_tokens"):
+        raise cannot_draft(model, "it has no token embedding named `embed_tokens`")
+    return decoder
+
+
+def _find_norm_name(model: nn.Module, decoder: Any) -> str:
+    """The attribute of `decoder` that is its final norm; raises InputError where it has none."""
+    for name in _NORM_NAMES:
+        if hasattr(decoder, name):
+            return name
+    raise cannot_draft(model, "it has no final norm")
+
+
+def _find_window(model: nn.Module, layer: int, cache: Any) -> int | None:
+    """Tokens that layer number `layer` sees, itself among them; None where it sees all.
+
+    Args:
+        model: named in the error.
+        layer: its number.
+        cache: mlx-lm's cache of that layer, which says what it sees.
+
+    Raises:
+        InputError: the cache is of a kind from which rejected tokens cannot be taken back.
+    """
+    if type(cache) is RotatingKVCache and cache.keep == 0:
+        return int(cache.max_size)
+    if type(cache) is not KVCache:
+        raise cannot_draft(
+            model,
+            f"layer {layer} keeps its state in {type(cache).__name__}, from which rejected "
+            "tokens cannot be taken back",
+        )
+    return None

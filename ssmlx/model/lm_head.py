@@ -1,0 +1,105 @@
+"""The LM head of an mlx-lm model: hidden states to logits of all tokens, or of some."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .lora import EmbeddingLora, RowLora
+from .shapes import arrays_in
+
+PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS, RowLora, EmbeddingLora)
+
+LMHead = Callable[[mx.array], mx.array]
+"""Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledHead:
+    """An LM head whose model scales or caps the logits: both are called as one.
+
+    Attributes:
+        layer: the head's layer, with a row for each token.
+        model: the model around that layer, whose body returns its input.
+    """
+
+    layer: nn.Module
+    model: nn.Module
+
+    def __call__(self, normed: mx.array) -> mx.array:
+        """[..., V] scaled or capped logits of `normed` [..., D]."""
+        logits: mx.array = self.model(normed)
+        return logits
+
+
+def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
+    """A linear layer or embedding with its weights quantised to `bits` bits (MLX's affine mode).
+
+    Groups are of 64 weights, or of 32. Returns `layer` itself where it is quantised already, or
+    where neither size divides its width.
+    """
+    width = int(layer.weight.shape[-1])
+    group_sizes = [size for size in (64, 32) if width % size == 0]
+    if isinstance(layer, PACKED_KINDS) or not group_sizes:
+        return layer
+    packable: Any = layer
+    packed: nn.Module = packable.to_quantized(group_size=group_sizes[0], bits=bits)
+    return packed
+
+
+def select_rows(layer: nn.Module, tokens: mx.array) -> nn.Module:
+    """A copy of an LM head's layer with the rows of `tokens` [Vd] alone; LoRA is merged into them.
+
+    Its rows are copies, in the type and quantisation of `layer`.
+    """
+    if isinstance(layer, EmbeddingLora | RowLora):
+        return layer.rows(tokens)
+    rows = copy.copy(layer)
+    for name in ("weight", "scales", "biases", "bias"):
+        if layer.get(name) is not None:
+            rows[name] = layer[name][tokens]
+    return rows
+
+
+def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
+    """The weights of an LM head's rows, dequantised, LoRA merged into them.
+
+    Args:
+        layer: of one of `HEAD_KINDS`.
+        tokens: [...] ids.
+
+    Returns:
+        [..., D].
+    """
+    weights: mx.array
+    if isinstance(layer, EmbeddingLora | RowLora):
+        weights = layer.rows(tokens.flatten()).weight
+        return mx.unflatten(weights, 0, tokens.shape)
+    # A linear layer has its weights under an embedding's names.
+    kind: Any = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
+    weights = kind.__call__(layer, tokens)
+    return weights
+
+
+def head_bytes(head: LMHead | None) -> int:
+    """Bytes of the weights behind an LM head, such as `Backbone.draft_head` made; 0 for None."""
+    layer = head_layer(head)
+    arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
+    return sum(array.nbytes for array in arrays)
+
+
+def head_layer(head: LMHead | None) -> Any:
+    """The module that has a row for each token: a linear layer, or an embedding; None for None."""
+    # A tied head is its embedding's own method.
+    return head.layer if isinstance(head, ScaledHead) else getattr(head, "__self__", head)
+
+
+def give_back(_self: nn.Module, hidden: mx.array, *_args: Any, **_named: Any) -> mx.array:
+    """The call of a model's body that returns its input: of the model, its head is left."""
+    return hidden

@@ -1,0 +1,61 @@
+"""Copies of MLX modules that share arrays with the original."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+def replace_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
+    """A copy of `module` on the same arrays, with some attributes replaced.
+
+    Args:
+        module: stays as it is.
+        call: becomes the copy's `__call__`, where given: the copy gets a subclass of its class.
+        parts: the attributes.
+    """
+    twin = copy.copy(module)
+    kind = type(module)
+    for name, part in parts.items():
+        setattr(twin, name, part)
+    if call is not None:
+        twin.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    return twin
+
+
+def module_arrays(model: nn.Module) -> list[mx.array]:
+    """Every array that a model's modules hold, those that are no parameters among them, such as a
+    rotary embedding's frequencies.
+    """
+    held = (value for module in model.modules() for value in module.values())
+    return [value for value in held if isinstance(value, mx.array)]
+
+
+def clone_sharing_arrays(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules, whose arrays are the very arrays of `model`.
+
+    A module that stands in two places is one module in the copy too.
+    """
+    twin: nn.Module = _clone(model, {})
+    return twin
+
+
+def _clone(value: Any, copies: dict[int, Any]) -> Any:
+    """`value` with the modules in it copied; `copies` has the copies so far, by `id` of the
+    original.
+    """
+    if isinstance(value, nn.Module):
+        if id(value) not in copies:
+            twin: Any = copy.copy(value)
+            copies[id(value)] = twin
+            for name, part in value.items():
+                twin[name] = _clone(part, copies)
+        return copies[id(value)]
+    if isinstance(value, dict):
+        return {name: _clone(part, copies) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_clone(part, copies) for part in value)
+    return value

@@ -1,0 +1,208 @@
+"""What an adapter of `ssmlx.adapt` brings: held-out prompts decoded with it and without."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .. import __version__
+from ..api import stream_generate
+from ..bars import bar, busy
+from ..blas import this_machine
+from ..errors import require
+from ..loading.adapter import load_streams
+from ..loading.files import json_digest, write_whole
+from ..loading.found import has_paid
+from ..loading.load import load
+from ..loading.names import FIGURES_FILE
+from ..model.streams import StreamFusedModel
+from ..settings import GenerateConfig
+from .adapt_run import AdaptOptions, AdaptPlan, AdaptRun, Amounts, read_round_examples
+from .replay import Replay
+from .sizing import Rates
+
+_PLAIN = GenerateConfig(decoding="plain")
+_DRAFTED = GenerateConfig()
+_LOOKUP = GenerateConfig(drafter="prompt-lookup")
+_CHECKED = {"plain": _PLAIN, "drafted": _DRAFTED, "lookup": _LOOKUP}
+"""How each held-out prompt is answered at the end."""
+_WARM_TOKENS = 8
+
+
+def estimate_check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
+    """Estimate the seconds that `check_adapter` takes, for prompts of `prompt_tokens` tokens."""
+    answer = rates.prompt_seconds_per_token * prompt_tokens
+    answer += rates.call_seconds * amounts.checked_tokens
+    return len(_CHECKED) * amounts.checked * answer
+
+
+def check_adapter(
+    run: AdaptRun, rows: Sequence[dict[str, Any]], untrained_rate: float, dtype: str
+) -> dict[str, Any]:
+    """Answer held-out prompts without drafts, with the adapter and by prompt lookup, and compare.
+
+    The three ways take turns, in one order and the other. A line for the user says what was gained.
+
+    Args:
+        run: of this process.
+        rows: the held-out examples; the first `amounts.checked` are answered.
+        untrained_rate: tokens per call of untrained streams along these, prompts' calls counted.
+        dtype: as `load` takes it.
+
+    Returns:
+        Speed over plain decoding's of the adapter ("speed_up") and of prompt lookup
+        ("text_speed_up"); the machine; and tokens per call after the prompts' calls: the adapter's
+        by nodes of the tree, untrained streams', and prompt lookup's.
+
+    Raises:
+        InputError: there is no adapter, as no training step made better guesses.
+    """
+    options = run.options
+    folder = options.adapter_folder
+    found = "no training step made better guesses than untrained streams"
+    require(folder.exists(), found, expected="more tokens per call", do="give more --hours")
+    with busy("loading"):
+        model, tokenizer = load(str(options.path), adapter=folder, dtype=dtype)
+    amounts = options.amounts
+    seconds = dict.fromkeys(_CHECKED, 0.0)
+    num_tokens = 0
+    num_same = 0
+    lookup_calls = 0
+    checked = rows[: amounts.checked]
+    for how in _CHECKED.values():  # what a first answer takes besides favours none
+        timed_answer(model, tokenizer, checked[0]["prompt_tokens"], how, _WARM_TOKENS)
+    for number, row in enumerate(bar(checked, "checking")):
+        turns = [*_CHECKED.items()][:: 1 if number % 2 else -1]
+        found_now = {
+            name: timed_answer(model, tokenizer, row["prompt_tokens"], how, amounts.checked_tokens)
+            for name, how in turns
+        }
+        for name, one in found_now.items():
+            seconds[name] += one.seconds
+        plain = found_now["plain"].tokens
+        num_tokens += len(plain)
+        num_same += plain == found_now["drafted"].tokens
+        lookup_calls += found_now["lookup"].target_calls
+    curve = load_streams(folder).config.tokens_per_call or {}
+    by_lookup = Replay(num_tokens, lookup_calls).without_prompts(len(checked)).tokens_per_call
+    held = sum(len(row["completion_tokens"]) for row in rows)
+    untrained = (
+        Replay(held, round(held / untrained_rate)).without_prompts(len(rows)).tokens_per_call
+    )
+    speed_up = seconds["plain"] / seconds["drafted"]
+    text_speed_up = seconds["plain"] / seconds["lookup"]
+    run.say(
+        f"{options.out.name}: {curve.get(6, 0.0):.2f} tokens per call with 6 nodes on held-out "
+        f"answers (untrained {untrained:.2f}, prompt lookup {by_lookup:.2f}); "
+        f"{speed_up:.2f} times plain decoding's speed ({text_speed_up:.2f} by prompt lookup alone) "
+        f"on {len(checked)} prompts, {num_same} of {len(checked)} answers the same, token for token"
+    )
+    return {
+        "speed_up": round(speed_up, 3),
+        "text_speed_up": round(text_speed_up, 3),
+        "machine": ", ".join(this_machine()),
+        "tokens_per_call": curve,
+        "untrained_tokens_per_call": round(untrained, 3),
+        "lookup_tokens_per_call": round(by_lookup, 3),
+    }
+
+
+@dataclass(frozen=True)
+class TimedAnswer:
+    """An answer, the target calls that it took, and its seconds."""
+
+    tokens: list[int]
+    target_calls: int  # the prompt's counted as one
+    seconds: float  # the whole answer's
+
+
+def timed_answer(
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
+    prompt: list[int],
+    config: GenerateConfig,
+    max_tokens: int,
+) -> TimedAnswer:
+    """Answer a prompt as `config` says, with `max_tokens` tokens at most, and time it."""
+    config = replace(config, max_tokens=max_tokens)
+    started = time.perf_counter()
+    segments = list(stream_generate(model, tokenizer, prompt, config))
+    seconds = time.perf_counter() - started
+    tokens = [token for one in segments for token in one.tokens]
+    return TimedAnswer(tokens, segments[-1].target_calls, seconds)
+
+
+def write_figures(
+    run: AdaptRun,
+    plan: AdaptPlan,
+    measured: Mapping[str, Any],
+    bits: int | None,
+    log: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write what `ssmlx.upload` makes a card of: the adapter's recipe, data and figures.
+
+    Args:
+        run: of this process.
+        plan: with all rounds and the seconds spent.
+        measured: as `check_adapter` returns it.
+        bits: of the base's packed weights; None where it is not quantised.
+        log: entries of all rounds, as `join_round_logs` returns them.
+    """
+    options = run.options
+    rows = read_round_examples(options, len(plan.rounds) - 1, "train")
+    is_snapshot = options.path.parent.name == "snapshots"
+    figures = {
+        "rounds": len(plan.rounds),
+        "base": {
+            "model": options.model,
+            "revision": options.path.name if is_snapshot else None,
+            "bits": bits,
+            "weights": plan.settings["weights"],
+        },
+        "recipe": {
+            "command": " ".join([f"python -m {run.prog}", *sys.argv[1:]]),
+            "version": __version__,
+            "steps": log[-1]["step"],
+            "seconds": round(plan.spent),
+            "train": plan.train.to_dict(),
+        },
+        "data": {
+            # A LoRA, which is part of the adapter, may have learned what is nobody else's.
+            "private": bool(options.data) or options.adapter is not None,
+            "answers": len(rows),
+            "tokens": sum(len(row["completion_tokens"]) for row in rows),
+            "sources": Counter(row["source"] for row in rows),
+            "sha256": json_digest(rows),
+        },
+        "figures": {
+            "prompts": options.amounts.held_out,
+            "max_tokens": options.amounts.answer_tokens,
+            "plain_tokens_per_call": 1.0,
+            **measured,
+        },
+    }
+    write_whole(options.adapter_folder / FIGURES_FILE, json.dumps(figures, indent=1).encode())
+
+
+def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
+    """Return the line that tells the user whether to use the adapter.
+
+    Args:
+        options: of the run.
+        measured: as `check_adapter` returns it.
+    """
+    if has_paid(measured):
+        named = "" if options.adapter is None else f" --adapter {options.out.name}"
+        return f"use it: python -m ssmlx.chat --model {options.model}{named}"
+    hours = options.hours
+    return (
+        f"it brings nothing on this machine: nothing drafts with it here unless it is named; "
+        f"{hours:g} more hours may change that (--hours {2 * hours:g}), or leave it at that"
+    )

@@ -1,0 +1,182 @@
+"""What a run of `ssmlx.adapt` makes: streams and batches by what is timed, rounds by the hours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from statistics import fmean
+
+from ..bars import busy
+from ..errors import require
+from ..loading.load import is_quantised
+from ..loading.lora_files import describe_lora
+from .adapt_check import estimate_check_seconds
+from .adapt_run import AdaptPlan, AdaptRun, Amounts, Source
+from .answers import BatchResponder
+from .job import stream_config
+from .progress import format_duration
+from .sizing import (
+    Round,
+    choose_layers,
+    measure_rates,
+    plan_round,
+    stream_train_config,
+    time_candidates,
+)
+
+CACHE_BYTES = 1 << 29
+"""Freed memory that MLX may keep."""
+
+
+def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) -> AdaptPlan:
+    """Time calls, answers and training steps, and choose layers with streams and batch sizes by it.
+
+    Args:
+        run: of this process; what is timed is said to the user.
+        source: the loaded model and its prompts.
+        responder: answers with that model.
+
+    Returns:
+        A plan without rounds.
+    """
+    options = run.options
+    run.say(
+        "timing calls with streams in the top layers, some seconds for each number of layers ..."
+    )
+    base = source.base
+    text = [token for one in source.shipped for token in one.tokens]
+    text = text[: (source.backbone.context_length or len(text)) // 2]
+    with busy("timing calls"):
+        costs = time_candidates(
+            source.backbone,
+            base,
+            source.training,
+            text,
+            seconds=options.amounts.timing_seconds,
+            lora=source.lora,
+        )
+    num_layers = choose_layers(costs, base["num_hidden_layers"])
+    longest = max(source.prompt_lengths)
+    answer_tokens = options.amounts.answer_tokens
+    train = stream_train_config(num_layers, seed=options.seed, max_length=longest + answer_tokens)
+    train = train.sized(base["vocab_size"])
+    config = stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
+    run.say("timing some answers, and some steps of training ...")
+    with busy("timing answers and steps"):
+        rates = measure_rates(
+            source.backbone,
+            config,
+            train,
+            responder,
+            longest,
+            answer_tokens,
+            options.memory,
+            source.lora,
+        )
+    return AdaptPlan(
+        settings=run.settings,
+        base={},
+        train=replace(train, batch_size=rates.batch_size),
+        step_costs=costs[num_layers],
+        rates=rates,
+    )
+
+
+def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
+    """Add a round to the plan where `hours` are more than those of its rounds; say what is made.
+
+    Returns:
+        The plan, with one round more or as it was.
+
+    Raises:
+        InputError: the hours are fewer than the plan's, or too few for a step of training.
+    """
+    options = run.options
+    hours = options.hours
+    before = plan.rounds[-1] if plan.rounds else None
+    planned = before.hours if before else 0.0
+    require(
+        hours >= planned,
+        f"--hours {hours:g}",
+        expected=f"{planned:g} or more, which {options.out} is planned for",
+        do="give these, another --name, or delete the folder",
+    )
+    if hours > planned:
+        usual = int(fmean(source.prompt_lengths))
+        answer_tokens = options.amounts.answer_tokens
+
+        def round_in(in_hours: float) -> Round:
+            """Plan the new round for so many hours in all."""
+            return plan_round(
+                in_hours,
+                plan.rates,
+                usual,
+                answer_tokens,
+                before,
+                held_out=options.amounts.held_out,
+                check_seconds=estimate_check_seconds(plan.rates, options.amounts, usual),
+                spent=run.clock.spent,
+            )
+
+        new = round_in(hours)
+        least = max(before.answers if before else 0, options.amounts.held_out)
+        least += plan.rates.batch_size
+        enough = hours
+        while round_in(enough).answers <= least:
+            enough *= 1.2
+        require(
+            new.answers > least,
+            f"--hours {hours:g} is enough for {new.answers} answers",
+            expected=f"more than {least}",
+            do=f"give --hours {ceil(100 * enough) / 100:g}, or more",
+        )
+        plan = replace(plan, rounds=(*plan.rounds, new))
+    run.say(_round_line(plan, options.amounts, run.clock.spent))
+    return plan
+
+
+def streams_line(plan: AdaptPlan, source: Source) -> str:
+    """Return the line that tells the user of the model, its streams and what calls with them
+    cost.
+    """
+    base = source.base
+    train = plan.train
+    dtype = str(source.backbone.dtype).removeprefix("mlx.core.")
+    held = "quantised" if is_quantised(source.backbone.model) else f"in {dtype}"
+    vocab = train.draft_vocab_size or base["vocab_size"]
+    sizes = ", ".join(map(str, plan.step_costs))
+    costs = ", ".join(f"{cost:.2f}" for cost in plan.step_costs.values())
+    lora = f", with {describe_lora(source.lora)}" if source.lora else ""
+    return (
+        f"{source.training.model}: {base['num_hidden_layers']} layers of width "
+        f"{base['hidden_size']}, {held}{lora}\n"
+        f"streams: {train.num_streams} in the top {train.num_msa_layers} layers, which "
+        f"draft from {vocab:,} tokens; here calls with trees of {sizes} nodes take as long as "
+        f"{costs} plain calls"
+    )
+
+
+def _round_line(plan: AdaptPlan, amounts: Amounts, spent: float) -> str:
+    """Return the line that tells the user what the last round makes, and how long that takes.
+
+    `spent` are the seconds that the run has taken so far.
+    """
+    last = plan.rounds[-1]
+    rates = plan.rates
+    before = plan.rounds[-2].answers if plan.rounds[1:] else 0
+    more = "more " if before else ""
+    of_all = f" of all {last.answers:,}" if before else ""
+    steps = plan.round_train_config(last).num_steps(last.answers - amounts.held_out)
+    planned_at = 0.0 if before else last.spent_before
+    spent -= last.spent_before - planned_at
+    answering = format_duration(last.answer_seconds)
+    training = format_duration(last.train_seconds)
+    checking = format_duration(last.other_seconds)
+    in_all = format_duration(planned_at + last.seconds)
+    return (
+        f"plan: {last.answers - before:,} {more}answers at "
+        f"{rates.answer_tokens_per_second:.0f} tokens/s ({answering}), "
+        f"{steps:,} steps of {rates.batch_size}{of_all} ({training}), "
+        f"checks ({checking}): some {in_all} in all, {format_duration(spent)} of them spent; "
+        f"at most {(rates.memory + CACHE_BYTES) / 2**30:.1f} GiB of memory"
+    )

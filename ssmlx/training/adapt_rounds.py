@@ -1,0 +1,246 @@
+"""A round of `ssmlx.adapt`: the model answers prompts, and streams are trained on the answers."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.generate import wired_limit
+
+from ..bars import busy
+from ..loading.adapter import load_streams
+from ..loading.files import PartFile, make_folder, new_folder, write_whole
+from ..loading.found import PAYS
+from .adapt_run import (
+    DATA_FOLDER,
+    FILES,
+    OWN,
+    AdaptPlan,
+    AdaptRun,
+    Source,
+    TokenisedPrompt,
+    read_round_examples,
+    tokenise_prompts,
+)
+from .answers import AnswerRequest, BatchResponder
+from .job import STORE_FILE, prepare_job, run_to_end
+from .mlx_model import TrainedModel, add_new_weights, new_adapter
+from .mlx_trainer import MlxObjective, MlxTrainer
+from .objective import Validation
+from .progress import ANSWERS_FILE, QUESTIONS_FILE, StepPace, format_duration
+from .questions import normalise_prompt, opening_words
+from .sizing import StepCosts, fastest_tree, shorten_round
+
+SAMPLED_EVERY = 4
+SAMPLED_TEMP = 0.8
+_ROUND_SEEDS = 1000
+
+
+def clear_interrupted_write(best: Path) -> None:
+    """Remove temporary folders beside an adapter that was being written when its process was
+    killed.
+
+    Where the old adapter had been moved aside already, and no new one is there, it is put back.
+    """
+    for left in sorted(best.parent.glob(f".{best.name}.*"), reverse=True):
+        if left.suffix == ".old" and not best.exists():
+            left.rename(best)
+        else:
+            shutil.rmtree(left)
+
+
+def make_round(
+    run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
+) -> AdaptPlan:
+    """Make a round's answers where they are not made yet, and train on them.
+
+    Args:
+        run: of this process.
+        plan: with this round in it.
+        number: of the round, counted from 0.
+        source: the loaded model and its prompts.
+        responder: answers with that model.
+
+    Returns:
+        The plan, in which the round has fewer passes where its answers took so long that time is
+        short. It is written to the run's folder when the answers are made.
+    """
+    folder = run.options.round_folder(number)
+    make_folder(folder / DATA_FOLDER)
+    if not (folder / DATA_FOLDER / "valid.jsonl").exists():  # which is written last
+        began = run.clock.spent
+        make_examples(run, plan, number, source, responder)
+        planned = plan.rounds[number]
+        fitted = shorten_round(planned, plan.round_before(number), run.clock.spent)
+        plan = run.save_plan(plan.replace_round(number, fitted))
+        less = (
+            ""
+            if fitted == planned
+            else (
+                f"; {fitted.epochs:g} passes over them in the place of {planned.epochs:g}, "
+                "so that the hours do"
+            )
+        )
+        left = format_duration(fitted.train_seconds + fitted.other_seconds)
+        took = format_duration(run.clock.spent - began)
+        run.say(f"the answers took {took}{less}; some {left} to go")
+    train_round(run, plan, number, source)
+    return plan
+
+
+def make_examples(
+    run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
+) -> None:
+    """Have the model answer as much more as a round plans, and write the round's examples.
+
+    `train.jsonl` and `valid.jsonl` in the round's folder hold those of earlier rounds, too. What a
+    stopped process has asked and answered is read from the folder, and not made again.
+    """
+    options = run.options
+    amounts = options.amounts
+    seed = options.seed + number * _ROUND_SEEDS
+    responder = replace(responder, seed=seed)
+    old = read_round_examples(options, number - 1, "train")
+    valid = read_round_examples(options, number - 1, "valid")
+    known = {tuple(row["prompt_tokens"]) for row in (*old, *valid)}
+
+    def new(asked: Sequence[TokenisedPrompt]) -> list[TokenisedPrompt]:
+        return [one for one in asked if tuple(one.tokens) not in known]
+
+    def part_file(name: str) -> closing[PartFile]:
+        settings = {**plan.settings, "answers": plan.rounds[number].answers}
+        return closing(PartFile(options.round_folder(number) / name, settings))
+
+    wanted = plan.rounds[number].answers - (plan.rounds[number - 1].answers if number else 0)
+    files = new(source.files)[:wanted]
+    shipped = new(source.shipped)
+    left = wanted - len(files)
+    num_own = max(left // 3, left - len(shipped)) if source.tokenizer.has_chat_template else 0
+    if num_own:
+        run.say(f"making up {num_own:,} questions ...")
+    with part_file(QUESTIONS_FILE) as part:
+        questions = responder.make_up_questions(num_own, amounts.question_tokens, part)
+    prompts = [{"prompt": text} for text in questions]
+    run.say(f"answering {wanted:,} prompts ...")
+    own = new(tokenise_prompts(run, OWN, prompts, source))
+    asked = [*files, *own, *shipped][:wanted]
+    random.Random(seed).shuffle(asked)
+    texts = [
+        AnswerRequest(
+            n, one.tokens, SAMPLED_TEMP if n % SAMPLED_EVERY == SAMPLED_EVERY - 1 else 0.0
+        )
+        for n, one in enumerate(asked)
+    ]
+    with part_file(ANSWERS_FILE) as part:
+        answers = responder.answer_with_progress(texts, amounts.answer_tokens, part)
+    rows: list[dict[str, Any]] = [
+        {
+            "source": one.source,
+            "asked": one.text,
+            "prompt_tokens": text.prompt,
+            "completion_tokens": tokens,
+        }
+        for one, text, tokens in zip(asked, texts, answers, strict=True)
+    ]
+    if not valid:
+        greedy = [row for row, text in zip(rows, texts, strict=True) if not text.temp]
+        valid = greedy[: amounts.held_out]
+    held = {_duplicate_key(row) for row in valid}
+    train = [*old, *(row for row in rows if _duplicate_key(row) not in held)]
+    for name, every in (("train", train), ("valid", valid)):
+        lines = "".join(json.dumps(row) + "\n" for row in every)
+        write_whole(options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl", lines.encode())
+
+
+def _duplicate_key(row: Mapping[str, Any]) -> str:
+    """Return what no training example may share with a held-out one: its first words, or of the
+    user's own files its whole normalised text.
+    """
+    return (normalise_prompt if row["source"] == FILES else opening_words)(row["asked"])
+
+
+def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> None:
+    """Train the streams, from those of the rounds before on; write the best to the run's adapter.
+
+    A training that was stopped goes on from its last saved step.
+    """
+    options = run.options
+    folder = options.round_folder(number)
+    best = options.adapter_folder
+    train = plan.round_train_config(plan.rounds[number])
+    num_steps = train.num_steps(plan.rounds[number].answers - options.amounts.held_out)
+    start_folder = folder / "start"  # the adapter of which this round makes a better one
+    start = None
+    if number and best.exists():
+        if not start_folder.exists():
+            with new_folder(start_folder) as work:
+                shutil.copytree(best, work, dirs_exist_ok=True)
+        train = replace(train, train_only="streams")
+        start = add_new_weights(load_streams(start_folder), train)
+    training = replace(
+        source.training,
+        out=folder,
+        data=folder / DATA_FOLDER,
+        valid_every=max(1, num_steps // plan.rounds[number].validations),
+        save_every=max(1, num_steps // 40),
+    )
+    run.say(f"training {num_steps:,} steps ...")
+    with busy("reading"):
+        job, _ = prepare_job(training, train, start)
+    twin = source.backbone.clone_sharing_weights()
+    adapter = start or new_adapter(twin, job.config, train, job.draft_vocab, source.lora)
+    model = TrainedModel(twin, adapter, train.train_only)
+    objective = MlxObjective(model, train, job.draft_vocab)
+    dtype = str(twin.dtype)
+    lora = options.lora_digests
+    lower_identity = job.lower_identity(dtype, *lora)
+    trainer = MlxTrainer(objective, job.num_steps)
+    pace = StepPace(run.clock, job.num_steps)
+
+    def before_step() -> None:
+        run.wait()
+        pace.begins(trainer.step)
+
+    def validated(validate: Validation) -> None:
+        left = pace.seconds_left(trainer.step)
+        to_go = f"; some {format_duration(left)} of training to go" if left else ""
+        run.say(forecast_line(plan.step_costs, validate) + to_go)
+
+    with wired_limit(twin.model):
+        run_to_end(
+            job,
+            trainer,
+            prog=run.prog,
+            dtype=dtype.removeprefix("mlx.core."),
+            identity=job.identity(dtype, *lora, init=start_folder if start else None),
+            write=lambda validate: model.write(best, validate),
+            keep_best=True,
+            wait=before_step,
+            validated=validated,
+            lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
+        )
+    (folder / STORE_FILE).unlink(missing_ok=True)
+
+
+def forecast_line(costs: StepCosts, validate: Validation) -> str:
+    """Return the line that tells the user what speed-up the streams of now would bring.
+
+    Args:
+        costs: plain calls that a call with n nodes takes, by n.
+        validate: replays the held-out answers.
+    """
+    tokens = validate.curve(tuple(costs))
+    nodes, speedup = fastest_tree(costs, tokens)
+    forecast = (
+        f"so far: {tokens[nodes]:.2f} tokens per call with {nodes} nodes on held-out answers, "
+        f"{speedup:.2f} times plain decoding's speed at the costs timed here"
+    )
+    if speedup >= PAYS:
+        return forecast
+    return f"{forecast} (it is used from {PAYS} on)"

@@ -1,0 +1,353 @@
+"""What a run of `ssmlx.adapt` is: its options, its plan on disk, its model and its prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .. import __version__
+from ..errors import InputError, require
+from ..json_files import read_json
+from ..loading.adapter import Adapter, StreamAdapter, load_adapter
+from ..loading.attach import attach_adapter, fit_lora_to_model
+from ..loading.files import folder_digest, json_digest, write_whole
+from ..loading.found import runs
+from ..loading.load import load_tokenizer
+from ..loading.lora_files import Loras
+from ..loading.names import PLAN_FILE, TRAINED_FOLDER
+from ..loading.weights import weights_digest
+from ..model.backbone import Backbone
+from ..prompts import asked_tokens, read_prompts, user_text
+from ..templates import on_one_day
+from .config import RunOptions, TrainConfig
+from .job import read_base
+from .mlx_trainer import load_frozen
+from .progress import Clock
+from .questions import write_shipped_prompts
+from .record import LOG_FILE, read_record
+from .sizing import Rates, Round, StepCosts, choose_frozen_dtype, default_memory_bytes
+
+MOST_PROMPT_TOKENS = 1024
+FILES = "your files"
+SHIPPED = "shipped prompts"
+OWN = "own questions"
+DATA_FOLDER = "data"  # of a round's folder
+_PLAN_FORMAT = 3
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amounts:
+    """How many answers a run makes and measures, how long they are, and how long it times calls."""
+
+    answer_tokens: int = 160
+    question_tokens: int = 110
+    held_out: int = 32  # answers that streams never learn
+    checked: int = 8  # of these, decoded at the end
+    checked_tokens: int = 64
+    timing_seconds: float = 3.0  # for each candidate of streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptOptions:
+    """What the user asks of a run of `ssmlx.adapt`."""
+
+    model: str  # as it was named
+    path: Path  # its folder
+    out: Path  # the run's folder
+    adapter: Path | None = None  # the folder of the LoRA that the model is to have
+    data: tuple[Path, ...] = ()  # files of prompts
+    hours: float = 1.0  # in all, those of earlier rounds among them
+    memory_gb: float | None = None
+    seed: int = 0
+    amounts: Amounts = Amounts()
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that the run may use."""
+        return default_memory_bytes() if self.memory_gb is None else int(self.memory_gb * 2**30)
+
+    def round_folder(self, number: int) -> Path:
+        """Return the folder of a round, whose number counts from 0."""
+        return self.out / f"round-{number + 1}"
+
+    @property
+    def adapter_folder(self) -> Path:
+        return self.out / TRAINED_FOLDER
+
+    @property
+    def lora_digests(self) -> list[str]:
+        """A digest of the LoRA that the model is to have, in a list; an empty list without LoRA."""
+        return [] if self.adapter is None else [folder_digest(self.adapter)]
+
+
+@dataclass(frozen=True)
+class TokenisedPrompt:
+    """A prompt, where it comes from, and its tokens under the model's template."""
+
+    source: str
+    text: str  # what the user says last
+    tokens: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The loaded base model, and the prompts that it will answer."""
+
+    base: dict[str, Any]  # its settings
+    backbone: Backbone
+    lora: Loras  # that the model is to have on every row; may be empty
+    answering: nn.Module  # mlx-lm's model with this LoRA
+    tokenizer: TokenizerWrapper
+    dtype: str  # as `load` takes it
+    training: RunOptions  # of every round but for its folders and intervals
+    files: list[TokenisedPrompt]
+    shipped: list[TokenisedPrompt]
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        return [len(one.tokens) for one in (*self.files, *self.shipped)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptPlan:
+    """What a run makes: written to its folder, and read again when it goes on."""
+
+    settings: dict[str, Any]  # must be the same when it goes on
+    base: dict[str, str]  # what the model is called, and its folder, as they were given last
+    train: TrainConfig
+    step_costs: StepCosts
+    rates: Rates
+    rounds: tuple[Round, ...] = ()
+    spent: float = 0.0  # seconds that the run has taken
+
+    @classmethod
+    def read(cls, path: Path, settings: dict[str, Any]) -> AdaptPlan | None:
+        """Read the plan in a file.
+
+        Args:
+            path: of the file.
+            settings: as `run_settings` gives them.
+
+        Returns:
+            The plan; None where there is no file.
+
+        Raises:
+            InputError: the plan is of other settings, or cannot be read.
+        """
+        if not path.exists():
+            return None
+        values = read_json(path, "the plan of a run")
+        found = values.get("settings")
+        old = found if isinstance(found, dict) else {}
+        names = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]
+        name = path.parent.name
+        require(
+            not names,
+            f"{path.parent} holds a run of other settings ({', '.join(names)})",
+            expected="those that it was begun with",
+            do=f"repeat its command, give another --name, or remove it: "
+            f"python -m ssmlx.adapters remove {name}",
+        )
+        return cls(
+            settings=settings,
+            base=values["base"],
+            train=TrainConfig.from_dict(values["train"]),
+            step_costs={int(n): cost for n, cost in values["step_costs"].items()},
+            rates=Rates(**values["rates"]),
+            rounds=tuple(Round(**one) for one in values["rounds"]),
+            spent=values["spent"],
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        values = {**asdict(self), "train": self.train.to_dict()}
+        write_whole(path, json.dumps(values, indent=1).encode())
+
+    def round_train_config(self, one: Round) -> TrainConfig:
+        """Return the settings of training in a round: the plan's, with the round's epochs."""
+        return replace(self.train, epochs=float(one.epochs))
+
+    def round_before(self, number: int) -> Round | None:
+        """Return the round before the one of a number, counted from 0; None before the first."""
+        return self.rounds[number - 1] if number else None
+
+    def replace_round(self, number: int, one: Round) -> AdaptPlan:
+        """Return the plan with another round in the place of the one of a number, counted from
+        0.
+        """
+        return replace(self, rounds=(*self.rounds[:number], one, *self.rounds[number + 1 :]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptRun:
+    """What stays the same while one process begins an adapter, or goes on with one."""
+
+    options: AdaptOptions
+    prompts: Sequence[dict[str, Any]]  # rows of the user's files of prompts
+    settings: dict[str, Any]  # as `run_settings` gives them
+    prog: str  # the command, for records
+    say: Say  # is given each line for the user
+    wait: Callable[[], None]  # called between steps; its time is no part of the run's
+    clock: Clock
+
+    def save_plan(self, plan: AdaptPlan) -> AdaptPlan:
+        """Write a plan into the run's folder with the time spent until now; return it so."""
+        plan = replace(plan, spent=self.clock.spent)
+        plan.write(self.options.out / PLAN_FILE)
+        return plan
+
+
+def run_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what must be the same when a run goes on: seed, memory, prompts, weights, LoRA,
+    versions.
+
+    Neither the model's name nor its folder is among them.
+
+    Args:
+        options: what the user asks for.
+        prompts: rows of the user's files of prompts.
+    """
+    settings = {
+        "seed": options.seed,
+        "memory": options.memory_gb,
+        "data": json_digest(prompts),
+        "made by": __version__,
+        "format": _PLAN_FORMAT,
+        "weights": weights_digest(options.path),
+    }
+    return settings if options.adapter is None else {**settings, "adapter": options.lora_digests}
+
+
+def find_run_folder(options: AdaptOptions) -> Path:
+    """Find the folder of a run with the settings of these options.
+
+    A model that was moved or renamed goes on with the run that was begun for its weights.
+
+    Returns:
+        `options.out` where a run is there already, or no run has these settings; else the folder of
+        the run that has.
+    """
+    if (options.out / PLAN_FILE).exists() or not runs():
+        return options.out
+    settings = run_settings(
+        options, [row for file in options.data for row in read_prompts(file, "--data")]
+    )
+    return next((run.folder for run in runs() if run.settings == settings), options.out)
+
+
+def load_source(run: AdaptRun) -> Source:
+    """Load the model frozen, with the LoRA that it is to have, and tokenise all prompts.
+
+    Prompts that are too long are left out, which is said to the user.
+
+    Raises:
+        InputError: the model cannot have streams, a prompt cannot be tokenised, or the LoRA does
+            not fit.
+    """
+    options = run.options
+    base = read_base(options.path)
+    tokenizer = load_tokenizer(options.path, base)
+    dtype = choose_frozen_dtype(options.path, base, options.memory)
+    backbone = load_frozen(options.path, dtype)
+    backbone.capabilities.require("stages", "streams")
+    backbone.name = options.model
+    lora: Loras = {} if options.adapter is None else read_lora(options.adapter, backbone)
+    tuned = attach_adapter(backbone, Adapter(lora=lora), merge_lora=False) if lora else None
+    training = RunOptions(
+        data=options.out / DATA_FOLDER,
+        out=options.out,
+        model=options.model,
+        template=None if tokenizer.has_chat_template else "{prompt}",
+        valid_count=options.amounts.held_out,
+        tree_size=6,
+    )
+    source = Source(
+        base=base,
+        backbone=backbone,
+        lora=lora,
+        answering=tuned.backbone.model if tuned else backbone.model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        training=training,
+        files=[],
+        shipped=[],
+    )
+    shipped = [{"prompt": text} for text in write_shipped_prompts(options.seed)["train"]]
+    return replace(
+        source,
+        files=tokenise_prompts(run, FILES, run.prompts, source),
+        shipped=tokenise_prompts(run, SHIPPED, shipped, source),
+    )
+
+
+def read_lora(folder: Path, backbone: Backbone) -> Loras:
+    """Read the LoRA of an adapter without streams, by the paths of its modules in the base model.
+
+    Raises:
+        InputError: the adapter has streams, is broken, or is another model's.
+    """
+    adapter = load_adapter(folder)
+    require(
+        not isinstance(adapter, StreamAdapter),
+        f"{folder} has streams already",
+        expected="LoRA or DoRA alone, as mlx-lm and PEFT write it",
+        do="check --adapter; to train these streams further, see ssmlx.train --train-only",
+    )
+    return fit_lora_to_model(adapter, backbone)
+
+
+@on_one_day()
+def tokenise_prompts(
+    run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
+) -> list[TokenisedPrompt]:
+    """Tokenise prompts under the model's template; those that are too long are left out.
+
+    Args:
+        run: of this process; how many are left out is said to the user.
+        origin: where they come from: `FILES`, `SHIPPED` or `OWN`.
+        prompts: rows with "prompt" or "messages".
+        source: the model's tokenizer and context length.
+
+    Raises:
+        InputError: a row cannot be tokenised.
+    """
+    context = source.backbone.context_length or 2**30
+    most = min(MOST_PROMPT_TOKENS, context - run.options.amounts.answer_tokens)
+    found = []
+    for number, one in enumerate(prompts, 1):
+        try:
+            tokens = asked_tokens(one, source.tokenizer, source.training.template)
+        except InputError as error:
+            raise error.at(f"prompt {number} of {origin}") from error
+        if len(tokens) <= most:
+            found.append(TokenisedPrompt(origin, user_text(one), tokens))
+    if len(found) < len(prompts):
+        run.say(f"{len(prompts) - len(found)} prompts of over {most} tokens are left out")
+    return found
+
+
+def read_round_examples(options: AdaptOptions, number: int, name: str) -> list[dict[str, Any]]:
+    """Read the examples "train" or "valid" of a round, counted from 0; none before the first
+    round.
+    """
+    file = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
+    return [json.loads(line) for line in file.open()] if number >= 0 else []
+
+
+def join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the log entries of all rounds' folders in turn, their steps counted on over the
+    rounds.
+    """
+    entries: list[dict[str, Any]] = []
+    for folder in folders:
+        behind = entries[-1]["step"] if entries else 0
+        for one in read_record(folder / LOG_FILE):
+            entries.append({**one, "step": one["step"] + behind})
+    return entries
