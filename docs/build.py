@@ -82,7 +82,10 @@ def build(folder: Path) -> None:
         Warning: whatever pdoc warns of, such as a name of `ssmlx.__all__` that does not exist.
     """
     for name in ssmlx.__all__:
-        getattr(ssmlx, name)  # loaded on first use, and pdoc reads what is loaded
+        if name != "__version__":
+            # Loaded on first use, and pdoc reads what is loaded; and not a command's module of the
+            # same name, which whoever imports `ssmlx.generate` puts there.
+            ssmlx.__getattr__(name)
     folder.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
