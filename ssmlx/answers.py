@@ -215,6 +215,13 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
         with ssmlx.stream_generate(model, tokenizer, prompt) as answer:
             for segment in answer: ...
+
+    The functions of this package make answers.
+
+    Args:
+        segments: computes the segments, on the thread that runs MLX; between them may stand how
+            much of the prompt was processed.
+        progress: given (tokens processed, tokens in all) of the prompt, on the thread that reads.
     """
 
     def __init__(

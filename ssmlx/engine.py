@@ -62,7 +62,8 @@ class Engine:
         memory_gb: GiB beside the weights that the texts of answers may take at once, running ones
             and those that are kept; two thirds of what the weights leave unless given. What is
             kept goes before an answer is refused.
-        dtype, draft_head, cache_dir, offline, progress: as `ssmlx.load` takes them.
+        loading: dtype, draft_head, group, cache_dir, offline and progress, as `ssmlx.load` takes
+            them.
 
     Raises:
         InputError: something given is missing, broken, or does not fit the rest.
@@ -110,10 +111,13 @@ class Engine:
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
 
-        "auto" is what a chat takes by itself: see `ssmlx.load`.
+        Args:
+            adapter: a name or a folder, as `ssmlx.load` takes it; "auto" is what a chat takes by
+                itself, "none" the base alone.
 
         Raises:
-            InputError: there is no such adapter, or it belongs to another model.
+            InputError: there is no such adapter, or it belongs to another model; or the engine is
+                closed.
         """
         asked = self._default if adapter is None else adapter
         name = str(asked)

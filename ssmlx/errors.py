@@ -18,6 +18,11 @@ class InputError(ValueError):
 
     The commands print the line and exit with code 2; nothing else in the package ends a run
     without a traceback.
+
+    Args:
+        found: what was found.
+        expected: what was expected in its place.
+        do: what to do about it.
     """
 
     def __init__(self, found: str, *, expected: str, do: str) -> None:

@@ -354,7 +354,7 @@ class TreeConfig:
         check_settings(self)
 
     def no_wider_than(self, num_tokens: int) -> TreeConfig:
-        """The same tree, a level's children no more than there are tokens to draft."""
+        """The same tree with at most `num_tokens` children a level, as many as can be drafted."""
         width = self.full_width if self.kind == "full" else self.width or num_tokens
         return replace(self, width=min(width, num_tokens))
 

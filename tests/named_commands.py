@@ -19,7 +19,14 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("*.md", "ssmlx/**/*.md", "convert/**/*.md", "perf/*.md", "examples/**/*.md")
+DOCUMENTS = (
+    "*.md",
+    "docs/*.md",
+    "ssmlx/**/*.md",
+    "convert/**/*.md",
+    "perf/*.md",
+    "examples/**/*.md",
+)
 SOURCES = ("ssmlx/**/*.py", "convert/**/*.py", "perf/**/*.py", "examples/**/*.py")
 OURS = ("ssmlx", "convert", "perf", "examples", "tests")
 """The packages whose commands are checked; others, such as mlx_lm, are other projects'."""

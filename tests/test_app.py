@@ -1,8 +1,12 @@
-"""The examples of apps: a script of asyncio, and a window on Toga's backend without a screen."""
+"""The examples of apps: scripts, a notebook, and a window on Toga's backend without a screen."""
 
+import ast
 import asyncio
+import inspect
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import tomllib
@@ -43,6 +47,34 @@ def test_a_process_hears_nothing_that_it_did_not_ask_for(tiny, capfd, monkeypatc
     assert capfd.readouterr() == ("", "")
     changed = {name for name, _ in dict(os.environ).items() ^ environment.items()}
     assert all(name.startswith("TORCH") for name in changed), "PyTorch's own, where it is installed"
+
+
+def test_what_is_on_this_machine_connects_to_nobody(tiny, monkeypatch, tmp_path):
+    """Also with a vocabulary of more than 100,000 tokens, of which transformers asks the Hub where
+    it takes the folder for a name there."""
+    tried = []
+
+    def refuse(*args, **kwargs):
+        tried.append(args)
+        raise OSError("no network")
+
+    for name in ("socket.connect", "socket.connect_ex"):
+        monkeypatch.setattr(f"socket.{name}", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    base, adapter = map(str, tiny)
+    large = write_base(tmp_path / "large", vocab=100_100, layers=1)
+    described = json.loads((large / "tokenizer.json").read_text())
+    known = described["model"]["vocab"]
+    known |= {f"more{number}": number for number in range(len(known), 100_100)}
+    (large / "tokenizer.json").write_text(json.dumps(described))
+    for model, own in ((base, adapter), (base, "auto"), (str(large), "auto")):
+        loaded, tokenizer = ssmlx.load(model, adapter=own)
+        assert ssmlx.generate(loaded, tokenizer, words(3), max_tokens=3)
+    assert len(tokenizer.get_vocab()) > 100_000
+    with ssmlx.Engine(base, (adapter,)) as engine:
+        assert list(engine.stream(words(3), max_tokens=3))
+        assert next(engine.chat().reply(words(2)))
+    assert tried == []
 
 
 def options(tiny, *more: str) -> list[str]:
@@ -106,6 +138,93 @@ def test_ctrl_c_cancels_what_is_open_and_shows_what_there_is(tiny, ask, capsys, 
     assert err == "cancelled\n" and threading.active_count() <= open_before + 1
     shown = [text for text in out.split("\n") if text and text not in QUESTIONS]
     assert len(shown) == 2 and all(0 < len(text.split()) < 100 for text in shown)
+
+
+@pytest.fixture(scope="module")
+def patterns():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(APP))
+        import patterns
+
+        yield patterns
+
+
+@pytest.fixture
+def engine(tiny):
+    with ssmlx.Engine(str(tiny[0])) as engine:
+        yield engine
+
+
+def test_a_time_out_cancels_the_answer_and_the_engine_goes_on(engine, patterns):
+    text, is_whole = asyncio.run(patterns.answer_within(engine, QUESTIONS[0], 0.5, 99_999))
+    assert not is_whole and len(text.split()) < 90_000
+    whole = asyncio.run(patterns.answer_within(engine, QUESTIONS[0], 60, 20))
+    assert whole[1] and whole[0].startswith(text[: len(whole[0])])
+    assert asyncio.run(patterns.answer_within(engine, QUESTIONS[0], 0, 20)) == ("", False)
+
+
+def test_an_answer_is_cancelled_when_it_is_enough(engine, patterns):
+    text = asyncio.run(
+        patterns.answer_until(engine, QUESTIONS[0], lambda text: len(text.split()) >= 10)
+    )
+    assert 10 <= len(text.split()) < 60
+
+
+def test_an_engine_closed_under_open_answers_ends_them(engine, patterns):
+    texts = asyncio.run(patterns.close_under_answers(engine, QUESTIONS))
+    assert len(texts) == 2 and all(texts)
+    assert engine.adapters == []
+    with pytest.raises(ssmlx.InputError, match="the engine is closed"):
+        engine.stream(QUESTIONS[0])
+
+
+@pytest.mark.slow
+def test_a_spawned_process_answers_as_this_one_does(tiny, patterns):
+    asked = (str(tiny[0]), QUESTIONS[0], 12)
+    expected = patterns.answer_in_this_process(*asked)
+    assert expected and patterns.answer_in_another_process(*asked) == expected
+
+
+def test_the_patterns_mistakes_are_one_line(patterns, capsys):
+    assert patterns.main(["--model", "nowhere"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("no model is called 'nowhere'") and err.count("\n") == 1
+
+
+def test_the_cells_of_the_notebook_run_in_order(tiny, capsys):
+    notebook = json.loads((APP / "notebook.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+    cells[0] = cells[0].replace('"smollm2-135m"', repr(str(tiny[0])))
+    assert str(tiny[0]) in cells[0]
+    known: dict[str, object] = {}
+
+    async def run_all() -> None:
+        for cell in cells:
+            code = compile(cell, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            done = eval(code, known)
+            if inspect.isawaitable(done):
+                await done
+
+    asyncio.run(run_all())
+    out = capsys.readouterr().out
+    assert "tokens per call" in out and "calls with drafts" in out
+    assert known["engine"].adapters == []
+
+
+def test_the_typed_program_answers(tiny, monkeypatch):
+    monkeypatch.syspath_prepend(str(APP))
+    import typed
+
+    assistant = typed.Assistant(str(tiny[0]))
+    try:
+        text = assistant.ask(QUESTIONS[0])
+        assert text and asyncio.run(assistant.ask_async(QUESTIONS[0])) == text
+        assert assistant.saved_calls >= 0
+        assert next(assistant.chat().reply(QUESTIONS[1])).text is not None
+    finally:
+        assistant.close()
+    assert typed.answer_once(str(tiny[0]), QUESTIONS[0])[0]
 
 
 @pytest.fixture

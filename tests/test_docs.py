@@ -52,6 +52,22 @@ def test_links_lead_somewhere(name):
     assert [link for link in links if not (ROOT / name).parent.joinpath(link).exists()] == []
 
 
+def anchors(path: Path) -> set[str]:
+    """The names that GitHub gives the headings of a document."""
+    text = re.sub(r"(?s)```.*?```", "", path.read_text())
+    titles = re.findall(r"(?m)^#+ (.+)$", text)
+    words = [re.sub(r"[^\w\- ]", "", title.lower().strip()) for title in titles]
+    return {title.replace(" ", "-") for title in words}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_anchors_are_headings(name):
+    links = found_in(name, r"\]\((?!http)([^)\s#]*#[^)\s]+)")
+    parts = [link.partition("#") for link in links]
+    files = {link: (ROOT / name).parent / link if link else ROOT / name for link, _, _ in parts}
+    assert [(a, b) for a, _, b in parts if b not in anchors(files[a])] == []
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_options_are_there(name):
     options = found_in(name, r"(?<![\w-])--[a-z][a-z0-9-]+") - OTHERS - known_words()

@@ -1,0 +1,120 @@
+"""What an app needs beside an answer: a time-out, a cancel button, closing, other processes.
+
+python examples/app/patterns.py
+python examples/app/patterns.py --model mlx-community/Qwen3-4B-4bit
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+import ssmlx
+
+QUESTIONS = ("Name three primary colours.", "What is a monsoon?")
+
+
+async def answer_within(
+    engine: ssmlx.Engine, question: str, seconds: float, max_tokens: int = 256
+) -> tuple[str, bool]:
+    """Answer a question for some seconds at most.
+
+    Args:
+        engine: the model.
+        question: what the user asks.
+        seconds: how long to wait for the whole answer.
+        max_tokens: longest answer.
+
+    Returns:
+        The text that came in time, and whether it is the whole answer.
+    """
+    pieces: list[str] = []
+    try:
+        async with asyncio.timeout(seconds):
+            # Leaving the block cancels the answer, also by the time-out.
+            async with engine.stream(question, max_tokens=max_tokens) as answer:
+                async for segment in answer:
+                    pieces.append(segment.text)
+    except TimeoutError:
+        return "".join(pieces), False
+    return "".join(pieces), True
+
+
+async def answer_until(
+    engine: ssmlx.Engine, question: str, is_enough: Callable[[str], bool]
+) -> str:
+    """Answer a question until `is_enough` of the text so far, as a Stop button does it."""
+    text = ""
+    async with engine.stream(question, max_tokens=2000) as answer:
+        async for segment in answer:
+            text += segment.text
+            if is_enough(text):
+                answer.cancel()  # does not wait; the loop ends behind the call that runs now
+    return text
+
+
+async def close_under_answers(engine: ssmlx.Engine, questions: Sequence[str]) -> list[str]:
+    """Ask several questions and close the engine in the middle of the answers.
+
+    Returns:
+        What there was of each answer. `close` cancels them; reading them ends without an error.
+    """
+    begun = [asyncio.Event() for _ in questions]
+
+    async def read(number: int) -> str:
+        text = ""
+        async for segment in engine.stream(questions[number], max_tokens=2000):
+            text += segment.text
+            begun[number].set()
+        return text
+
+    reading = [asyncio.create_task(read(number)) for number in range(len(questions))]
+    for event in begun:
+        await event.wait()
+    await asyncio.to_thread(engine.close)  # it waits, so not on the thread of the event loop
+    return list(await asyncio.gather(*reading))
+
+
+def answer_in_this_process(model: str, question: str, max_tokens: int) -> str:
+    """Answer one question with an engine of this process's own."""
+    with ssmlx.Engine(model) as engine:
+        return "".join(one.text for one in engine.stream(question, max_tokens=max_tokens))
+
+
+def answer_in_another_process(model: str, question: str, max_tokens: int) -> str:
+    """Answer one question in a process that was spawned: a forked one cannot use MLX."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(answer_in_this_process, model, question, max_tokens).result()
+
+
+async def show(model: str) -> None:
+    """Show each of them once."""
+    engine = await asyncio.to_thread(ssmlx.Engine, model)
+    text, is_whole = await answer_within(engine, QUESTIONS[0], seconds=1)
+    print(f"within a second ({'whole' if is_whole else 'cut'}): {text}")
+    text = await answer_until(engine, QUESTIONS[1], lambda text: len(text.split()) >= 10)
+    print(f"cancelled after ten words: {text}")
+    for text in await close_under_answers(engine, QUESTIONS):
+        print(f"engine closed after: {text}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Show each of them with the model of the command line; the exit code."""
+    parser = argparse.ArgumentParser(description="Time-outs, cancelling, closing, processes.")
+    parser.add_argument("--model", default="smollm2-135m")
+    args = parser.parse_args(argv)
+    try:
+        asyncio.run(show(args.model))
+        text = answer_in_another_process(args.model, QUESTIONS[0], 20)
+    except ssmlx.InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"in another process: {text}")
+    return 0
+
+
+if __name__ == "__main__":  # a spawned process imports this file, and must not run it
+    raise SystemExit(main())

@@ -1,0 +1,55 @@
+"""A small program as an app's developer writes it, under `mypy --strict` and pyright.
+
+`.ci/wheel` checks it against the installed wheel: what `ssmlx` exports has types.
+"""
+
+from pathlib import Path
+
+import ssmlx
+
+
+class Assistant:
+    """Answers questions with one model, and counts what its drafts saved."""
+
+    def __init__(self, model: str | Path, *, memory_gb: float | None = None) -> None:
+        self.engine = ssmlx.Engine(model, memory_gb=memory_gb)
+        self.saved_calls = 0
+
+    def ask(self, question: str, adapter: str | None = None) -> str:
+        """Answer a question; an empty text where there is no memory for it."""
+        config = ssmlx.GenerateConfig(max_tokens=40, temp=0.0, stop=("\n\n",))
+        text = ""
+        last: ssmlx.GenerationResponse | None = None
+        try:
+            with self.engine.stream(question, config, adapter=adapter) as answer:
+                for segment in answer:
+                    text += segment.text
+                    last = segment
+        except ssmlx.NoRoomError:
+            return ""
+        if last is not None:
+            self.saved_calls += last.generation_tokens - last.target_calls
+        return text
+
+    async def ask_async(self, question: str) -> str:
+        """The same on an event loop."""
+        async with self.engine.stream(question, max_tokens=40) as answer:
+            pieces: list[str] = [segment.text async for segment in answer]
+        return "".join(pieces)
+
+    def chat(self) -> ssmlx.ChatSession:
+        """Begin a conversation."""
+        return self.engine.chat(ssmlx.GenerateConfig(tree=ssmlx.TreeConfig(size=8)))
+
+    def close(self) -> None:
+        """Free the model's memory."""
+        self.engine.close()
+
+
+def answer_once(model: str, question: str) -> tuple[str, float]:
+    """Answer one question without an engine: the text, and the tokens per target call."""
+    loaded, tokenizer = ssmlx.load(model, adapter="auto")
+    prompt: list[int] = ssmlx.prompt_tokens(question, loaded, tokenizer)
+    responses = list(ssmlx.stream_generate(loaded, tokenizer, prompt, max_tokens=40))
+    text: str = "".join(one.text for one in responses)
+    return text, responses[-1].tokens_per_call
