@@ -189,7 +189,7 @@ class _SegmentSource(Generic[Segment]):
             return None
         _mlx_thread.open.add(self)
         try:
-            segment = next(self._segments)
+            segment: Segment | Prefilled = next(self._segments)
         except BaseException as error:
             self.close()
             if isinstance(error, StopIteration):

@@ -88,7 +88,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """
     text = read_text(path, expected=what, do="check the path, or convert again")
     try:
-        values = parse_json(text)
+        values: dict[str, Any] = parse_json(text)
     except ValueError as error:
         raise InputError(
             f"{path} is not valid JSON ({error})", expected=what, do="copy or convert it again"

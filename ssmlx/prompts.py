@@ -83,7 +83,7 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
     expected = 'an object such as {"prompt": "..."}'
     do = "correct the line"
     try:
-        record = parse_json(line)
+        record: dict[str, Any] = parse_json(line)
     except ValueError as error:
         raise InputError(f"{where} is not JSON ({error})", expected=expected, do=do) from error
     kinds = [kind for kind in ("prompt", "messages") if isinstance(record, dict) and kind in record]

@@ -78,7 +78,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return own
 
     def _parse(self, *args: Any) -> nodes.Template:
-        return _DeadlineLoops().visit(super()._parse(*args))
+        bounded: nodes.Template = _DeadlineLoops().visit(super()._parse(*args))
+        return bounded
 
     def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
         """Join what a template writes; InputError behind `MAX_CHARS` or the deadline."""
