@@ -1,8 +1,9 @@
 """What drafters offer: the tokens that a call with so many nodes should bring."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol, Self, runtime_checkable
 
 from ..decoding.controller import DraftShape
@@ -136,7 +137,18 @@ CHAIN_NODES = (2, 4, 8, 16, 24, 32)
 
 def match_bucket(length: int) -> int:
     """The index of the last of `MATCH_LENGTHS` that a match of `length` tokens reaches."""
-    return sum(least <= length for least in MATCH_LENGTHS) - 1
+    return bisect_right(MATCH_LENGTHS, length) - 1
+
+
+@lru_cache(maxsize=4096)
+def match_ratio(drafter: str, length: int) -> tuple[str, float]:
+    """The acceptance ratio of drafts behind a match of `length` tokens.
+
+    Returns:
+        Its name, and its value where nothing was learned.
+    """
+    bucket = match_bucket(length)
+    return f"{drafter} {MATCH_LENGTHS[bucket]}", FIRST_RATIOS[bucket]
 
 
 @dataclass(frozen=True)
@@ -203,8 +215,7 @@ class ChainOffer:
 
     def _ratio(self, level: int) -> tuple[str, float]:
         """The name of the ratio of a level (0 is the first drafted token), and its first value."""
-        bucket = match_bucket(self.match_length + level)
-        return f"{self.drafter} {MATCH_LENGTHS[bucket]}", FIRST_RATIOS[bucket]
+        return match_ratio(self.drafter, self.match_length + level)
 
 
 @runtime_checkable
