@@ -31,9 +31,12 @@ class Needs:
     taps: tuple[int, ...] = ()
     """Layers whose input it reads: of the prompt, and of the nodes of every tree."""
     host_tokens: bool = False
-    """Whether it drafts from tokens on the host, so that a call is read before it drafts."""
-    text: bool = False
-    """Whether it follows the text from the start, since what it offers depends on that."""
+    """Whether `propose` reads values of tokens, such as to look them up. Then each call is read
+    before it drafts; otherwise the next tree is drafted while the call runs."""
+    follows_from_start: bool = False
+    """Whether it is started behind the prompt's call and follows every token from then on, because
+    what it offers (`OfferSource`) depends on the text. Otherwise it is started when the controller
+    first lets it draft."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -345,7 +345,7 @@ def _load(
     settings=DraftModelConfig,
     config_field="draft",
     weights=DrafterWeights("a draft model", "model=MODEL", _load),
-    reads_text=True,
+    needs_whole_context=True,
 )
 def build(inputs: DrafterInputs) -> DraftModelDrafter:
     """The drafter of an answer, on the draft model that was loaded."""

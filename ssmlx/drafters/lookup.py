@@ -109,7 +109,7 @@ class PromptLookupDrafter:
         name: the drafter's name in draft shapes and statistics.
     """
 
-    needs = Needs(host_tokens=True, text=True)
+    needs = Needs(host_tokens=True, follows_from_start=True)
     num_parameters = 0
     draft_calls = 0
 
@@ -195,7 +195,7 @@ class PromptLookupDrafter:
     NAME,
     settings=PromptLookupConfig,
     config_field="prompt_lookup",
-    reads_text=True,
+    needs_whole_context=True,
 )
 def build(inputs: DrafterInputs) -> PromptLookupDrafter:
     return PromptLookupDrafter(inputs.settings, end_tokens=inputs.end_tokens)

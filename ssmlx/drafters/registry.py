@@ -87,7 +87,9 @@ class RegisteredDrafter:
         config_keys: other keys of `--drafter`, and the fields of `GenerateConfig` that they set.
         shaped_by: which of `tree`, `num_streams` and `prune` of `GenerateConfig` shape its trees.
         weights: what has to be loaded; None where that is nothing.
-        reads_text: whether it has to know the tokens before the prompt.
+        needs_whole_context: whether `start` has to be given every token of the text. Then an answer
+            on a cache that holds tokens is refused unless `context=` says which; otherwise tokens
+            that nobody gave are `PAD_TOKEN`.
     """
 
     name: str
@@ -97,7 +99,7 @@ class RegisteredDrafter:
     config_keys: Mapping[str, str] = field(default_factory=dict)
     shaped_by: Sequence[str] = ("prune",)
     weights: DrafterWeights | None = None
-    reads_text: bool = False
+    needs_whole_context: bool = False
 
     def settings_from(self, config: GenerateConfig) -> Any:
         """The drafter's own settings in `config`, or their defaults; None where it has none.
