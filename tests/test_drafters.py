@@ -130,8 +130,8 @@ DRAFTERS = tuple(drafter_settings())
 def shown_keys(registered):
     """What `--drafter` takes for a drafter, by what it registered: keys, and how they are shown."""
     keys = {}
-    if registered.weights is not None:
-        key, _, shown = registered.weights.key.partition("=")
+    if registered.loader is not None:
+        key, _, shown = registered.loader.key.partition("=")
         keys[key] = shown
     for one in fields(registered.settings) if registered.settings else ():
         if "allowed" in one.metadata:

@@ -641,12 +641,12 @@ def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[A
     from ..drafters.registry import registered_drafter
 
     drafter: DrafterOption = args.drafter
-    weights = registered_drafter(drafter.name).weights if drafter.name else None
-    key = weights.key.partition("=")[0] if weights else ""
-    if weights is None or key not in drafter.values:
+    loader = registered_drafter(drafter.name).loader if drafter.name else None
+    key = loader.key.partition("=")[0] if loader else ""
+    if loader is None or key not in drafter.values:
         return []
     how = {"dtype": args.dtype, "progress": DownloadBar()}
-    return [weights.load(drafter.values[key], model, tokenizer, **how)]
+    return [loader.load(drafter.values[key], model, tokenizer, **how)]
 
 
 def load_target(

@@ -16,12 +16,12 @@ from ..settings import DRAFTERS, GenerateConfig
 
 
 class Loaded(Protocol):
-    """What was loaded to draft with: weights that are only read, so that any number of answers may
-    share them.
+    """What was loaded to draft with, such as weights: it is only read, so that any number of
+    answers may share it.
 
     Attributes:
-        drafter: the registered name of the drafter that they are for.
-        nbytes: what they keep in memory.
+        drafter: the registered name of the drafter that it is for.
+        nbytes: what it keeps in memory.
     """
 
     @property
@@ -41,7 +41,7 @@ class DrafterInputs:
         sampling: how the target decides.
         settings: the drafter's own, of the class that it registered; None where that is None.
         end_tokens: tokens that end an answer, or a part of it: nothing is drafted behind them.
-        loaded: what its `DrafterWeights` loaded; None where it needs nothing.
+        loaded: what its `DrafterLoader` loaded; None where it needs nothing.
     """
 
     model: StreamFusedModel
@@ -59,14 +59,16 @@ class DrafterInputs:
 
 
 @dataclass(frozen=True)
-class DrafterWeights:
-    """What has to be loaded before a drafter can draft.
+class DrafterLoader:
+    """What a drafter must have from a file, a folder or the Hub, and how that is loaded.
 
     Attributes:
         what: what a message calls it, such as "a draft model".
         key: the key of `--drafter` that names it, such as "model=MODEL".
-        load: loads it: `load(name, model, tokenizer, dtype=, progress=)`, the last two as
-            `ssmlx.load` takes them.
+        load: loads it, once a process: `load(name, model, tokenizer, dtype=, progress=)`. `name` is
+            the key's value, `model` and `tokenizer` are the target's, the last two are as
+            `ssmlx.load` takes them. What it returns is the `loaded` of `DrafterInputs`, and is only
+            read from then on.
     """
 
     what: str
@@ -86,7 +88,7 @@ class RegisteredDrafter:
         config_field: the field of `GenerateConfig` that holds them.
         config_keys: other keys of `--drafter`, and the fields of `GenerateConfig` that they set.
         shaped_by: which of `tree`, `num_streams` and `prune` of `GenerateConfig` shape its trees.
-        weights: what has to be loaded; None where that is nothing.
+        loader: how what it drafts with is loaded; None where it needs nothing beside the target.
         needs_whole_context: whether `start` has to be given every token of the text. Then an answer
             on a cache that holds tokens is refused unless `context=` says which; otherwise tokens
             that nobody gave are `PAD_TOKEN`.
@@ -98,7 +100,7 @@ class RegisteredDrafter:
     config_field: str = "drafter_settings"
     config_keys: Mapping[str, str] = field(default_factory=dict)
     shaped_by: Sequence[str] = ("prune",)
-    weights: DrafterWeights | None = None
+    loader: DrafterLoader | None = None
     needs_whole_context: bool = False
 
     def settings_from(self, config: GenerateConfig) -> Any:
@@ -209,7 +211,7 @@ def build_drafter(
         InputError: what it needs was not loaded, or the settings do not fit it or the model.
     """
     registered = registered_drafter(name)
-    own = _find_weights(registered, loaded)
+    own = _find_loaded(registered, loaded)
     assert config.prune
     prune = config.prune.kind
     require(
@@ -228,26 +230,26 @@ def build_drafter(
     return registered.build(DrafterInputs(model, config, sampling, settings, own, end_tokens))
 
 
-def _find_weights(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
+def _find_loaded(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
     """Of what was loaded, what the drafter drafts with; None if it needs nothing.
 
     Raises:
-        InputError: it needs weights that were not loaded, or were loaded for another drafter.
+        InputError: what it needs was not loaded, or was loaded for another drafter.
     """
-    weights = registered.weights
+    loader = registered.loader
     name = registered.name
     own = next((one for one in loaded if one.drafter == name), None)
-    if weights is None or own is not None:
+    if loader is None or own is not None:
         return own
     for other in loaded:
         require(
-            registered_drafter(other.drafter).weights != weights,
-            f"--drafter {name} with {weights.what} for another drafter",
+            registered_drafter(other.drafter).loader != loader,
+            f"--drafter {name} with {loader.what} for another drafter",
             expected=f"--drafter {other.drafter} with them",
-            do=f"choose that drafter, or give other {weights.what}",
+            do=f"choose that drafter, or give other {loader.what}",
         )
     raise InputError(
-        f"--drafter {name} without {weights.what}",
-        expected=f"{weights.key} with it",
-        do=f'give --drafter "{name} {weights.key}", or choose another',
+        f"--drafter {name} without {loader.what}",
+        expected=f"{loader.key} with it",
+        do=f'give --drafter "{name} {loader.key}", or choose another',
     )
