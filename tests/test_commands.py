@@ -19,9 +19,12 @@ import ssmlx
 from ssmlx import bars
 from ssmlx.commands import chat, generate
 from ssmlx.commands.options import DownloadBar, generate_config, logging_to_stderr
+from ssmlx.drafters.registry import registered_drafter
 from ssmlx.errors import InputError
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading import load as loading
+from ssmlx.server import __main__ as server
+from ssmlx.settings import DRAFTERS
 
 PROG = "ssmlx.generate"
 KEYS = [
@@ -178,6 +181,12 @@ def test_tree_options_without_an_adapter_are_refused(run, flag):
     assert f"{flag} would do nothing here; expected a model with streams" in message
 
 
+def drafters_shaped_by(field):
+    """What a message lists of the drafters whose trees a field of `GenerateConfig` shapes."""
+    able = [name for name in DRAFTERS if field in registered_drafter(name).shaped_by]
+    return "--drafter " + " or ".join(able)
+
+
 IDLE = (
     ("--seed 1", "--temp above 0"),
     ("--top-k 5", "--temp above 0"),
@@ -185,13 +194,10 @@ IDLE = (
     ("--deterministic --prompt-cache x", "no --deterministic"),
     ("--penalty context=9", "repetition=X, presence=X or frequency=X in it"),
     ("--drafter 'streams epsilon=0.1' --temp 1", "acceptance=typical beside it"),
-    ("--drafter lookahead --tree full", "--drafter streams or medusa"),
-    ("--drafter 'draft-model model=x' --tree-size 4", "--drafter streams or medusa"),
-    ("--drafter lookahead --num-streams 1", "--drafter streams"),
-    (
-        "--drafter lookahead --prune budget",
-        "--drafter streams or prompt-lookup or draft-model or medusa or mlp-speculator",
-    ),
+    ("--drafter lookahead --tree full", drafters_shaped_by("tree")),
+    ("--drafter 'draft-model model=x' --tree-size 4", drafters_shaped_by("tree")),
+    ("--drafter lookahead --num-streams 1", drafters_shaped_by("num_streams")),
+    ("--drafter lookahead --prune budget", drafters_shaped_by("prune")),
     ("--tree full --tree-size 8", "--tree best"),
     ("--prune-to 4", "--prune budget"),
     ("--prune threshold --prune-to 4", "--prune budget"),
@@ -215,6 +221,21 @@ MANY_OPTIONS = """
     --temp 0.7 --top-k 10 --top-p 0.9 --min-p 0.05 --seed 3 --logit-bias 5=-2 --logit-bias 6=1.5
     --penalty "repetition=1.1 context=30" --penalty presence=0.5
 """
+
+
+@pytest.mark.parametrize(("prog", "command", "args"), [
+    ("ssmlx.generate", generate, ASK), ("ssmlx.chat", chat, ()),
+    ("ssmlx.server", server, ("--port", 0)),
+])  # fmt: skip
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_without_what_it_needs_loads_nothing(run, name, prog, command, args):
+    """The model, which is not there, is refused only where the drafter needs no key."""
+    loader = registered_drafter(name).loader
+    result = run(*args, "--drafter", name, model="./nowhere", command=command)
+    said = refusal(result, prog)
+    expected = "nowhere does not exist" if loader is None else f"--drafter {name} without"
+    assert expected in said
+    assert loader is None or f'give --drafter "{name} {loader.key}"' in said
 
 
 def test_options_become_settings():

@@ -612,11 +612,13 @@ def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
         them.
 
     Raises:
-        InputError: something cannot be loaded, or a tree option has no effect on this model.
+        InputError: something cannot be loaded, or a tree option has no effect on this model; before
+            anything is loaded, --drafter names a drafter without the key that it needs.
     """
     from ..model.ranks import launched_group
 
     drafter: DrafterOption = args.drafter
+    require_drafter_key(drafter)
     group = launched_group()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         _refuse_option("--prompt-cache", "a model that is not split over processes")
@@ -636,8 +638,18 @@ def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
     return model, tokenizer, load_drafter(args, model, tokenizer)
 
 
+def require_drafter_key(option: DrafterOption) -> None:
+    """Raise InputError where a drafter is named without the key that it needs, such as `model=`."""
+    from ..drafters.registry import registered_drafter
+
+    if option.name is not None:
+        registered_drafter(option.name).require_key(option.values.keys())
+
+
 def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
-    """Load the draft model or heads that --drafter names; an empty list if it names none."""
+    """Load what the drafter of --drafter drafts with; an empty list where it names none or needs
+    nothing.
+    """
     from ..drafters.registry import registered_drafter
 
     drafter: DrafterOption = args.drafter

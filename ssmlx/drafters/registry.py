@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from ..decoding.drafter import Drafter
 from ..decoding.sampling import GREEDY, Sampling
-from ..errors import InputError, quoted, require
+from ..errors import quoted, require
 from ..model.streams import StreamFusedModel
 from ..settings import DRAFTERS, GenerateConfig
 
@@ -121,6 +121,24 @@ class RegisteredDrafter:
             do="make one, or leave it out",
         )
         return given
+
+    def require_key(self, given: Collection[str] = ()) -> None:
+        """Refuse a drafter that needs something loaded where nothing says what.
+
+        Args:
+            given: the keys of `--drafter` that have a value.
+
+        Raises:
+            InputError: the key of `loader` is not among them.
+        """
+        if self.loader is None:
+            return
+        require(
+            self.loader.key.partition("=")[0] in given,
+            f"--drafter {self.name} without {self.loader.what}",
+            expected=f"{self.loader.key} with it",
+            do=f'give --drafter "{self.name} {self.loader.key}", or choose another',
+        )
 
 
 DrafterArgument = str | Loaded | Sequence[str | Loaded]
@@ -248,8 +266,5 @@ def _find_loaded(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loa
             expected=f"--drafter {other.drafter} with them",
             do=f"choose that drafter, or give other {loader.what}",
         )
-    raise InputError(
-        f"--drafter {name} without {loader.what}",
-        expected=f"{loader.key} with it",
-        do=f'give --drafter "{name} {loader.key}", or choose another',
-    )
+    registered.require_key()  # refuses: nothing was loaded for it
+    return None
