@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from ast import literal_eval
+from pathlib import Path
 
 import pytest
 import real
@@ -18,7 +20,13 @@ from huggingface_hub.utils import enable_progress_bars
 import ssmlx
 from ssmlx import bars
 from ssmlx.commands import chat, generate
-from ssmlx.commands.options import DownloadBar, generate_config, logging_to_stderr
+from ssmlx.commands.options import (
+    _SHARED_KEYS,
+    DownloadBar,
+    _parse_pairs,
+    generate_config,
+    logging_to_stderr,
+)
 from ssmlx.drafters.registry import registered_drafter
 from ssmlx.errors import InputError
 from ssmlx.generation.learned import learned_of
@@ -227,15 +235,35 @@ MANY_OPTIONS = """
     ("ssmlx.generate", generate, ASK), ("ssmlx.chat", chat, ()),
     ("ssmlx.server", server, ("--port", 0)),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [one for one in DRAFTERS if registered_drafter(one).loader])
 def test_a_drafter_without_what_it_needs_loads_nothing(run, name, prog, command, args):
-    """The model, which is not there, is refused only where the drafter needs no key."""
+    """The model, which is not there either, is not looked for."""
     loader = registered_drafter(name).loader
-    result = run(*args, "--drafter", name, model="./nowhere", command=command)
-    said = refusal(result, prog)
-    expected = "nowhere does not exist" if loader is None else f"--drafter {name} without"
-    assert expected in said
-    assert loader is None or f'give --drafter "{name} {loader.key}"' in said
+    said = refusal(run(*args, "--drafter", name, model="./nowhere", command=command), prog)
+    assert f"--drafter {name} without {loader.what}; expected {loader.key} with it" in said
+
+
+@pytest.mark.parametrize("keys", [*(listed.keys for listed in DRAFTERS.values()), _SHARED_KEYS])
+def test_every_value_that_help_shows_is_parsed(keys):
+    """By what stands for it: a word, a name, or a number of the default's kind."""
+    for one in keys.split():
+        key, _, shown = one.partition("=")
+        for word in shown.split("|") if "|" in shown else [shown]:
+            text = {"N": "3", "N,N,...": "4,3", "X": "0.5", "P": "0.5"}.get(word, word)
+            found = _parse_pairs("--drafter", [f"{key}={text}"], [one])[key]
+            is_number = "|" not in shown and text[0].isdigit()
+            expected = literal_eval(text) if is_number else text
+            assert found == expected and type(found) is type(expected)
+
+
+def test_a_file_is_a_name_and_a_slip_in_the_list_is_no_number():
+    home = str(Path.home() / "a b.txt")
+    for shown in ("FILE", "MODEL", "FOLDER", "GRAMMAR"):
+        assert _parse_pairs("-", ["key=~/a b.txt"], [f"key={shown}"]) == {"key": home}
+        assert _parse_pairs("-", ["key=3"], [f"key={shown}"]) == {"key": "3"}
+    for shown in ("file", "N,N", "Y", "a/b", ""):
+        with pytest.raises(ValueError, match="could not convert"):
+            _parse_pairs("-", ["key=3"], [f"key={shown}"])
 
 
 def test_options_become_settings():

@@ -220,10 +220,8 @@ def _parse_pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dic
     Args:
         option: for messages.
         words: the words; each key may stand once.
-        shown: the known keys with what the help shows for their values: "a|b" is one of these
-            words,
-        "N" or "16" a whole number, "X", "P" or "0.3" a number, "N,N,..." several whole numbers,
-        "MODEL" or "FOLDER" a name.
+        shown: the known keys with what the help shows for their values, as
+            `ListedDrafter.keys` says.
 
     Raises:
         InputError: a key is unknown or repeated, or a value is of the wrong type.
@@ -243,33 +241,52 @@ def _parse_pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dic
 
 
 def _parse_value(found: str, shown: str, text: str) -> Any:
-    """Parse one value; see `_parse_pairs` for the types.
+    """Parse one value.
 
     Args:
         found: option and word, for messages.
-        shown: what the help shows for the value.
+        shown: what the help shows for the value, as `ListedDrafter.keys` says.
         text: the value. In a path, a leading `~` becomes the home folder.
+
+    Returns:
+        A word or a path as a str; an int; a float; or a tuple of ints.
 
     Raises:
         InputError: it is of the wrong type.
+        ValueError: `shown` says nothing that is known, which is a mistake in `DRAFTERS`.
     """
     if "|" in shown:
         words = shown.split("|")
         require(text in words, found, expected=f"one of {shown}", do="choose one of them")
         return text
-    if shown in ("MODEL", "FOLDER"):
+    if len(shown) > 1 and shown.isalpha() and shown.isupper():
         # In quotes, no shell does it.
         return str(Path(text).expanduser()) if text.startswith("~") else text
-    is_whole = shown == "N" or shown.isdigit()
-    expected = "a whole number" if is_whole else "a number"
-    if shown == "N,N,...":
-        expected = "whole numbers with commas between"
+    expected, parse = _number_kind(shown)
     try:
-        if shown == "N,N,...":
-            return tuple(int(one) for one in text.split(","))
-        return int(text) if is_whole else float(text)
+        return parse(text)
     except ValueError:
         raise InputError(found, expected=expected, do="correct it") from None
+
+
+def _number_kind(shown: str) -> tuple[str, Callable[[str], Any]]:
+    """What a message expects where the help shows a number, and what parses it.
+
+    Raises:
+        ValueError: `shown` stands for no number.
+    """
+    if shown == "N,N,...":
+        return "whole numbers with commas between", _parse_int_list
+    if shown == "N" or shown.isdigit():
+        return "a whole number", int
+    if shown not in ("X", "P"):
+        float(shown)
+    return "a number", float
+
+
+def _parse_int_list(text: str) -> tuple[int, ...]:
+    """Parse "4,3"; ValueError for anything but whole numbers with commas between."""
+    return tuple(int(one) for one in text.split(","))
 
 
 # --- The options of a model, and of how it decodes; those that another one makes meaningless have
