@@ -284,7 +284,7 @@ class AnswerResponse(StreamingResponse):
     ) -> None:
         self._limits = handler.limits
         self._parts = handler.parts(ask, user)
-        self._teller = writer
+        self._writer = writer
         self._stream = ask.stream
         self._is_begun = False
         kind = "text/event-stream" if ask.stream else "application/json"
@@ -302,11 +302,11 @@ class AnswerResponse(StreamingResponse):
         """
         try:
             async with aclosing(self._parts), asyncio.timeout(self._limits.time):
-                async for event in self._teller.events(self._items_with_keep_alive(send)):
+                async for event in self._writer.events(self._items_with_keep_alive(send)):
                     if self._stream:
                         await self._send(send, _event(*event))
             if not self._stream:
-                await self._send(send, json.dumps(self._teller.reply))
+                await self._send(send, json.dumps(self._writer.reply))
         except Exception as failure:
             if not self._is_begun or isinstance(failure, ClientDisconnect):
                 raise
@@ -320,7 +320,7 @@ class AnswerResponse(StreamingResponse):
         """Yield all items; of a stream, send the headers or a keep-alive at each `Waiting`."""
         async for part in self._parts:
             if self._stream and isinstance(part, Waiting):
-                text = self._teller.keep_alive(part) if self._is_begun else ""
+                text = self._writer.keep_alive(part) if self._is_begun else ""
                 await self._send(send, text)
             yield part
 
