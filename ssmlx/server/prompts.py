@@ -18,10 +18,10 @@ from ..generation.scoring import ScoredPrompt
 from ..model.streams import StreamFusedModel
 from ..prompts import chat_tokens, check_text, encode, encode_prompt
 from ..settings import GenerateConfig, PromptLookupConfig
-from .calls import MAX_CALLS, tool_call_grammar
 from .grammars import grammar_mask
 from .logprobs import prompt_logprobs
 from .requests import AnswerRequest, RequestError, check_field
+from .tool_grammars import MAX_CALLS, tool_call_grammar
 
 AGAIN = {"Retry-After": "1"}
 STOPPED = HTTPException(503, "the server is being stopped", AGAIN)
