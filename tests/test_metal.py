@@ -25,8 +25,15 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.masks import StepMasks
 from ssmlx.model.metal import TreeMask, hook, is_available, kernels, trial
+from ssmlx.model.metal.division import (
+    DTYPES,
+    AttentionShape,
+    Bucket,
+    Chip,
+    Division,
+    divide_attention,
+)
 from ssmlx.model.metal.kernels import FUNCTIONS, LANES, Call, Kernel, attend, pack_bits
-from ssmlx.model.metal.plan import DTYPES, AttentionShape, Bucket, Chip, Plan, make_plan
 from ssmlx.settings import PruneConfig, TreeConfig
 
 M1, M1_MAX, M2_ULTRA = (Chip.of(f"applegpu_g{name}") for name in ("13g", "13s", "14d"))
@@ -186,8 +193,8 @@ def generated(dtype: mx.Dtype = mx.float16, blocks: int = 1) -> list[str]:
     queries = mx.zeros((1, 4, 9, 64), dtype)
     keys = mx.zeros((1, 2, 40, 64), dtype)
     for splits in (1, 2):
-        plan = Plan(blocks=blocks, simdgroups=3, row_groups=1, splits=splits)
-        attend(queries, keys, keys, mx.zeros((9, 2), mx.uint32), 1.0, plan, record)
+        division = Division(blocks=blocks, simdgroups=3, row_groups=1, splits=splits)
+        attend(queries, keys, keys, mx.zeros((9, 2), mx.uint32), 1.0, division, record)
     return record.sources
 
 
@@ -211,8 +218,8 @@ def test_row_number_and_context_need_no_new_source():
         queries = mx.zeros((1, 3, rows, 64))
         keys = mx.zeros((1, 1, num_keys, 64))
         bits = pack_bits(mx.ones((rows, rows), mx.bool_))
-        plan = Plan(blocks=1, simdgroups=-(-3 * rows // 8), row_groups=1, splits=1)
-        attend(queries, keys, keys, bits, 1.0, plan, record)
+        division = Division(blocks=1, simdgroups=-(-3 * rows // 8), row_groups=1, splits=1)
+        attend(queries, keys, keys, bits, 1.0, division, record)
     assert len(set(record.sources)) == 1
 
 
@@ -489,13 +496,13 @@ def test_plan_covers_every_row_within_a_threadgroups_limits(chip):
             rng.randint(200, 20000),
             rng.choice([8, 64, 80, 96, 128]),
         )
-        plan = make_plan(sizes, chip)
-        held = 8 * plan.blocks * plan.simdgroups
-        assert held * (plan.row_groups - 1) < sizes.queries <= held * plan.row_groups
-        assert LANES * plan.simdgroups <= 256
-        assert plan.blocks == 1 or sizes.head_size <= 80
-        assert 1 <= plan.splits <= sizes.keys // 128 + 1
-        registers = plan.blocks * sizes.head_size // 2 + 8 * plan.blocks
+        division = divide_attention(sizes, chip)
+        held = 8 * division.blocks * division.simdgroups
+        assert held * (division.row_groups - 1) < sizes.queries <= held * division.row_groups
+        assert LANES * division.simdgroups <= 256
+        assert division.blocks == 1 or sizes.head_size <= 80
+        assert 1 <= division.splits <= sizes.keys // 128 + 1
+        registers = division.blocks * sizes.head_size // 2 + 8 * division.blocks
         assert registers < 100  # query, output and scores, of 128 that a thread has
 
 
@@ -507,7 +514,7 @@ def test_chips_by_metals_names():
 def test_a_trial_speaks_for_shapes_of_the_same_kernels():
     def bucket(rows, keys):
         one = shape(rows, 9, 3, keys)
-        return Bucket.of(one, make_plan(one, M1))
+        return Bucket.of(one, divide_attention(one, M1))
 
     assert bucket(9, 600) == bucket(16, 1000) != bucket(17, 1000)
     assert bucket(16, 1000) != bucket(16, 1025)

@@ -2,7 +2,7 @@
 
     attention.metal   the kernel's functions, in Metal's language
     kernels           its entry points and their arguments
-    plan              sizes, chips, and how the kernel divides its work
+    division          sizes, chips, and how the kernel divides its work
     trial             both on random rows: the same values, and which is faster here
     hook              the switch, masks as bits, and the way from mlx-lm's layers to the kernel
 
