@@ -412,7 +412,8 @@ class PromptLookupConfig:
         ngram: most tokens of the text's end that are looked up; shorter ends follow, down to one.
         num_draft_tokens: tokens that are drafted after each match.
         size: nodes of the tree that the matches form, the root included.
-        reference: token ids to look up in instead of the text so far.
+        reference: token ids of an expected text, such as a request's `prediction`, to look up in
+            instead of the text so far.
     """
 
     ngram: int = setting(3, least=1, most=64, option="ngram={}")

@@ -197,7 +197,8 @@ def _add_text_drafters(
     end_tokens: Collection[int],
 ) -> list[Drafter]:
     """`drafters` and those that look up in texts: in the text itself; in earlier answers, if there
-    are any and calls need not be the same on every run; in the settings' reference text, if any."""
+    are any and calls need not be the same on every run; in the expected text that is
+    `config.prompt_lookup.reference`, if any."""
     found = {drafter.largest.drafter: drafter for drafter in drafters}
     found[NAME] = PromptLookupDrafter(TEXT_CONFIG, end_tokens=end_tokens)
     if earlier is not None and not config.deterministic:

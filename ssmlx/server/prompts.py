@@ -88,8 +88,8 @@ class PromptReader:
     def prepare(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
         """Return the tokens of a request's first prompt, and the settings of its answer.
 
-        A seed is drawn where the request has none. `prediction` becomes text that prompt lookup
-        copies from; `ignore_eos` becomes a bias of -inf on end tokens.
+        A seed is drawn where the request has none. `prediction`, an expected text, becomes
+        `prompt_lookup.reference`; `ignore_eos` becomes a bias of -inf on end tokens.
 
         Raises:
             InputError: the prompt cannot be made into tokens.
