@@ -2,12 +2,15 @@
 
 import inspect
 import pydoc
+import sys
+from importlib import import_module
 
 import pytest
 from tiny import make_model, make_tokenizer
 
 import ssmlx
-from ssmlx.commands.generate import parse_args
+from ssmlx import api
+from ssmlx.commands.generate import main, parse_args
 from ssmlx.commands.options import generate_config
 from ssmlx.generation.plan import make_plan
 from ssmlx.json_files import from_json
@@ -43,6 +46,18 @@ def test_the_earlier_name_of_speculative_decoding_gives_the_same():
     assert settings["streaming"] == settings["speculative"]
     assert {one.decoding for one in settings["streaming"]} == {"speculative"}
     assert answers["streaming"] == answers["speculative"] != []
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_generate_is_a_function_whoever_imports_the_command(monkeypatch, is_loaded):
+    """The command's module has the function's name; in either order, the function keeps it."""
+    assert callable(ssmlx.generate)
+    monkeypatch.delitem(sys.modules, "ssmlx.generate", raising=False)
+    if not is_loaded:
+        monkeypatch.delitem(vars(ssmlx), "generate")
+    command = import_module("ssmlx.generate")
+    assert command.main is main
+    assert ssmlx.generate is api.generate
 
 
 def test_help_shows_what_there_is():
