@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 from ..decoding.drafter import Drafter
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import quoted, require
+from ..model.capabilities import Capability
 from ..model.streams import StreamFusedModel
 from ..settings import DRAFTERS, GenerateConfig
 
@@ -50,6 +51,11 @@ class DrafterInputs:
     settings: Any = None
     loaded: Any = None
     end_tokens: Collection[int] = ()
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether a chain is to be proposed, since the target takes no trees."""
+        return not self.model.backbone.capabilities.has("trees")
 
     @property
     def guess_sampling(self) -> Sampling:
@@ -92,6 +98,7 @@ class RegisteredDrafter:
         needs_whole_context: whether `start` has to be given every token of the text. Then an answer
             on a cache that holds tokens is refused unless `context=` says which; otherwise tokens
             that nobody gave are `PAD_TOKEN`.
+        keeps_to_chains: whether it proposes chains where the target takes no trees.
     """
 
     name: str
@@ -102,6 +109,12 @@ class RegisteredDrafter:
     shaped_by: Sequence[str] = ("prune",)
     loader: DrafterLoader | None = None
     needs_whole_context: bool = False
+    keeps_to_chains: bool = False
+
+    @property
+    def needed(self) -> Capability:
+        """What a target must be capable of for it to draft."""
+        return "chains" if self.keeps_to_chains else "trees"
 
     def settings_from(self, config: GenerateConfig) -> Any:
         """The drafter's own settings in `config`, or their defaults; None where it has none.
