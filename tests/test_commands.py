@@ -365,6 +365,30 @@ def test_verbose_shows_what_was_learned(run, loaded, adapter):
     assert last.startswith("[memory: ")  # which no controller decided
 
 
+def test_verbose_shows_what_was_learned_of_text_drafts(run, loaded):
+    """Their costs are those of rows, and their ratios are kept by length of match."""
+    args = (*ASK, "--adapter", "none", "--max-tokens", 1, "--verbose")
+    *_, costs, accepted = run(*args)[2].splitlines()
+    assert costs == "[costs: no call of prompt-lookup was timed here yet]"
+    assert accepted == "[acceptance: no text was drafted with prompt-lookup here yet]"
+    known, prior = learned_of(loaded[None][0])
+    known.costs.learn(("rows", 4), 0, known.costs.frozen(0).calls(("rows", 4)))
+    known.costs.learn_plain(0, [0.5] * 3)
+    prior.learn("prompt-lookup 1", 0, 3.0, 10.0)
+    prior.learn("prompt-lookup 9", 0, 9.0, 10.0)
+    shares = [prior.ratio(f"prompt-lookup {length}", 0) for length in (1, 9)]
+    calls = known.costs.frozen(0).calls(("rows", 4))
+    *_, costs, accepted = run(*args)[2].splitlines()
+    assert costs == (
+        "[costs: plain calls of 500.0 ms that a call of prompt-lookup takes, by nodes: "
+        f"4: {calls:.2f}]"
+    )
+    assert accepted == (
+        "[acceptance: of the next tokens that prompt-lookup drafts, by length of the match: "
+        f"1: {shares[0]:.2f}, 9: {shares[1]:.2f}]"
+    )
+
+
 def test_an_answer_ends_where_the_context_does(run):
     args = ("--prompt", real.words(real.CONTEXT - 5), "--template", "raw", "--jsonl")
     (record,) = records(run(*args))
