@@ -86,6 +86,9 @@ class Drafter(Protocol):
     Siblings of a tree carry different tokens; a node of token `tree.PAD_TOKEN` fills a tree up to a
     usual size and is never accepted. Whatever is proposed, the answer is the target's own.
 
+    A drafter may also have an `offer()`, with which it says at each call what it could draft now
+    (`ssmlx.policy.offers.OfferSource`); one without is taken to bring as much at every call.
+
     Attributes:
         largest: the largest tree that it proposes, padding included.
         needs: what it needs of the target's calls.
