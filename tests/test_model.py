@@ -23,7 +23,7 @@ from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merge_lora
 from ssmlx.model.masks import StepMasks, stream_visibility
 from ssmlx.model.rope import PositionedRope, Positions
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import draft_topology, full_topology, grow_conditional, grow_tree
+from ssmlx.model.tree import draft_topology, full_topology, grow_conditional_tree, grow_tree
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, GenerateConfig, TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7]
@@ -664,7 +664,7 @@ def conditional_scores(logprobs, width):
 
 def conditional_tree(logprobs, config):
     tokens = distinct_candidates(*logprobs.shape[:2])
-    return grow_conditional(mx.array([1]), tokens, mx.array(logprobs), config)
+    return grow_conditional_tree(mx.array([1]), tokens, mx.array(logprobs), config)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 16, 40])
@@ -721,7 +721,7 @@ def test_certain_streams_keep_the_tree_closed_under_ancestors(size):
     tokens = distinct_candidates(6, 3)
     for tree in (
         grow_tree(mx.array([1]), tokens, logprobs, config),
-        grow_conditional(mx.array([1]), tokens, pairs, config),
+        grow_conditional_tree(mx.array([1]), tokens, pairs, config),
     ):
         paths = token_paths(tree)
         assert tree.num_nodes == size

@@ -56,14 +56,14 @@ class DraftingText:
             if drafter.needs.host_tokens and name in self._seen:
                 self._follow(name, len(self.tokens))
 
-    def bring_up_to_date(self, name: str, unseen: int = 0) -> Iterator[list[int]]:
-        """Show drafter `name` the text but for its last `unseen` tokens; start it if it has not
+    def bring_up_to_date(self, name: str, num_unseen: int = 0) -> Iterator[list[int]]:
+        """Show drafter `name` the text but for its last `num_unseen` tokens; start it if it has not
         started.
 
         Yields:
             What the drafter's `start` yields: an empty list before each call of a model.
         """
-        known = len(self.tokens) - unseen
+        known = len(self.tokens) - num_unseen
         if name in self._seen:
             self._follow(name, known)
             return

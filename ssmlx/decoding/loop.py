@@ -488,7 +488,7 @@ class _SpeculativeLoop:
         elif following.tree is None:
             # What a call advanced by is shown to those that draft on the device by the call itself.
             unseen = num_tokens if is_on_device else 0
-            yield from self.watch.exclude(self.text.bring_up_to_date(drafts.drafter, unseen))
+            yield from self.watch.exclude_time(self.text.bring_up_to_date(drafts.drafter, unseen))
             following.tree = self.text.propose(call, drafts)
             self.text.mark_seen(drafts.drafter)
         if is_on_device:

@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 
 from ..model.shapes import expect_shape, indices, to_int
-from ..model.tree import PAD_TOKEN, Tree, clip_edges, top_nodes
+from ..model.tree import PAD_TOKEN, Tree, clip_logprobs, top_nodes
 from ..settings import PruneConfig
 
 
@@ -32,7 +32,7 @@ def nodes_within_budget(tree: Tree, edges: mx.array, keep: int) -> mx.array:
     """[M] the `keep` nodes of largest path probability, ascending; `edges` [N] as in
     `surviving_nodes`.
     """
-    return top_nodes(tree.path_sums(clip_edges(edges)), keep)
+    return top_nodes(tree.path_sums(clip_logprobs(edges)), keep)
 
 
 def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.array:

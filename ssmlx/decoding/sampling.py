@@ -200,10 +200,10 @@ class Sampling:
             is off, the entry is UNRESOLVED - t, t the best of those: a negative number that no
             drafted token equals, so that an accepted path ends there.
         """
-        tokens, open_rows = self.rank_tokens(logits, positions, 1)
+        tokens, may_keep_more = self.rank_tokens(logits, positions, 1)
         tokens = tokens[:, 0].astype(mx.int32)
         return (
-            mx.where(open_rows, UNRESOLVED - tokens, tokens)
+            mx.where(may_keep_more, UNRESOLVED - tokens, tokens)
             if self.may_leave_unresolved
             else tokens
         )
@@ -245,7 +245,7 @@ class Sampling:
         if self._filters:
             size = logits.shape[1]
             width = min(size, max(count, self._top_k or NUM_CANDIDATES))
-            tokens, scores, open_rows = rank_kept(
+            tokens, scores, may_keep_more = rank_filtered(
                 logits,
                 self._scale,
                 self._bounds,
@@ -258,7 +258,7 @@ class Sampling:
                 self._has_nucleus,
             )
             best = mx.argsort(-scores, axis=-1)[:, :count]
-            return mx.take_along_axis(tokens, best, axis=-1), open_rows
+            return mx.take_along_axis(tokens, best, axis=-1), may_keep_more
         if self.config.temp > 0:
             logits = perturb(logits, self._scale, self._seed, positions.first + positions.depths)
         if count == 1:
@@ -372,7 +372,7 @@ def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
 
 
 @mx.compile
-def rank_kept(
+def rank_filtered(
     logits: mx.array,
     scale: mx.array,
     bounds: mx.array,
@@ -418,11 +418,11 @@ def rank_kept(
 
 
 @mx.compile
-def perturb(logits: mx.array, scale: mx.array, seed: mx.array, at: mx.array) -> mx.array:
-    """[R, V] float32 `logits` [R, V] times `scale`, plus the Gumbel noise of the positions `at`
-    [R].
+def perturb(logits: mx.array, scale: mx.array, seed: mx.array, positions: mx.array) -> mx.array:
+    """[R, V] float32 `logits` [R, V] times `scale`, plus the Gumbel noise of `positions` [R] in
+    the text.
     """
-    noise = to_gumbel(uniform_noise(seed, at, logits.shape[1]))
+    noise = to_gumbel(uniform_noise(seed, positions, logits.shape[1]))
     return logits.astype(mx.float32) * scale + noise
 
 
@@ -460,10 +460,10 @@ def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
     return counts.at[rows, column].add(1)[:, :vocab_size]
 
 
-def uniform_noise(seed: mx.array, at: mx.array, vocab_size: int) -> mx.array:
-    """[R, V] uniform numbers from 0 to 1: a function of `seed` [] and the positions `at` [R]
-    alone."""
-    keys = mx.stack([mx.broadcast_to(seed, at.shape), at.astype(mx.uint32)], axis=1)
+def uniform_noise(seed: mx.array, positions: mx.array, vocab_size: int) -> mx.array:
+    """[R, V] uniform numbers from 0 to 1: a function of `seed` [] and `positions` [R] in
+    the text alone."""
+    keys = mx.stack([mx.broadcast_to(seed, positions.shape), positions.astype(mx.uint32)], axis=1)
     return mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))(keys)
 
 

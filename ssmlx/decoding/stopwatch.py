@@ -89,7 +89,7 @@ class Stopwatch:
         yield tokens
         self._untimed += now() - left
 
-    def exclude(self, turns: Iterable[Result]) -> Iterator[Result]:
+    def exclude_time(self, turns: Iterable[Result]) -> Iterator[Result]:
         """Yield from `turns`, other work while no call is under way; its time counts for no
         call."""
         started = now()

@@ -165,7 +165,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
         fused = StreamFusedModel(backbone, scope=scope)
     else:
         weights = cast_streams(streams.streams, dtype)
-        mx.eval(weights.trained)
+        mx.eval(weights.trainable_arrays)
         fused = StreamFusedModel(backbone, streams.config, weights, scope)
     fused.lora_digest = lora_digest(lora)
     return fused

@@ -24,9 +24,9 @@ from ..errors import InputError, first_line
 from .cache import StateCache, TreeCache
 from .capabilities import Capabilities, Reason
 from .capability_checks import CHECK_TOKENS, check_stages, try_batches, try_tree_masks
-from .family import cannot_draft, model_type, whole_parts
+from .family import cannot_draft_error, find_parts_without_stages, model_type
 from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_tensors
-from .lm_head import HEAD_KINDS, LMHead, head_layer, pack_rows, row_weights, select_rows
+from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_weights, row_weights, select_rows
 from .modules import clone_sharing_arrays, module_arrays
 from .ranks import Group, from_rank0
 from .shapes import to_float, to_list
@@ -95,7 +95,7 @@ class Backbone(Stages):
             for attention, rope in wrapped_ropes:
                 attention.rope = rope
             if not isinstance(error, InputError):
-                error = cannot_draft(
+                error = cannot_draft_error(
                     model, f"its layers cannot be run one by one ({first_line(error)})"
                 )
             self._run_whole(error.found)
@@ -112,7 +112,7 @@ class Backbone(Stages):
         if self._no_stages is None:
             super().refresh_parts()
         else:
-            self.parts = whole_parts(self.model, self.vocab_size)
+            self.parts = find_parts_without_stages(self.model, self.vocab_size)
 
     def base(self) -> Backbone:
         """The base model alone, of one that an adapter is attached to.
@@ -211,9 +211,9 @@ class Backbone(Stages):
         self._require_rows(layer, "a draft vocabulary")
         rows = select_rows(layer, tokens)
         if self.draft_bits is not None:
-            rows = pack_rows(rows, self.draft_bits)
+            rows = quantise_weights(rows, self.draft_bits)
         mx.eval(rows.parameters())
-        return self._head_with_rows(rows)
+        return self._head_with_layer(rows)
 
     def head_weights(self, tokens: mx.array) -> mx.array:
         """[..., D] unquantised weights of the LM head's rows for `tokens` [...].
@@ -283,7 +283,7 @@ class Backbone(Stages):
         Raises:
             InputError: the model does not run by its own call either.
         """
-        self.parts = whole_parts(self.model, 0)
+        self.parts = find_parts_without_stages(self.model, 0)
         outer = self.parts.outer
         try:
             logits = outer(mx.array([CHECK_TOKENS]), cache=self.make_model_cache())
@@ -297,7 +297,7 @@ class Backbone(Stages):
                 do="compare its config.json with the original's, mend MLX's installation where it "
                 "could not compile a kernel, or use another model",
             ) from error
-        self.parts = whole_parts(self.model, int(logits.shape[-1]))
+        self.parts = find_parts_without_stages(self.model, int(logits.shape[-1]))
         self._no_stages = why
 
     def _require_rows(self, layer: Any, user: str) -> None:
@@ -308,4 +308,6 @@ class Backbone(Stages):
         """
         if not isinstance(layer, HEAD_KINDS):
             kind = type(layer).__name__
-            raise cannot_draft(self.model, f"its LM head is a {kind}, of which {user} takes rows")
+            raise cannot_draft_error(
+                self.model, f"its LM head is a {kind}, of which {user} takes rows"
+            )

@@ -154,13 +154,13 @@ class RowsCache:
             positions, self._offset, [path.rows[layer] for path in self._paths], map_values
         )
 
-    def _resize(self, scratch: int, capacity: int) -> None:
+    def _grow(self, scratch: int, capacity: int) -> None:
         """Give every layer room for these numbers of rows; does nothing where they are
         unchanged."""
         if scratch == self.scratch and capacity == self.capacity:
             return
         for state in self._states.values():
-            state.resize(scratch, capacity)
+            state.grow(scratch, capacity)
         self.scratch = scratch
         self.capacity = capacity
 
@@ -217,7 +217,7 @@ class TreeCache(RowsCache):
         needed = self._offset + tokens + uncounted
         if needed > capacity:
             capacity = -(-needed // self._step) * self._step
-        self._resize(max(scratch + uncounted, self.scratch), capacity)
+        self._grow(max(scratch + uncounted, self.scratch), capacity)
 
     def append_view(self, layer: int) -> LayerView:
         """The cache object that decoder layer `layer` is handed when tokens are appended.
@@ -426,9 +426,9 @@ class StreamCache(RowsCache):
             for layer, own in zip(self.layers, rows, strict=True):
                 kept = tuple([drop_rows(array, SINKS, SINKS + skipped) for array in own])
                 self._states[layer] = AttentionState.of(kept)
-                self._states[layer].resize(self.scratch, self.capacity)
+                self._states[layer].grow(self.scratch, self.capacity)
         else:
-            self._resize(self.scratch, max(self.capacity, cache.capacity - skipped))
+            self._grow(self.scratch, max(self.capacity, cache.capacity - skipped))
             for path in known:
                 self._append_path(path)
         self._paths = list(cache.paths)

@@ -15,10 +15,10 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from ..errors import InputError, first_line
 from .cache import TreeCache
 from .capabilities import Reason
-from .family import WINDOW_NAMES, cannot_draft
+from .family import WINDOW_NAMES, cannot_draft_error
 from .masks import WindowMasks
 from .metal import TreeMask, hook_layers
-from .modules import clone_sharing_arrays, replace_parts
+from .modules import clone_sharing_arrays, copy_with_parts
 from .shapes import to_float
 from .stages import Stages
 
@@ -34,7 +34,7 @@ def check_stages(stages: Stages) -> None:
     Raises:
         InputError: they differ by more than rounding explains.
     """
-    tried = _with_short_windows(stages)
+    tried = _float32_with_short_windows(stages)
     longest = max(window or 0 for window in tried.windows)
     tokens = mx.tile(mx.array(CHECK_TOKENS), 1 + longest // 6)[: None if longest else 6]
     caches: Any = make_prompt_cache(tried.parts.outer)
@@ -45,7 +45,7 @@ def check_stages(stages: Stages) -> None:
     own = mx.concatenate([tried.parts.outer(call[None], cache=caches)[0] for call in calls])
     difference = _difference(staged, own, tried.dtype)
     if difference is not None:
-        raise cannot_draft(
+        raise cannot_draft_error(
             stages.model,
             "embedding, layers, norm and head one by one give logits that differ by "
             f"{difference:.3g} from its own",
@@ -79,7 +79,7 @@ def try_batches(stages: Stages) -> Reason:
 
     Two texts run in one call, the shorter one padded, and each alone.
     """
-    tried = _with_short_windows(stages)
+    tried = _float32_with_short_windows(stages)
     tokens = mx.array(CHECK_TOKENS)
     first = tokens.size // 2
     padding = mx.zeros(tokens.size // 2, tokens.dtype)
@@ -134,7 +134,7 @@ def chain_logits(
     return mx.concatenate([*found, stages.logits(hidden)])
 
 
-def _with_short_windows(stages: Stages) -> Stages:
+def _float32_with_short_windows(stages: Stages) -> Stages:
     """The same weights in float32, with windows of a few tokens where they can be set.
 
     Modules are copied and share their arrays: the model itself stays as it is.
@@ -150,7 +150,7 @@ def _with_short_windows(stages: Stages) -> Stages:
                 if isinstance(getattr(holder, name, None), int):
                     setattr(holder, name, _CHECK_WINDOW)
     if stages.dtype != mx.float32:
-        decoder.embed_tokens = replace_parts(decoder.embed_tokens, _embed_in_float32)
+        decoder.embed_tokens = copy_with_parts(decoder.embed_tokens, _embed_in_float32)
     return Stages(twin)
 
 

@@ -81,7 +81,7 @@ def find_parts(model: nn.Module) -> Parts:
     )
 
 
-def whole_parts(model: nn.Module, vocab_size: int) -> Parts:
+def find_parts_without_stages(model: nn.Module, vocab_size: int) -> Parts:
     """The parts of a model that runs by its own call alone: `outer` is the model itself.
 
     The final norm is found where it can be, for the model's identity. No window is known.
@@ -118,7 +118,7 @@ def model_type(model: nn.Module) -> str:
     return str(getattr(model, "model_type", type(model).__name__))
 
 
-def cannot_draft(model: nn.Module, why: str) -> InputError:
+def cannot_draft_error(model: nn.Module, why: str) -> InputError:
     """The error that says `why` a model's layers cannot be run one by one; the caller raises it."""
     return InputError(
         f"the model type {model_type(model)!r} cannot draft for itself: {why}",
@@ -142,9 +142,9 @@ def _find_decoder(model: nn.Module) -> Any:
     inner = getattr(_language_model(model), "model", None)
     decoder = getattr(inner, "decoder", inner)
     if decoder is None or not hasattr(model, "layers"):
-        raise cannot_draft(model, "it has no `model.layers`")
+        raise cannot_draft_error(model, "it has no `model.layers`")
     if not hasattr(decoder, "embed_tokens"):
-        raise cannot_draft(model, "it has no token embedding named `embed_tokens`")
+        raise cannot_draft_error(model, "it has no token embedding named `embed_tokens`")
     return decoder
 
 
@@ -153,7 +153,7 @@ def _find_norm_name(model: nn.Module, decoder: Any) -> str:
     for name in _NORM_NAMES:
         if hasattr(decoder, name):
             return name
-    raise cannot_draft(model, "it has no final norm")
+    raise cannot_draft_error(model, "it has no final norm")
 
 
 def _find_window(model: nn.Module, layer: int, cache: Any) -> int | None:
@@ -170,7 +170,7 @@ def _find_window(model: nn.Module, layer: int, cache: Any) -> int | None:
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return int(cache.max_size)
     if type(cache) is not KVCache:
-        raise cannot_draft(
+        raise cannot_draft_error(
             model,
             f"layer {layer} keeps its state in {type(cache).__name__}, from which rejected "
             "tokens cannot be taken back",

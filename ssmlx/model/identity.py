@@ -56,7 +56,7 @@ class BaseIdentity:
     norm_probe: tuple[float, ...]
 
     @classmethod
-    def read(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
+    def from_settings(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
         """The identity of the base model that a settings file was written for.
 
         Args:

@@ -93,7 +93,7 @@ class LayerState(Protocol):
     that the newest path left, or the committed one, and keeps the inputs of the step's rows.
     `gather_path` runs the recurrence again over the accepted rows: what a path leaves is the state
     behind it, and `commit` puts that in the place of the committed one. As arrays are never
-    written into, `copy` is a snapshot that costs nothing. `resize` does nothing, and `longest_trim`
+    written into, `copy` is a snapshot that costs nothing. `grow` does nothing, and `longest_trim`
     knows no place but the committed tokens' end, its snapshots, and the beginning.
     """
 
@@ -105,7 +105,7 @@ class LayerState(Protocol):
     def nbytes(self) -> int:
         """Bytes of everything that it holds."""
 
-    def resize(self, scratch: int, capacity: int) -> None:
+    def grow(self, scratch: int, capacity: int) -> None:
         """Have room for `scratch` rows of a step and its paths, and for `capacity` committed
         tokens.
         """
@@ -196,7 +196,7 @@ class AttentionState:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def resize(self, scratch: int, capacity: int) -> None:
+    def grow(self, scratch: int, capacity: int) -> None:
         """Change the room before and behind the committed rows; buffers are copied where it
         grows."""
         front = scratch - self._scratch

@@ -38,7 +38,7 @@ class ScaledHead:
         return logits
 
 
-def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
+def quantise_weights(layer: nn.Module, bits: int) -> nn.Module:
     """A linear layer or embedding with its weights quantised to `bits` bits (MLX's affine mode).
 
     Groups are of 64 weights, or of 32. Returns `layer` itself where it is quantised already, or
@@ -59,7 +59,7 @@ def select_rows(layer: nn.Module, tokens: mx.array) -> nn.Module:
     Its rows are copies, in the type and quantisation of `layer`.
     """
     if isinstance(layer, EmbeddingLora | RowLora):
-        return layer.rows(tokens)
+        return layer.merged_rows(tokens)
     rows = copy.copy(layer)
     for name in ("weight", "scales", "biases", "bias"):
         if layer.get(name) is not None:
@@ -79,7 +79,7 @@ def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
     """
     weights: mx.array
     if isinstance(layer, EmbeddingLora | RowLora):
-        weights = layer.rows(tokens.flatten()).weight
+        weights = layer.merged_rows(tokens.flatten()).weight
         return mx.unflatten(weights, 0, tokens.shape)
     # A linear layer has its weights under an embedding's names.
     kind: Any = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
@@ -100,6 +100,6 @@ def head_layer(head: LMHead | None) -> Any:
     return head.layer if isinstance(head, ScaledHead) else getattr(head, "__self__", head)
 
 
-def give_back(_self: nn.Module, hidden: mx.array, *_args: Any, **_named: Any) -> mx.array:
+def return_input(_self: nn.Module, hidden: mx.array, *_args: Any, **_named: Any) -> mx.array:
     """The call of a model's body that returns its input: of the model, its head is left."""
     return hidden

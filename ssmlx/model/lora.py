@@ -247,7 +247,7 @@ class RowLora(LoraLayer):
             y = y * self.gain
         return y + self.offset if "offset" in self else y
 
-    def rows(self, tokens: mx.array) -> nn.Module:
+    def merged_rows(self, tokens: mx.array) -> nn.Module:
         """A plain layer with the rows (outputs) of `tokens` [Vd] alone, LoRA merged into them, not
         quantised.
         """
@@ -268,7 +268,7 @@ class RowLora(LoraLayer):
             [R, in] all rows, and [R - first, r] the products.
         """
         if self.shared is not None:
-            return self.shared.take(x, first, self.index)
+            return self.shared.take_product(x, first, self.index)
         rows = mx.flatten(x, 0, -2)
         return rows, (rows[first:] if first else rows) @ self.lora_a.astype(x.dtype)
 
@@ -324,7 +324,7 @@ class EmbeddingLora(LoraLayer):
         logits = logits + (self.scale * more).astype(logits.dtype)
         return logits * self.gain if "gain" in self else logits
 
-    def rows(self, tokens: mx.array) -> nn.Module:
+    def merged_rows(self, tokens: mx.array) -> nn.Module:
         """A plain embedding with the rows of `tokens` [Vd] alone, not quantised, as the LM head has
         them.
 
@@ -380,7 +380,7 @@ class SharedInput(threading.local):
         # what was given last, its rows, and the products that are still to be taken
         self._held: tuple[mx.array, int, mx.array, dict[int, mx.array]] | None = None
 
-    def take(self, x: mx.array, first: int, index: int) -> tuple[mx.array, mx.array]:
+    def take_product(self, x: mx.array, first: int, index: int) -> tuple[mx.array, mx.array]:
         """The part of the product that belongs to module number `index`.
 
         Args:
@@ -401,7 +401,7 @@ class SharedInput(threading.local):
         return held[2], product
 
 
-def share_inputs(loras: Mapping[str, RowLora]) -> None:
+def share_products(loras: Mapping[str, RowLora]) -> None:
     """Let modules that a layer calls on the same rows share one product, in place.
 
     These are q, k and v projections, and gate and up projections, of one parent module.
@@ -561,7 +561,7 @@ def attach_lora(
     *,
     merge: bool,
     dtype: mx.Dtype,
-    fixed: bool = True,
+    shares_products: bool = True,
 ) -> dict[str, nn.Module]:
     """Put LoRA on modules of a model, in place.
 
@@ -572,8 +572,8 @@ def attach_lora(
         merge: add it into the weights of layers that are not quantised, which costs nothing per
             row: only for LoRA that acts on every row.
         dtype: of the activations; what is not merged is cast to it.
-        fixed: whether LoRA stays as it is; modules that are called on the same rows share a product
-            then. False in training.
+        shares_products: let modules that are called on the same rows share one product with A, see
+            `share_products`. False in training, where the factors change.
 
     Returns:
         The modules that were replaced, by path, untouched: while those of merged layers are kept,
@@ -591,7 +591,7 @@ def attach_lora(
             updates[path] = merge_lora(layer, own)
         else:
             updates[path] = wrap_with_lora(layer, own, scope, dtype)
-    if fixed:
-        share_inputs({path: one for path, one in updates.items() if isinstance(one, RowLora)})
+    if shares_products:
+        share_products({path: one for path, one in updates.items() if isinstance(one, RowLora)})
     model.update_modules(tree_unflatten(list(updates.items())))
     return {path: modules[path] for path in lora}

@@ -49,12 +49,12 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
     no_streams = mx.zeros((num_nodes, num_stream_rows), mx.bool_)
     node_rows = mx.concatenate([ancestors, no_streams], axis=1)
     of_owners = mx.repeat(ancestors, num_streams, axis=0)
-    stream_rows = mx.concatenate([of_owners, earlier_streams(num_streams, num_nodes)], axis=1)
+    stream_rows = mx.concatenate([of_owners, earlier_streams_mask(num_streams, num_nodes)], axis=1)
     return mx.concatenate([node_rows, stream_rows], axis=0)
 
 
 @lru_cache(maxsize=64)
-def earlier_streams(num_streams: int, num_nodes: int = 1) -> mx.array:
+def earlier_streams_mask(num_streams: int, num_nodes: int = 1) -> mx.array:
     """[M * G, M * G] bool: which stream row sees which: its node's streams up to itself.
 
     Kept and shared.
@@ -89,7 +89,7 @@ def window_start(position: Position, window: int) -> Position:
     return start * (start > 0)
 
 
-def in_window(visible: Any, columns: Any, firsts: Any) -> Any:
+def hide_outside_window(visible: Any, columns: Any, firsts: Any) -> Any:
     """The mask `visible` [..., R, C] bool, of MLX or NumPy, with what streams do not see hidden.
 
     Args:
@@ -149,10 +149,10 @@ class WindowMasks:
         if window is None:
             return self._whole, 0, 0
         if window not in self._made:
-            self._made[window] = self._make(window)
+            self._made[window] = self._make_mask(window)
         return self._made[window]
 
-    def _make(self, window: int) -> LayerMask:
+    def _make_mask(self, window: int) -> LayerMask:
         """The mask of a window, and the keys left out; the whole mask where the window hides
         nothing.
         """

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 
-def replace_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
+def copy_with_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
     """A copy of `module` on the same arrays, with some attributes replaced.
 
     Args:

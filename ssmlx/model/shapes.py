@@ -38,14 +38,14 @@ def to_list(array: mx.array) -> list[Any]:
     return cast("list[Any]", array.tolist())
 
 
-def expect_shape(what: str, array: mx.array, *shape: int | None) -> None:
-    """Raise ValueError, which names `what`, unless `array` has `shape`; None stands for any
+def expect_shape(name: str, array: mx.array, *shape: int | None) -> None:
+    """Raise ValueError, which begins with `name`, unless `array` has `shape`; None stands for any
     size."""
     found = array.shape
     if len(found) != len(shape) or any(
         want is not None and have != want for have, want in zip(found, shape, strict=True)
     ):
-        raise ValueError(f"{what} has shape {found}, expected {shape}")
+        raise ValueError(f"{name} has shape {found}, expected {shape}")
 
 
 def evaluated(array: mx.array) -> mx.array:

@@ -19,10 +19,10 @@ from .cache import TreeCache
 from .family import Parts, find_parts
 from .latent import run_rows_as_texts
 from .layer_state import LayerView
-from .lm_head import LMHead, ScaledHead, give_back
+from .lm_head import LMHead, ScaledHead, return_input
 from .masks import CausalMasks, WindowMasks
 from .metal import TreeMask, calls_attention
-from .modules import replace_parts
+from .modules import copy_with_parts
 from .rope import PositionedRope, Positions
 
 Tapped = dict[int, mx.array | None]
@@ -67,7 +67,7 @@ class Stages:
         self.parts = find_parts(self.model)
         run_rows_as_texts(self.parts.layers)
         self._takes_named_masks = calls_attention(self.parts.layers)
-        self._find_ends()
+        self._probe_embedder_and_head()
 
     @property
     def args(self) -> Any:
@@ -194,7 +194,7 @@ class Stages:
     @property
     def lm_head(self) -> LMHead:
         """Normed hidden states [..., D] to logits [..., V], scaled and capped as the model does."""
-        return self._head_with_rows(None)
+        return self._head_with_layer(None)
 
     def append(self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None) -> mx.array:
         """Run tokens through all layers and commit them to the cache.
@@ -246,24 +246,27 @@ class Stages:
         scale: mx.array = scale_at(1, positions, beta, original_length).astype(hidden.dtype)
         return scale.reshape(-1, 1, hidden.shape[1], 1)
 
-    def _head_with_rows(self, rows: Any) -> LMHead:
-        """The LM head, with the layer `rows` in the place of its own unless that is None.
+    def _head_with_layer(self, replacement: Any) -> LMHead:
+        """The LM head, on the layer `replacement` in the place of its own; on its own where None.
 
-        `rows` has a row for each token that is scored, and is of the kind of the model's: an
-        embedding where the head is tied, else a linear layer.
+        `replacement` has a row for each token that is scored, and is of the kind of the model's:
+        an embedding where the head is tied, else a linear layer. The model stays as it is.
+
+        Returns:
+            The layer's call; where the model scales or caps logits, a `ScaledHead` that does so.
         """
         head = self.parts.head
-        layer = rows or (self.parts.decoder.embed_tokens if head is None else head)
+        layer = replacement or (self.parts.decoder.embed_tokens if head is None else head)
         if not self._changes_logits:
             plain: LMHead = layer.as_linear if head is None else layer
             return plain
         body = {} if head is not None else {"embed_tokens": layer}
         parts = {} if head is None else {"lm_head": layer}
         outer = self.parts.outer
-        parts["model"] = replace_parts(outer.model, give_back, **body)
-        return ScaledHead(layer, replace_parts(outer, **parts))
+        parts["model"] = copy_with_parts(outer.model, return_input, **body)
+        return ScaledHead(layer, copy_with_parts(outer, **parts))
 
-    def _find_ends(self) -> None:
+    def _probe_embedder_and_head(self) -> None:
         """Find out by a call what the model does before its layers and behind its LM head.
 
         Sets `_embedder` and `_changes_logits`. A model that embeds positions does neither.
@@ -274,7 +277,7 @@ class Stages:
             return
         tokens = mx.array([[1, 2]])
         no_norm = {self.parts.norm_name: nn.Identity()}
-        embedder = replace_parts(self.parts.decoder, layers=[], **no_norm)
+        embedder = copy_with_parts(self.parts.decoder, layers=[], **no_norm)
         embedded = embedder(tokens, cache=[_NoCache()] * len(self.layers))
         plain = self.token_embeddings(tokens)
         self._embedder = None if mx.array_equal(embedded, plain) else embedder

@@ -22,8 +22,8 @@ from .lora import RowScope
 from .masks import (
     SINKS,
     WindowMasks,
-    earlier_streams,
-    in_window,
+    earlier_streams_mask,
+    hide_outside_window,
     stream_positions,
     stream_visibility,
     window_start,
@@ -65,7 +65,7 @@ class StreamWeights:
     condition: Condition | None = None  # on the tokens drafted before, None where there is none
 
     @property
-    def trained(self) -> list[mx.array]:
+    def trainable_arrays(self) -> list[mx.array]:
         """Every trained array, always in the same order; the draft vocabulary's ids are not among
         them.
         """
@@ -78,7 +78,7 @@ class StreamWeights:
     @property
     def num_parameters(self) -> int:
         """Trained numbers beside LoRA."""
-        return sum(array.size for array in self.trained)
+        return sum(array.size for array in self.trainable_arrays)
 
 
 class ValueRotation:
@@ -110,10 +110,10 @@ class ValueRotation:
         """
         if num_streams == 0:
             return values
-        turned = self.turn(values[:, :, num_nodes:], num_streams)
+        turned = self.rotate_streams(values[:, :, num_nodes:], num_streams)
         return mx.concatenate([values[:, :, :num_nodes], turned], axis=2)
 
-    def turn(self, values: mx.array, num_streams: int | None = None) -> mx.array:
+    def rotate_streams(self, values: mx.array, num_streams: int | None = None) -> mx.array:
         """Rotate the values of stream rows.
 
         Args:
@@ -419,7 +419,7 @@ class StreamFusedModel:
         if num_streams == 0:
             nodes = nodes or self.node_rows(tree, cache)
             views = [cache.view(n, nodes.positions) for n in self._upper_layers]
-            return self._run_upper(rows, nodes.mask, views, None, tapped)
+            return self._run_upper_layers(rows, nodes.mask, views, None, tapped)
         positions = Positions(stream_positions(tree.depths + cache.length, num_streams))
         rotate = None
         if self.rotation is not None:
@@ -444,10 +444,10 @@ class StreamFusedModel:
             columns = mx.concatenate([own, *later, committed])
             dense = cache.upper_masks.mask(visible, cache, tree.topology)
             firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
-            mask = in_window(dense, columns, firsts)
+            mask = hide_outside_window(dense, columns, firsts)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         by_layer = self._mask_by_layer(mask, positions, rows.shape[1], cache)
-        return self._run_upper(rows, by_layer, views, num_nodes, tapped)
+        return self._run_upper_layers(rows, by_layer, views, num_nodes, tapped)
 
     def window_start(self, cache: TreeCache, position: int | None = None) -> int:
         """The first token behind the sinks that streams of a node at `position` see.
@@ -483,14 +483,14 @@ class StreamFusedModel:
         """
         rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams, known)
         positions = Positions(position + indices(1, 2))
-        visible = earlier_streams(num_streams)
+        visible = earlier_streams_mask(num_streams)
         mask = cache.upper_masks.step_mask(visible, cache, num_streams, self._takes_bits)
         rotate = None
         if self.rotation is not None:
-            rotate = partial(self.rotation.turn, num_streams=num_streams)
+            rotate = partial(self.rotation.rotate_streams, num_streams=num_streams)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         by_layer = self._mask_by_layer(mask, positions, num_streams, cache)
-        return self._run_upper(rows, by_layer, views, 0)
+        return self._run_upper_layers(rows, by_layer, views, 0)
 
     def _mask_by_layer(
         self, mask: mx.array | TreeMask, positions: Positions, num_rows: int, cache: RowsCache
@@ -507,7 +507,7 @@ class StreamFusedModel:
     def _upper_layers(self) -> range:
         return range(self.insertion_layer, self.num_layers)
 
-    def _run_upper(
+    def _run_upper_layers(
         self,
         rows: mx.array,
         mask: Mask,

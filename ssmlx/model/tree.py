@@ -146,7 +146,7 @@ def top_nodes(scores: mx.array, count: int) -> mx.array:
     return mx.sort(mx.argpartition(scores, others)[others:]).astype(mx.int32)
 
 
-def clip_edges(logprobs: mx.array) -> mx.array:
+def clip_logprobs(logprobs: mx.array) -> mx.array:
     """`logprobs` in float32, clipped to a range below 0: so a child always scores below its
     parent."""
     return mx.clip(logprobs.astype(mx.float32), MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
@@ -186,7 +186,7 @@ def full_topology(width: int, levels: int) -> Topology:
 
 
 @lru_cache(maxsize=64)
-def contender_topology(size: int, width: int | None, levels: int) -> Topology:
+def topology_of_possible_nodes(size: int, width: int | None, levels: int) -> Topology:
     """The nodes among which the best `size` are, whatever the probabilities turn out to be.
 
     A node is outscored by every node whose ranks are all at least as good, at its own depth and
@@ -213,7 +213,7 @@ def contender_topology(size: int, width: int | None, levels: int) -> Topology:
 
 
 @lru_cache(maxsize=64)
-def comb_topology(width: int, levels: int) -> Topology:
+def chain_with_siblings_topology(width: int, levels: int) -> Topology:
     """A chain of each level's first candidate, with the level's other `width` - 1 candidates as
     leaves.
     """
@@ -224,8 +224,8 @@ def comb_topology(width: int, levels: int) -> Topology:
 def draft_topology(config: TreeConfig, num_streams: int) -> Topology:
     """The topology whose nodes are filled from the streams' candidates.
 
-    Of kind "full" it is the tree itself; else `contender_topology`, of which the best nodes are
-    kept.
+    Of kind "full" it is the tree itself; else `topology_of_possible_nodes`, of which the best
+    nodes are kept.
 
     Args:
         config: kind, size and width of the tree.
@@ -237,10 +237,10 @@ def draft_topology(config: TreeConfig, num_streams: int) -> Topology:
     if config.kind == "full":
         config.num_nodes(num_streams)
         return full_topology(config.full_width, num_streams)
-    return contender_topology(config.size, config.width, num_streams)
+    return topology_of_possible_nodes(config.size, config.width, num_streams)
 
 
-def num_candidates(config: TreeConfig, num_streams: int, *, conditional: bool) -> int:
+def count_candidates(config: TreeConfig, num_streams: int, *, conditional: bool) -> int:
     """K, how many candidates of each stream a tree is grown from; more where they are
     `conditional`.
     """
@@ -265,17 +265,17 @@ def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: Tree
         root: [1] the newest token.
         tokens: [G, K] each stream's candidates, best first, K =
             `draft_topology(...).num_candidates`.
-        logprobs: [G, K] theirs; or [G, K, K] given the token before, see `grow_conditional`.
+        logprobs: [G, K] theirs; or [G, K, K] given the token before, see `grow_conditional_tree`.
         config: kind, size and width of the tree.
     """
     if logprobs.ndim == 3:
-        return grow_conditional(root, tokens, logprobs, config)
+        return grow_conditional_tree(root, tokens, logprobs, config)
     topology = draft_topology(config, tokens.shape[0])
     size = topology.num_nodes if config.kind == "full" else config.size
-    return best_tree(root, tokens, logprobs, topology, size)
+    return grow_best_tree(root, tokens, logprobs, topology, size)
 
 
-def best_tree(
+def grow_best_tree(
     root: mx.array, tokens: mx.array, logprobs: mx.array, topology: Topology, size: int
 ) -> Tree:
     """The likeliest nodes of a topology, filled from candidates as in `grow_tree`.
@@ -292,11 +292,11 @@ def best_tree(
     tree = Tree(node_tokens, topology.depths, topology.paths, topology.num_internal, topology)
     if topology.num_nodes <= size:
         return tree
-    edges = take(clip_edges(logprobs).flatten(), topology.edge_slots)
+    edges = take(clip_logprobs(logprobs).flatten(), topology.edge_slots)
     return tree.select(top_nodes(tree.path_sums(edges), size))
 
 
-def grow_conditional(
+def grow_conditional_tree(
     root: mx.array, tokens: mx.array, logprobs: mx.array, config: TreeConfig
 ) -> Tree:
     """Draft a tree from candidates that are scored given the token before them.
@@ -326,17 +326,19 @@ def grow_conditional(
         return _full_conditional_tree(
             root, tokens, _best_children(logprobs, width), full_topology(width, levels)
         )
-    nodes, depths, paths, ancestors = _beam(root, tokens, logprobs, levels, config.size, width)
+    nodes, depths, paths, ancestors = _search_beam(
+        root, tokens, logprobs, levels, config.size, width
+    )
     tree = Tree(nodes, depths, paths, nodes.size)
     vars(tree)["ancestors"] = ancestors
     return tree
 
 
 @mx.compile
-def _beam(
+def _search_beam(
     root: mx.array, tokens: mx.array, logprobs: mx.array, levels: int, size: int, width: int
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The beam search of `grow_conditional`, of kind "best".
+    """The beam search of `grow_conditional_tree`, of kind "best".
 
     Args:
         root: [1].
@@ -355,7 +357,7 @@ def _beam(
         ranked = _best_children(logprobs, width)
         logprobs = mx.take_along_axis(logprobs, ranked, axis=-1)
         children = _split_levels(ranked)
-    edges = _split_levels(clip_edges(logprobs))
+    edges = _split_levels(clip_logprobs(logprobs))
     layout = _beam_layout(levels, size, count, width)
     chosen = [layout.nodes[:1]]
     slots = [layout.nodes[:1]]

@@ -86,10 +86,12 @@ def make_attentions(
     )
 
 
-def run_layers(queries: mx.array, key_values: list[KeyValues], way: AttentionFunction) -> mx.array:
+def run_layers(
+    queries: mx.array, key_values: list[KeyValues], attention: AttentionFunction
+) -> mx.array:
     """The output of layers that run one after the other, each on the output of the one before."""
     for keys, values in key_values:
-        queries = way(queries, keys, values)
+        queries = attention(queries, keys, values)
     return queries
 
 
@@ -125,9 +127,9 @@ def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
     turn = 0
     began = clock()
     while turn < TURNS or clock() - began < MAX_SECONDS:
-        for index, way in enumerate((theirs, ours)):
+        for index, attention in enumerate((theirs, ours)):
             started = clock()
-            mx.eval(run_layers(queries, key_values, way))
+            mx.eval(run_layers(queries, key_values, attention))
             best[index] = min(best[index], clock() - started)
         turn += 1
     return Trial(agrees=True, gain=best[0] / best[1], seconds=best[0] / len(key_values))
