@@ -101,25 +101,37 @@ class Backbone(Stages):
             self._run_whole(error.found)
 
     def clone_sharing_weights(self) -> Backbone:
-        """The same model with modules of its own, to be exchanged, on the very same arrays."""
+        """A backbone with copies of the model's modules, on the very same arrays.
+
+        Modules of the copy may be exchanged, and those of this backbone stay as they are.
+        """
         clone = copy.copy(self)
         clone.model = clone_sharing_arrays(self.model)
         clone.refresh_parts()
         return clone
 
     def refresh_parts(self) -> None:
-        """Find the parts of `model` again, after some of its modules were exchanged."""
+        """Find the parts of `model` again, after some of its modules were exchanged.
+
+        As `Stages.refresh_parts`; of a model without stages, what `find_parts_without_stages`
+        finds.
+
+        Raises:
+            InputError: a model with stages lacks a part now.
+        """
         if self._no_stages is None:
             super().refresh_parts()
         else:
             self.parts = find_parts_without_stages(self.model, self.vocab_size)
 
     def base(self) -> Backbone:
-        """The base model alone, of one that an adapter is attached to.
+        """The base model, without the LoRA of the adapter that is attached.
+
+        Modules that are not in memory any more are read from the model's files, by `reload`.
 
         Returns:
-            A copy on the same arrays that has the replaced modules again; this backbone itself
-            where no module was replaced.
+            A copy on the same arrays that has the replaced modules again, and `replaced` empty;
+            this backbone itself where no module was replaced.
 
         Raises:
             InputError: weights that LoRA was merged into cannot be read again.
@@ -141,8 +153,11 @@ class Backbone(Stages):
 
     @property
     def identity(self) -> BaseIdentity:
-        """Class, sizes and first norm weights: what tells this base model from another, in any
-        precision.
+        """What tells this base model from another, in any precision.
+
+        Its model type ("" where it has none), number of layers, D, V, and the first
+        `NORM_PROBE_LENGTH` weights of the final norm, rounded to 6 digits behind the point. Waits
+        for the device.
         """
         probe = self.final_norm_weight[:NORM_PROBE_LENGTH].astype(mx.float32)
         return BaseIdentity(
@@ -155,9 +170,10 @@ class Backbone(Stages):
 
     @cached_property
     def digest(self) -> str:
-        """A digest of settings and weights, in hexadecimal: keys and values are reused under it.
+        """32 hexadecimal digits of the model's settings and weights, see `digest_tensors`.
 
-        Of the base model: it has to be asked for before an adapter changes layers.
+        Keys and values are reused under it, computed once and kept. It has to be asked for first
+        before an adapter changes layers, as it is to be the base model's.
         """
         settings = json.dumps(getattr(self.args, "__dict__", {}), sort_keys=True, default=str)
         return digest_tensors([(settings, mx.array(0)), *tree_flatten(self.model.parameters())])
@@ -177,10 +193,19 @@ class Backbone(Stages):
         """Run tokens through the model and commit them to the cache, as `Stages.append`.
 
         Of a model without stages the cache is a `StateCache`, and what is returned are logits
-        [1, R, V], which `logits` gives back as they are.
+        [1, R, V], which `logits` takes.
+
+        Args:
+            tokens: [R] that follow what the cache holds.
+            cache: as `StreamFusedModel.make_cache` makes it for this model.
+            tapped: by layer, set to the input [1, R, D] of that layer.
+
+        Returns:
+            [1, R, D] last hidden states, before the final norm; or logits, see above.
 
         Raises:
             InputError: taps are asked of a model without stages.
+            ValueError: a key of `tapped` is no layer's number.
         """
         if not isinstance(cache, StateCache):
             return super().append(tokens, cache, tapped)
@@ -191,18 +216,32 @@ class Backbone(Stages):
         return logits
 
     def logits(self, hidden: mx.array, head: LMHead | None = None) -> mx.array:
-        """Next-token logits [R, V] of what `append` or `run` returned, as `Stages.logits`."""
+        """Next-token logits of what `append` or `run` returned, as `Stages.logits`.
+
+        Args:
+            hidden: [1, R, D] last hidden states; of a model without stages logits [1, R, V], which
+                are returned as they are, without the first axis.
+            head: the head of some tokens alone; not used for a model without stages.
+
+        Returns:
+            [R, V]; [R, Vd] with a head of Vd tokens.
+        """
         if self._no_stages is not None:
             return hidden.squeeze(0)
         return super().logits(hidden, head)
 
     def draft_head(self, tokens: mx.array) -> LMHead:
-        """The LM head of some tokens alone, for drafting; it has its own copy of their rows.
+        """Make an LM head of some tokens alone, for drafting.
 
-        It only guesses, so its weights are quantised to `draft_bits`: no answer changes.
+        It has its own copy of their rows, LoRA merged into it, computed here. It only guesses, so
+        weights that are not quantised are quantised to `draft_bits`, unless that is None: no answer
+        changes.
 
         Args:
-            tokens: [Vd] ids, whose logits it returns in this order.
+            tokens: [Vd] ids.
+
+        Returns:
+            Normed hidden states [1, R, D] to logits [1, R, Vd], in the order of `tokens`.
 
         Raises:
             InputError: the model's LM head has no row for each token.
@@ -216,7 +255,13 @@ class Backbone(Stages):
         return self._head_with_layer(rows)
 
     def head_weights(self, tokens: mx.array) -> mx.array:
-        """[..., D] unquantised weights of the LM head's rows for `tokens` [...].
+        """The weights of the LM head's rows for some tokens, dequantised, LoRA merged into them.
+
+        Args:
+            tokens: [...] ids.
+
+        Returns:
+            [..., D].
 
         Raises:
             InputError: the model's LM head has no row for each token.
@@ -227,9 +272,10 @@ class Backbone(Stages):
 
     @cached_property
     def logit_scale(self) -> float:
-        """What the model multiplies logits by, where they are small enough not to be capped.
+        """The factor that the model multiplies its head's logits by.
 
-        It is measured by a call with small hidden states; 1.0 where the model changes no logits.
+        It is measured once, by a call with hidden states so small that no logit is capped; 1.0
+        where the model changes no logits. Waits for the device.
         """
         if not self._changes_logits:
             return 1.0
@@ -265,7 +311,10 @@ class Backbone(Stages):
 
     @cached_property
     def takes_tree_masks(self) -> bool:
-        """Whether every layer's attention takes a `metal.TreeMask`; tried when first asked for."""
+        """Whether every layer's attention takes a `metal.TreeMask`; tried when first asked for.
+
+        The attention function of the layers' modules is replaced for it, see `try_tree_masks`.
+        """
         return try_tree_masks(self)
 
     @cached_property
@@ -278,7 +327,13 @@ class Backbone(Stages):
         return super()._embed_one_token() if self._no_stages is None else self._hidden_like
 
     def _run_whole(self, why: str) -> None:
-        """Keep to the model's own call; `why` says what keeps its layers from running one by one.
+        """Make this a backbone without stages, which runs the model by its own call alone.
+
+        The call is tried on a few tokens. Sets `parts`, the shape and dtype of hidden states, and
+        the reason that `capabilities` gives.
+
+        Args:
+            why: what keeps the model's layers from running one by one.
 
         Raises:
             InputError: the model does not run by its own call either.
@@ -301,10 +356,14 @@ class Backbone(Stages):
         self._no_stages = why
 
     def _require_rows(self, layer: Any, user: str) -> None:
-        """Refuse an LM head whose `layer` has no row for each token, which `user` needs.
+        """Check that an LM head's layer is of `HEAD_KINDS`, which have a row for each token.
+
+        Args:
+            layer: the head's, as `head_layer` gives it.
+            user: who takes rows of it, for the message, such as "a condition".
 
         Raises:
-            InputError: with the layer's class and `user`, such as "a condition".
+            InputError: a layer of another class, which the message names.
         """
         if not isinstance(layer, HEAD_KINDS):
             kind = type(layer).__name__

@@ -27,12 +27,15 @@ _CHECK_WINDOW = 4
 
 
 def check_stages(stages: Stages) -> None:
-    """Compare the logits of the stages with those of the model's own call.
+    """Check that the stages one by one give the logits that the model's own call gives.
 
-    Half of the tokens are appended to the cache, the other half run as the rows of one step.
+    Both run 6 tokens, or more than the longest window holds, on a copy in float32 whose windows are
+    made short where they can be. Of the stages, half of the tokens are appended to the cache, and
+    the other half run as the rows of one step. The model stays as it is. Waits for the device.
 
     Raises:
-        InputError: they differ by more than rounding explains.
+        InputError: some logits differ by more than rounding in the model's dtype explains, see
+            `_difference`. What the model's class raises is not caught.
     """
     tried = _float32_with_short_windows(stages)
     longest = max(window or 0 for window in tried.windows)
@@ -53,12 +56,17 @@ def check_stages(stages: Stages) -> None:
 
 
 def try_tree_masks(stages: Stages) -> bool:
-    """Whether every layer's attention takes a `metal.TreeMask`, tried on a few tokens.
+    """Find out by a few tokens whether every layer's attention takes a `metal.TreeMask`.
 
-    The attention function of their modules is replaced for it, for good; see `metal.hook_layers`.
+    The attention function of their modules is replaced for it, for good, where `metal.hook_layers`
+    can do so.
+
+    Returns:
+        Whether the logits under a `TreeMask` are those under a bool mask, but for rounding. False
+        too where a layer's attention cannot be hooked, or the call fails.
 
     Raises:
-        InputError: the kernel was asked for and cannot run these layers.
+        InputError: the kernel was asked for (attention=fused) and cannot run these layers.
     """
     tokens = mx.array(CHECK_TOKENS)
     if not hook_layers(stages.layers):
@@ -75,9 +83,13 @@ def try_tree_masks(stages: Stages) -> bool:
 
 
 def try_batches(stages: Stages) -> Reason:
-    """Why texts of different lengths disturb each other in one call; None where they do not.
+    """Find out by a few tokens why texts of different lengths cannot share a call.
 
-    Two texts run in one call, the shorter one padded, and each alone.
+    Two texts run in shared calls, the shorter one padded in front, and each alone.
+
+    Returns:
+        None where both give the same logits for the last token, but for rounding. Else the reason
+        in words: by how much they differ, or how the shared call failed.
     """
     tried = _float32_with_short_windows(stages)
     tokens = mx.array(CHECK_TOKENS)
@@ -106,12 +118,15 @@ def chain_logits(
     mask: mx.array | TreeMask | None = None,
     num_appended: int = 0,
 ) -> mx.array:
-    """Logits of a chain of tokens that run as the rows of one step, on a cache of its own.
+    """Logits of a text whose tokens run through the stages as the rows of one step.
+
+    The first of them may be appended before. All is kept in a new cache, which is dropped.
 
     Args:
         stages: of the model.
         tokens: [T] the text.
-        mask: which row of the step sees which key; causal unless given.
+        mask: which row of the step sees which key, [R, R + num_appended], R the rows of the step;
+            causal unless given. Layers with a window see less.
         num_appended: how many of the first tokens are appended to the cache before the step.
 
     Returns:
@@ -135,9 +150,11 @@ def chain_logits(
 
 
 def _float32_with_short_windows(stages: Stages) -> Stages:
-    """The same weights in float32, with windows of a few tokens where they can be set.
+    """A copy of a model that computes in float32, with windows of `_CHECK_WINDOW` tokens.
 
-    Modules are copied and share their arrays: the model itself stays as it is.
+    Weights stay as they are stored; what the embedding looks up is cast, and all layers follow.
+    Only windows that the model or its decoder has as an integer attribute or setting are made
+    short. Modules are copied and share their arrays: the model itself stays as it is.
     """
     twin: Any = clone_sharing_arrays(stages.model)
     outer = getattr(twin, "language_model", twin)
@@ -162,9 +179,10 @@ def _embed_in_float32(self: Any, tokens: mx.array) -> mx.array:
 
 
 def _difference(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> float | None:
-    """The largest difference between two logits; None where rounding in `dtype` explains it.
+    """The largest difference between two arrays of logits of one shape.
 
-    That is a thousandth of the largest logit in float32, and a tenth in shorter types.
+    None where rounding explains it: up to a thousandth of the largest expected logit's size (or of
+    1) where `dtype` is float32, and up to a tenth for other types. Waits for the device.
     """
     expected = expected.astype(mx.float32)
     difference = to_float(mx.abs(logits.astype(mx.float32) - expected).max())

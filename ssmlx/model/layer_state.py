@@ -30,7 +30,10 @@ PathIndices = dict[tuple[int, ...], mx.array]
 
 
 def join_key_values(keys: mx.array, values: mx.array) -> Rows:
-    """Keys [1, H, R, Dh] and values [1, H', R, Dh'] in the form of a layer's buffers, see `Rows`."""
+    """Keys [1, H, R, Dh] and values [1, H', R, Dh'] in the form of a layer's buffers.
+
+    One array where both have one shape, else both: see `Rows`.
+    """
     if keys.shape == values.shape:
         return (mx.concatenate([keys, values], axis=0),)
     return keys, values

@@ -93,8 +93,7 @@ def window_start(position: Position, window: int) -> Position:
         window: tokens, as the adapter's settings say.
 
     Returns:
-        A position of the same kind and shape; 0 up to one window's length from the text's
-        beginning.
+        A position of the same kind and shape; 0 for positions below 2 * (`window` // 2).
     """
     half = window // 2
     start = (position // half - 1) * half

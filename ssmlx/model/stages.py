@@ -58,8 +58,8 @@ class Stages:
     def refresh_parts(self) -> None:
         """Find the parts of `model` again, after some of its modules were exchanged.
 
-        Layers with latent attention get another class, in place. Short calls find out what the
-        model does before its layers and behind its head.
+        Sets `parts`. Layers with latent attention get another class, in place. Calls on two tokens
+        find out what the model does before its layers and behind its head.
 
         Raises:
             InputError: the model lacks a part, or a layer keeps a state that cannot be cut back.
@@ -118,7 +118,7 @@ class Stages:
                 read them.
 
         Returns:
-            [1, R, D], scaled where the model scales embeddings.
+            [1, R, D], changed as the model does before its layers, such as scaled.
 
         Raises:
             ValueError: the model embeds positions, and none are given.
@@ -155,10 +155,10 @@ class Stages:
             first: number of the first layer.
             last: number after the last layer.
             mask: which of the R rows sees which key.
-            views: for each of these layers the cache object that it is handed; it writes the
-                rows' keys and values.
+            views: for each of these layers, in order, the cache object that it is handed; it
+                writes the rows' keys and values. As many layers run as there are views.
             tapped: for those of its keys that are among these layers, set to the input of that
-                layer, [B, R, D].
+                layer, [B, R, D]; no key is added.
 
         Returns:
             [B, R, D] the output of the last of these layers, before the final norm.
@@ -199,10 +199,12 @@ class Stages:
     def append(self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None) -> mx.array:
         """Run tokens through all layers and commit them to the cache.
 
+        Each sees the tokens before it, as its layers' windows allow.
+
         Args:
             tokens: [R] that follow what the cache holds.
             cache: gets their keys and values; paths that it had not counted yet are dropped.
-            tapped: by layer, set to the input [1, R, D] of that layer.
+            tapped: by layer, set to the input [1, R, D] of that layer; no key is added.
 
         Returns:
             [1, R, D] last hidden states, before the final norm.
@@ -227,11 +229,15 @@ class Stages:
         return self.embed(mx.array([0]), mx.array([0]))
 
     def _query_scale(self, hidden: mx.array, offset: int | mx.array | Positions) -> mx.array:
-        """[B, 1, R, 1] what queries are multiplied by, by their position (Ministral, Mistral 4).
+        """What a model that scales queries multiplies them by (Ministral, Mistral 4).
 
         Args:
-            hidden: [B, R, D] the rows, for B, R and the dtype.
-            offset: their positions [R], or the first one's, which the others follow.
+            hidden: [B, R, D] the rows; R and the dtype are read off it.
+            offset: their positions, [R], or [B] where R is 1; or the first one's, a number or [1],
+                which the others follow.
+
+        Returns:
+            [B, 1, R, 1] in the dtype of `hidden`; B is 1 where all texts have the same positions.
         """
         if isinstance(offset, Positions):
             offset = offset.array
@@ -267,9 +273,11 @@ class Stages:
         return ScaledHead(layer, copy_with_parts(outer, **parts))
 
     def _probe_embedder_and_head(self) -> None:
-        """Find out by a call what the model does before its layers and behind its LM head.
+        """Try what the model does before its layers and behind its head, by calls on two tokens.
 
-        Sets `_embedder` and `_changes_logits`. A model that embeds positions does neither.
+        Sets `_embedder` to the decoder without its layers where that gives something else than the
+        embedding's rows, else to None; and `_changes_logits` to whether the model's logits are
+        something else than its head's. A model that embeds positions is not tried: None and False.
         """
         self._embedder = None
         self._changes_logits = False
@@ -297,8 +305,9 @@ def make_ropes_take_positions(stages: Stages) -> list[tuple[Any, nn.Module]]:
     """Wrap every layer's rotary embedding, in place, so that each row may have its own position.
 
     Returns:
-        For each that was wrapped, the attention module and the rotary embedding that it had. None
-        are in a model that embeds positions, or where they are wrapped already.
+        For each that was wrapped, the attention module and the rotary embedding that it had. Empty
+        for a model that embeds positions; layers whose rotary embedding is wrapped already, or that
+        have none as `self_attn.rope`, are left out.
     """
     found: list[tuple[Any, nn.Module, PositionedRope]] = []
     for layer in [] if stages.embeds_positions else stages.layers:

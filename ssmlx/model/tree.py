@@ -200,7 +200,7 @@ def topology_of_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topo
 
 @lru_cache(maxsize=64)
 def full_topology(width: int, levels: int) -> Topology:
-    """The topology of a full tree, `levels` levels deep: each node has `width` children, leaves none.
+    """The topology in which every node has `width` children, `levels` levels deep below the root.
 
     It has 1 + width + ... + width^levels nodes. K is `width`. The same object is returned for the
     same arguments.
