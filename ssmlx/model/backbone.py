@@ -172,8 +172,8 @@ class Backbone(Stages):
     def digest(self) -> str:
         """32 hexadecimal digits of the model's settings and weights, see `digest_tensors`.
 
-        Keys and values are reused under it, computed once and kept. It has to be asked for first
-        before an adapter changes layers, as it is to be the base model's.
+        Keys and values are reused under it, computed once and kept. Ask for it before an adapter
+        changes layers: it is to be the base model's.
         """
         settings = json.dumps(getattr(self.args, "__dict__", {}), sort_keys=True, default=str)
         return digest_tensors([(settings, mx.array(0)), *tree_flatten(self.model.parameters())])

@@ -39,10 +39,17 @@ class ScaledHead:
 
 
 def quantise_weights(layer: nn.Module, bits: int) -> nn.Module:
-    """A linear layer or embedding with its weights quantised to `bits` bits (MLX's affine mode).
+    """Make a linear layer or embedding whose weights are quantised, in MLX's affine mode.
 
-    Groups are of 64 weights, or of 32. Returns `layer` itself where it is quantised already, or
-    where neither size divides its width.
+    Groups are of 64 weights, or of 32 where 64 does not divide the layer's width.
+
+    Args:
+        layer: an `nn.Linear` or `nn.Embedding`, quantised or not; it stays as it is.
+        bits: for each weight.
+
+    Returns:
+        The quantised layer; `layer` itself where it is quantised already, or where neither 64 nor
+        32 divides its width.
     """
     width = int(layer.weight.shape[-1])
     group_sizes = [size for size in (64, 32) if width % size == 0]
@@ -54,9 +61,15 @@ def quantise_weights(layer: nn.Module, bits: int) -> nn.Module:
 
 
 def select_rows(layer: nn.Module, tokens: mx.array) -> nn.Module:
-    """A copy of an LM head's layer with the rows of `tokens` [Vd] alone; LoRA is merged into them.
+    """Make a copy of an LM head's layer with some tokens' rows alone.
 
-    Its rows are copies, in the type and quantisation of `layer`.
+    Args:
+        layer: of one of `HEAD_KINDS`; it stays as it is.
+        tokens: [Vd] ids.
+
+    Returns:
+        A layer of Vd rows in the order of `tokens`, copies of the rows in their dtype and
+        quantisation. Of a layer with LoRA: a plain layer with LoRA merged in, not quantised.
     """
     if isinstance(layer, EmbeddingLora | RowLora):
         return layer.merged_rows(tokens)
@@ -75,7 +88,7 @@ def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
         tokens: [...] ids.
 
     Returns:
-        [..., D].
+        [..., D] in the order of `tokens`, without any bias.
     """
     weights: mx.array
     if isinstance(layer, EmbeddingLora | RowLora):
@@ -88,7 +101,10 @@ def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
 
 
 def head_bytes(head: LMHead | None) -> int:
-    """Bytes of the weights behind an LM head, such as `Backbone.draft_head` made; 0 for None."""
+    """Bytes of the parameters of an LM head's layer, such as `Backbone.draft_head` made.
+
+    0 for None. A head that is tied counts the whole embedding.
+    """
     layer = head_layer(head)
     arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
     return sum(array.nbytes for array in arrays)

@@ -273,7 +273,7 @@ class Stages:
         return ScaledHead(layer, copy_with_parts(outer, **parts))
 
     def _probe_embedder_and_head(self) -> None:
-        """Try what the model does before its layers and behind its head, by calls on two tokens.
+        """Find out, on two tokens, what the model does before its layers and behind its head.
 
         Sets `_embedder` to the decoder without its layers where that gives something else than the
         embedding's rows, else to None; and `_changes_logits` to whether the model's logits are
