@@ -16,7 +16,7 @@ from ..model.tree import Tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
 from .drafter import Noise, Taps, Verified, with_noise
-from .prune import is_pruned, surviving_nodes, transition_logprobs
+from .prune import may_drop_nodes, surviving_nodes, transition_logprobs
 from .sampling import GREEDY, RowPositions, Sampling, last_tokens, row_positions
 
 EXACT = AcceptanceConfig()
@@ -223,7 +223,7 @@ def prune_tree(
         `tree`, ascending. Where pruning is off or cannot drop a node: `tree` and `hidden`
         themselves, and all N numbers.
     """
-    if not is_pruned(tree, config):
+    if not may_drop_nodes(tree, config):
         return tree, hidden, indices(tree.num_nodes)
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
     if noise is not None:
@@ -313,7 +313,9 @@ def decide_and_accept(
             found = replace(found, new_tokens=target_tokens[found.path])
         return target_tokens, found
     logprobs = sampler.logprobs(logits, positions)
-    target_tokens = mx.argmax(sampler.perturb(logprobs, positions), axis=-1).astype(mx.int32)
+    target_tokens = mx.argmax(sampler.add_gumbel_noise(logprobs, positions), axis=-1).astype(
+        mx.int32
+    )
     found = accept_typical(tree, target_tokens, logprobs, acceptance)
     agreed = model.backbone.broadcast_from_rank0(
         target_tokens, found.path, found.new_tokens, found.num_accepted

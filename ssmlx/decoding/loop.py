@@ -147,7 +147,7 @@ def plain_decode(
         model: the target.
         prompt: one token or more; they follow what `cache` already holds.
         cache: paths that it has not counted yet are dropped. When a token is yielded, it holds the
-            prompt and every token so far: one more than all but the last.
+            prompt and every token so far, that one included.
         context: the tokens that `cache` holds, for samplers that read the text.
         sampler: decides the target's tokens; greedy unless given.
         prefill_step_size: prompt tokens of a forward pass, at most.
@@ -239,7 +239,7 @@ def speculative_decode(
     )
     cache.trim(cache.offset)
     yield from loop.process_prompt(prompt, prefill_step_size)
-    yield from loop.calls(prompt[-1])
+    yield from loop.run_calls(prompt[-1])
 
 
 @dataclass
@@ -322,7 +322,7 @@ class _SpeculativeLoop:
         if drafts is not None and self.text.needs_host_tokens(drafts):
             yield from self.text.bring_up_to_date(drafts.drafter)
 
-    def calls(self, root: int) -> Iterator[list[int]]:
+    def run_calls(self, root: int) -> Iterator[list[int]]:
         """Run target calls, endlessly.
 
         Args:
@@ -339,22 +339,22 @@ class _SpeculativeLoop:
         is_prompts = True
         while True:
             # `call` is under way; all before it are read.
-            following = yield from self.prepare(call, may_launch=not is_prompts)
-            tokens = self.read(call, pending, shape, following, is_timed=not is_prompts)
+            following = yield from self.prepare_next_call(call, may_launch=not is_prompts)
+            tokens = self.read_call(call, pending, shape, following, is_timed=not is_prompts)
             is_plain = following.pending is not None
             stopped = not is_plain and self.stops(tokens)
             if is_plain:
                 yield from self.watch.yield_untimed(tokens)
             elif following.call is not None and not stopped:
-                self.launch_ahead(call, following, len(tokens))
+                self.launch_prepared_call(call, following, len(tokens))
                 yield from self.watch.yield_untimed(tokens)
             else:
-                self.abandon(call, following, len(tokens))
+                self.drop_prepared_call(call, following, len(tokens))
                 # The first token, and the last, are given out before anything else starts.
                 is_given = is_prompts or stopped
                 if is_given:
                     yield from self.watch.yield_untimed(tokens)
-                yield from self.launch_behind(call, following, len(tokens))
+                yield from self.draft_and_launch_next_call(call, following, len(tokens))
                 if not is_given:
                     yield from self.watch.yield_untimed(tokens)
             metal.time_pending_shape()
@@ -408,7 +408,7 @@ class _SpeculativeLoop:
         state = [] if call.is_committed else [self.cache.state]
         return self.watch.launch(call.arrays_to_read(), *state, is_first=is_first)
 
-    def prepare(
+    def prepare_next_call(
         self, call: TargetCall, *, may_launch: bool
     ) -> Generator[list[int], None, _NextCall]:
         """Do what can be done of the next call while `call` is under way.
@@ -445,7 +445,7 @@ class _SpeculativeLoop:
                 mx.async_eval(self.drafting)
         return following
 
-    def read(
+    def read_call(
         self,
         call: TargetCall,
         pending: PendingCall,
@@ -488,7 +488,7 @@ class _SpeculativeLoop:
         self.controller.record(Call(shape, len(tokens), context, timed, following.drafts))
         return tokens
 
-    def launch_ahead(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
+    def launch_prepared_call(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
         """Launch the call that was built before `call` was read, and commit the rows of `call`.
 
         Args:
@@ -505,8 +505,8 @@ class _SpeculativeLoop:
         if not call.is_committed:
             self.cache.advance(num_tokens)
 
-    def abandon(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
-        """Drop the call that was built before `call` was read, if one was; commit the rows of `call`.
+    def drop_prepared_call(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
+        """Commit the rows of `call`; drop the call that was built before it was read, if one was.
 
         The cache gets back what it held before that one was built. The draft stays.
 
@@ -523,7 +523,7 @@ class _SpeculativeLoop:
         if not call.is_committed:
             self.cache.advance(num_tokens)
 
-    def launch_behind(
+    def draft_and_launch_next_call(
         self, call: TargetCall, following: _NextCall, num_tokens: int
     ) -> Iterator[list[int]]:
         """Draft, build and launch the next call, now that the tokens of `call` are known.

@@ -64,7 +64,7 @@ def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.ar
     return mx.sort(nodes)[: to_int(kept.sum())].astype(mx.int32)
 
 
-def is_pruned(tree: Tree, config: PruneConfig) -> bool:
+def may_drop_nodes(tree: Tree, config: PruneConfig) -> bool:
     """Whether pruning is on, and may drop nodes of this tree.
 
     A budget drops some where it is less than N, the tree's nodes. A threshold may drop some of any

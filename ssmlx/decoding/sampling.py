@@ -170,7 +170,7 @@ class Sampling:
         uniform = uniform_noise(self._seed, first + indices(count), self._vocab_size)
         return self.config.temp * to_gumbel(uniform if tokens is None else uniform[:, tokens])
 
-    def process(self, logits: mx.array, positions: RowPositions) -> mx.array:
+    def apply_bias_and_penalties(self, logits: mx.array, positions: RowPositions) -> mx.array:
         """Add the logit bias to logits, then apply the penalties, as far as there are any.
 
         Args:
@@ -201,15 +201,17 @@ class Sampling:
         Returns:
             [R, V] float32, -inf for tokens that a filter drops.
         """
-        logprobs = log_softmax(self.process(logits, positions).astype(mx.float32))
+        logprobs = log_softmax(self.apply_bias_and_penalties(logits, positions).astype(mx.float32))
         return log_softmax(filter_logprobs(logprobs, self.config) * self._scale)
 
-    def perturb(self, logprobs: mx.array, positions: RowPositions) -> mx.array:
+    def add_gumbel_noise(self, logprobs: mx.array, positions: RowPositions) -> mx.array:
         """[R, V] float32: `logprobs` [R, V] plus the Gumbel noise of each row's position.
 
         Its argmax is a sample from the distribution of `logprobs`.
         """
-        return perturb(logprobs, mx.array(1.0), self._seed, positions.first + positions.depths)
+        return add_gumbel_noise(
+            logprobs, mx.array(1.0), self._seed, positions.first + positions.depths
+        )
 
     def sample(self, logits: mx.array, positions: RowPositions) -> mx.array:
         """Decide the token after each row: the best score of `rank_tokens`.
@@ -249,7 +251,7 @@ class Sampling:
             [R] int32: `tokens` with a new token for `row`; unchanged where that was resolved.
         """
         positions = replace(positions, depths=positions.depths[row], recent=positions.recent[row])
-        scores = self.perturb(self.logprobs(logits[row], positions), positions)
+        scores = self.add_gumbel_noise(self.logprobs(logits[row], positions), positions)
         found = mx.argmax(scores, axis=-1).astype(mx.int32)
         return mx.where((tokens < 0) & (indices(tokens.shape[0]) == row), found, tokens)
 
@@ -271,7 +273,7 @@ class Sampling:
             [R, count] tokens, best first; and [R] bool (or one False for all), true for rows of
             which the filters may keep more tokens than were looked at.
         """
-        logits = self.process(logits, positions)
+        logits = self.apply_bias_and_penalties(logits, positions)
         if self._filters:
             size = logits.shape[1]
             width = min(size, max(count, self._top_k or NUM_CANDIDATES))
@@ -290,7 +292,9 @@ class Sampling:
             best = mx.argsort(-scores, axis=-1)[:, :count]
             return mx.take_along_axis(tokens, best, axis=-1), may_keep_more
         if self.config.temp > 0:
-            logits = perturb(logits, self._scale, self._seed, positions.first + positions.depths)
+            logits = add_gumbel_noise(
+                logits, self._scale, self._seed, positions.first + positions.depths
+            )
         if count == 1:
             return mx.argmax(logits, axis=-1, keepdims=True), mx.array(False)
         return top_columns(logits, count)[0], mx.array(False)
@@ -315,7 +319,9 @@ class Sampling:
         if self.config.logprobs is None:
             return None
         positions = replace(positions, depths=positions.depths[rows], recent=positions.recent[rows])
-        return logprob_rows(self.process(logits[rows], positions), tokens, self.config.logprobs)
+        return logprob_rows(
+            self.apply_bias_and_penalties(logits[rows], positions), tokens, self.config.logprobs
+        )
 
 
 def logprob_rows(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
@@ -466,7 +472,9 @@ def rank_filtered(
 
 
 @mx.compile
-def perturb(logits: mx.array, scale: mx.array, seed: mx.array, positions: mx.array) -> mx.array:
+def add_gumbel_noise(
+    logits: mx.array, scale: mx.array, seed: mx.array, positions: mx.array
+) -> mx.array:
     """[R, V] float32 `logits` [R, V] times `scale`, plus the Gumbel noise of `positions` [R] in
     the text.
     """

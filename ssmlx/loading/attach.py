@@ -214,7 +214,7 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
     found = {}
     for name, folder in {**own_adapters(), **bundled_adapters()}.items():
         with suppress(InputError):
-            if read_identity(folder).difference(identity) is None:
+            if read_identity(folder).find_difference(identity) is None:
                 found[name] = folder
     return found
 

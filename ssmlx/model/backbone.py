@@ -296,9 +296,10 @@ class Backbone(Stages):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the model can do.
+        """What the model can do, each with the reason where it cannot.
 
-        Whether it can batch is tried by a few calls when it is first asked for.
+        Stages, taps, trees and chains it has all or none. Whether it can batch is tried by a few
+        calls when it is first asked for.
         """
         reason = self._no_stages
         return Capabilities(

@@ -281,10 +281,11 @@ class TreeCache(RowsCache):
             self._offset += num_tokens
 
     def snapshot(self) -> TreeCache:
-        """A copy of what the cache holds now, to `restore` should the step built next not be run.
+        """Make a copy of what the cache holds now, to `restore` should the next step not be run.
 
-        Both share their arrays. MLX cannot write in place into what a copy holds: drop the copy
-        before evaluating.
+        What is done to this cache later does not change the copy; the masks are shared. Both share
+        their arrays. MLX cannot write in place into what a copy holds: drop the copy before
+        evaluating.
         """
         held = copy.copy(self)
         held._states = {layer: state.copy() for layer, state in self._states.items()}
@@ -292,8 +293,9 @@ class TreeCache(RowsCache):
         return held
 
     def restore(self, held: TreeCache) -> None:
-        """Become what `held` holds, a snapshot or another cache of this model; nothing of the
-        present is kept.
+        """Take over everything from `held`, a snapshot or another cache of the same model.
+
+        Nothing of the present is kept. `held` must not be used any more.
         """
         vars(self).update(vars(held))
 
@@ -421,7 +423,7 @@ class StreamCache(RowsCache):
     when it begins to follow, when the window moves, or when it has not followed for a while.
     """
 
-    def follow(self, cache: TreeCache, num_streams: int, first: int = 0) -> None:
+    def follow_tree_cache(self, cache: TreeCache, num_streams: int, first: int = 0) -> None:
         """Take over the committed tokens of `cache`, and its uncounted paths.
 
         Where all that `cache` has committed is held here, or in the paths of the call before, only

@@ -85,7 +85,7 @@ class BaseIdentity:
             ) from error
 
     def require_same(self, other: BaseIdentity, found: str, *, expected: str, do: str) -> None:
-        """Raise an error unless `other` is the same base model, see `difference`.
+        """Raise an error unless `other` is the same base model, see `find_difference`.
 
         Args:
             other: the identity of the model in use; this one's is what something was made for.
@@ -96,11 +96,11 @@ class BaseIdentity:
         Raises:
             InputError: the models differ; the message names the first difference.
         """
-        difference = self.difference(other)
+        difference = self.find_difference(other)
         found += f" to another base model: this one has {difference}"
         require(difference is None, found, expected=expected, do=do)
 
-    def difference(self, other: BaseIdentity) -> str | None:
+    def find_difference(self, other: BaseIdentity) -> str | None:
         """Say in words what is other in the model `other`; None if they are the same model.
 
         The first difference of model type, number of layers, D, V and final norm. Each norm weight

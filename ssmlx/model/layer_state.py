@@ -311,7 +311,7 @@ class AttentionState:
         return tuple([buffer[:, :, self._scratch : last] for buffer in self._buffers])
 
     def copy(self) -> AttentionState:
-        """A copy on the same arrays; what becomes of the one is not seen by the other."""
+        """A copy on the same contents; what is written to one of both does not change the other."""
         twin = copy.copy(self)
         # Arrays of their own, for `_write` changes the array objects.
         twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])

@@ -243,7 +243,7 @@ class RowLora(LoraLayer):
             return self.base_product(x)
         if x.ndim == 1:  # a single row, as some experts are given
             return self.summand(x[None])[0]
-        rows, z = self._low_rank(x, first)
+        rows, z = self._multiply_by_a(x, first)
         y = self.base_product(rows)
         # A cast only in training, where LoRA stays in float32.
         b = self.lora_b.astype(x.dtype)
@@ -278,7 +278,7 @@ class RowLora(LoraLayer):
             layer.bias = self.linear.bias[tokens]
         return layer
 
-    def _low_rank(self, x: mx.array, first: int) -> tuple[mx.array, mx.array]:
+    def _multiply_by_a(self, x: mx.array, first: int) -> tuple[mx.array, mx.array]:
         """Flatten `x` [..., in] to R rows, and multiply those from number `first` on by A.
 
         Takes the product from `shared` where modules share one.
@@ -327,7 +327,7 @@ class EmbeddingLora(LoraLayer):
         self.acts_on_head = weights.acts_on_head
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """[..., D] embeddings of `tokens` [...], with LoRA and DoRA's gain."""
+        """[..., D] embeddings of `tokens` [...] ids, with LoRA, and where it is DoRA its gain."""
         rows: mx.array = self.embedding(tokens)
         rows = rows + (self.scale * (self.lora_a[tokens] @ self.lora_b)).astype(rows.dtype)
         if "gain" not in self:
@@ -335,7 +335,10 @@ class EmbeddingLora(LoraLayer):
         return rows * (self.gain[tokens][..., None] if self.acts_on_head else self.gain)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Logits [..., V] of `x` [..., D], with LoRA only if `acts_on_head`."""
+        """Logits [..., V] of `x` [..., D], where the embedding is the LM head too.
+
+        With LoRA, or DoRA's gain, only if `acts_on_head`.
+        """
         logits: mx.array = self.embedding.as_linear(x)
         if not self.acts_on_head:
             return logits
@@ -456,7 +459,10 @@ def share_products(loras: Mapping[str, RowLora]) -> None:
 
 
 def linear_shape(linear: nn.Module) -> tuple[int, int]:
-    """(out, in) of a linear layer, quantised or not, all ranks' parts of it together."""
+    """(out, in), the numbers of a linear layer's outputs and inputs, quantised or not.
+
+    Where the layer is split over ranks, those of all ranks together.
+    """
     out_size, in_size = linear.weight.shape
     if "scales" in linear:
         in_size = in_size * 32 // linear.bits

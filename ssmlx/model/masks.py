@@ -29,9 +29,7 @@ def stream_positions(node_positions: mx.array, num_streams: int) -> mx.array:
 
 
 def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
-    """[M * (1 + G), M * (1 + G)] bool: which row (first axis) sees which (eqs. 1 and 2).
-
-    `ancestors` [M, M] bool are `Tree.ancestors`.
+    """Which row of a step (first axis) sees which (Speculative Streaming, eqs. 1 and 2).
 
     A node sees its ancestors and itself. Stream j of a node sees what the node sees, and the
     node's streams 1 to j. No row sees another node's streams. With M = 2 (a root and its child)
@@ -44,6 +42,16 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
         s02  x       x   x
         s11  x   x           x
         s12  x   x           x   x
+
+    Args:
+        ancestors: [M, M] bool, `Tree.ancestors`.
+        num_streams: G; with 0, `ancestors` are returned.
+
+    Returns:
+        [M * (1 + G), M * (1 + G)] bool, the nodes first, then the streams node by node.
+
+    Raises:
+        ValueError: `ancestors` is not square.
     """
     num_nodes = ancestors.shape[0]
     expect_shape("ancestors", ancestors, num_nodes, num_nodes)

@@ -259,7 +259,9 @@ class Stages:
         an embedding where the head is tied, else a linear layer. The model stays as it is.
 
         Returns:
-            The layer's call; where the model scales or caps logits, a `ScaledHead` that does so.
+            A function of normed hidden states [..., D] to logits [..., number of rows]: the layer
+            itself, an embedding's `as_linear`, or a `ScaledHead` where the model scales or caps
+            logits.
         """
         head = self.parts.head
         layer = replacement or (self.parts.decoder.embed_tokens if head is None else head)
