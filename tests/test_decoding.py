@@ -43,7 +43,7 @@ from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.drafting import DraftingText, scratch_rows
 from ssmlx.decoding.loop import CallCounts, plain_decode, prefill, speculative_decode
 from ssmlx.decoding.prune import (
-    is_pruned,
+    may_drop_nodes,
     nodes_over_threshold,
     nodes_within_budget,
     surviving_nodes,
@@ -194,11 +194,11 @@ def test_threshold_semantics():
 def test_what_can_be_pruned():
     tree = tree_from_parents([1, 2, 3], [0, 0, 0])
     root = tree_from_parents([1], [0])
-    assert not is_pruned(tree, PruneConfig())
-    assert is_pruned(tree, PruneConfig(kind="budget", keep=2))
-    assert not is_pruned(tree, PruneConfig(kind="budget", keep=3))
-    assert is_pruned(tree, PruneConfig(kind="threshold"))
-    assert not is_pruned(root, PruneConfig(kind="threshold"))
+    assert not may_drop_nodes(tree, PruneConfig())
+    assert may_drop_nodes(tree, PruneConfig(kind="budget", keep=2))
+    assert not may_drop_nodes(tree, PruneConfig(kind="budget", keep=3))
+    assert may_drop_nodes(tree, PruneConfig(kind="threshold"))
+    assert not may_drop_nodes(root, PruneConfig(kind="threshold"))
 
 
 # --- a scripted drafter; streams of random weights, against plain decoding and mlx-lm ---
@@ -1078,7 +1078,7 @@ def test_penalties_are_mlx_lms(settings):
     texts = [[draw.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 5, 30)]
     logits = mx.array(rng.normal(0, 3, (len(texts), VOCAB)), mx.float32)
     recent = mx.stack([last_tokens(text, sampling.context_size) for text in texts])
-    found = sampling.process(logits, places(recent.tolist()))
+    found = sampling.apply_bias_and_penalties(logits, places(recent.tolist()))
     for row, text in enumerate(texts):
         expected = mx.array(logits[row : row + 1])
         for processor in processors:
@@ -1183,7 +1183,7 @@ def test_filters_keep_mlx_lms_tokens(settings, kind):
     sampling = Sampling(config, size)
     spread = RowPositions(mx.array([7]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
     tokens = sampling.sample(logits, spread)
-    expected = mx.argmax(sampling.perturb(theirs / config.temp, spread), axis=-1)
+    expected = mx.argmax(sampling.add_gumbel_noise(theirs / config.temp, spread), axis=-1)
     is_open = tokens < 0
     assert np.array_equal(mx.where(is_open, 0, tokens), mx.where(is_open, 0, expected))
     assert sampling.may_leave_unresolved or not is_open.any()

@@ -28,7 +28,7 @@ from perf import export as perf_export
 from ssmlx import exported
 from ssmlx.api import stream_generate
 from ssmlx.export import main
-from ssmlx.model.tree import num_candidates
+from ssmlx.model.tree import count_candidates
 from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 
 pytestmark = pytest.mark.slow
@@ -245,7 +245,7 @@ def test_the_check_knows_the_tree_of_a_package(rank):
         )
         found = perf_export.mlx_config(manifest, 5)
         asked = {"num_streams": 3, "conditional": rank > 0}
-        assert num_candidates(found.tree, **asked) == num_candidates(tree, **asked)
+        assert count_candidates(found.tree, **asked) == count_candidates(tree, **asked)
         assert found.tree.size == tree.num_nodes(3)
         assert found.prune == PruneConfig(kind="budget", keep=sizes.num_nodes - 1)
 

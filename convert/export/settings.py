@@ -88,7 +88,7 @@ class ExportConfig:
                 context.
         """
         from ssmlx.exported.manifest import TreeShape
-        from ssmlx.model.tree import num_candidates
+        from ssmlx.model.tree import count_candidates
 
         streams = config.usable_streams(self.num_streams)
         vocab = config.draft_vocab_size
@@ -96,7 +96,7 @@ class ExportConfig:
         given = config.condition_rank > 0
         tree = self.tree.no_wider_than(vocab)
         # As `StreamDrafter` chooses it.
-        candidates = min(num_candidates(tree, streams, conditional=given), vocab)
+        candidates = min(count_candidates(tree, streams, conditional=given), vocab)
         width = min(tree.full_width, candidates)
         full = sum(width**level for level in range(streams + 1))
         count = min(tree.num_nodes(streams), full)

@@ -260,7 +260,7 @@ class Target:
         fused = StreamFusedModel(backbone, adapter.config, streams, scope)
         own = adapter.stream_lora
         attach_lora(backbone.model, own, scope, merge=False, dtype=backbone.dtype)
-        mx.eval(backbone.model.parameters(), streams.trained)
+        mx.eval(backbone.model.parameters(), streams.trainable_arrays)
         return Drafting(fused)
 
 

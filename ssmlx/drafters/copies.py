@@ -24,8 +24,8 @@ the answer has shown nothing yet."""
 DOUBT = 2.0
 """Copies of an answer that weigh as much as these two numbers."""
 Guesses = tuple[mx.array, mx.array]
-"""Tokens [G, K] and log probabilities [G, K, K] of streams, as `model.tree.grow_conditional` takes
-them."""
+"""Tokens [G, K] and log probabilities [G, K, K] of streams, as
+`model.tree.grow_conditional_tree` takes them."""
 _ROOM = 256  # tokens by which the text's buffer grows
 _FAR = 2**28  # more tokens than a text has
 

@@ -23,7 +23,7 @@ from ..model.modules import module_arrays
 from ..model.shapes import to_list
 from ..model.state_cache import ModelCall, StateCache, flatten_caches
 from ..model.streams import StreamFusedModel
-from ..model.tree import Tree, comb_topology
+from ..model.tree import Tree, chain_with_siblings_topology
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
 from .registry import DrafterInputs, DrafterWeights, register_drafter
@@ -236,7 +236,7 @@ class DraftModelDrafter:
         self._sampling = sampling
         self._width = width
         levels = config.num_draft_tokens
-        self._topology = comb_topology(width, levels)
+        self._topology = chain_with_siblings_topology(width, levels)
         self.largest = DraftShape(self.name, self._topology.num_nodes, levels)
         self.num_parameters = model.num_parameters
         self.draft_calls = 0

@@ -87,7 +87,7 @@ def read_heads(folder: Path) -> Heads:
         do="convert the published heads with `python -m ssmlx.convert --heads` first",
     )
     config = _KINDS[kind][0].read(folder / CONFIG_FILE, values)
-    base = BaseIdentity.read(folder / CONFIG_FILE, values)
+    base = BaseIdentity.from_settings(folder / CONFIG_FILE, values)
     path = folder / WEIGHTS_FILE
     tensors = read_tensors(path, "drafting heads")
     check_heads(config, tensors, path)

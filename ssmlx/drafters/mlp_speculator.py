@@ -23,7 +23,7 @@ from ..decoding.drafter import Noise, rank_candidates, with_noise
 from ..errors import require
 from ..model.backbone import Backbone
 from ..model.shapes import expect_shape, indices
-from ..model.tree import Topology, Tree, clip_edges, top_nodes, topology_of_paths
+from ..model.tree import Topology, Tree, clip_logprobs, top_nodes, topology_of_paths
 from ..settings import MAX_DRAFT_TOKENS, MAX_TREE_NODES, SpeculatorTreeConfig, setting
 from .head_drafter import DraftingHeads, HeadConfig
 
@@ -238,7 +238,7 @@ class MlpSpeculator(DraftingHeads):
         full = Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
         if size == topology.num_nodes:
             return full
-        scores = full.path_sums(clip_edges(edges))
+        scores = full.path_sums(clip_logprobs(edges))
         if tree.candidates is not None:
             # First come the nodes on the best paths that go all the way down.
             first_leaf = full.num_nodes - math.prod(widths)

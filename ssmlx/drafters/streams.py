@@ -16,7 +16,7 @@ from ..model.cache import StreamCache
 from ..model.lm_head import head_bytes
 from ..model.shapes import expect_shape
 from ..model.streams import StreamFusedModel
-from ..model.tree import PAD_TOKEN, Tree, grow_tree, num_candidates
+from ..model.tree import PAD_TOKEN, Tree, count_candidates, grow_tree
 from ..settings import StreamSchedule, TreeConfig
 from .copies import Copies
 from .registry import DrafterInputs, register_drafter
@@ -192,7 +192,7 @@ class StreamDrafter:
     def _candidates_per_stream(self, shape: DraftShape, tree: TreeConfig) -> int:
         """K, the tokens of each stream that can stand in a tree of `shape`."""
         if shape not in self._num_candidates:
-            count = num_candidates(tree, shape.levels, conditional=self._model.is_conditional)
+            count = count_candidates(tree, shape.levels, conditional=self._model.is_conditional)
             self._num_candidates[shape] = min(count, self._model.draft_vocab_size)
         return self._num_candidates[shape]
 
@@ -205,7 +205,7 @@ class StreamDrafter:
         # The root's position, as far as the host knows: a plain call has committed the root's row.
         known_position = verified.cache.offset - (0 if verified.cache.paths else 1)
         window_start = self._model.window_start(verified.cache, known_position)
-        cache.follow(verified.cache, num_streams, window_start)
+        cache.follow_tree_cache(verified.cache, num_streams, window_start)
         last = verified.acceptance.last
         known = None
         if self._model.starts_from_root:

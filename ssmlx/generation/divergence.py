@@ -112,7 +112,7 @@ def find_divergence(
     first = cache.length
     hidden, _ = model.append(token, cache, {})
     places = row_positions(root_tree(token), first, last_tokens(text[:-1], sampling.context_size))
-    logits = sampling.process(model.backbone.logits(hidden), places)[0]
+    logits = sampling.apply_bias_and_penalties(model.backbone.logits(hidden), places)[0]
 
     def token_of(answer: Sequence[int]) -> int:
         """The answer's token at `place`; its likeliest end token where it is over there."""

@@ -299,7 +299,7 @@ def load_streams(folder: Path) -> StreamAdapter:
     values = _read_settings(folder)
     path = folder / CONFIG_FILE
     config = StreamConfig.from_dict(values)
-    identity = BaseIdentity.read(path, values)
+    identity = BaseIdentity.from_settings(path, values)
     adapter = StreamAdapter(
         config=config,
         streams=read_streams(folder / STREAMS_FILE, config, identity.vocab_size),
@@ -333,7 +333,7 @@ def load_streams(folder: Path) -> StreamAdapter:
 
 def read_identity(folder: Path) -> BaseIdentity:
     """Read which base model an adapter folder is for; of its files, the settings alone."""
-    return BaseIdentity.read(folder / CONFIG_FILE, _read_settings(folder))
+    return BaseIdentity.from_settings(folder / CONFIG_FILE, _read_settings(folder))
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

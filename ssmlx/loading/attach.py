@@ -165,7 +165,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
         fused = StreamFusedModel(backbone, scope=scope)
     else:
         weights = cast_streams(streams.streams, dtype)
-        mx.eval(weights.trained)
+        mx.eval(weights.trainable_arrays)
         fused = StreamFusedModel(backbone, streams.config, weights, scope)
     fused.lora_digest = lora_digest(lora)
     return fused
@@ -214,7 +214,7 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
     found = {}
     for name, folder in {**own_adapters(), **bundled_adapters()}.items():
         with suppress(InputError):
-            if read_identity(folder).difference(identity) is None:
+            if read_identity(folder).find_difference(identity) is None:
                 found[name] = folder
     return found
 

@@ -32,7 +32,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError
 from ..json_files import parse_json
-from ..model.masks import in_window, window_start
+from ..model.masks import hide_outside_window, window_start
 from ..prompts import ChatFrame, encode, encode_turns, is_single_turn, normalise_turns, read_lines
 from ..templates import frozen_date
 
@@ -305,7 +305,7 @@ class Batch:
         """[B, T, T] bool, which node rows (third axis) the streams of each node row see."""
         if self.firsts is None:
             return self.visible
-        return np.asarray(in_window(self.visible, self.positions, self.firsts))
+        return np.asarray(hide_outside_window(self.visible, self.positions, self.firsts))
 
     def part_of_rank(self, rank: int, size: int) -> Batch:
         """Return the texts of one rank: every `size`-th from the `rank`-th on.

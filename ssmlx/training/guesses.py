@@ -17,7 +17,7 @@ from ..drafters.streams import DraftVocab
 from ..model.cache import TreeCache
 from ..model.condition import RESCORED
 from ..model.streams import StreamFusedModel
-from ..model.tree import PAD_TOKEN, Tree, full_topology, num_candidates
+from ..model.tree import PAD_TOKEN, Tree, count_candidates, full_topology
 from ..settings import TreeConfig
 from .replay import Guesses
 
@@ -27,7 +27,7 @@ _LOGIT_ROWS = 64  # rows of logits at a time: a vocabulary of 150,000 makes 40 M
 def most_candidates(model: StreamFusedModel, size: int) -> int:
     """Return C, the candidates of each stream that the best tree of up to `size` nodes may need."""
     tree = TreeConfig(size=size).no_wider_than(model.draft_vocab_size)
-    return num_candidates(tree, model.num_streams, conditional=model.is_conditional)
+    return count_candidates(tree, model.num_streams, conditional=model.is_conditional)
 
 
 def guesses_along(

@@ -149,7 +149,7 @@ class _LayerCache:
         keep them in `kept`.
         """
         if self._rotation is not None:
-            values = self._rotation.turn(values)
+            values = self._rotation.rotate_streams(values)
         if self._nodes is not None:
             assert self._nodes.kept is not None, "streams ran before their nodes"
             node_keys, node_values = self._nodes.kept
@@ -185,7 +185,7 @@ class TrainedModel:
         lora = adapter.trained_lora
         self._scope = RowScope(0 if self.config.adapter_scope == "all" else None)
         backbone.replaced = attach_lora(
-            backbone.model, lora, self._scope, merge=False, dtype=mx.float32, fixed=False
+            backbone.model, lora, self._scope, merge=False, dtype=mx.float32, shares_products=False
         )
         backbone.refresh_parts()
         modules: Mapping[str, Any] = dict(backbone.model.named_modules())

@@ -17,7 +17,7 @@ import numpy as np
 from ..bars import bar
 from ..errors import require, unwritable_error
 from ..loading.files import write_whole
-from ..model.tree import num_candidates
+from ..model.tree import count_candidates
 from ..settings import TreeConfig
 from .config import TrainConfig
 from .data import Batch, Example, batches_by_length, draft_vocab_indices
@@ -185,7 +185,7 @@ class Objective(ABC):
         Vd.
         """
         tree = TreeConfig(size=size, width=self.draft_vocab_size)
-        count = num_candidates(tree, self.train.num_streams, conditional=self.is_conditional)
+        count = count_candidates(tree, self.train.num_streams, conditional=self.is_conditional)
         return min(count, self.draft_vocab_size)
 
 

@@ -142,7 +142,8 @@ def best_scores(edges: Floats, size: int) -> Floats:
     """Return [A, n] path log probabilities that include those of every node of the best tree of
     `size` nodes, but for its root.
 
-    The tree grows as `ssmlx.model.tree.grow_conditional` does it; `edges` are [A, G, C or 1, C].
+    The tree grows as `ssmlx.model.tree.grow_conditional_tree` does it; `edges` are
+    [A, G, C or 1, C].
     """
     length, levels, _, count = edges.shape
     scores = np.zeros((length, 1), np.float32)
