@@ -13,8 +13,8 @@ from torch import nn
 
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
-from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_streams, stream_tensors
-from ssmlx.loading.files import account_for, read_tensors, write_whole
+from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_stream_weights, stream_tensors
+from ssmlx.loading.files import check_tensors, read_tensors, write_whole
 from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
@@ -54,7 +54,7 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     )
     check_base(base, config)
     vocab_size: Any = base.config.vocab_size
-    streams = read_streams(folder / STREAMS_WEIGHTS, config, vocab_size)
+    streams = read_stream_weights(folder / STREAMS_WEIGHTS, config, vocab_size)
     vocab = None if streams.draft_vocab is None else to_tensor(streams.draft_vocab)
     model = StreamFusedReference(base, config, draft_vocab=vocab, lora=lora)
     if has_lora:
@@ -347,7 +347,7 @@ def _load_tensors(
     """Copy every array into the parameter of its name; raise InputError where one is missing, spare
     or misshapen.
     """
-    account_for(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
+    check_tensors(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
     for name, parameter in parameters.items():
         parameter.copy_(to_tensor(arrays[name]))
 

@@ -43,7 +43,7 @@ class Backend(Protocol):
         ...
 
 
-class CarriedCache:
+class CarriedCacheBackend:
     """A backend for packages whose cache is inputs and outputs: `state` is a dict of arrays.
 
     `call` runs a function of a name on inputs, and returns its outputs.
@@ -64,7 +64,7 @@ class CarriedCache:
         return found
 
 
-class CoreMLState:
+class CoreMLStateBackend:
     """A backend for Core ML packages whose cache is Core ML's own state; `models` has an `MLModel`
     for each function.
     """
@@ -114,8 +114,8 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
             do="update macOS, or export again",
         ) from error
     if manifest.cache == "state":
-        return CoreMLState(models)
-    return CarriedCache(lambda name, inputs: models[name].predict(dict(inputs)), manifest)
+        return CoreMLStateBackend(models)
+    return CarriedCacheBackend(lambda name, inputs: models[name].predict(dict(inputs)), manifest)
 
 
 class CoreAIBackend:

@@ -42,7 +42,7 @@ class SlotCache:
         self.text = list[int]()
         self._used = np.zeros(num_slots, bool)
 
-    def free(self, count: int) -> np.ndarray:
+    def find_free_slots(self, count: int) -> np.ndarray:
         """Return `count` free slots [count] int32, ascending; nothing is reserved.
 
         Raises:
@@ -63,7 +63,7 @@ class SlotCache:
         self.text += tokens
         self._used[slots] = True
 
-    def mask(self, slots: np.ndarray, visible: np.ndarray) -> np.ndarray:
+    def build_mask(self, slots: np.ndarray, visible: np.ndarray) -> np.ndarray:
         """Build the additive mask [1, 1, R, S] float32 of rows that are written to `slots` [R].
 
         Every row sees all committed slots, and the slots of those rows that `visible` [R, R] allows
@@ -86,20 +86,20 @@ def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: Slot
     size = manifest.chunk
     for first in range(0, len(tokens), size):
         chunk = tokens[first : first + size]
-        slots = cache.free(size)
+        slots = cache.find_free_slots(size)
         padded = np.zeros(size, np.int32)
         padded[: len(chunk)] = chunk
         inputs = {
             "tokens": padded,
             "positions": _positions(cache.offset + np.arange(size), manifest),
             "slots": slots,
-            "mask": cache.mask(slots, np.tri(size, dtype=bool)).astype(manifest.float_type),
+            "mask": cache.build_mask(slots, np.tri(size, dtype=bool)).astype(manifest.float_type),
         }
         backend.predict(PREFILL, inputs, cache.state)
         cache.commit(slots[: len(chunk)], chunk)
 
 
-def decode_inputs(
+def build_decode_inputs(
     tree: Tree, slots: np.ndarray, cache: SlotCache, manifest: Manifest
 ) -> dict[str, np.ndarray]:
     """Build the inputs of the function "decode" for a tree of at most N nodes.
@@ -128,7 +128,7 @@ def decode_inputs(
         "tokens": tokens,
         "positions": _positions(cache.offset + np.maximum(depths, 0), manifest),
         "slots": slots,
-        "mask": cache.mask(slots, ancestors).astype(manifest.float_type),
+        "mask": cache.build_mask(slots, ancestors).astype(manifest.float_type),
         "parents": parents,
         "depths": depths,
         "ancestors": ancestors.astype(manifest.float_type),
@@ -154,8 +154,8 @@ def decode_step(
     Raises:
         RuntimeError: the graph has drafted for another node than the host has accepted.
     """
-    slots = cache.free(manifest.num_nodes)
-    found = backend.predict(DECODE, decode_inputs(tree, slots, cache, manifest), cache.state)
+    slots = cache.find_free_slots(manifest.num_nodes)
+    found = backend.predict(DECODE, build_decode_inputs(tree, slots, cache, manifest), cache.state)
     kept = np.arange(tree.num_nodes)
     if "kept" in found:
         # Rows that fill up may be kept where the tree is small; they stand behind its nodes.

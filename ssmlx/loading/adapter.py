@@ -37,7 +37,7 @@ from ..model.identity import BaseIdentity
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig
-from .files import account_for, read_tensors, save_tensors
+from .files import check_tensors, read_tensors, save_tensors
 from .lora_files import (
     SCALE,
     Loras,
@@ -49,7 +49,7 @@ from .lora_files import (
     write_lora,
     write_lora_file,
 )
-from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora
+from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora_folder
 
 FORMAT = "ssmlx-adapter/1"
 _AGAIN = "convert the checkpoint again"
@@ -151,7 +151,7 @@ def check_draft_vocab(
     )
 
 
-def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWeights:
+def read_stream_weights(path: Path, config: StreamConfig, vocab_size: int) -> StreamWeights:
     """Read a streams file, which must have exactly the tensors that its settings ask for.
 
     Args:
@@ -180,7 +180,7 @@ def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWei
         shapes = {"embed": (rank, size), "gate": (rank, size), "out": (size, rank)}
         expected |= {f"condition.{part}.weight": shape for part, shape in shapes.items()}
     tensors = read_tensors(path, "stream weights")
-    account_for(tensors, expected, path)
+    check_tensors(tensors, expected, path)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
     return streams_from_tensors(tensors)
@@ -240,7 +240,7 @@ def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
     return streams_from_tensors(cast_tensors(stream_tensors(streams), dtype))
 
 
-def write_streams(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
+def write_stream_files(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
     """Write the streams file and the settings of an adapter, without LoRA, into a folder.
 
     `fused` notes in the settings that LoRA is merged into the model beside them.
@@ -265,7 +265,7 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
         lora=unify_rank_and_scale(adapter.lora),
         stream_lora=unify_rank_and_scale(adapter.stream_lora),
     )
-    write_streams(folder, adapter, fused=False)
+    write_stream_files(folder, adapter, fused=False)
     if adapter.stream_lora:
         write_lora_file(folder / LORA_FILES["streams"], adapter.stream_lora)
     if adapter.lora:
@@ -278,20 +278,20 @@ def load_adapter(folder: Path) -> Adapter:
     Raises:
         InputError: it holds neither, or what it holds is broken or cannot be used as it is.
     """
-    if not is_lora(folder):
-        return load_streams(folder)
+    if not is_lora_folder(folder):
+        return load_stream_adapter(folder)
     lora, base_model = read_lora(folder)
     return Adapter(lora=lora, base_model=base_model)
 
 
-def load_streams(folder: Path) -> StreamAdapter:
+def load_stream_adapter(folder: Path) -> StreamAdapter:
     """Read an adapter folder with streams, or the streams of a fused model folder.
 
     Raises:
         InputError: it has no streams, or a file is broken or does not fit the others.
     """
     require(
-        not is_lora(folder),
+        not is_lora_folder(folder),
         f"{folder} has LoRA and no streams",
         expected="an adapter with streams",
         do=f"let it learn some: python -m ssmlx.adapt --model MODEL --adapter {folder}",
@@ -302,7 +302,7 @@ def load_streams(folder: Path) -> StreamAdapter:
     identity = BaseIdentity.read(path, values)
     adapter = StreamAdapter(
         config=config,
-        streams=read_streams(folder / STREAMS_FILE, config, identity.vocab_size),
+        streams=read_stream_weights(folder / STREAMS_FILE, config, identity.vocab_size),
         base=identity,
         base_model=config.base_model,
     )
@@ -331,7 +331,7 @@ def load_streams(folder: Path) -> StreamAdapter:
     return replace(adapter, lora=read("all", "task_lora_scale"))
 
 
-def read_identity(folder: Path) -> BaseIdentity:
+def read_base_identity(folder: Path) -> BaseIdentity:
     """Read which base model an adapter folder is for; of its files, the settings alone."""
     return BaseIdentity.read(folder / CONFIG_FILE, _read_settings(folder))
 

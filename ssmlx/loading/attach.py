@@ -13,16 +13,16 @@ from ..model.identity import digest_tensors
 from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
-from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_identity
-from .files import account_for
-from .found import log_outdated, runs_for
+from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
+from .files import check_tensors
+from .found import find_runs, log_outdated
 from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
     AUTO_ADAPTER,
     DEFAULT_ADAPTER,
     Fetch,
+    adapters_made_here,
     bundled_adapters,
-    own_adapters,
     resolve_adapter,
 )
 
@@ -44,7 +44,7 @@ def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     require(own == true, what, expected=expected, do="convert the checkpoint again")
 
 
-def fit_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
+def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
     """Return an adapter's LoRA on every row, by the paths that its modules have in the base model.
 
     Wrappers such as `language_model` in front of a path are matched, and the LoRA of single experts
@@ -106,7 +106,7 @@ def check_lora(
         for path, weights in lora.items()
         for leaf, shape in lora_shapes(modules.get(path), weights).items()
     }
-    account_for(lora_tensors(lora), expected, source)
+    check_tensors(lora_tensors(lora), expected, source)
 
 
 def lora_digest(lora: Loras) -> str | None:
@@ -140,7 +140,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     if streams is not None:
         check_base(streams, backbone)
     base = backbone.base()
-    lora = fit_lora_to_model(adapter, base)
+    lora = match_lora_to_model(adapter, base)
     if streams is not None:
         check_lora(base.model, streams.stream_lora, Path("the adapter"), LINEARS)
     _ = base.digest  # before layers are changed
@@ -212,9 +212,9 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
     """
     identity = model.backbone.identity
     found = {}
-    for name, folder in {**own_adapters(), **bundled_adapters()}.items():
+    for name, folder in {**adapters_made_here(), **bundled_adapters()}.items():
         with suppress(InputError):
-            if read_identity(folder).difference(identity) is None:
+            if read_base_identity(folder).difference(identity) is None:
                 found[name] = folder
     return found
 
@@ -230,7 +230,7 @@ def default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
         Its name and its folder; None where there is none.
     """
     backbone = model.backbone
-    found = runs_for(backbone.folder, backbone.name)
+    found = find_runs(backbone.folder, backbone.name)
     log_outdated(found, backbone.name)
     names = [found.chosen.name] if found.chosen else []
     fitting = adapters_for(model)
@@ -256,4 +256,4 @@ def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     require(bool(adapter.lora), found, expected=expected, do="check --task-lora")
     if isinstance(adapter, StreamAdapter):
         check_base(adapter, backbone)
-    return fit_lora_to_model(adapter, backbone)
+    return match_lora_to_model(adapter, backbone)

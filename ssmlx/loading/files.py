@@ -85,7 +85,7 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `target`, which takes its place when the block ends well.
 
     Where `target` is a link, what it leads to is replaced. If the block fails or is interrupted,
@@ -136,11 +136,11 @@ def write_whole(target: Path, content: bytes) -> None:
 
 
 @contextmanager
-def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
+def atomic_file(target: Path, mode: int) -> Iterator[BinaryIO]:
     """Yield a file to write, which takes the place of `target` when the block ends well.
 
-    The file is locked meanwhile, so that `clear_leftovers` of other processes leaves it alone. If
-    the block fails, an older `target` stays.
+    The file is locked meanwhile, so that `delete_unfinished_files` of other processes leaves it
+    alone. If the block fails, an older `target` stays.
 
     Args:
         target: the path.
@@ -160,8 +160,8 @@ def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
             work.unlink(missing_ok=True)
 
 
-def clear_leftovers(folder: Path, name: str = "") -> list[Path]:
-    """Delete the unfinished files of `new_file` that killed processes have left in a folder.
+def delete_unfinished_files(folder: Path, name: str = "") -> list[Path]:
+    """Delete the unfinished files of `atomic_file` that killed processes have left in a folder.
 
     Files that are locked, or less than 5 seconds old, stay.
 
@@ -336,7 +336,7 @@ def _is_finite(tensor: mx.array) -> bool:
     return math.isfinite(total)
 
 
-def account_for(
+def check_tensors(
     found: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]], source: Path
 ) -> None:
     """Raise InputError unless `found` has exactly the `expected` names and shapes.

@@ -59,7 +59,7 @@ class Run:
     @property
     def settings(self) -> Mapping[str, Any]:
         """Settings that must be the same for the run to go on, see
-        `ssmlx.training.adapt_run.run_settings`.
+        `ssmlx.training.adapt_run.fixed_settings`.
         """
         settings: Mapping[str, Any] = self.plan["settings"]
         return settings
@@ -98,7 +98,7 @@ class Run:
         """Whether the adapter drafts without being asked for: it was faster here, or was not
         measured here.
         """
-        return self.speed_up is None or has_paid(self.figures["figures"])
+        return self.speed_up is None or is_worth_using(self.figures["figures"])
 
     @property
     def verdict(self) -> str:
@@ -117,7 +117,7 @@ class Run:
         return self.model_folder == folder.resolve() or (is_same and not Path(name).exists())
 
 
-def has_paid(measured: Mapping[str, Any]) -> bool:
+def is_worth_using(measured: Mapping[str, Any]) -> bool:
     """Whether measured answers with an adapter were at least 5 % faster than plain decoding and
     than prompt lookup.
 
@@ -127,7 +127,7 @@ def has_paid(measured: Mapping[str, Any]) -> bool:
     return float(measured["speed_up"]) >= PAYS * max(1.0, float(measured["text_speed_up"]))
 
 
-def runs() -> list[Run]:
+def read_runs() -> list[Run]:
     """Read every run of `ssmlx.adapt` that is kept on this machine.
 
     Returns:
@@ -150,7 +150,7 @@ def _figures(folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRuns:
     """Runs that belong to a model, the newest first.
 
     Attributes:
@@ -171,7 +171,7 @@ class Found:
         return next((one for one in self.fitting if one.has_adapter and one.pays), None)
 
 
-def runs_for(folder: Path | None, name: str) -> Found:
+def find_runs(folder: Path | None, name: str) -> FoundRuns:
     """Find the runs that belong to the model in a folder, by the digest of its weights.
 
     Args:
@@ -181,24 +181,24 @@ def runs_for(folder: Path | None, name: str) -> Found:
     Returns:
         The runs; none where the weights cannot be read.
     """
-    every = runs() if folder is not None else []
+    every = read_runs() if folder is not None else []
     if folder is None or not every:
-        return Found()
+        return FoundRuns()
     try:
         digest = weights_digest(folder)
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
         _log.debug("no adapter is looked for: %s", error)
-        return Found()
+        return FoundRuns()
     same = [run for run in every if run.settings["weights"] == digest]
     others = [run for run in every if run not in same and run.is_called(name, folder)]
-    return Found(
+    return FoundRuns(
         tuple(run for run in same if run.is_for_base),
         tuple(run for run in others if run.is_for_base),
         tuple(run for run in same if not run.is_for_base),
     )
 
 
-def log_outdated(found: Found, name: str) -> None:
+def log_outdated(found: FoundRuns, name: str) -> None:
     """Log that the newest adapter is not used, where it was made from other weights and no other
     adapter is chosen.
     """

@@ -93,7 +93,7 @@ def cast_model(model: nn.Module, dtype: str) -> nn.Module:
     return model
 
 
-def flat_rope_settings(path: Path) -> dict[str, Any]:
+def flatten_rope_settings(path: Path) -> dict[str, Any]:
     """Return a folder's rotary settings under the names that every mlx-lm model reads.
 
     transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore. Empty
@@ -121,16 +121,16 @@ def loader_overrides(path: Path) -> dict[str, Any]:
     config = read_json(path / "config.json", "a model's settings")
     if file := _FILES.get(config.get("model_type", "")):
         return {"get_model_classes": lambda config: (file.Model, file.ModelArgs)}
-    return {"get_model_classes": classes_without_heads} if carries_heads(path) else {}
+    return {"get_model_classes": classes_without_medusa_heads} if has_medusa_heads(path) else {}
 
 
-def carries_heads(folder: Path) -> bool:
+def has_medusa_heads(folder: Path) -> bool:
     """Whether a model's own weights have Medusa heads (Medusa-2), by the tensors' names."""
     files: list[Any] = [mx.load(str(path)) for path in folder.glob("model*.safetensors")]
     return any(name.startswith(MEDUSA_PREFIX) for tensors in files for name in tensors)
 
 
-def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
+def classes_without_medusa_heads(config: dict[str, Any]) -> tuple[Any, Any]:
     """Return mlx-lm's model class for a config, changed to leave out Medusa heads, and its args
     class.
     """
@@ -215,25 +215,29 @@ def load_base(
     group = group if group is not None and group.size() > 1 else None
     failure = f"{path} cannot be loaded as a model"
     model, config = load_weights(path, dtype, failure, group=group)
-    reload = partial(load_modules, path, dtype, group)
+    reload = partial(reload_modules, path, dtype, group)
     backbone = Backbone(model, reload, draft_bits, group)
     backbone.folder = path
     return backbone, config
 
 
-def load_modules(
-    path: Path, dtype: str, group: Group | None, names: Collection[str]
+def reload_modules(
+    path: Path, dtype: str, group: Group | None, module_paths: Collection[str]
 ) -> dict[str, nn.Module]:
     """Load modules of a model folder again, by their paths in the model, as `load_base` loads
     them.
     """
-    model, _ = load_weights(path, dtype, f"{path} cannot be read again", names, group)
+    model, _ = load_weights(path, dtype, f"{path} cannot be read again", module_paths, group)
     modules = dict(model.named_modules())
-    return {name: modules[name] for name in names}
+    return {name: modules[name] for name in module_paths}
 
 
 def load_weights(
-    path: Path, dtype: str, failure: str, names: Collection[str] = ("",), group: Group | None = None
+    path: Path,
+    dtype: str,
+    failure: str,
+    module_paths: Collection[str] = ("",),
+    group: Group | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load a model with mlx-lm's loader, cast its weights, and evaluate them.
 
@@ -241,7 +245,8 @@ def load_weights(
         path: the folder.
         dtype: one of `DTYPES`.
         failure: begins the message where it cannot be loaded.
-        names: of the modules whose weights are evaluated, and so read; "" is the whole model.
+        module_paths: of the modules whose weights are evaluated, and so read; "" is the
+            whole model.
         group: processes that share the model; this rank keeps its part.
 
     Returns:
@@ -253,7 +258,7 @@ def load_weights(
     claim_process()
     dtype = resolve_dtype(dtype)
     with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        settings = flat_rope_settings(path)
+        settings = flatten_rope_settings(path)
         model, config = utils.load_model(
             path,
             lazy=True,
@@ -266,7 +271,7 @@ def load_weights(
         shard(model, group)
     modules = dict(model.named_modules())
     with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        mx.eval([modules[name].parameters() for name in names])
+        mx.eval([modules[name].parameters() for name in module_paths])
     return model, config
 
 

@@ -27,7 +27,7 @@ from ..errors import InputError, quoted, require
 from ..json_files import read_json
 from ..model.lora import LoraWeights, in_layer, split_layer_path
 from ..settings import Allowed
-from .files import account_for, read_tensors, save_tensors
+from .files import check_tensors, read_tensors, save_tensors
 from .names import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
 
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
@@ -228,7 +228,7 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
     found = {f"{path}.{leaf}": tensors[name] for name, (path, leaf) in split.items()}
     modules = sorted({path for path, leaf in split.values() if leaf in _LEAVES})
     has_norms = any(f"{module}.m" in found for module in modules)
-    _check_pairs(found, modules, path, has_norms=has_norms)
+    _check_factors(found, modules, path, has_norms=has_norms)
     return {
         module: LoraWeights(
             found[f"{module}.lora_a"],
@@ -241,7 +241,7 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
     }
 
 
-def _check_pairs(
+def _check_factors(
     tensors: Mapping[str, mx.array], modules: Iterable[str], path: Path, *, has_norms: bool
 ) -> None:
     """Raise InputError unless every module has both factors, and with `has_norms` its norms, of
@@ -254,7 +254,7 @@ def _check_pairs(
             shape = tensors[name].shape if name in tensors else ()
             fits = len(shape) == 1 if leaf == "m" else len(shape) in (2, 3)
             expected[name] = shape if fits else (1, 1)[: 1 if leaf == "m" else 2]
-    account_for(tensors, expected, path)
+    check_tensors(tensors, expected, path)
 
 
 def read_lora(folder: Path) -> tuple[dict[str, LoraWeights], str]:
@@ -334,7 +334,7 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     require(not is_pickled, found, expected=PEFT_FILE, do=do)
     tensors = _rename_peft_tensors(read_tensors(folder / PEFT_FILE, _WHAT))
     modules = sorted({name.rpartition(".")[0] for name in tensors if not _has_unknown_leaf(name)})
-    _check_pairs(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
+    _check_factors(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
     lora = {}
     for module in modules:
         plain = module.removesuffix(_OF_EMBEDDING)

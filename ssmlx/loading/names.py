@@ -165,7 +165,7 @@ def adapters_home() -> Path:
     return cache_dir() / "adapters"
 
 
-def own_adapters() -> dict[str, Path]:
+def adapters_made_here() -> dict[str, Path]:
     """Return the folders of adapters that were made on this machine, by name, the newest first.
 
     Only those of runs with a plan, and with an adapter already, are returned.
@@ -207,13 +207,13 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
     """
     if adapter == NO_ADAPTER:
         return None
-    found = _adapter_folder(adapter, fetch or Fetch())
+    found = _find_adapter_folder(adapter, fetch or Fetch())
     trained = found / TRAINED_FOLDER
     is_run = (trained / CONFIG_FILE).is_file() and not (found / CONFIG_FILE).exists()
     return trained if is_run else found
 
 
-def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
+def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
     """Find the folder of an adapter or a run by its path, its name here, or its name on the Hub.
 
     Raises:
@@ -226,7 +226,7 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
             return _expand_user(adapter)
         return _resolve_on_hub(on_hub, fetch, ADAPTER_FILES, _missing_adapter_file, _fetch_adapter)
     folder = Path(adapter)
-    bundled = {**own_adapters(), **bundled_adapters()}.get(adapter)
+    bundled = {**adapters_made_here(), **bundled_adapters()}.get(adapter)
     if adapter and folder.is_dir() and (bundled is None or is_adapter(folder)):
         if bundled is not None:
             place = "the folder of that name in the working directory, not the bundled adapter"
@@ -240,7 +240,7 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
         do=f"take examples/adapters/{adapter} from {project_address()}",
     )
     if bundled is None:
-        names = ", ".join((*bundled_adapters(), *own_adapters()))
+        names = ", ".join((*bundled_adapters(), *adapters_made_here()))
         or_bundled = f", or a bundled adapter ({names})" if names else ""
         raise InputError(
             f"no adapter folder {adapter}, and no bundled adapter of that name",
@@ -250,7 +250,7 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
     return bundled
 
 
-def adapter_weights(values: dict[str, Any]) -> list[str]:
+def adapter_weight_files(values: dict[str, Any]) -> list[str]:
     """Return the names of the weight files that an adapter's settings ask for."""
     scopes = [] if values.get("fused") else [values.get("adapter_scope", "all")]
     if values.get("task_lora_scale") is not None:
@@ -258,17 +258,17 @@ def adapter_weights(values: dict[str, Any]) -> list[str]:
     return [STREAMS_FILE, *(LORA_FILES[scope] for scope in scopes)]
 
 
-def is_lora(folder: Path) -> bool:
+def is_lora_folder(folder: Path) -> bool:
     """Whether a folder has LoRA alone, as mlx-lm and PEFT write it."""
     return not (folder / CONFIG_FILE).exists() and (folder / LORA_SETTINGS).exists()
 
 
 def _missing_adapter_file(folder: Path) -> str | None:
     """Return the first file that an adapter's folder lacks; None where it is whole."""
-    if is_lora(folder):
+    if is_lora_folder(folder):
         weights = (LORA_FILES["all"], PEFT_FILE)
         return None if any((folder / file).is_file() for file in weights) else " or ".join(weights)
-    needed = adapter_weights(read_json(folder / CONFIG_FILE, "the settings of an adapter"))
+    needed = adapter_weight_files(read_json(folder / CONFIG_FILE, "the settings of an adapter"))
     return next((file for file in needed if not (folder / file).is_file()), None)
 
 

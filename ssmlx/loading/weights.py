@@ -97,7 +97,7 @@ def _read_remembered() -> dict[str, Any]:
 
 def _digest_files(files: list[Path]) -> str:
     """Compute the digest of `weights_digest` from safetensors files: 32 hexadecimal digits."""
-    tensors = [tensor for file in files for tensor in _tensors_in(file)]
+    tensors = [tensor for file in files for tensor in _read_header(file)]
     tensors.sort(key=lambda one: one.name)
     pieces = max(1, min(MOST_PIECES, MOST_READS // max(1, len(tensors))))
     digest = hashlib.sha256()
@@ -113,7 +113,7 @@ def _digest_files(files: list[Path]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _tensors_in(path: Path) -> Iterator[_StoredTensor]:
+def _read_header(path: Path) -> Iterator[_StoredTensor]:
     """Yield where each tensor of a safetensors file lies, from the file's header.
 
     Raises:

@@ -94,13 +94,13 @@ def index_url() -> str:
             return re.sub(r"^[\w.-]+=(?=\w+:)", "", value)  # uv's may have a name in front
     settings = configparser.RawConfigParser()
     try:
-        settings.read(_pip_files(), encoding="utf-8")
+        settings.read(_pip_config_files(), encoding="utf-8")
         return settings.get("global", "index-url")
     except (configparser.Error, UnicodeDecodeError):
         return _PYPI
 
 
-def _pip_files() -> list[Path]:
+def _pip_config_files() -> list[Path]:
     """Return where pip's settings may lie; those of a later file win."""
     home = Path.home()
     config = os.environ.get("XDG_CONFIG_HOME")

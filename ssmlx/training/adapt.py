@@ -13,21 +13,21 @@ import mlx.core as mx
 
 from ..bars import busy
 from ..errors import naming
-from ..loading.found import Run, runs
+from ..loading.found import Run, read_runs
 from ..loading.names import PLAN_FILE
 from ..prompts import read_prompts
 from .adapt_check import check_adapter, verdict_line, write_figures
 from .adapt_plan import CACHE_BYTES, add_round, make_adapt_plan, streams_line
-from .adapt_rounds import clear_interrupted_write, make_round
+from .adapt_rounds import clear_interrupted_write, run_round
 from .adapt_run import (
     AdaptOptions,
     AdaptPlan,
     AdaptRun,
     Say,
+    fixed_settings,
     join_round_logs,
     load_source,
     read_round_examples,
-    run_settings,
 )
 from .answers import BatchResponder
 from .mlx_trainer import MlxTrainer
@@ -58,7 +58,7 @@ def adapt(
     """
     prompts = [row for file in options.data for row in read_prompts(file, "--data")]
     with busy("reading the weights"):
-        settings = run_settings(options, prompts)
+        settings = fixed_settings(options, prompts)
     plan = AdaptPlan.read(options.out / PLAN_FILE, settings)
     if plan is not None:
         stored = _stored_run(options)
@@ -89,7 +89,7 @@ def adapt(
 
 def _stored_run(options: AdaptOptions) -> Run | None:
     """The run in the folder `options.out`, as it lies on disk; None where there is none yet."""
-    return next((run for run in runs() if run.folder == options.out), None)
+    return next((run for run in read_runs() if run.folder == options.out), None)
 
 
 def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
@@ -169,7 +169,7 @@ def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str
     for number in range(len(plan.rounds)):
         folder = options.round_folder(number)
         if not (folder / ENDED_FILE).exists():
-            plan = make_round(run, plan, number, source, responder)
+            plan = run_round(run, plan, number, source, responder)
             with naming(folder):
                 (folder / ENDED_FILE).touch()
             plan = run.save_plan(plan)

@@ -17,9 +17,9 @@ from ..api import stream_generate
 from ..bars import bar, busy
 from ..blas import this_machine
 from ..errors import require
-from ..loading.adapter import load_streams
+from ..loading.adapter import load_stream_adapter
 from ..loading.files import json_digest, write_whole
-from ..loading.found import has_paid
+from ..loading.found import is_worth_using
 from ..loading.load import load
 from ..loading.names import FIGURES_FILE
 from ..model.streams import StreamFusedModel
@@ -77,11 +77,11 @@ def check_adapter(
     lookup_calls = 0
     checked = rows[: amounts.checked]
     for how in _CHECKED.values():  # what a first answer takes besides favours none
-        timed_answer(model, tokenizer, checked[0]["prompt_tokens"], how, _WARM_TOKENS)
+        time_answer(model, tokenizer, checked[0]["prompt_tokens"], how, _WARM_TOKENS)
     for number, row in enumerate(bar(checked, "checking")):
         turns = [*_CHECKED.items()][:: 1 if number % 2 else -1]
         found_now = {
-            name: timed_answer(model, tokenizer, row["prompt_tokens"], how, amounts.checked_tokens)
+            name: time_answer(model, tokenizer, row["prompt_tokens"], how, amounts.checked_tokens)
             for name, how in turns
         }
         for name, one in found_now.items():
@@ -90,7 +90,7 @@ def check_adapter(
         num_tokens += len(plain)
         num_same += plain == found_now["drafted"].tokens
         lookup_calls += found_now["lookup"].target_calls
-    curve = load_streams(folder).config.tokens_per_call or {}
+    curve = load_stream_adapter(folder).config.tokens_per_call or {}
     by_lookup = Replay(num_tokens, lookup_calls).without_prompts(len(checked)).tokens_per_call
     held = sum(len(row["completion_tokens"]) for row in rows)
     untrained = (
@@ -123,7 +123,7 @@ class TimedAnswer:
     seconds: float  # the whole answer's
 
 
-def timed_answer(
+def time_answer(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
     prompt: list[int],
@@ -198,7 +198,7 @@ def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
         options: of the run.
         measured: as `check_adapter` returns it.
     """
-    if has_paid(measured):
+    if is_worth_using(measured):
         named = "" if options.adapter is None else f" --adapter {options.out.name}"
         return f"use it: python -m ssmlx.chat --model {options.model}{named}"
     hours = options.hours

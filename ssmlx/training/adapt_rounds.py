@@ -14,8 +14,8 @@ from typing import Any
 from mlx_lm.generate import wired_limit
 
 from ..bars import busy
-from ..loading.adapter import load_streams
-from ..loading.files import PartFile, make_folder, new_folder, write_whole
+from ..loading.adapter import load_stream_adapter
+from ..loading.files import PartFile, atomic_folder, make_folder, write_whole
 from ..loading.found import PAYS
 from .adapt_run import (
     DATA_FOLDER,
@@ -55,7 +55,7 @@ def clear_interrupted_write(best: Path) -> None:
             shutil.rmtree(left)
 
 
-def make_round(
+def run_round(
     run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
 ) -> AdaptPlan:
     """Make a round's answers where they are not made yet, and train on them.
@@ -75,7 +75,7 @@ def make_round(
     make_folder(folder / DATA_FOLDER)
     if not (folder / DATA_FOLDER / "valid.jsonl").exists():  # which is written last
         began = run.clock.spent
-        make_examples(run, plan, number, source, responder)
+        make_round_examples(run, plan, number, source, responder)
         planned = plan.rounds[number]
         fitted = shorten_round(planned, plan.round_before(number), run.clock.spent)
         plan = run.save_plan(plan.replace_round(number, fitted))
@@ -94,7 +94,7 @@ def make_round(
     return plan
 
 
-def make_examples(
+def make_round_examples(
     run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
 ) -> None:
     """Have the model answer as much more as a round plans, and write the round's examples.
@@ -179,10 +179,10 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
     start = None
     if number and best.exists():
         if not start_folder.exists():
-            with new_folder(start_folder) as work:
+            with atomic_folder(start_folder) as work:
                 shutil.copytree(best, work, dirs_exist_ok=True)
         train = replace(train, train_only="streams")
-        start = add_new_weights(load_streams(start_folder), train)
+        start = add_new_weights(load_stream_adapter(start_folder), train)
     training = replace(
         source.training,
         out=folder,
@@ -205,7 +205,7 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
 
     def before_step() -> None:
         run.wait()
-        pace.begins(trainer.step)
+        pace.note_step_begin(trainer.step)
 
     def validated(validate: Validation) -> None:
         left = pace.seconds_left(trainer.step)

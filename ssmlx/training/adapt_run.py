@@ -15,9 +15,9 @@ from .. import __version__
 from ..errors import InputError, require
 from ..json_files import read_json
 from ..loading.adapter import Adapter, StreamAdapter, load_adapter
-from ..loading.attach import attach_adapter, fit_lora_to_model
+from ..loading.attach import attach_adapter, match_lora_to_model
 from ..loading.files import folder_digest, json_digest, write_whole
-from ..loading.found import runs
+from ..loading.found import read_runs
 from ..loading.load import load_tokenizer
 from ..loading.lora_files import Loras
 from ..loading.names import PLAN_FILE, TRAINED_FOLDER
@@ -29,7 +29,7 @@ from .config import RunOptions, TrainConfig
 from .job import read_base
 from .mlx_trainer import load_frozen
 from .progress import Clock
-from .questions import write_shipped_prompts
+from .questions import draw_shipped_prompts
 from .record import LOG_FILE, read_record
 from .sizing import Rates, Round, StepCosts, choose_frozen_dtype, default_memory_bytes
 
@@ -133,7 +133,7 @@ class AdaptPlan:
 
         Args:
             path: of the file.
-            settings: as `run_settings` gives them.
+            settings: as `fixed_settings` gives them.
 
         Returns:
             The plan; None where there is no file.
@@ -191,7 +191,7 @@ class AdaptRun:
 
     options: AdaptOptions
     prompts: Sequence[dict[str, Any]]  # rows of the user's files of prompts
-    settings: dict[str, Any]  # as `run_settings` gives them
+    settings: dict[str, Any]  # as `fixed_settings` gives them
     prog: str  # the command, for records
     say: Say  # is given each line for the user
     wait: Callable[[], None]  # called between steps; its time is no part of the run's
@@ -204,7 +204,7 @@ class AdaptRun:
         return plan
 
 
-def run_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what must be the same when a run goes on: seed, memory, prompts, weights, LoRA,
     versions.
 
@@ -234,12 +234,12 @@ def find_run_folder(options: AdaptOptions) -> Path:
         `options.out` where a run is there already, or no run has these settings; else the folder of
         the run that has.
     """
-    if (options.out / PLAN_FILE).exists() or not runs():
+    if (options.out / PLAN_FILE).exists() or not read_runs():
         return options.out
-    settings = run_settings(
+    settings = fixed_settings(
         options, [row for file in options.data for row in read_prompts(file, "--data")]
     )
-    return next((run.folder for run in runs() if run.settings == settings), options.out)
+    return next((run.folder for run in read_runs() if run.settings == settings), options.out)
 
 
 def load_source(run: AdaptRun) -> Source:
@@ -279,7 +279,7 @@ def load_source(run: AdaptRun) -> Source:
         files=[],
         shipped=[],
     )
-    shipped = [{"prompt": text} for text in write_shipped_prompts(options.seed)["train"]]
+    shipped = [{"prompt": text} for text in draw_shipped_prompts(options.seed)["train"]]
     return replace(
         source,
         files=tokenise_prompts(run, FILES, run.prompts, source),
@@ -300,7 +300,7 @@ def read_lora(folder: Path, backbone: Backbone) -> Loras:
         expected="LoRA or DoRA alone, as mlx-lm and PEFT write it",
         do="check --adapter; to train these streams further, see ssmlx.train --train-only",
     )
-    return fit_lora_to_model(adapter, backbone)
+    return match_lora_to_model(adapter, backbone)
 
 
 @frozen_date()

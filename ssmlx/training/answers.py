@@ -45,19 +45,19 @@ class BatchResponder:
     wait: Callable[[], None] = field(default=lambda: None)  # called between tokens
 
     def iterate_answers(
-        self, texts: Sequence[AnswerRequest], max_tokens: int
+        self, requests: Sequence[AnswerRequest], max_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
         """Decode answers together, and yield each as it ends.
 
         Args:
-            texts: the requests.
+            requests: the requests.
             max_tokens: longest answer.
 
         Yields:
             The request's number, and the tokens of its answer, the end token included where the
             model gave one.
         """
-        if not texts:
+        if not requests:
             return
         generator: Any = BatchGenerator(
             self.model,
@@ -66,51 +66,51 @@ class BatchResponder:
             completion_batch_size=self.batch_size,
             prefill_batch_size=min(self.batch_size, PREFILL_AT_ONCE),
         )
-        samplers = [self._make_sampler(text) if text.temp else None for text in texts]
-        ids = generator.insert([[*text.prompt] for text in texts], samplers=samplers)
-        by_id = dict(zip(ids, texts, strict=True))
+        samplers = [self._make_sampler(request) if request.temp else None for request in requests]
+        ids = generator.insert([[*request.prompt] for request in requests], samplers=samplers)
+        by_id = dict(zip(ids, requests, strict=True))
         try:
             while responses := generator.next_generated():
                 self.wait()
                 for one in (one for one in responses if one.finish_reason is not None):
-                    text = by_id[one.uid]
-                    yield text.number, list(one.all_tokens[len(text.prompt) :])
+                    request = by_id[one.uid]
+                    yield request.number, list(one.all_tokens[len(request.prompt) :])
         finally:
             generator.close()
 
-    def _make_sampler(self, text: AnswerRequest) -> Callable[[mx.array], mx.array]:
+    def _make_sampler(self, request: AnswerRequest) -> Callable[[mx.array], mx.array]:
         """Return a function that draws a token [B] from log probabilities [B, V], by the request's
         own noise.
         """
-        key = mx.random.key(self.seed * 1_000_003 + text.number)
+        key = mx.random.key(self.seed * 1_000_003 + request.number)
 
         def draw(logprobs: mx.array) -> mx.array:
             nonlocal key
             key, now = mx.random.split(key)
-            return mx.random.categorical(apply_min_p(logprobs, _MIN_P) / text.temp, key=now)
+            return mx.random.categorical(apply_min_p(logprobs, _MIN_P) / request.temp, key=now)
 
         return draw
 
     def answer_with_progress(
-        self, texts: Sequence[AnswerRequest], max_tokens: int, part: PartFile
+        self, requests: Sequence[AnswerRequest], max_tokens: int, part: PartFile
     ) -> list[list[int]]:
         """Answer every request, going on from what a stopped run has kept.
 
         Args:
-            texts: the requests.
+            requests: the requests.
             max_tokens: longest answer.
             part: finished answers are read from it, and appended to it as [number, tokens].
 
         Returns:
-            The answers' tokens, in the order of `texts`.
+            The answers' tokens, in the order of `requests`.
         """
         known = dict(part.done)
-        left = [text for text in texts if text.number not in known]
+        left = [request for request in requests if request.number not in known]
         made = self.iterate_answers(left, max_tokens)
-        for number, tokens in bar(made, "answers", initial=len(known), total=len(texts)):
+        for number, tokens in bar(made, "answers", initial=len(known), total=len(requests)):
             part.append([number, tokens])
             known[number] = tokens
-        return [known[text.number] for text in texts]
+        return [known[request.number] for request in requests]
 
     def make_up_questions(self, wanted: int, max_tokens: int, part: PartFile) -> list[str]:
         """Let the model write users' questions, by continuing its chat template's user turn.
@@ -134,12 +134,12 @@ class BatchResponder:
             if len(found) >= wanted or rare or first >= _TRIES * max(wanted, self.batch_size):
                 break
             numbers = range(first, first + size)
-            texts = [
+            requests = [
                 AnswerRequest(number, prefix, 1.0) for number in numbers if number not in known
             ]
             label = f"questions, {len(found)} of {wanted}"
-            asked = self.iterate_answers(texts, max_tokens)
-            for number, tokens in bar(asked, label, total=len(texts)):
+            asked = self.iterate_answers(requests, max_tokens)
+            for number, tokens in bar(asked, label, total=len(requests)):
                 ended = tokens[-1] in self.tokenizer.eos_token_ids
                 known[number] = self.tokenizer.decode(tokens[:-1]).strip() if ended else ""
                 part.append([number, known[number]])

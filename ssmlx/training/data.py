@@ -86,16 +86,16 @@ class Encoder:
             answer = list(line["completion_tokens"])
         elif "completion" in line and isinstance(line.get("prompt"), str):
             asked = [{"role": "user", "content": line["prompt"]}]
-            prompt, answer = self._chat([*asked, {"content": line["completion"]}], None)
+            prompt, answer = self._encode_chat([*asked, {"content": line["completion"]}], None)
         elif "messages" in line:
             turns = normalise_turns(line["messages"])
             if turns and turns[-1]["role"] != "assistant":
                 raise ValueError("its last turn is not the assistant's")
-            prompt, answer = self._chat(turns, line.get("tools"))
+            prompt, answer = self._encode_chat(turns, line.get("tools"))
         elif isinstance(line.get("text"), str):
             text = encode(line["text"], self.tokenizer) if line["text"] else []
             prompt = text[:1]
-            answer = [*text[1:], *self._answer("")]
+            answer = [*text[1:], *self._encode_answer("")]
         else:
             raise ValueError(f"it has {', '.join(line) or 'no fields'}")
         if not prompt or not answer:
@@ -105,7 +105,7 @@ class Encoder:
         tokens = [index(token) for token in (*prompt, *answer)][: self.max_length]
         return Example(np.array(tokens, np.int32), len(prompt))
 
-    def _chat(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+    def _encode_chat(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
         """Tokenise a conversation as the prompt and the answer of its last turn, with any tool
         calls.
 
@@ -117,7 +117,7 @@ class Encoder:
         of_turns = partial(encode_turns, tokenizer=self.tokenizer, template=self.template)
         prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):
-            return prompt, self._answer(turns[-1]["content"])
+            return prompt, self._encode_answer(turns[-1]["content"])
         # How a model calls a tool, its template alone knows.
         whole = of_turns(turns, tools=tools, add_generation_prompt=False)
         if whole[: len(prompt)] != prompt:
@@ -128,7 +128,7 @@ class Encoder:
             del answer[answer.index(end) + 1 :]
         return prompt, answer
 
-    def _answer(self, text: str) -> list[int]:
+    def _encode_answer(self, text: str) -> list[int]:
         """Tokenise an answer, and put the end token behind it where there is one."""
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         return tokens if self.end_token is None else [*tokens, self.end_token]

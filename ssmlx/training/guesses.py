@@ -24,13 +24,13 @@ from .replay import Guesses
 _LOGIT_ROWS = 64  # rows of logits at a time: a vocabulary of 150,000 makes 40 MB of them
 
 
-def most_candidates(model: StreamFusedModel, size: int) -> int:
+def count_candidates(model: StreamFusedModel, size: int) -> int:
     """Return C, the candidates of each stream that the best tree of up to `size` nodes may need."""
     tree = TreeConfig(size=size).no_wider_than(model.draft_vocab_size)
     return num_candidates(tree, model.num_streams, conditional=model.is_conditional)
 
 
-def guesses_along(
+def compute_guesses(
     model: StreamFusedModel,
     prompt: list[int],
     answer: list[int],

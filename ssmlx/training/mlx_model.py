@@ -29,7 +29,7 @@ from ..loading.adapter import (
     write_adapter,
 )
 from ..loading.attach import check_base
-from ..loading.files import new_folder
+from ..loading.files import atomic_folder
 from ..loading.lora_files import Loras, lora_tensors
 from ..model.backbone import Backbone
 from ..model.condition import Condition
@@ -369,7 +369,7 @@ def write_validated_adapter(folder: Path, adapter: StreamAdapter, validate: Vali
         The folder.
     """
     config = replace(adapter.config, tokens_per_call=validate.curve(RECORDED_TREE_SIZES) or None)
-    with new_folder(folder) as work:
+    with atomic_folder(folder) as work:
         write_adapter(work, replace(adapter, config=config))
     return folder
 

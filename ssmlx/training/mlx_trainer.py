@@ -332,7 +332,7 @@ class Adam:
             optimizer.state |= {"step": arrays["step"], **own}
 
 
-def saved_step(path: Path) -> int:
+def read_saved_step(path: Path) -> int:
     """Return the step of a state that `MlxTrainer` wrote; 0 where there is none that can be
     read.
     """
@@ -372,9 +372,11 @@ class MlxTrainer(Trainer):
         gradient_of = mx.value_and_grad(self.objective.loss)
         (_, means), gradients = gradient_of(self.weights, batch, lower, self.step)
         self.objective.model.bind(self.weights)  # in the place of what MLX traced with
-        return self._summed(gradients, means)
+        return self._sum_over_ranks(gradients, means)
 
-    def _summed(self, gradients: Weights, means: list[mx.array]) -> tuple[Weights, list[mx.array]]:
+    def _sum_over_ranks(
+        self, gradients: Weights, means: list[mx.array]
+    ) -> tuple[Weights, list[mx.array]]:
         """Add up all ranks' shares of gradients and means; without a group, return them as they
         are.
         """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .mlx_trainer import saved_step
+from .mlx_trainer import read_saved_step
 
 ENDED_FILE = "ended"  # of a round's folder
 ANSWERS_FILE = "answers.part"  # likewise
@@ -55,7 +55,7 @@ class StepPace:
         self._num_steps = num_steps
         self._first: tuple[float, int] | None = None
 
-    def begins(self, step: int) -> None:
+    def note_step_begin(self, step: int) -> None:
         """Note that a step begins, after `step` others; the first call starts the measurement."""
         if self._first is None:
             self._first = self._clock.spent, step
@@ -86,7 +86,7 @@ def describe_round_progress(folder: Path, num_answers: int, num_steps: int, stat
     """
     if (folder / ENDED_FILE).exists():
         return "all answers and all training"
-    step = saved_step(folder / state)
+    step = read_saved_step(folder / state)
     answers = _count_finished_lists(folder / ANSWERS_FILE)
     if step:
         return f"{answers:,} answers, and step {step:,} of {num_steps:,} of the training"

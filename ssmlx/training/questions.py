@@ -68,7 +68,7 @@ def split_lists() -> dict[str, Lists]:
     return splits
 
 
-def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
+def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
     """Write `count` different prompts: plain ones for at most a half, then every template in turn.
 
     A template is left alone once it has given `SHARE` times the mean number of prompts: those with
@@ -130,13 +130,13 @@ def make_casual(text: str, rng: random.Random) -> str:
     return text
 
 
-def write_shipped_prompts(seed: int) -> dict[str, list[str]]:
+def draw_shipped_prompts(seed: int) -> dict[str, list[str]]:
     """Return the prompts that ship, "train", "valid" and "test", drawn by a seed; splits share
     none.
     """
     lists = split_lists()
     return {
-        split: write_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
+        split: draw_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
         for split in SPLITS
     }
 

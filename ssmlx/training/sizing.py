@@ -253,20 +253,20 @@ def default_memory_bytes() -> int:
     return int(_MEMORY_SHARE * whole)
 
 
-def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most: int) -> str:
+def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most_bytes: int) -> str:
     """Choose how to hold a folder's weights: "auto", unpacked on the CPU, or "stored", packed.
 
-    MLX's CPU backend multiplies packed weights slowly: they are unpacked where two thirds of `most`
-    bytes are enough for them.
+    MLX's CPU backend multiplies packed weights slowly: they are unpacked where two thirds of
+    `most_bytes` bytes are enough for them.
 
     Args:
         path: the model's folder.
         settings: its config.json.
-        most: bytes that may be used.
+        most_bytes: bytes that may be used.
     """
     bits = (settings.get("quantization") or {}).get("bits", 16)
     stored = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
-    return "auto" if stored * 32 / bits <= _WEIGHTS_SHARE * most else "stored"
+    return "auto" if stored * 32 / bits <= _WEIGHTS_SHARE * most_bytes else "stored"
 
 
 def measure_rates(
@@ -276,7 +276,7 @@ def measure_rates(
     responder: BatchResponder,
     prompt_tokens: int,
     answer_tokens: int,
-    most: int,
+    most_bytes: int,
     lora: Loras | None = None,
 ) -> Rates:
     """Time some answers and some training steps on the longest examples, and choose batch sizes.
@@ -288,7 +288,7 @@ def measure_rates(
         responder: answers with the same model, `lora` on it.
         prompt_tokens: of the longest prompt.
         answer_tokens: of the longest answer.
-        most: bytes of memory that may be used.
+        most_bytes: bytes of memory that may be used.
         lora: on every row of the model; None for no LoRA.
 
     Raises:
@@ -299,7 +299,7 @@ def measure_rates(
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
-    timed = _measure_answers(responder, prompt, answer_tokens, most)
+    timed = _time_answers(responder, prompt, answer_tokens, most_bytes)
     twin = backbone.clone_sharing_weights()
     vocab = _placeholder_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
@@ -314,7 +314,7 @@ def measure_rates(
             trainer.advance(batch, states)
         peaks[count] = step.peak
     most_probed = _PROBED[-1]
-    batch_size, for_steps = _largest_fitting(_BATCHES, peaks, most, "training")
+    batch_size, for_steps = _largest_fitting(_BATCHES, peaks, most_bytes, "training")
     one = collate([Example(tokens, prompt_tokens)], np.arange(1))
     validate = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
     with _measure_usage() as validated:
@@ -344,10 +344,10 @@ class _AnswerTimes:
     call_seconds: float  # of a plain call of one text
 
 
-def _measure_answers(
-    responder: BatchResponder, prompt: list[int], answer_tokens: int, most: int
+def _time_answers(
+    responder: BatchResponder, prompt: list[int], answer_tokens: int, most_bytes: int
 ) -> _AnswerTimes:
-    """Time answers to one prompt, and choose how many fit into `most` bytes at once.
+    """Time answers to one prompt, and choose how many fit into `most_bytes` bytes at once.
 
     Raises:
         InputError: not even one answer at a time fits.
@@ -363,7 +363,7 @@ def _measure_answers(
             list(replace(responder, batch_size=count).iterate_answers(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
-    at_once, memory = _largest_fitting(_ANSWERS_AT_ONCE, peaks, most, "answering")
+    at_once, memory = _largest_fitting(_ANSWERS_AT_ONCE, peaks, most_bytes, "answering")
     texts = [AnswerRequest(number, prompt[-8:], 1.0) for number in range(at_once)]
     with _measure_usage() as spent:
         found = list(replace(responder, batch_size=at_once).iterate_answers(texts, _PROBED_TOKENS))
@@ -400,7 +400,7 @@ def _measure_usage() -> Iterator[_Usage]:
 
 
 def _largest_fitting(
-    sizes: Sequence[int], peaks: Mapping[int, int], most: int, what: str
+    sizes: Sequence[int], peaks: Mapping[int, int], most_bytes: int, what: str
 ) -> tuple[int, int]:
     """Choose the largest of some batch sizes that fits into memory, by a line through two measured
     ones.
@@ -408,7 +408,7 @@ def _largest_fitting(
     Args:
         sizes: to choose from, the largest first.
         peaks: measured bytes by batch size, of two.
-        most: bytes that may be used.
+        most_bytes: bytes that may be used.
         what: is done in such batches, for the message.
 
     Returns:
@@ -419,11 +419,11 @@ def _largest_fitting(
     """
     (low, few), (high, many) = peaks.items()
     used = {size: int(few + (many - few) * (size - low) / (high - low)) for size in sizes}
-    fitting = [size for size in sizes if used[size] <= most]
+    fitting = [size for size in sizes if used[size] <= most_bytes]
     require(
         bool(fitting),
         f"{what} takes {min(used.values()) / 2**30:.1f} GiB",
-        expected=f"at most {most / 2**30:.1f}",
+        expected=f"at most {most_bytes / 2**30:.1f}",
         do="give --memory-gb more, or a smaller --model",
     )
     return fitting[0], used[fitting[0]]
