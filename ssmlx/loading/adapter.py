@@ -208,7 +208,7 @@ def streams_from_tensors(tensors: Mapping[str, mx.array]) -> StreamWeights:
     """
 
     def low_rank(name: str) -> LowRank | None:
-        """Return the low-rank pair called `name`; None where `tensors` has no first factor of it."""
+        """Return the low-rank pair `name`; None where `tensors` has no first factor of it."""
         if f"{name}.lora_A.weight" not in tensors:
             return None
         return LowRank(tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
