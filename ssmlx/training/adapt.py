@@ -44,14 +44,16 @@ def adapt(
 ) -> None:
     """Make an adapter for a model in `options.out`, or go on with a run that was stopped there.
 
-    A finished run of the same hours is left as it is, and its verdict said again. Where the run is
-    interrupted (KeyboardInterrupt), what is kept is said, and the interrupt raised again.
+    A finished run of the same hours is left as it is, and its verdict said again; one that is given
+    more hours gets another round. Where the run is interrupted (KeyboardInterrupt), the time that
+    it took is written into its plan, what is kept is said, and the interrupt raised again.
 
     Args:
         options: what the user asks for.
-        prog: the command, for records.
+        prog: the command's module, for records.
         say: is given each line for the user.
-        wait: is called between steps, and returns once the machine may be used.
+        wait: is called between steps, and returns once the machine may be used; its time is no part
+            of the run's.
 
     Raises:
         InputError: the model, the data or the folder cannot be used as asked.
@@ -88,13 +90,21 @@ def adapt(
 
 
 def _stored_run(options: AdaptOptions) -> Run | None:
-    """The run in the folder `options.out`, as it lies on disk; None where there is none yet."""
+    """Return the run in the folder `options.out`, as it lies on disk; None where there is none yet,
+    or it does not lie in `adapters_home`.
+    """
     return next((run for run in read_runs() if run.folder == options.out), None)
 
 
 def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
-    """Say in words what a run has kept of the first round that has not ended, or else of the
+    """Return in words what a run has kept of its first round that has not ended, or else of its
     last.
+
+    The round's number is named where there are several.
+
+    Args:
+        options: of the run.
+        plan: with one round or more.
     """
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     open_rounds = [n for n, folder in enumerate(folders) if not (folder / ENDED_FILE).exists()]
@@ -108,7 +118,10 @@ def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
 
 
 def _save_and_say_progress(run: AdaptRun) -> None:
-    """Say what an interrupted run has kept, and write into its plan how long it took."""
+    """Say what an interrupted run has kept, and write into its plan how long it took.
+
+    Where no plan was written yet, only that is said.
+    """
     plan = AdaptPlan.read(run.options.out / PLAN_FILE, run.settings)
     if plan is None:
         run.say("stopped before anything was planned: nothing is kept")
@@ -121,9 +134,14 @@ def _save_and_say_progress(run: AdaptRun) -> None:
 def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
     """Make every round that has not ended, then decode held-out prompts and write the figures.
 
+    Curves are drawn, the plan is saved, and the verdict is said to the user.
+
     Args:
         run: of this process.
         plan: of the stopped run; None where nothing is planned yet.
+
+    Raises:
+        InputError: as `_make_adapter` and `check_adapter` raise it.
     """
     options = run.options
     plan, dtype, bits = _make_adapter(run, plan)
@@ -146,11 +164,19 @@ def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
 def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str, int | None]:
     """Load the model, plan what is not planned yet, and make every round that has not ended.
 
-    The plan is written to the run's folder before the first round and after each.
+    The plan is written to the run's folder before the first round and after each. A round that has
+    ended is marked by a file.
+
+    Args:
+        run: of this process.
+        plan: of the stopped run; None where nothing is planned yet, so that everything is timed.
 
     Returns:
         The plan; how the weights are held, as `load` takes `dtype`; bits of packed weights, None
         where the model is not quantised.
+
+    Raises:
+        InputError: the model cannot be used, memory is too small, or the hours are too few.
     """
     options = run.options
     mx.set_cache_limit(CACHE_BYTES)

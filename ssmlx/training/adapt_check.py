@@ -37,7 +37,14 @@ _WARM_TOKENS = 8
 
 
 def estimate_check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
-    """Estimate the seconds that `check_adapter` takes, for prompts of `prompt_tokens` tokens."""
+    """Estimate the seconds that `check_adapter` takes to answer: three ways, each prompt read once
+    and decoded at plain speed.
+
+    Args:
+        rates: as measured.
+        amounts: how many prompts are checked, and the tokens of an answer.
+        prompt_tokens: of a usual prompt.
+    """
     answer = rates.prompt_seconds_per_token * prompt_tokens
     answer += rates.call_seconds * amounts.checked_tokens
     return len(_CHECKED) * amounts.checked * answer
@@ -48,18 +55,21 @@ def check_adapter(
 ) -> dict[str, Any]:
     """Answer held-out prompts without drafts, with the adapter and by prompt lookup, and compare.
 
-    The three ways take turns, in one order and the other. A line for the user says what was gained.
+    The model is loaded anew. Each way answers a few tokens first, untimed; then the three take
+    turns, in one order and the other. A line for the user says what was gained.
 
     Args:
         run: of this process.
         rows: the held-out examples; the first `amounts.checked` are answered.
-        untrained_rate: tokens per call of untrained streams along these, prompts' calls counted.
+        untrained_rate: tokens per call of untrained streams along all `rows`, prompts' calls
+            counted.
         dtype: as `load` takes it.
 
     Returns:
         Speed over plain decoding's of the adapter ("speed_up") and of prompt lookup
-        ("text_speed_up"); the machine; and tokens per call after the prompts' calls: the adapter's
-        by nodes of the tree, untrained streams', and prompt lookup's.
+        ("text_speed_up"); "machine"; and tokens per call after the prompts' calls:
+        "tokens_per_call" of the adapter, by nodes of the tree, as its settings record them;
+        "untrained_tokens_per_call", one number; and "lookup_tokens_per_call", one number.
 
     Raises:
         InputError: there is no adapter, as no training step made better guesses.
@@ -116,7 +126,7 @@ def check_adapter(
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """An answer, the target calls that it took, and its seconds."""
+    """An answer's tokens, the target calls that it took, and its seconds."""
 
     tokens: list[int]
     target_calls: int  # the prompt's counted as one
@@ -130,7 +140,15 @@ def time_answer(
     config: GenerateConfig,
     max_tokens: int,
 ) -> TimedAnswer:
-    """Answer a prompt as `config` says, with `max_tokens` tokens at most, and time it."""
+    """Answer a prompt, and time it.
+
+    Args:
+        model: the model.
+        tokenizer: the model's.
+        prompt: token ids.
+        config: how to decode; its `max_tokens` is not used.
+        max_tokens: of the answer, at most.
+    """
     config = replace(config, max_tokens=max_tokens)
     started = time.perf_counter()
     segments = list(stream_generate(model, tokenizer, prompt, config))
@@ -146,7 +164,8 @@ def write_figures(
     bits: int | None,
     log: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write what `ssmlx.upload` makes a card of: the adapter's recipe, data and figures.
+    """Write figures.json into the adapter's folder, which `ssmlx.upload` makes a card of: the
+    adapter's recipe, data and figures.
 
     Args:
         run: of this process.
@@ -192,10 +211,10 @@ def write_figures(
 
 
 def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
-    """Return the line that tells the user whether to use the adapter.
+    """Return the line that tells the user whether to use the adapter, and the command.
 
     Args:
-        options: of the run.
+        options: of the run; the advice is to double its hours where the adapter brings nothing.
         measured: as `check_adapter` returns it.
     """
     if is_worth_using(measured):

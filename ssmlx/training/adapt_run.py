@@ -139,7 +139,8 @@ class AdaptPlan:
             The plan; None where there is no file.
 
         Raises:
-            InputError: the plan is of other settings, or cannot be read.
+            InputError: the plan is of other settings, whose names are listed, or the file is no
+                JSON object.
         """
         if not path.exists():
             return None
@@ -198,21 +199,26 @@ class AdaptRun:
     clock: Clock
 
     def save_plan(self, plan: AdaptPlan) -> AdaptPlan:
-        """Write a plan into the run's folder with the time spent until now; return it so."""
+        """Write a plan, with the time spent until now, into the run's folder; return it with that
+        time.
+        """
         plan = replace(plan, spent=self.clock.spent)
         plan.write(self.options.out / PLAN_FILE)
         return plan
 
 
 def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what must be the same when a run goes on: seed, memory, prompts, weights, LoRA,
-    versions.
+    """Return what a run must be begun and gone on with alike; its hours may be raised.
 
-    Neither the model's name nor its folder is among them.
+    These are seed, memory, prompts, the digest of the weights, that of the LoRA that the model is
+    to have, and versions. Neither the model's name nor its folder is among them.
 
     Args:
         options: what the user asks for.
         prompts: rows of the user's files of prompts.
+
+    Raises:
+        InputError: the model's folder has no weights that can be read.
     """
     settings = {
         "seed": options.seed,
@@ -226,9 +232,13 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
 
 
 def find_run_folder(options: AdaptOptions) -> Path:
-    """Find the folder of a run with the settings of these options.
+    """Find the folder of the run that these options begin or go on with.
 
     A model that was moved or renamed goes on with the run that was begun for its weights.
+
+    Args:
+        options: what the user asks for; its weights and files of prompts are only read where other
+            runs exist.
 
     Returns:
         `options.out` where a run is there already, or no run has these settings; else the folder of
@@ -245,11 +255,12 @@ def find_run_folder(options: AdaptOptions) -> Path:
 def load_source(run: AdaptRun) -> Source:
     """Load the model frozen, with the LoRA that it is to have, and tokenise all prompts.
 
-    Prompts that are too long are left out, which is said to the user.
+    Prompts are those of the user's files, and those that ship. Those that are too long are left
+    out, which is said to the user.
 
     Raises:
-        InputError: the model cannot have streams, a prompt cannot be tokenised, or the LoRA does
-            not fit.
+        InputError: the model cannot be loaded or cannot have streams, a prompt cannot be tokenised,
+            or the LoRA does not fit.
     """
     options = run.options
     base = read_base(options.path)
@@ -288,7 +299,11 @@ def load_source(run: AdaptRun) -> Source:
 
 
 def read_lora(folder: Path, backbone: Backbone) -> Loras:
-    """Read the LoRA of an adapter without streams, by the paths of its modules in the base model.
+    """Read the LoRA of an adapter without streams, by the base model's own module paths.
+
+    Args:
+        folder: the adapter's.
+        backbone: the base model.
 
     Raises:
         InputError: the adapter has streams, is broken, or is another model's.
@@ -307,16 +322,19 @@ def read_lora(folder: Path, backbone: Backbone) -> Loras:
 def tokenise_prompts(
     run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
 ) -> list[TokenisedPrompt]:
-    """Tokenise prompts under the model's template; those that are too long are left out.
+    """Tokenise prompts under the model's template, in order; those that are too long are left out.
+
+    Too long are prompts that leave no room for the longest answer in the context, or that have more
+    than `MOST_PROMPT_TOKENS` tokens.
 
     Args:
         run: of this process; how many are left out is said to the user.
         origin: where they come from: `FILES`, `SHIPPED` or `OWN`.
         prompts: rows with "prompt" or "messages".
-        source: the model's tokenizer and context length.
+        source: the model's tokenizer, template and context length.
 
     Raises:
-        InputError: a row cannot be tokenised.
+        InputError: a row cannot be tokenised; its number, counted from 1, is named.
     """
     context = source.backbone.context_length or 2**30
     most = min(MOST_PROMPT_TOKENS, context - run.options.amounts.answer_tokens)
@@ -334,16 +352,23 @@ def tokenise_prompts(
 
 
 def read_round_examples(options: AdaptOptions, number: int, name: str) -> list[dict[str, Any]]:
-    """Read the examples "train" or "valid" of a round, counted from 0; none before the first
-    round.
+    """Read the examples that a round has written; an empty list for round -1, before the first.
+
+    Args:
+        options: of the run.
+        number: of the round, counted from 0.
+        name: "train" or "valid".
     """
     file = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
     return [json.loads(line) for line in file.open()] if number >= 0 else []
 
 
 def join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the log entries of all rounds' folders in turn, their steps counted on over the
-    rounds.
+    """Return the log entries of all rounds, in turn, with each round's steps counted on from the
+    last step of the round before.
+
+    Args:
+        folders: of the rounds, in order; one without a log adds nothing.
     """
     entries: list[dict[str, Any]] = []
     for folder in folders:

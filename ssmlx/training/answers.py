@@ -34,8 +34,8 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class BatchResponder:
-    """Answers many prompts at once with mlx-lm's `BatchGenerator`; with sampling where a request
-    says so.
+    """Answers many prompts at once with mlx-lm's `BatchGenerator`: each request greedily, or
+    sampled where its `temp` is above 0.
     """
 
     model: nn.Module  # mlx-lm's
@@ -47,15 +47,19 @@ class BatchResponder:
     def iterate_answers(
         self, requests: Sequence[AnswerRequest], max_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """Decode answers together, and yield each as it ends.
+        """Decode answers together, and yield each as it ends, so not in the order of `requests`.
+
+        At most `batch_size` are decoded at once. `wait` is called after each step, in which each of
+        these gets a token.
 
         Args:
-            requests: the requests.
-            max_tokens: longest answer.
+            requests: each is answered greedily, or sampled where its `temp` is above 0; may be
+                empty.
+            max_tokens: of the longest answer.
 
         Yields:
-            The request's number, and the tokens of its answer, the end token included where the
-            model gave one.
+            The request's own `number`, not its place in the list, and the tokens of its answer, the
+            end token included where the model gave one.
         """
         if not requests:
             return
@@ -79,8 +83,10 @@ class BatchResponder:
             generator.close()
 
     def _make_sampler(self, request: AnswerRequest) -> Callable[[mx.array], mx.array]:
-        """Return a function that draws a token [B] from log probabilities [B, V], by the request's
-        own noise.
+        """Return a function that draws token ids [B] from log probabilities [B, V] at the request's
+        temperature, after min-p.
+
+        Its noise depends on the seed, the request's number and how often it was called.
         """
         key = mx.random.key(self.seed * 1_000_003 + request.number)
 
@@ -94,12 +100,13 @@ class BatchResponder:
     def answer_with_progress(
         self, requests: Sequence[AnswerRequest], max_tokens: int, part: PartFile
     ) -> list[list[int]]:
-        """Answer every request, going on from what a stopped run has kept.
+        """Answer every request that `part` has no answer to yet, with a progress bar.
 
         Args:
-            requests: the requests.
-            max_tokens: longest answer.
-            part: finished answers are read from it, and appended to it as [number, tokens].
+            requests: each has a number of its own.
+            max_tokens: of the longest answer.
+            part: finished answers are read from it, and each new one is appended to it as [number,
+                tokens].
 
         Returns:
             The answers' tokens, in the order of `requests`.
@@ -116,14 +123,16 @@ class BatchResponder:
         """Let the model write users' questions, by continuing its chat template's user turn.
 
         Args:
-            wanted: different good questions to stop at.
-            max_tokens: longest question.
+            wanted: different good questions to stop at; 0 asks for none.
+            max_tokens: of the longest question; a text that has not ended by then is dropped.
             part: all that the model writes is appended to it as [number, text], and read from it
                 first.
 
         Returns:
-            At most `wanted` questions, in the order of their numbers. Fewer where good ones are
-            rare: it stops after a number of tries in proportion to `wanted`.
+            At most `wanted` questions, in the order of their numbers, those that differ in case,
+            spaces and punctuation alone once. Fewer where good ones are rare: it stops after a
+            number of tries in proportion to `wanted`, or earlier where after ten rounds fewer than
+            one in six is good.
         """
         prefix = user_prefix(self.tokenizer) if wanted else []
         known = dict(part.done)

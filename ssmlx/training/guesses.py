@@ -25,7 +25,11 @@ _LOGIT_ROWS = 64  # rows of logits at a time: a vocabulary of 150,000 makes 40 M
 
 
 def count_candidates(model: StreamFusedModel, size: int) -> int:
-    """Return C, the candidates of each stream that the best tree of up to `size` nodes may need."""
+    """Return C, the candidates of each stream that the best tree of up to `size` nodes may need.
+
+    At most the draft vocabulary's where streams have no condition; else a constant number,
+    `RESCORED`.
+    """
     tree = TreeConfig(size=size).no_wider_than(model.draft_vocab_size)
     return num_candidates(tree, model.num_streams, conditional=model.is_conditional)
 
@@ -42,10 +46,11 @@ def compute_guesses(
 
     Args:
         model: with streams.
-        prompt: token ids.
-        answer: A token ids, the model's own or any others.
+        prompt: token ids, one or more.
+        answer: A token ids, one or more, the model's own or any others.
         count: C, candidates of each stream; fewer are returned where the draft vocabulary is
-            smaller, and as many as decoding takes where streams have a condition.
+            smaller, and at most `RESCORED`, as many as decoding takes, where streams have a
+            condition.
         cache: holds a beginning of the prompt, or more; it is trimmed, and left holding the prompt
             but for its last token. None for a fresh one.
 
