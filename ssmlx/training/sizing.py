@@ -71,7 +71,11 @@ StepCosts = Mapping[int, float]
 
 
 def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
-    """Return how streams in the top `num_layers` layers are trained; `more` are other settings."""
+    """Return how `ssmlx.adapt` trains streams in the top `num_layers` layers: `NUM_STREAMS` of
+    scope "streams", with a condition and a root init.
+
+    `more` are other settings of `TrainConfig`, by name.
+    """
     return TrainConfig(
         num_streams=NUM_STREAMS,
         num_msa_layers=num_layers,
@@ -87,7 +91,7 @@ def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
 
 
 def candidate_layers(num_layers: int) -> dict[int, float]:
-    """Return the numbers of top layers that may have streams, of `num_layers`.
+    """Return the numbers of top layers that may have streams, of a model of `num_layers` layers.
 
     Returns:
         By number of layers, the share of accepted drafts that is left with them; 1 is that of most
@@ -152,7 +156,7 @@ def forecast_speedup(model: StreamFusedModel) -> float | None:
     """Forecast how much faster than plain decoding an adapter of `ssmlx.adapt` would be here.
 
     Args:
-        model: without streams.
+        model: without streams; its cost table on this machine is read.
 
     Returns:
         The speed-up with the best number of layers, by timed calls with untrained streams, or else
@@ -179,8 +183,9 @@ def forecast_run_speedup(run: Run) -> float | None:
     """Forecast how much faster than plain decoding an unfinished run's streams are as they are now.
 
     Returns:
-        The speed-up at the costs that the run has timed; None where no adapter was written yet, or
-        its files cannot be read.
+        The speed-up of the fastest tree, by the tokens per call that the adapter's settings record
+        and the costs that the run has timed; None where no adapter was written yet, or its files
+        cannot be read.
     """
     try:
         values = read_json(run.adapter / CONFIG_FILE, "the settings of an adapter")
@@ -192,10 +197,11 @@ def forecast_run_speedup(run: Run) -> float | None:
 
 
 def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
-    """Return the number of layers with streams that should be fastest.
+    """Return the number of top layers with streams that should be fastest.
 
     Args:
-        costs: plain calls that a call takes by nodes, by number of layers.
+        costs: plain calls that a call takes by nodes, by number of layers with streams, all of them
+            `candidate_layers`.
         num_layers: of the model.
     """
     kept = candidate_layers(num_layers)
@@ -203,8 +209,12 @@ def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
 
 
 def _expected_speedup(costs: StepCosts, kept: float) -> float:
-    """Return the speed over plain decoding's of the best tree, if the share `kept` of the usual
-    accepted drafts is accepted.
+    """Return the speed of the best tree, as a multiple of plain decoding's, if of the drafts that
+    the adapter `chat` gets accepted the share `kept` is accepted.
+
+    Args:
+        costs: plain calls that a call takes, by nodes of `TIMED_SIZES`.
+        kept: 0 to 1.
     """
     return fastest_tree(costs, {n: 1 + kept * (one - 1) for n, one in _USUAL_TOKENS.items()})[1]
 
@@ -225,7 +235,7 @@ def fastest_tree(costs: StepCosts, tokens_per_call: Mapping[int, float]) -> tupl
 
 
 def _placeholder_vocab(train: TrainConfig) -> np.ndarray | None:
-    """Return a draft vocabulary [Vd] of the lowest token ids, as which tokens it has changes no
+    """Return [Vd] the lowest token ids as a draft vocabulary, as which tokens it has changes no
     time; None where all tokens are drafted from.
     """
     size = train.draft_vocab_size
@@ -254,10 +264,11 @@ def default_memory_bytes() -> int:
 
 
 def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most_bytes: int) -> str:
-    """Choose how to hold a folder's weights: "auto", unpacked on the CPU, or "stored", packed.
+    """Choose how to hold a folder's weights, as `load` takes `dtype`: "auto", unpacked on the CPU,
+    or "stored", packed.
 
-    MLX's CPU backend multiplies packed weights slowly: they are unpacked where two thirds of
-    `most_bytes` bytes are enough for them.
+    MLX's CPU backend multiplies packed weights slowly: it is "auto" where two thirds of
+    `most_bytes` are enough for all weights in float32, by the sizes of the files.
 
     Args:
         path: the model's folder.
@@ -281,14 +292,16 @@ def measure_rates(
 ) -> Rates:
     """Time some answers and some training steps on the longest examples, and choose batch sizes.
 
+    Texts are random. Memory is measured at two small sizes and extended by a line.
+
     Args:
         backbone: the base model, which stays as it is.
         config: of the adapter.
-        train: its training.
-        responder: answers with the same model, `lora` on it.
+        train: its training; its batch size is not used.
+        responder: answers with the same model, `lora` on it; it stays as it is.
         prompt_tokens: of the longest prompt.
         answer_tokens: of the longest answer.
-        most_bytes: bytes of memory that may be used.
+        most_bytes: of MLX's memory that the process may have in use at its peak.
         lora: on every row of the model; None for no LoRA.
 
     Raises:
@@ -347,7 +360,20 @@ class _AnswerTimes:
 def _time_answers(
     responder: BatchResponder, prompt: list[int], answer_tokens: int, most_bytes: int
 ) -> _AnswerTimes:
-    """Time answers to one prompt, and choose how many fit into `most_bytes` bytes at once.
+    """Time answers to one prompt, and choose how many at once the memory allows.
+
+    The memory and the prompt's time are measured with 1 and with 3 answers of a tenth of
+    `answer_tokens`. A line through the two peaks gives the memory of the other numbers. The speed
+    is then measured with the chosen number, on a short prompt.
+
+    Args:
+        responder: answers; it stays as it is, its `batch_size` is not used.
+        prompt: token ids of one of the longest length.
+        answer_tokens: of the longest answer.
+        most_bytes: of MLX's memory that the process may have in use at its peak.
+
+    Returns:
+        The times, the number that was chosen, and the bytes that it should take.
 
     Raises:
         InputError: not even one answer at a time fits.
@@ -389,7 +415,11 @@ class _Usage:
 
 @contextmanager
 def _measure_usage() -> Iterator[_Usage]:
-    """Measure the seconds and the peak memory of a block; they are set at its end."""
+    """Measure the seconds and the peak memory of MLX of a block; both are set at its end, 0 if it
+    fails.
+
+    MLX's freed memory is given back first.
+    """
     spent = _Usage()
     start = time.perf_counter()
     mx.clear_cache()
@@ -407,7 +437,7 @@ def _largest_fitting(
 
     Args:
         sizes: to choose from, the largest first.
-        peaks: measured bytes by batch size, of two.
+        peaks: measured bytes by batch size, of exactly two, the smaller first.
         most_bytes: bytes that may be used.
         what: is done in such batches, for the message.
 
@@ -431,8 +461,8 @@ def _largest_fitting(
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """How many answers a round makes, how often it trains on them, and how long that should
-    take.
+    """How many answers a round makes, how often it trains on them, and how long that
+    should take.
     """
 
     hours: float  # those of rounds before it among them
@@ -463,17 +493,22 @@ def plan_round(
 ) -> Round:
     """Plan how many new answers, and how many passes over all answers, fit into the hours.
 
-    Where answers take longer to make, there are more passes, 1 to 3.
+    There are 1 to 3 passes: the more, the longer making an answer takes beside a pass over it.
+    `RESERVE` of the time is kept back. Validations and the check are subtracted, but half of the
+    hours at least is planned for answers and passes. No new answers are planned where none fit.
 
     Args:
-        hours: in all, those of the rounds before among them.
+        hours: in all. With a round before, only what exceeds the hours of that one is planned.
         rates: as measured.
         prompt_tokens: of a usual prompt.
         answer_tokens: of the longest answer.
-        before: the round before; None for the first.
-        held_out: answers that each validation replays.
-        check_seconds: of the check at the end.
-        spent: seconds that the run has taken so far.
+        before: the round before, whose answers are trained on again; None for the first.
+        held_out: answers that each validation scores.
+        check_seconds: that the check of the finished adapter takes.
+        spent: seconds that the run has taken so far; they are subtracted in a first round only.
+
+    Returns:
+        The round, whose `hours` and `answers` include those of the rounds before.
     """
     old = before.answers if before else 0
     tokens = _USUAL_SHARE * answer_tokens
@@ -506,9 +541,10 @@ def plan_round(
 
 
 def shorten_round(planned: Round, before: Round | None, spent: float) -> Round:
-    """Return a round with fewer passes where its answers took so long that the hours would not do.
+    """Return a round with fewer passes where its answers took so long that the hours would not do;
+    `planned` itself where they do.
 
-    Half of the passes are left at least.
+    Half of the passes are left at least, which need not be a whole number.
 
     Args:
         planned: the round, whose answers are made.
