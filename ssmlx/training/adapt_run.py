@@ -98,7 +98,7 @@ class TokenisedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The loaded base model, and the prompts that it will answer."""
+    """The loaded base model, its tokenizer, and the prompts that it will answer, tokenised."""
 
     base: dict[str, Any]  # its settings
     backbone: Backbone
@@ -117,7 +117,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptPlan:
-    """What a run makes: written to its folder, and read again when it goes on."""
+    """What a run makes, and what was timed for it: written to its folder, and read again when it
+    goes on.
+    """
 
     settings: dict[str, Any]  # must be the same when it goes on
     base: dict[str, str]  # what the model is called, and its folder, as they were given last

@@ -25,7 +25,9 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A prompt for `BatchResponder`, and how its answer is sampled."""
+    """A prompt's token ids for `BatchResponder`, and the temperature at which its answer is
+    sampled; 0 is greedy.
+    """
 
     number: int  # its noise depends on this and the seed alone
     prompt: Sequence[int]
@@ -91,6 +93,7 @@ class BatchResponder:
         key = mx.random.key(self.seed * 1_000_003 + request.number)
 
         def draw(logprobs: mx.array) -> mx.array:
+            """Draw a token of each row, with a new part of the noise."""
             nonlocal key
             key, now = mx.random.split(key)
             return mx.random.categorical(apply_min_p(logprobs, _MIN_P) / request.temp, key=now)

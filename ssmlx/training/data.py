@@ -475,6 +475,9 @@ class BatchPlan:
         size: int = 1,
         packing: Packing | None = None,
     ) -> None:
+        """Take the data; nothing is drawn before the first `batch`. See the class for the
+        arguments.
+        """
         self._examples = examples
         self._batch_size = batch_size
         self._seed = seed

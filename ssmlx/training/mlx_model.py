@@ -198,6 +198,9 @@ class TrainedModel:
     def __init__(
         self, backbone: Backbone, adapter: StreamAdapter, part: Part | None = None
     ) -> None:
+        """Change the backbone's layers, and bind the adapter's weights; see the class for the
+        arguments.
+        """
         check_base(adapter, backbone)
         self.backbone = backbone
         self.config = adapter.config

@@ -147,6 +147,7 @@ class MlxObjective(Objective):
     def __init__(
         self, model: TrainedModel, train: TrainConfig, draft_vocab: np.ndarray | None
     ) -> None:
+        """Compute nothing yet; see the class for the arguments."""
         self.model = model
         self.train = train
         self.draft_vocab = draft_vocab
@@ -362,7 +363,7 @@ class Adam:
 
     @property
     def state(self) -> dict[str, mx.array]:
-        """The moments and the step count, by "m NAME", "v NAME" and "step"."""
+        """The moments and the step count, by "m NAME", "v NAME" and "step"; settable."""
         arrays: dict[str, mx.array] = {}
         for names, _, optimizer in self._groups:
             arrays["step"] = optimizer.state["step"]
@@ -396,7 +397,7 @@ class MlxTrainer(Trainer):
     objective: MlxObjective
 
     def __init__(self, objective: MlxObjective, num_steps: int, group: Group | None = None) -> None:
-        """Begin at step 0.
+        """Begin at step 0 with the weights of the objective's model, and zero moments.
 
         Args:
             objective: with the model, whose weights are trained.

@@ -38,6 +38,7 @@ class Clock:
         """
 
         def waits() -> None:
+            """Call `wait`, and count the seconds that it took."""
             started = time.monotonic()
             wait()
             self._waited += time.monotonic() - started
@@ -54,6 +55,7 @@ class StepPace:
     """
 
     def __init__(self, clock: Clock, num_steps: int) -> None:
+        """Start without a measurement; see the class for the arguments."""
         self._clock = clock
         self._num_steps = num_steps
         self._first: tuple[float, int] | None = None

@@ -16,7 +16,7 @@ _WINDOW = 20  # steps whose mean is drawn
 
 
 class Record:
-    """A training run's log: a file with a JSON object a line."""
+    """A training run's log: a file with a JSON object a line, each of a step."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
         """Open a log, or make an empty one; entries of later steps than `step`, the last saved one,

@@ -45,7 +45,7 @@ class Guesses:
 
 @dataclass(frozen=True)
 class Replay:
-    """How many tokens some target calls gave."""
+    """Some tokens, and the number of target calls that gave them."""
 
     num_tokens: int
     num_calls: int

@@ -348,7 +348,7 @@ def measure_rates(
 
 @dataclass(frozen=True, kw_only=True)
 class _AnswerTimes:
-    """How fast a model answers, and with how many answers at once."""
+    """How fast a model answers, with how many answers at once, and in how much memory."""
 
     at_once: int  # answers
     tokens_per_second: float  # of all these, behind their prompts
