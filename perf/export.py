@@ -167,7 +167,9 @@ def _row(
     calls = [sum(a.target_calls for a in side) for side in sides]
     seconds = [sum(a.decode_seconds for a in side) for side in sides]
     is_core_ml = units is not None and sys.platform == "darwin"
-    planned = compute_plan(manifest.package(folder), units or "") if is_core_ml else ({}, {})
+    planned = (
+        compute_plan(manifest.checked_package(folder), units or "") if is_core_ml else ({}, {})
+    )
     return {
         "name": folder.name,
         "backend": "Core AI" if units is None else f"Core ML, {units}",

@@ -32,7 +32,7 @@ from ssmlx.training import adapt, adapt_check, adapt_plan, adapt_run, answers, r
 from ssmlx.training.adapt_run import AdaptOptions, Amounts
 from ssmlx.training.answers import AnswerRequest, BatchResponder
 from ssmlx.training.config import RunOptions, TrainConfig
-from ssmlx.training.job import read_base, stream_config
+from ssmlx.training.job import make_stream_config, read_base_settings
 
 LENGTH = 12
 AMOUNTS = Amounts(
@@ -205,9 +205,9 @@ def test_streams_get_the_layers_that_should_be_fastest():
 def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
     backbone, _ = load_base(packed, "float32")
     run = RunOptions(data=tmp_path, out=tmp_path, model=str(packed), template=None)
-    base = {**read_base(packed), "num_hidden_layers": 4}
+    base = {**read_base_settings(packed), "num_hidden_layers": 4}
     before = backbone.digest
-    found = sizing.time_candidates(backbone, base, run, range(3, 40), seconds=0)
+    found = sizing.time_candidate_layers(backbone, base, run, range(3, 40), seconds=0)
     assert {*found} == {*sizing.candidate_layers(4)}
     assert all(costs[2] > 0 for costs in found.values())
     assert backbone.digest == before
@@ -469,9 +469,9 @@ def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
 
 def test_memory_decides_how_many_go_at_a_time():
     peaks = {1: 100, 3: 300}
-    assert sizing._largest_fitting((16, 8, 4), peaks, 900, "training") == (8, 800)
+    assert sizing._largest_fitting_batch((16, 8, 4), peaks, 900, "training") == (8, 800)
     with pytest.raises(ssmlx.InputError, match="training takes"):
-        sizing._largest_fitting((16, 8, 4), peaks, 300, "training")
+        sizing._largest_fitting_batch((16, 8, 4), peaks, 300, "training")
 
 
 def test_weights_are_unpacked_where_there_is_room(packed, tmp_path):
@@ -481,7 +481,7 @@ def test_weights_are_unpacked_where_there_is_room(packed, tmp_path):
     assert sizing.choose_frozen_dtype(packed, settings, 6 * size) == "stored"
     plain = {**settings, "quantization": None, "text_config": None}
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    assert sizing.choose_frozen_dtype(packed, read_base(tmp_path), 6 * size) == "auto"
+    assert sizing.choose_frozen_dtype(packed, read_base_settings(tmp_path), 6 * size) == "auto"
 
 
 def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
@@ -499,7 +499,7 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     )
     responder = BatchResponder(backbone.model, ssmlx.load(base)[1], 1)
     settings = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 64}
-    config = stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
+    config = make_stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
     rates = sizing.measure_rates(backbone, config, train, responder, 64, answer_tokens, 2**33)
     assert rates.batch_size == 16 and rates.answers_at_once == 32
     assert min(rates.answer_tokens_per_second, rates.train_seconds_per_token) > 0

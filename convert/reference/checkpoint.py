@@ -20,7 +20,7 @@ from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
-from ssmlx.training.job import check_init, check_scale, check_shapes
+from ssmlx.training.job import check_scale, check_shapes, check_start_streams
 from ssmlx.training.mlx_model import replace_weights
 
 from ..typed_torch import without_gradients
@@ -181,7 +181,7 @@ def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool
     """
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     loses_task = (folder / layout.TASK_LORA).is_dir() and not has_task
-    check_init(folder, config, model.config, loses_task=loses_task)
+    check_start_streams(folder, config, model.config, loses_task=loses_task)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
         lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config)
         check_scale(folder, lora.scale, model.lora.scale)

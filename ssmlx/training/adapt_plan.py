@@ -13,7 +13,7 @@ from ..loading.lora_files import describe_lora
 from .adapt_check import estimate_check_seconds
 from .adapt_run import AdaptPlan, AdaptRun, Amounts, Source
 from .answers import BatchResponder
-from .job import stream_config
+from .job import make_stream_config
 from .progress import format_duration
 from .sizing import (
     Round,
@@ -21,7 +21,7 @@ from .sizing import (
     measure_rates,
     plan_round,
     stream_train_config,
-    time_candidates,
+    time_candidate_layers,
 )
 
 CACHE_BYTES = 1 << 29
@@ -32,7 +32,7 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
     """Time calls, answers and training steps, and choose layers with streams and batch sizes by it.
 
     That these are timed is said to the user. Step costs go into this machine's cost tables too, see
-    `time_candidates`.
+    `time_candidate_layers`.
 
     Args:
         run: of this process.
@@ -53,7 +53,7 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
     text = [token for one in source.shipped for token in one.tokens]
     text = text[: (source.backbone.context_length or len(text)) // 2]
     with busy("timing calls"):
-        costs = time_candidates(
+        costs = time_candidate_layers(
             source.backbone,
             base,
             source.training,
@@ -65,8 +65,8 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
     longest = max(source.prompt_lengths)
     answer_tokens = options.amounts.answer_tokens
     train = stream_train_config(num_layers, seed=options.seed, max_length=longest + answer_tokens)
-    train = train.sized(base["vocab_size"])
-    config = stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
+    train = train.with_draft_vocab_size(base["vocab_size"])
+    config = make_stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
     run.say("timing some answers, and some steps of training ...")
     with busy("timing answers and steps"):
         rates = measure_rates(

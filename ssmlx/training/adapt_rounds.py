@@ -42,16 +42,15 @@ SAMPLED_TEMP = 0.8
 _ROUND_SEEDS = 1000
 
 
-def clear_interrupted_write(best: Path) -> None:
-    """Clean up beside an adapter's folder `best` what `atomic_folder` left when its process was
-    killed.
+def clear_interrupted_write(adapter_folder: Path) -> None:
+    """Clean up beside an adapter's folder what `atomic_folder` left when its process was killed.
 
     Where the old adapter had been moved aside already, and no new one is there, it is moved back;
     other temporary folders are deleted.
     """
-    for left in sorted(best.parent.glob(f".{best.name}.*"), reverse=True):
-        if left.suffix == ".old" and not best.exists():
-            left.rename(best)
+    for left in sorted(adapter_folder.parent.glob(f".{adapter_folder.name}.*"), reverse=True):
+        if left.suffix == ".old" and not adapter_folder.exists():
+            left.rename(adapter_folder)
         else:
             shutil.rmtree(left)
 

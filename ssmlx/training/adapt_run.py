@@ -26,7 +26,7 @@ from ..model.backbone import Backbone
 from ..prompts import encode_with_template, last_user_text, read_prompts
 from ..templates import frozen_date
 from .config import RunOptions, TrainConfig
-from .job import read_base
+from .job import read_base_settings
 from .mlx_trainer import load_frozen
 from .progress import Clock
 from .questions import draw_shipped_prompts
@@ -265,7 +265,7 @@ def load_source(run: AdaptRun) -> Source:
             or the LoRA does not fit.
     """
     options = run.options
-    base = read_base(options.path)
+    base = read_base_settings(options.path)
     tokenizer = load_tokenizer(options.path, base)
     dtype = choose_frozen_dtype(options.path, base, options.memory)
     backbone = load_frozen(options.path, dtype)

@@ -40,9 +40,9 @@ class TrainConfig:
     Speculative Streaming (arXiv 2402.11131).
 
     `draft_vocab_size` None is `DRAFT_VOCAB_SIZE` where streams draft from a vocabulary of twice
-    that or more, else 0; `sized` fills it in. `stream_init` and `stream_init_rank` are f of eq. 3
-    and its rank; None chooses low_rank of rank 32, or identity (which has none) where streams
-    rotate, where there are none, or where the rank is given as 0.
+    that or more, else 0; `with_draft_vocab_size` fills it in. `stream_init` and `stream_init_rank`
+    are f of eq. 3 and its rank; None chooses low_rank of rank 32, or identity (which has none)
+    where streams rotate, where there are none, or where the rank is given as 0.
     """
 
     num_streams: int = setting(
@@ -147,7 +147,7 @@ class TrainConfig:
         Raises:
             InputError: a setting is out of bounds, or does not go with another.
         """
-        self._choose_f()
+        self._choose_stream_init()
         check_settings(self, do=_DO)
         rotated = self.stream_design == "value_rotation"
         identity = self.stream_init == "identity"
@@ -186,7 +186,7 @@ class TrainConfig:
             found = f"--{name.replace('_', '-')} {getattr(self, name)}"
             require(ok, found, expected=expected, do=_DO)
 
-    def _choose_f(self) -> None:
+    def _choose_stream_init(self) -> None:
         """Fill in `stream_init` and `stream_init_rank` where they are None, as the class says; what
         is given stays.
         """
@@ -200,7 +200,7 @@ class TrainConfig:
         object.__setattr__(self, "stream_init", kind)
         object.__setattr__(self, "stream_init_rank", rank)
 
-    def sized(self, vocab_size: int) -> TrainConfig:
+    def with_draft_vocab_size(self, vocab_size: int) -> TrainConfig:
         """Return the settings with `draft_vocab_size` chosen for a model of `vocab_size` tokens.
 
         It is `DRAFT_VOCAB_SIZE` where there are streams and the vocabulary has twice that or more,

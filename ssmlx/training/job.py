@@ -215,7 +215,7 @@ class Job:
         return digest.hexdigest()
 
 
-def read_base(folder: Path) -> dict[str, Any]:
+def read_base_settings(folder: Path) -> dict[str, Any]:
     """Read config.json of a base model's folder; what its "text_config" says goes before the rest.
 
     Raises:
@@ -254,11 +254,11 @@ def prepare_job(
         InputError: the model or the data cannot be used, such as token ids that the model has not.
     """
     path = resolve_model(options.model)
-    base = read_base(path)
-    train = train.sized(base["vocab_size"])
+    base = read_base_settings(path)
+    train = train.with_draft_vocab_size(base["vocab_size"])
     words = load_tokenizer(path, base)
     if start is None:
-        config = stream_config(train, base, options, [words.eos_token_id])
+        config = make_stream_config(train, base, options, [words.eos_token_id])
     else:
         config = start.config
         options = replace(options, template=config.prompt_template)
@@ -298,14 +298,14 @@ def prepare_job(
     return Job(options, train, config, examples, valid, vocab, weights_digest(path), packing), path
 
 
-def stream_config(
+def make_stream_config(
     train: TrainConfig, base: dict[str, Any], options: RunOptions, end_tokens: list[int]
 ) -> StreamConfig:
     """Return the settings of the adapter that a run will make.
 
     Args:
         train: how it is trained, its draft vocabulary's size filled in.
-        base: settings of the base model, as `read_base` gives them.
+        base: settings of the base model, as `read_base_settings` gives them.
         options: of the run: the template and the model's name.
         end_tokens: ids that end an answer.
 
@@ -502,7 +502,7 @@ def check_scale(source: Path, found: float, expected: float) -> None:
     )
 
 
-def check_init(
+def check_start_streams(
     source: Path, found: StreamConfig, wanted: StreamConfig, *, loses_task: bool
 ) -> None:
     """Raise InputError where the streams in `source` would mean something else in the new run.

@@ -47,7 +47,7 @@ from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotat
 from ..settings import StreamConfig
 from .config import Part, TrainConfig
 from .data import Batch
-from .job import check_init, check_scale, check_shapes
+from .job import check_scale, check_shapes, check_start_streams
 from .objective import RECORDED_TREE_SIZES, Validation
 
 EMBEDDING_STD = 0.02
@@ -65,7 +65,7 @@ class Rows:
     mask: mx.array  # [B, 1, R, keys] bool, which row sees which key
     key_positions: mx.array  # [B, keys]
 
-    def mask_in(self, window: int | None) -> mx.array:
+    def mask_in_window(self, window: int | None) -> mx.array:
         """Return `mask` for a layer with a sliding window of `window` tokens, keys before it
         hidden; `mask` itself for None.
         """
@@ -342,7 +342,7 @@ class TrainedModel:
         return DraftVocab(self._fused).rank(streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
-        mask = rows.mask_in(self.backbone.windows[index])
+        mask = rows.mask_in_window(self.backbone.windows[index])
         return self.backbone.run(hidden, index, index + 1, mask, [view])
 
 
@@ -398,7 +398,7 @@ def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -
     """
     check_base(adapter, model.backbone)
     loses_task = bool(adapter.task_lora) and not model.adapter.task_lora
-    check_init(source, adapter.config, model.config, loses_task=loses_task)
+    check_start_streams(source, adapter.config, model.config, loses_task=loses_task)
     scales = {lora.scale for lora in model.adapter.trained_lora.values()}
     for lora in adapter.trained_lora.values():
         check_scale(source, lora.scale, max(scales, default=lora.scale))

@@ -249,7 +249,7 @@ class Validation:
         for batch, lower in bar(self._batches, "validating"):
             for name, value in self._objective.mean_losses(batch, lower).items():
                 sums[f"valid_{name}"] = sums.get(f"valid_{name}", 0.0) + value
-            found = self._replayed(batch, lower)
+            found = self._replay_batch(batch, lower)
             replays += [] if found is None else [found]
         entry = {name: round(value / len(self._batches), 4) for name, value in sums.items()}
         if replays:
@@ -257,7 +257,7 @@ class Validation:
             entry["tokens_per_call"] = round(whole.tokens_per_call, 4)
         return entry
 
-    def _replayed(self, batch: Batch, lower: Any) -> Replay | None:
+    def _replay_batch(self, batch: Batch, lower: Any) -> Replay | None:
         """Replay a batch with trees of `size` nodes, and keep the guesses where `curve` will want
         them; None without streams.
         """

@@ -82,7 +82,7 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def describe_round_progress(folder: Path, num_answers: int, num_steps: int, state: str) -> str:
+def describe_round_progress(folder: Path, num_answers: int, num_steps: int, state_file: str) -> str:
     """Return in words what a stopped round has kept: all, answers and training steps, answers, or
     questions.
 
@@ -90,11 +90,11 @@ def describe_round_progress(folder: Path, num_answers: int, num_steps: int, stat
         folder: the round's; files that are not there count as nothing.
         num_answers: new answers that it is to make.
         num_steps: training steps that it is to take.
-        state: the name of the trainer's state file in the folder.
+        state_file: the name of the trainer's state file in the folder.
     """
     if (folder / ENDED_FILE).exists():
         return "all answers and all training"
-    step = read_saved_step(folder / state)
+    step = read_saved_step(folder / state_file)
     answers = _count_finished_lists(folder / ANSWERS_FILE)
     if step:
         return f"{answers:,} answers, and step {step:,} of {num_steps:,} of the training"

@@ -28,7 +28,7 @@ from ..settings import StreamConfig
 from .answers import AnswerRequest, BatchResponder
 from .config import RunOptions, TrainConfig
 from .data import Example, collate
-from .job import stream_config
+from .job import make_stream_config
 from .mlx_model import TrainedModel, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
@@ -100,7 +100,7 @@ def candidate_layers(num_layers: int) -> dict[int, float]:
     return {max(1, round(share * num_layers)): kept for share, kept in LAYER_SHARES.items()}
 
 
-def time_candidates(
+def time_candidate_layers(
     backbone: Backbone,
     base: dict[str, Any],
     options: RunOptions,
@@ -117,7 +117,7 @@ def time_candidates(
 
     Args:
         backbone: the base model, which stays as it is.
-        base: its settings, as `read_base` gives them.
+        base: its settings, as `read_base_settings` gives them.
         options: of the run.
         tokens: a text, whose first 128 tokens are the context of the calls.
         seconds: to spend on each number of layers.
@@ -128,8 +128,8 @@ def time_candidates(
     """
     found: dict[int, StepCosts] = {}
     for num_layers in candidate_layers(base["num_hidden_layers"]):
-        train = stream_train_config(num_layers).sized(base["vocab_size"])
-        config = stream_config(train, base, options, [])
+        train = stream_train_config(num_layers).with_draft_vocab_size(base["vocab_size"])
+        config = make_stream_config(train, base, options, [])
         adapter = new_adapter(
             backbone.clone_sharing_weights(), config, train, _placeholder_vocab(train), lora
         )
@@ -327,7 +327,7 @@ def measure_rates(
             trainer.advance(batch, states)
         peaks[count] = step.peak
     most_probed = _PROBED[-1]
-    batch_size, for_steps = _largest_fitting(_BATCHES, peaks, most_bytes, "training")
+    batch_size, for_steps = _largest_fitting_batch(_BATCHES, peaks, most_bytes, "training")
     one = collate([Example(tokens, prompt_tokens)], np.arange(1))
     validate = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
     with _measure_usage() as validated:
@@ -389,7 +389,7 @@ def _time_answers(
             list(replace(responder, batch_size=count).iterate_answers(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
-    at_once, memory = _largest_fitting(_ANSWERS_AT_ONCE, peaks, most_bytes, "answering")
+    at_once, memory = _largest_fitting_batch(_ANSWERS_AT_ONCE, peaks, most_bytes, "answering")
     texts = [AnswerRequest(number, prompt[-8:], 1.0) for number in range(at_once)]
     with _measure_usage() as spent:
         found = list(replace(responder, batch_size=at_once).iterate_answers(texts, _PROBED_TOKENS))
@@ -429,7 +429,7 @@ def _measure_usage() -> Iterator[_Usage]:
     spent.peak = mx.get_peak_memory()
 
 
-def _largest_fitting(
+def _largest_fitting_batch(
     sizes: Sequence[int], peaks: Mapping[int, int], most_bytes: int, what: str
 ) -> tuple[int, int]:
     """Choose the largest of some batch sizes that fits into memory, by a line through two measured
