@@ -29,10 +29,6 @@ Engine and in float16 it turns into NaN where a row sees nothing, and exp(-1e4) 
 class SlotCache:
     """The cache of one sequence: the runtime's state, and which slots hold committed tokens.
 
-    Args:
-        state: an empty cache, as a backend made it.
-        num_slots: S, tokens that it has room for.
-
     Attributes:
         state: keys and values, as the backend has them.
         offset: how many tokens are committed.
@@ -40,7 +36,9 @@ class SlotCache:
     """
 
     def __init__(self, state: Any, num_slots: int) -> None:
-        """Begin with no token, and `num_slots` free slots."""
+        """Begin with no token, and `num_slots` free slots, around an empty `state` that a backend
+        has made.
+        """
         self.state = state
         self.offset = 0
         self.text = list[int]()

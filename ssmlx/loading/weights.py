@@ -40,9 +40,9 @@ def weights_digest(folder: Path) -> str:
     It is of the names, types and shapes of all tensors, and of up to `MOST_PIECES` pieces of
     `PIECE_BYTES` of each one's bytes: the first, the last, and those evenly between. So a copy of
     the folder has the same, whatever its configuration says and in whatever type it is loaded, and
-    a model of 40 GB takes a second or two, once: the digest is remembered in the cache folder by
-    the files' names, sizes and times. A fine-tuned model has another, for training changes all of a
-    matrix.
+    a model of 40 GB takes a second or two, once: the digests of the last 256 folders are remembered
+    in the cache folder, by their files' names, sizes and times. A fine-tuned model has another, for
+    training changes all of a matrix.
 
     What it does not see: which file a tensor is in; and a change that misses every piece, such as
     that of a few rows of a large embedding.

@@ -140,7 +140,7 @@ def time_answer(
     config: GenerateConfig,
     max_tokens: int,
 ) -> TimedAnswer:
-    """Answer a prompt, and time it.
+    """Answer a prompt as `config` says, with `max_tokens` tokens at most, and time it.
 
     Args:
         model: the model.
@@ -148,6 +148,9 @@ def time_answer(
         prompt: token ids.
         config: how to decode; its `max_tokens` is not used.
         max_tokens: of the answer, at most.
+
+    Returns:
+        The answer; its seconds and calls are those of the prompt, too.
     """
     config = replace(config, max_tokens=max_tokens)
     started = time.perf_counter()
@@ -211,7 +214,8 @@ def write_figures(
 
 
 def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
-    """Return the line that tells the user whether to use the adapter, and the command.
+    """Return the line that tells the user whether to use the adapter, by `is_worth_using`, and the
+    command.
 
     Args:
         options: of the run; the advice is to double its hours where the adapter brings nothing.

@@ -258,11 +258,14 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
 
 
 def forecast_line(costs: StepCosts, validate: Validation) -> str:
-    """Return the line that tells the user what speed-up the streams would bring as they are now.
+    """Return the line that tells the user what speed-up the streams would bring as they are now,
+    with the fastest tree.
+
+    Where that is below `PAYS`, the line says from which speed-up on they are used.
 
     Args:
         costs: plain calls that a call with n nodes takes, by n.
-        validate: replays the held-out answers, which takes some time.
+        validate: replays the held-out answers with trees of these n, which takes some time.
     """
     tokens = validate.curve(tuple(costs))
     nodes, speedup = fastest_tree(costs, tokens)

@@ -454,17 +454,7 @@ def epoch_order(
 
 
 class BatchPlan:
-    """Says which examples each step of a run learns from, by the seed and the step alone.
-
-    Args:
-        examples: the training data.
-        batch_size: examples of a step, over all ranks.
-        seed: of the run.
-        rank: of this process.
-        size: processes that share each batch.
-        packing: joins the examples of half of each epoch's batches, drawn at random; None joins
-            none.
-    """
+    """Says which examples each step of a run learns from, by the seed and the step alone."""
 
     def __init__(
         self,
@@ -475,8 +465,16 @@ class BatchPlan:
         size: int = 1,
         packing: Packing | None = None,
     ) -> None:
-        """Take the data; nothing is drawn before the first `batch`. See the class for the
-        arguments.
+        """Keep the arguments; nothing is drawn before the first call of `batch`.
+
+        Args:
+            examples: the training data.
+            batch_size: examples of a step, over all ranks.
+            seed: of the run.
+            rank: of this process.
+            size: processes that share each batch.
+            packing: joins the examples of half of each epoch's batches, drawn at random; None joins
+                none.
         """
         self._examples = examples
         self._batch_size = batch_size

@@ -141,15 +141,19 @@ def _stream_rows(
 class _LayerCache:
     """Stands in the place of mlx-lm's cache for one layer: it keeps the keys and values of one
     pass.
-
-    Stream rows come in a second pass: their keys and values follow those of `nodes`, the cache that
-    the node rows have filled. `rotation` turns the values of stream rows (eq. 7); None turns none.
     """
 
     def __init__(
         self, rows: Rows, nodes: _LayerCache | None = None, rotation: ValueRotation | None = None
     ) -> None:
-        """Begin with nothing kept, for rows at `rows.positions`."""
+        """Begin with nothing kept.
+
+        Args:
+            rows: of this pass; only their positions are used, for rotary embeddings.
+            nodes: the cache that a pass of the node rows has filled, whose keys and values stand
+                before those of stream rows; None for a pass of node rows.
+            rotation: turns the values of stream rows (eq. 7); None turns none.
+        """
         self.offset = rows.positions
         self.kept: tuple[mx.array, mx.array] | None = None
         self._nodes = nodes
@@ -179,27 +183,27 @@ class _LayerCache:
 
 
 class TrainedModel:
-    """A base model whose streams, LoRA and pruning adapter are replaced at will, for gradients.
-
-    LoRA is put on the layers of the frozen `backbone` in place. Weights start from those of
-    `adapter`, in float32. Its task LoRA is merged into the layers where these are not quantised,
-    and stays as it is.
-
-    Args:
-        backbone: the base model; its layers are changed.
-        adapter: of this base model.
-        part: which of the adapter's weights `weights` has, and training changes, see
-            `trainable_weights`; None for all.
-
-    Raises:
-        InputError: the adapter is another model's.
+    """A base model whose streams, LoRA and pruning adapter can be replaced, so that it is a
+    function of them: for gradients.
     """
 
     def __init__(
         self, backbone: Backbone, adapter: StreamAdapter, part: Part | None = None
     ) -> None:
-        """Change the backbone's layers, and bind the adapter's weights; see the class for the
-        arguments.
+        """Put LoRA on the layers of a frozen model in place, and bind the weights of an adapter, in
+        float32.
+
+        The adapter's task LoRA is merged into the layers where these are not quantised, and stays
+        as it is.
+
+        Args:
+            backbone: the base model; its layers are changed.
+            adapter: of this base model.
+            part: which of the adapter's weights `weights` has, and training changes, see
+                `trainable_weights`; None for all.
+
+        Raises:
+            InputError: the adapter is another model's.
         """
         check_base(adapter, backbone)
         self.backbone = backbone
@@ -430,7 +434,8 @@ def add_new_weights(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter
     """Return a copy of the adapter with a condition and a root init where `train` asks for one and
     it has none.
 
-    New weights change no guess before they are trained. The recorded tokens per call are dropped.
+    New weights change no guess before they are trained. The settings of the copy have the two ranks
+    of `train`, and no recorded tokens per call.
     """
     streams = adapter.streams
     size = adapter.config.hidden_size

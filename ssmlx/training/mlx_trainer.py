@@ -136,18 +136,19 @@ def load_frozen(path: Path, dtype: str) -> Backbone:
 
 
 class MlxObjective(Objective):
-    """The loss of eq. 5 in MLX, over a model and its draft vocabulary, if it has one.
-
-    Args:
-        model: whose weights are trained.
-        train: weights of the terms, and which terms there are.
-        draft_vocab: [Vd] tokens that streams draft from; None for all.
-    """
+    """The loss of eq. 5 in MLX, over a model and its draft vocabulary, if it has one."""
 
     def __init__(
         self, model: TrainedModel, train: TrainConfig, draft_vocab: np.ndarray | None
     ) -> None:
-        """Compute nothing yet; see the class for the arguments."""
+        """Keep the arguments, and read vocabulary, hidden size and bytes of a number from the
+        model.
+
+        Args:
+            model: whose weights are trained.
+            train: which terms the loss has, and their weights.
+            draft_vocab: [Vd] tokens that streams draft from; None for all.
+        """
         self.model = model
         self.train = train
         self.draft_vocab = draft_vocab
@@ -215,9 +216,9 @@ class MlxObjective(Objective):
     def _states(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
         """Return hidden states before the final norm, by the kinds of rows that terms name.
 
-        They are [B, T, D] of `MAIN` and `PRUNE`, the latter before the insertion layer, and the
-        streams' rows of `STREAM` and `GIVEN`. Where the condition alone is trained there are only
-        the latter two.
+        They are [B, T, D] of `MAIN` and `PRUNE`, the latter before the insertion layer, and of
+        `STREAM` and `GIVEN` the same streams' rows, anchor by anchor. Where the condition alone is
+        trained there are only the latter two.
         """
         if self.train.keeps_streams:
             streams = lower[anchor_indices(batch.anchors)]
@@ -430,8 +431,8 @@ class MlxTrainer(Trainer):
     def _sum_over_ranks(
         self, gradients: Weights, means: list[mx.array]
     ) -> tuple[Weights, list[mx.array]]:
-        """Return the sums over all ranks of gradients, by name, and of means; without a group, both
-        as they are.
+        """Return the sums over all ranks of gradients, by name, and of means, evaluated; without a
+        group, both as they are.
         """
         if self._group is None:
             return gradients, means

@@ -213,22 +213,21 @@ class Objective(ABC):
 
 
 class Validation:
-    """Held-out examples: their losses, and the target calls that decoding them would take.
-
-    Args:
-        objective: of the training.
-        batches: of the examples; the frozen layers' results of all are computed, and stay in
-            memory.
-        size: nodes of the trees that are replayed.
-        largest: nodes of the largest tree whose replay is asked for by `curve` before the weights
-            change: what is guessed for it is kept, as guessing takes most of the time. 0 keeps
-            nothing.
-    """
+    """Held-out examples: their losses, and the target calls that decoding them would take."""
 
     def __init__(
         self, objective: Objective, batches: Sequence[Batch], size: int, largest: int = 0
     ) -> None:
-        """Compute the frozen layers' results of all batches; see the class for the arguments."""
+        """Compute the frozen layers' results of all batches, which stay in memory.
+
+        Args:
+            objective: of the training.
+            batches: of the examples.
+            size: nodes of the trees that are replayed.
+            largest: nodes of the largest tree whose replay is asked for by `curve` before the
+                weights change: what is guessed for it is kept, as guessing takes most of the time.
+                0 keeps nothing.
+        """
         self._objective = objective
         self._size = size
         self._largest = largest if objective.train.num_streams else 0

@@ -47,15 +47,15 @@ class Clock:
 
 
 class StepPace:
-    """Estimates the time left of a training from the steps that this process has taken.
-
-    Args:
-        clock: of the run.
-        num_steps: of the whole training, those of earlier processes among them.
-    """
+    """Estimates the time left of a training from the steps that this process has taken."""
 
     def __init__(self, clock: Clock, num_steps: int) -> None:
-        """Start without a measurement; see the class for the arguments."""
+        """Start without a measurement.
+
+        Args:
+            clock: of the run.
+            num_steps: of the whole training, those of earlier processes among them.
+        """
         self._clock = clock
         self._num_steps = num_steps
         self._first: tuple[float, int] | None = None

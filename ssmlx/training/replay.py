@@ -109,7 +109,10 @@ def depths_within(needed: Ints, limit: int) -> Ints:
 
 def target_slots(guesses: Guesses) -> Ints:
     """Return [A, G] which candidate of each stream, counted from 0, is the token that the answer
-    has there; `NEVER` where none is, or the answer has ended.
+    has there.
+
+    Stream j (1 to G) at token a of the answer guesses token a + j. `NEVER` stands where no
+    candidate is right, or the answer has ended.
     """
     length, streams, _ = guesses.tokens.shape
     places = np.arange(length)[:, None] + 1 + np.arange(streams)

@@ -362,9 +362,10 @@ def _time_answers(
 ) -> _AnswerTimes:
     """Time answers to one prompt, and choose how many at once the memory allows.
 
-    The memory and the prompt's time are measured with 1 and with 3 answers of a tenth of
-    `answer_tokens`. A line through the two peaks gives the memory of the other numbers. The speed
-    is then measured with the chosen number, on a short prompt.
+    After a short untimed answer, memory and the prompt's time are measured with 1 and with 3
+    answers of a tenth of `answer_tokens`. A line through the two peaks gives the memory of the
+    other numbers. The speed is then measured with the chosen number, over 16 sampled tokens each
+    behind the prompt's last 8 tokens.
 
     Args:
         responder: answers; it stays as it is, its `batch_size` is not used.
