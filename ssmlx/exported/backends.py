@@ -64,7 +64,7 @@ class CarriedCacheBackend:
         """Run a function on `inputs` and the arrays of `state`, and return its outputs without the
         cache.
 
-        Its outputs called NAME_new replace the arrays of `state`, in place of this dict.
+        For every NAME of `state`, the output NAME_new becomes `state[NAME]`, in place.
         """
         found = dict(self._call(function, {**inputs, **state}))
         for name in state:

@@ -164,8 +164,9 @@ def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
 def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str, int | None]:
     """Load the model, plan what is not planned yet, and make every round that has not ended.
 
-    The plan is written to the run's folder before the first round and after each. A round that has
-    ended is marked by a file.
+    The plan is said to the user, and written to the run's folder before the first round and after
+    each. A round that has ended is marked by a file. MLX's cache of freed memory is limited to
+    `CACHE_BYTES` from here on.
 
     Args:
         run: of this process.

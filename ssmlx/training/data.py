@@ -261,7 +261,8 @@ class Packing:
         An example that is longer by itself is a conversation alone.
 
         Returns:
-            The conversations, each an `Example` whose `turns` are its answers.
+            The conversations. One of several examples has an answer in `turns` for each; a single
+            example is returned as it is.
         """
         found: list[list[Example]] = [[]]
         for example in examples:

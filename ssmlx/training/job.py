@@ -239,7 +239,9 @@ def prepare_job(
 ) -> tuple[Job, Path]:
     """Read a run's data, find its base model, and choose settings and draft vocabulary.
 
-    The model is downloaded where it is not here; its weights are not loaded.
+    The model is downloaded where it is not here; its weights are only digested, not loaded. Of the
+    held-out examples the first `valid_count` are kept. A new adapter's stream window is as long as
+    the longest training example, or longer.
 
     Args:
         options: of the run.
@@ -350,8 +352,9 @@ def run_to_end(
     """Take the steps of a run that are left; log, validate, save, and write what was trained.
 
     A run that was stopped goes on from its last saved state. It is validated every `valid_every`
-    steps and at the end, and its state is saved every `save_every` steps and at the end. Then its
-    curves are drawn.
+    steps and at the end, where the data is packed on packed text too, and its state is saved every
+    `save_every` steps and at the end. Then its curves are drawn. Settings, log, state and curves
+    are files in the run's folder.
 
     Args:
         job: the run; with `max_steps` it ends there.

@@ -309,6 +309,8 @@ class LowerStore:
     ) -> None:
         """Open the file, or make one of the full size, which `fill` fills.
 
+        A file of another identity or size is deleted first, with the note of what is done.
+
         Args:
             path: of the file, in a folder that is there.
             examples: whose results are kept, one or more.
