@@ -187,8 +187,10 @@ class TrainConfig:
             require(ok, found, expected=expected, do=_DO)
 
     def _choose_stream_init(self) -> None:
-        """Fill in `stream_init` and `stream_init_rank` where they are None, as the class says; what
-        is given stays.
+        """Fill in `stream_init` and `stream_init_rank` where they are None; what is given stays.
+
+        The kind is low_rank where there are stream embeddings and the rank is not given as 0, else
+        identity. The rank is 0 for identity, else `STREAM_INIT_RANK`.
         """
         kind = self.stream_init
         rank = self.stream_init_rank
