@@ -128,14 +128,14 @@ def _check_source(args: argparse.Namespace) -> None:
 def _convert_heads(args: argparse.Namespace) -> None:
     """Convert published drafting heads, write them to --out, and print what they are."""
     from ssmlx.drafters.heads import write_heads
-    from ssmlx.loading.files import new_folder
+    from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base
     from ssmlx.loading.names import resolve_model
 
     from .formats.heads import convert_heads
 
     reject_options(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
-    with new_folder(args.out) as folder:
+    with atomic_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
         write_heads(folder, heads)
@@ -150,8 +150,8 @@ def _convert_streams(args: argparse.Namespace) -> None:
     """Convert a checkpoint or an adapter to an adapter, or with --fuse to a model folder; print
     what it is.
     """
-    from ssmlx.loading.adapter import load_streams, write_adapter
-    from ssmlx.loading.files import new_folder
+    from ssmlx.loading.adapter import load_stream_adapter, write_adapter
+    from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base, load_tokenizer
     from ssmlx.loading.lora_files import num_parameters
     from ssmlx.loading.names import resolve_model
@@ -162,12 +162,12 @@ def _convert_streams(args: argparse.Namespace) -> None:
     task = args.task_lora
     if task is None and (args.lora / TASK_LORA).is_dir():
         task = args.lora / TASK_LORA
-    with new_folder(args.out) as folder:
+    with atomic_folder(args.out) as folder:
         path = resolve_model(args.base)
         backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
         if _is_adapter(args.lora):
             reject_options(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
-            adapter = load_streams(args.lora)
+            adapter = load_stream_adapter(args.lora)
         else:
             adapter = read_checkpoint(
                 args.lora,

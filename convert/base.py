@@ -23,7 +23,7 @@ import numpy as np
 from ssmlx.commands.options import make_parser, run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
-from ssmlx.loading.files import new_folder, read_tensors
+from ssmlx.loading.files import atomic_folder, read_tensors
 from ssmlx.loading.load import explain_load_errors
 
 from . import check_torch
@@ -181,7 +181,7 @@ def write_safetensors(source: Path, target: Path) -> None:
         bool(pickles), f"{source} has no {PICKLES}", expected="such weights", do="check the path"
     )
     require(not target.exists(), f"{target} exists", expected="a new folder", do="choose another")
-    with new_folder(target) as folder:
+    with atomic_folder(target) as folder:
         parts = (load_pickle(pickle).items() for pickle in pickles)
         save_torch_state_dict(dict(chain.from_iterable(parts)), folder)
         copy_settings(source, folder)

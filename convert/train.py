@@ -90,7 +90,7 @@ def train_streams(args: argparse.Namespace) -> None:
 
     import torch
 
-    from ssmlx.loading.adapter import load_streams
+    from ssmlx.loading.adapter import load_stream_adapter
     from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
     from ssmlx.training.job import prepare_job, run_to_end
@@ -119,7 +119,7 @@ def train_streams(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    start = add_new_weights(load_streams(args.init), train) if train.train_only else None
+    start = add_new_weights(load_stream_adapter(args.init), train) if train.train_only else None
     job, path = prepare_job(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []

@@ -223,14 +223,16 @@ def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, Hea
         InputError: something is missing, or does not fit.
     """
     from ssmlx.prompts import read_lines
-    from ssmlx.training.job import prepare_job, read_base
+    from ssmlx.training.job import prepare_job, read_base_settings
 
     from .formats.heads import load_published
 
     options = read_run_options(args)
     init = None
     if args.init is not None:
-        init = load_published(args.init, read_base(resolve_model(options.model))["vocab_size"])
+        init = load_published(
+            args.init, read_base_settings(resolve_model(options.model))["vocab_size"]
+        )
         kind = init.config.kind
         found = f"--init {args.init} is a {kind}"
         require(kind == args.kind, found, expected=args.kind, do="give heads of one kind")

@@ -34,7 +34,7 @@ from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig
 
 from .run.results import RESULTS, readable_result
 from .run.tasks import SQL
-from .run.timing import TimedAnswer, ssmlx_answer, timed_answer
+from .run.timing import TimedAnswer, ssmlx_answer, time_answer
 
 PROG = "perf.export"
 
@@ -134,7 +134,7 @@ def compare(
         if units is not None:
             list(exported.stream_generate(package, prompts[0], max_tokens=1))  # warm-up
         answers = [
-            timed_answer(exported.stream_generate(package, prompt, max_tokens=args.max_tokens))
+            time_answer(exported.stream_generate(package, prompt, max_tokens=args.max_tokens))
             for prompt in prompts
         ]
         gaps = [
@@ -167,7 +167,9 @@ def _row(
     calls = [sum(a.target_calls for a in side) for side in sides]
     seconds = [sum(a.decode_seconds for a in side) for side in sides]
     is_core_ml = units is not None and sys.platform == "darwin"
-    planned = compute_plan(manifest.package(folder), units or "") if is_core_ml else ({}, {})
+    planned = (
+        compute_plan(manifest.checked_package(folder), units or "") if is_core_ml else ({}, {})
+    )
     return {
         "name": folder.name,
         "backend": "Core AI" if units is None else f"Core ML, {units}",

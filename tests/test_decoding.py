@@ -80,7 +80,7 @@ from ssmlx.settings import (
     SamplingConfig,
     TreeConfig,
 )
-from ssmlx.training.guesses import guesses_along
+from ssmlx.training.guesses import compute_guesses
 
 # --- acceptance and pruning, against walks and sums in plain Python ---
 
@@ -633,21 +633,21 @@ def test_a_replay_knows_the_window_at_every_place(root):
     chain = TreeConfig(kind="full", width=1)
     prompt = [3, 1, 7, 7, 5, 9, 2, 6, 5, 7, 7, 3, 5, 8]
     answer = first_tokens(plain_decode(model, prompt, model.make_cache()), 12)[0]
-    guesses = guesses_along(model, prompt, answer, 2)
+    guesses = compute_guesses(model, prompt, answer, 2)
     for place in range(9):
         drafter = Recorder(model, chain, 3)
         text = [*prompt, *answer[:place]]
         first_tokens(speculative_decode(model, text, model.make_cache(), drafters=[drafter]), 1)
         chain_tokens = drafter.trees[0][0].tolist()
         assert chain_tokens == [answer[place], *guesses.tokens[place, :, 0]]
-    everything = guesses_along(make_model(adapter=root), prompt, answer, 2)
+    everything = compute_guesses(make_model(adapter=root), prompt, answer, 2)
     assert (everything.tokens != guesses.tokens).any()
 
 
 def test_streams_that_start_from_the_root_guess_otherwise_and_by_themselves():
     plain, rooted = (make_model(adapter={"root_init_rank": rank}) for rank in (0, 3))
     answer, lengths, trees = drafted(rooted, "second-pass", tree=PAIR[1])
-    guesses = [guesses_along(model, PROMPT, answer, 6) for model in (plain, rooted)]
+    guesses = [compute_guesses(model, PROMPT, answer, 6) for model in (plain, rooted)]
     assert (guesses[0].tokens != guesses[1].tokens).any() and max(lengths) > 1
     for place, (tokens, _) in zip(np.cumsum(lengths) - 1, trees, strict=True):
         ranked = (mx.array(array[place]) for array in (guesses[1].tokens, guesses[1].logprobs))

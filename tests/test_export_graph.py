@@ -18,7 +18,7 @@ from convert.export.export import build_graphs, build_reference, make_manifest
 from convert.export.parts import Head
 from convert.export.settings import ExportConfig
 from ssmlx.errors import InputError
-from ssmlx.exported.decode import SlotCache, decode_inputs, prefill
+from ssmlx.exported.decode import SlotCache, build_decode_inputs, prefill
 from ssmlx.loading import load as loading
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import TreeConfig
@@ -172,7 +172,7 @@ def one_step(folders, profile):
     backend = TorchBackend(graphs)
     cache = SlotCache(backend.make_state(), manifest.num_slots)
     prefill(backend, manifest, PROMPT[:-1], cache)
-    inputs = decode_inputs(TREE, cache.free(manifest.num_nodes), cache, manifest)
+    inputs = build_decode_inputs(TREE, cache.find_free_slots(manifest.num_nodes), cache, manifest)
     return manifest, backend.predict("decode", inputs, cache.state)
 
 
@@ -229,8 +229,8 @@ def test_a_rejected_nodes_slot_can_be_used_again(tmp_path):
     answers = []
     for cache in (clean, dirty):
         prefill(backend, manifest, PROMPT[:-1], cache)
-        slots = cache.free(manifest.num_nodes)
-        inputs = decode_inputs(TREE, slots, cache, manifest)
+        slots = cache.find_free_slots(manifest.num_nodes)
+        inputs = build_decode_inputs(TREE, slots, cache, manifest)
         answers.append(backend.predict("decode", inputs, cache.state))
     for name, expected in answers[0].items():
         assert np.allclose(answers[1][name], expected, atol=1e-5), name

@@ -23,7 +23,7 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.loading import names, weights
 from ssmlx.loading.attach import default_adapter
 from ssmlx.loading.files import exclusive_folder, folder_digest, write_whole
-from ssmlx.loading.found import PAYS, runs, runs_for
+from ssmlx.loading.found import PAYS, find_runs, read_runs
 from ssmlx.loading.names import adapters_home, resolve_adapter
 from ssmlx.loading.weights import weights_digest
 from ssmlx.training import sizing
@@ -183,7 +183,7 @@ def test_it_is_found_in_a_copy_and_in_every_type_and_not_for_other_weights(base,
     assert ssmlx.load(tuned, adapter="mine", dtype="float32")[0].num_streams > 0
     shutil.rmtree(copy)
     moved = shutil.move(shutil.copytree(base, tmp_path / "a"), tmp_path / "b")
-    assert [run.name for run in runs_for(moved, "b").fitting] == ["mine"]
+    assert [run.name for run in find_runs(moved, "b").fitting] == ["mine"]
 
 
 def test_other_weights_in_the_same_folder_are_told_in_a_line(base, tmp_path, caplog):
@@ -210,7 +210,7 @@ def test_the_newest_that_pays_here_is_taken(base, monkeypatch):
     ):
         path = make_run(base, name, figures=figures) / "streams_config.json"
         os.utime(path, (number, number))
-    assert [run.name for run in runs()] == ["elsewhere", "slow", "old"]
+    assert [run.name for run in read_runs()] == ["elsewhere", "slow", "old"]
     assert default_adapter(plain)[0] == "elsewhere"
     shutil.rmtree(adapters_home() / "elsewhere")
     assert default_adapter(plain)[0] == "old"
@@ -239,7 +239,7 @@ def test_what_is_broken_is_none(base):
         whole.replace("1.0", '"x"'),
     ):
         plan.write_text(broken)
-        assert default_adapter(plain) is None and runs() == []
+        assert default_adapter(plain) is None and read_runs() == []
     plan.write_text(whole)
     machine = ", ".join(this_machine())
     for broken in (

@@ -107,11 +107,11 @@ def test_more_values_come_half_of_the_time_and_never_a_held_out_name(task, value
 
 def test_splits_share_no_hand_written_prompt_and_no_list_item():
     lists = questions.split_lists()
-    written = questions.write_shipped_prompts(0)
-    assert written == questions.write_shipped_prompts(0)
+    written = questions.draw_shipped_prompts(0)
+    assert written == questions.draw_shipped_prompts(0)
     text = "\n".join(written["train"]).encode()
     assert hashlib.blake2b(text, digest_size=8).hexdigest() == "b5dd4f46a5f2fe90"
-    other = questions.write_shipped_prompts(1)["train"]
+    other = questions.draw_shipped_prompts(1)["train"]
     assert other != written["train"]
     assert not {*map(questions.normalise_prompt, other)} & {
         *map(questions.normalise_prompt, written["test"])
@@ -129,7 +129,7 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
 def test_lists_that_run_out_say_so():
     lists = {"templates": ["Hi."], "plain": ["a b"]}
     with pytest.raises(InputError, match="the lists give 2 different prompts"):
-        questions.write_prompts(lists, 3, random.Random(0))
+        questions.draw_prompts(lists, 3, random.Random(0))
 
 
 def test_a_prompt_that_stands_alone():

@@ -56,7 +56,7 @@ from ssmlx.settings import StreamConfig, TreeConfig
 from ssmlx.training import mlx_trainer
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, Packing, collate
-from ssmlx.training.guesses import guesses_along
+from ssmlx.training.guesses import compute_guesses
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
@@ -310,7 +310,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
         first = batch.anchors[row, places.start]
         text = batch.tokens[row, batch.pads[row] : first + len(answer)].tolist()
         prompt = text[: len(text) + 1 - len(answer)]
-        along = guesses_along(fused, prompt, answer.tolist(), 16)
+        along = compute_guesses(fused, prompt, answer.tolist(), 16)
         assert (along.tokens == found.tokens).all()
         assert gap(along.logprobs, found.logprobs) < 1e-4
         ends.clear()

@@ -25,8 +25,8 @@ from ssmlx.exported.api import peak_bytes
 from ssmlx.exported.backends import DECODE
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, package_digest
 from ssmlx.json_files import read_json
-from ssmlx.loading.adapter import StreamAdapter, load_streams
-from ssmlx.loading.files import new_folder
+from ssmlx.loading.adapter import StreamAdapter, load_stream_adapter
+from ssmlx.loading.files import atomic_folder
 from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
 
@@ -102,7 +102,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
             folder = resolve_model(model)
             own = adapter_for_export(folder, adapter)
             graphs = build_graphs(folder, own, config)
-        with new_folder(out) as work:
+        with atomic_folder(out) as work:
             package = work / PACKAGES[config.target]
             _write_package(graphs, config, package, report)
             copy_settings(folder, work)
@@ -137,7 +137,7 @@ def adapter_for_export(folder: Path, adapter: str | None) -> StreamAdapter:
         expected="--adapter, or a fused model folder",
         do="name an adapter or its folder",
     )
-    return load_streams(found or folder)
+    return load_stream_adapter(found or folder)
 
 
 def build_graphs(folder: Path, adapter: StreamAdapter, config: ExportConfig) -> tuple[Graph, Graph]:

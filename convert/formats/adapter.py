@@ -14,10 +14,10 @@ from ssmlx.errors import require
 from ssmlx.loading.adapter import (
     StreamAdapter,
     cast_streams,
-    read_streams,
-    write_streams,
+    read_stream_weights,
+    write_stream_files,
 )
-from ssmlx.loading.files import account_for
+from ssmlx.loading.files import check_tensors
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.lora_files import Loras
 from ssmlx.model.backbone import Backbone
@@ -47,7 +47,7 @@ def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str,
         out_size, in_size = linear_shape(modules[module])
         expected[f"{layout.PEFT_PREFIX}{module}.lora_A.weight"] = (settings.rank, in_size)
         expected[f"{layout.PEFT_PREFIX}{module}.lora_B.weight"] = (out_size, settings.rank)
-    account_for(tensors, expected, path)
+    check_tensors(tensors, expected, path)
     found = {}
     for module in paths:
         a, b = (tensors[f"{layout.PEFT_PREFIX}{module}.lora_{part}.weight"].T for part in "AB")
@@ -84,7 +84,7 @@ def read_checkpoint(
         adapter_scope=scope or config.adapter_scope,
         base_model=config.base_model or base_model,
     )
-    streams = read_streams(streams_file, config, backbone.vocab_size)
+    streams = read_stream_weights(streams_file, config, backbone.vocab_size)
     lora = read_lora(lora_folder, config, backbone.model)
     task = {}
     if task_folder is not None:
@@ -169,4 +169,4 @@ def write_fused(
     save_model(folder, backbone.model)
     save_config(settings, folder / "config.json")
     tokenizer.save_pretrained(folder)
-    write_streams(folder, adapter, fused=True)
+    write_stream_files(folder, adapter, fused=True)

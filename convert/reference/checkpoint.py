@@ -13,14 +13,14 @@ from torch import nn
 
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
-from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_streams, stream_tensors
-from ssmlx.loading.files import account_for, read_tensors, write_whole
+from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_stream_weights, stream_tensors
+from ssmlx.loading.files import check_tensors, read_tensors, write_whole
 from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
-from ssmlx.training.job import check_init, check_scale, check_shapes
+from ssmlx.training.job import check_scale, check_shapes, check_start_streams
 from ssmlx.training.mlx_model import replace_weights
 
 from ..typed_torch import without_gradients
@@ -54,7 +54,7 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     )
     check_base(base, config)
     vocab_size: Any = base.config.vocab_size
-    streams = read_streams(folder / STREAMS_WEIGHTS, config, vocab_size)
+    streams = read_stream_weights(folder / STREAMS_WEIGHTS, config, vocab_size)
     vocab = None if streams.draft_vocab is None else to_tensor(streams.draft_vocab)
     model = StreamFusedReference(base, config, draft_vocab=vocab, lora=lora)
     if has_lora:
@@ -181,7 +181,7 @@ def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool
     """
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     loses_task = (folder / layout.TASK_LORA).is_dir() and not has_task
-    check_init(folder, config, model.config, loses_task=loses_task)
+    check_start_streams(folder, config, model.config, loses_task=loses_task)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
         lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config)
         check_scale(folder, lora.scale, model.lora.scale)
@@ -347,7 +347,7 @@ def _load_tensors(
     """Copy every array into the parameter of its name; raise InputError where one is missing, spare
     or misshapen.
     """
-    account_for(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
+    check_tensors(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
     for name, parameter in parameters.items():
         parameter.copy_(to_tensor(arrays[name]))
 

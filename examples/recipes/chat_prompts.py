@@ -20,12 +20,12 @@ from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts
 from ssmlx.training.questions import (
+    draw_shipped_prompts,
     is_good_prompt,
     normalise_prompt,
     opening_words,
     split_lists,
     user_prefix,
-    write_shipped_prompts,
 )
 
 PROG = "examples.recipes.chat_prompts"
@@ -157,7 +157,7 @@ def _main(args: argparse.Namespace) -> None:
 
     check_torch()
     continuations.check_batch_size(args.batch_size)
-    written = write_shipped_prompts(args.seed)
+    written = draw_shipped_prompts(args.seed)
     make_folder(args.out)
     model, tokenizer = continuations.load_generator(
         resolve_model(args.model), args.dtype, args.device

@@ -28,7 +28,7 @@ from ssmlx.errors import require
 from ssmlx.generation.learned import learned_of
 from ssmlx.generation.memory import Memory, measure_memory
 from ssmlx.generation.plan import make_plan
-from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_streams
+from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_stream_adapter
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
 from ssmlx.model.backbone import Backbone
@@ -297,7 +297,7 @@ def read_own_lora(folder: Path) -> StreamAdapter:
     Raises:
         InputError: it is a fused model, without a LoRA of its own.
     """
-    adapter = load_streams(folder)
+    adapter = load_stream_adapter(folder)
     what = f"{folder} has no LoRA of its own: it is a fused model"
     do = "convert without --fuse"
     require(bool(adapter.trained_lora), what, expected="an adapter folder", do=do)

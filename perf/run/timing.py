@@ -52,10 +52,10 @@ def ssmlx_answer(
     **loaded: Any,
 ) -> TimedAnswer:
     """Answer with ssmlx. `loaded` are a draft model or heads, as `stream_generate` takes them."""
-    return timed_answer(stream_generate(model, tokenizer, prompt, config, **loaded))
+    return time_answer(stream_generate(model, tokenizer, prompt, config, **loaded))
 
 
-def timed_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
+def time_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
     """Collect the responses of `stream_generate` into one answer."""
     segments = list(responses)
     tokens = [token for one in segments for token in one.tokens]

@@ -99,10 +99,10 @@ def _list_or_change(args: argparse.Namespace) -> None:
         InputError: there is no such adapter, a run writes to it now, or the new name is taken.
     """
     from ..loading.files import exclusive_folder
-    from ..loading.found import runs
+    from ..loading.found import read_runs
 
     if args.act == "list":
-        found = runs()
+        found = read_runs()
         for run in found:
             print(describe_run(run))
         print(f"in {adapters_home()}: {len(found)} adapter{'s' * (len(found) != 1)}")

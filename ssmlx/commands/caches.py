@@ -119,7 +119,7 @@ class PromptFile:
             InputError: it cannot be written.
         """
         from ..answers import run
-        from ..loading.files import clear_leftovers
+        from ..loading.files import delete_unfinished_files
         from ..model.cache_key import CacheKey
         from ..prompt_cache.files import write_prompt
 
@@ -130,7 +130,7 @@ class PromptFile:
         if key != self._key:
             return False
         try:
-            clear_leftovers(path.resolve().parent, path.name)
+            delete_unfinished_files(path.resolve().parent, path.name)
             write_prompt(path, key, self.tokens, self.cache, run)
         except OSError as error:
             raise unwritable_error(path, error) from error

@@ -246,17 +246,17 @@ def time_candidate_streams(
     have streams, that is split over machines, or whose folder is unknown.
     """
     from ..training.config import RunOptions
-    from ..training.job import read_base
-    from ..training.sizing import candidate_layers, time_candidates
+    from ..training.job import read_base_settings
+    from ..training.sizing import candidate_layers, time_candidate_layers
 
     backbone = model.backbone.base()
     can_have = backbone.capabilities.has("trees") and backbone.capabilities.has("stages")
     if backbone.folder is None or backbone.group is not None or not can_have or len(text) < 2:
         return
-    base = read_base(backbone.folder)
+    base = read_base_settings(backbone.folder)
     each = seconds / len(candidate_layers(base["num_hidden_layers"]))
     options = RunOptions(data=backbone.folder, out=backbone.folder, model=name, template=None)
-    time_candidates(backbone, base, options, text, seconds=each)
+    time_candidate_layers(backbone, base, options, text, seconds=each)
 
 
 def report_lines(found: dict[str, Any]) -> list[str]:

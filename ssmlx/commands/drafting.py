@@ -9,7 +9,7 @@ from ..loading.names import DEFAULT_ADAPTER, NO_ADAPTER, bundled_adapters
 
 if TYPE_CHECKING:
     from ..generation.plan import Plan
-    from ..loading.found import Found, Run
+    from ..loading.found import FoundRuns, Run
     from ..model.streams import StreamFusedModel
 
 
@@ -24,16 +24,18 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
     Returns:
         A line each.
     """
-    from ..loading.found import runs_for
+    from ..loading.found import find_runs
 
-    found = runs_for(model.backbone.folder, model.backbone.name)
+    found = find_runs(model.backbone.folder, model.backbone.name)
     return (
         f"{_drafting_source(model, plan, adapter, found)}: {plan.decision()}",
         f"faster: {_faster_option(model, adapter, found)}",
     )
 
 
-def _drafting_source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Found) -> str:
+def _drafting_source(
+    model: StreamFusedModel, plan: Plan, adapter: str | None, found: FoundRuns
+) -> str:
     """Say which adapter drafts, if any, and why this one."""
     reason = model.backbone.capabilities.reason("chains")
     if reason is not None:
@@ -59,7 +61,7 @@ def _drafting_source(model: StreamFusedModel, plan: Plan, adapter: str | None, f
     return "no adapter"
 
 
-def _faster_option(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
+def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRuns) -> str:
     """Say which adapter or command would make drafting faster, or why nothing would."""
     from ..loading.attach import adapters_for
     from ..loading.found import PAYS
@@ -93,7 +95,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: Found) -
     return f"{adapt}, which should bring some {speed:.1f} times plain decoding's speed here"
 
 
-def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
+def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found: FoundRuns) -> str:
     """Do the same for a model whose answers an adapter's LoRA changes.
 
     Streams that were trained for the base model would guess another model's answers.

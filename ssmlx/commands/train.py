@@ -77,7 +77,7 @@ def _train(args: argparse.Namespace) -> None:
 
     from mlx_lm.generate import wired_limit
 
-    from ..loading.adapter import load_streams
+    from ..loading.adapter import load_stream_adapter
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest
     from ..model.ranks import launched_group
@@ -85,14 +85,14 @@ def _train(args: argparse.Namespace) -> None:
     from ..training.mlx_model import TrainedModel, add_new_weights, initialise_from, new_adapter
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 
-    start = add_new_weights(load_streams(args.init), train) if train.train_only else None
+    start = add_new_weights(load_stream_adapter(args.init), train) if train.train_only else None
     job, path = prepare_job(options, train, start)
     backbone = load_frozen(path, args.dtype)
     lora = {} if args.task_lora is None else read_task_lora(args.task_lora, backbone)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:
-        initialise_from(model, load_streams(args.init), args.init)
+        initialise_from(model, load_stream_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched_group())
     kept = [folder_digest(args.init)] if start else []

@@ -21,7 +21,7 @@ from ..loading.names import (
     LORA_FILES,
     LORA_SETTINGS,
     Fetch,
-    adapter_weights,
+    adapter_weight_files,
     resolve_adapter,
     resolve_model,
 )
@@ -104,13 +104,13 @@ def _upload(args: argparse.Namespace) -> None:
     Raises:
         InputError: it may be private, its base is unknown to others, or the Hub refuses it.
     """
-    from ..loading.adapter import load_streams
+    from ..loading.adapter import load_stream_adapter
 
     name = HUB_NAME.fullmatch(args.repo)
     is_name = name is not None and name[2] is None
     require(is_name, f"--repo {args.repo}", expected="org/name", do="correct it")
     folder = resolve_adapter(args.adapter) or Path(args.adapter)
-    adapter = load_streams(folder)
+    adapter = load_stream_adapter(folder)
     contents = adapter_contents(folder)
     figures = json.loads(contents.get(FIGURES_FILE, b"{}"))
     told = str(figures.get("base", {}).get("model") or adapter.config.base_model)
@@ -163,7 +163,7 @@ def adapter_contents(folder: Path) -> dict[str, bytes]:
     found = f"{folder} is a whole model"
     expected = "an adapter"
     require(not values.get("fused"), found, expected=expected, do="send what it was fused from")
-    files = [CONFIG_FILE, *adapter_weights(values)]
+    files = [CONFIG_FILE, *adapter_weight_files(values)]
     more = [FIGURES_FILE]
     if LORA_FILES["all"] in files:
         more.append(LORA_SETTINGS)

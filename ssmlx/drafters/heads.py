@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..errors import require
 from ..json_files import read_json
 from ..loading.adapter import cast_tensors, check_draft_vocab
-from ..loading.files import account_for, read_tensors, save_tensors
+from ..loading.files import check_tensors, read_tensors, save_tensors
 from ..model.backbone import Backbone
 from ..model.identity import BaseIdentity
 from ..model.streams import StreamFusedModel
@@ -129,7 +129,7 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
 def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
     """Raise InputError unless `tensors` of the file `source` have the names and shapes of the
     settings, and the draft vocabulary's ids are in the vocabulary."""
-    account_for(tensors, config.expected_tensors(), source)
+    check_tensors(tensors, config.expected_tensors(), source)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)
 
