@@ -514,13 +514,13 @@ def generate(
         if verbose:
             print(last.text, end="", flush=True)
     if verbose and last is not None:
-        print(f"\n{summary(last)}")
+        print(f"\n{summary_line(last)}")
         if last.memory is not None:
             print(last.memory.line())
     return text
 
 
-def summary(response: GenerationResponse) -> str:
+def summary_line(response: GenerationResponse) -> str:
     """One line about an answer, of its last segment: tokens, tokens/s, tokens per target call."""
     parts = ["LOSSY (typical acceptance)"] if response.lossy else []
     parts += [
@@ -544,7 +544,7 @@ def drafts_line(response: GenerationResponse) -> str:
     return "; ".join(parts) or "nothing was drafted"
 
 
-def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
+def answer_record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
     """JSON values of a whole answer: its prompt, text, tokens and statistics.
 
     Args:

@@ -128,7 +128,7 @@ def unwritable_error(
 
 
 @contextmanager
-def naming(path: object) -> Iterator[None]:
+def name_file_in_os_errors(path: object) -> Iterator[None]:
     """Set `path` as the file name of an `OSError` from inside the block that has none.
 
     That of a write to a full disk has none, for example.

@@ -10,7 +10,7 @@ Columns = Mapping[str, Callable[[Any], str]]
 """By the head of a column, a function from a row's value to the text of its cell."""
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells as lines of equal columns: the first one flush left, the others right.
 
     There is one row or more, all with as many cells.
@@ -32,7 +32,7 @@ def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
 def table(columns: Columns, rows: Iterable[Any], more: Sequence[Sequence[str]] = ()) -> list[str]:
     """The lines of a text table: the heads of `columns`, a line for each of `rows`, and below them
     `more`, rows of finished cells."""
-    return aligned([list(columns), *cells(columns, rows), *more])
+    return align_rows([list(columns), *cells(columns, rows), *more])
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -45,13 +45,13 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def every_pair(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple[str, str]]:
+def cycle_pairs(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (colour, style) without end: all colours in the first style, then in the next; and
     from the first again after the last."""
     return cycle((colour, style) for style in styles for colour in colours)
 
 
-def finish(figure: Any, caption: str, path: Path) -> None:
+def save_figure(figure: Any, caption: str, path: Path) -> None:
     """Write a figure to `path`, with a caption below unless that is empty, and light axes."""
     if caption:
         width = int(15.5 * figure.get_figwidth())

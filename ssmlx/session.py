@@ -320,7 +320,7 @@ class ChatSession:
             if given:
                 said = "".join(one.text for one in given)
                 self.messages.append({"role": "assistant", "content": said})
-                self._count(given[-1], reused)
+                self._add_to_totals(given[-1], reused)
             else:  # stopped before the first token: the turn does not count
                 self.messages.pop()
             # What was written is in the cache, as far as it got.
@@ -365,7 +365,7 @@ class ChatSession:
         """The tokens of `turns` under the chat's template."""
         return encode_turns(turns, self.tokenizer, adapter_template(self.model), **self._template)
 
-    def _count(self, last: GenerationResponse, reused: int) -> None:
+    def _add_to_totals(self, last: GenerationResponse, reused: int) -> None:
         """Add an answer to the totals, by its last segment; `reused` prompt tokens were cached."""
         totals = self.totals
         totals.reused_tokens += reused

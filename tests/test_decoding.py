@@ -34,7 +34,7 @@ from tiny import (
 )
 
 import ssmlx
-from ssmlx.api import stream_generate, summary, token_steps
+from ssmlx.api import stream_generate, summary_line, token_steps
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
@@ -1273,7 +1273,7 @@ def test_typical_acceptance_says_that_it_is_lossy():
         config = GenerateConfig(temp=1.0, seed=1, max_tokens=40, acceptance=acceptance)
         *_, last = stream_generate(model, make_tokenizer(), PROMPT, config)
         calls[acceptance.kind] = last.target_calls
-        assert summary(last).startswith("LOSSY") == last.lossy == (acceptance is lossy)
+        assert summary_line(last).startswith("LOSSY") == last.lossy == (acceptance is lossy)
     assert calls["typical"] < calls["exact"]
     with pytest.raises(InputError, match="greedy decoding has no use for"):
         GenerateConfig(acceptance=lossy)

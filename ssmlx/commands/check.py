@@ -322,10 +322,10 @@ def _cost_lines(found: dict[str, Any]) -> list[str]:
 
 def _learned_lines(found: dict[str, Any]) -> list[str]:
     """What earlier answers have taught about costs and acceptance; no lines if nothing."""
-    from ..report import aligned
+    from ..report import align_rows
 
     rows = found["learned"]["costs"]
-    lines = ["known before this check:", *aligned(rows), ""] if rows else []
+    lines = ["known before this check:", *align_rows(rows), ""] if rows else []
     accepted = [
         f"accepted before: {share:.2f} of the drafted tokens that {name} should bring, "
         f"from {bucket} tokens on"

@@ -90,8 +90,10 @@ class DraftModel:
             drafter: who gets the cache; only a weak reference is kept.
 
         Returns:
-            Of the caches that no living drafter has, the one whose text begins with most of
-            `tokens`; a new one where all are taken. Of the other idle ones `_MOST_IDLE` are kept.
+            Of the caches that no living drafter has, the one whose text shares the longest
+            beginning with `tokens`, even if that is empty; it is not trimmed to it. A new one where
+            all are taken. Of the other idle ones the `_MOST_IDLE` that were taken last are kept,
+            the rest dropped.
         """
         idle = [cache for cache in self._caches if cache.drafter() is None]
         shared = {id(cache): common_prefix_length(cache.text, tokens) for cache in idle}
@@ -141,9 +143,11 @@ class DraftCache:
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Set the text to `tokens`, and make the cache hold all of them but the last.
 
-        The rows of a beginning that the last text shares stay; the rest is processed in pieces of
-        `PREFILL_STEP_SIZE`. An empty list is yielded before each piece, for others to take their
-        turn.
+        Rows of the beginning that the text before shares stay; others are taken back, and the rest
+        is processed in pieces of `PREFILL_STEP_SIZE`. Nothing happens before the first step.
+
+        Yields:
+            An empty list before each piece, for others to take their turn.
         """
         kept = common_prefix_length(self.text[: self.offset], tokens[:-1])
         trim_prompt_cache(self._layers, self.offset - kept)
@@ -155,10 +159,12 @@ class DraftCache:
             mx.eval([layer.state for layer in self._layers])
 
     def logits(self, tokens: mx.array) -> mx.array:
-        """[1, V] logits behind the last of `tokens` [R], which are appended to the cache.
+        """[1, V] logits behind the last of `tokens` [R], which are appended to the cache, not to
+        `text`.
 
-        V is the target's vocabulary. Where the draft model's is padded to another size, columns
-        that it lacks are -inf, and its further ones are cut.
+        V is the target's vocabulary size. Where the draft model's is another, columns that it lacks
+        are -inf, its further ones are cut, and tokens that it lacks are read as its last one.
+        Uncomputed.
         """
         known = self._draft.vocab_size
         wanted = self._draft.target_vocab_size
@@ -169,19 +175,23 @@ class DraftCache:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]
 
-    def extend_text(self, tokens: Sequence[int], held: int) -> None:
-        """Append `tokens` to the text, of which the cache holds the first `held` already.
+    def extend_text(self, tokens: Sequence[int], num_cached: int) -> None:
+        """Append `tokens` to the text, of which the cache holds the first `num_cached` already.
 
-        What the cache holds beyond these is taken back.
+        What the cache holds beyond these is taken back. No token is processed.
         """
-        known = len(self.text) + held
+        known = len(self.text) + num_cached
         self.text.extend(tokens)
         trim_prompt_cache(self._layers, max(0, self.offset - known))
 
-    def unprocessed_tokens(self) -> mx.array:
-        """[R] the newest tokens of the text, which the cache does not hold.
+    def process_all_but_last_piece(self) -> mx.array:
+        """Process the text's tokens that the cache lacks, in pieces of `PREFILL_STEP_SIZE`, but the
+        last.
 
-        Where these are more than `PREFILL_STEP_SIZE`, all but the last so many are processed first.
+        Returns:
+            [R] int32 the tokens of that last piece, 1 to `PREFILL_STEP_SIZE` where the cache lacks
+            any. The cache does not hold them yet; mostly they are all that it lacks, and nothing is
+            processed.
         """
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
@@ -221,7 +231,8 @@ class DraftModelDrafter:
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Claim a cache, and process all of `tokens` but the last with the draft model.
 
-        An empty list is yielded before each forward pass.
+        Yields:
+            An empty list before each forward pass; each is counted in `draft_calls`, from 0 again.
         """
         self._cache = self._model.claim_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)
@@ -231,7 +242,12 @@ class DraftModelDrafter:
             self.draft_calls += 1
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Append `tokens` to the text; what they share with the last chain stays in the cache."""
+        """Append `tokens` to the text, and forget the last chain; waits for it on the device.
+
+        Rows of the cache stay for as many of `tokens`, the newest left out, as the chain's tokens
+        equal, the chain's last left out; the others are taken back. Nothing is processed, and
+        neither `position` nor `taps` is looked at.
+        """
         chain = to_list(self._chain) if self._chain.size else []
         # The cache holds the text that the chain was drafted from and all of the chain but its
         # last token. At least the newest token is left to process, whose logits are needed.
@@ -239,20 +255,25 @@ class DraftModelDrafter:
         self._chain = mx.zeros(0, mx.int32)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """The chain of the model's likeliest tokens below the root, with its runners-up.
+        """Draft the chain of the model's likeliest tokens below the root, with its runners-up
+        beside it.
 
-        Always of the largest shape. Makes a forward pass for each level.
+        Always of the largest shape: `shape` is not looked at. Processes what the cache lacks of the
+        text; makes a forward pass for each level; of `verified` only the root is read.
         """
-        rows = self._draft(self._cache.unprocessed_tokens())
+        rows = self._draft(self._cache.process_all_but_last_piece())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
         return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
 
     def _draft(self, tokens: mx.array) -> list[mx.array]:
-        """The candidates [W] of each level, best first, behind `tokens` [R], which the cache lacks.
+        """The candidates of each level, [W] int32 each, best first, as the target's sampling ranks
+        them.
 
-        Each level is a forward pass behind the best candidate of the level before.
+        The first level is behind `tokens` [R], the newest of the text, which the cache lacks; each
+        other one behind the best candidate of the level before. A forward pass a level, which
+        appends these tokens to the cache and counts in `draft_calls`. Uncomputed.
         """
         sampling = self._sampling
         size = sampling.context_size
@@ -285,36 +306,45 @@ def load_draft_model(
     """Load a model that drafts for another.
 
     Args:
-        tokenizer, vocab_size: those of the target.
         name, dtype, cache_dir, offline, progress: as `ssmlx.load` takes them.
+        tokenizer: the target's.
+        vocab_size: V, tokens of the target's embedding, padding included.
 
     Returns:
         The draft model, to be given as `drafter=` to `ssmlx.stream_generate`.
 
     Raises:
-        InputError: it cannot be loaded, or its vocabulary is another than the target's.
+        InputError: it cannot be loaded, its tokenizer has other tokens or ids than the target's, or
+            its caches cannot take tokens back (sliding windows excepted).
     """
     path = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
     model, config = load_weights(path, dtype, f"the draft model {name} cannot be loaded")
     draft = DraftModel(model, f"the draft model {name}")
     draft.target_vocab_size = vocab_size
-    check_vocabulary(draft, load_tokenizer(path, config), tokenizer, vocab_size)
+    check_same_vocabulary(draft, load_tokenizer(path, config), tokenizer, vocab_size)
     return draft
 
 
-def check_vocabulary(
-    draft: DraftModel, own: TokenizerWrapper, tokenizer: TokenizerWrapper, vocab_size: int
+def check_same_vocabulary(
+    draft: DraftModel,
+    draft_tokenizer: TokenizerWrapper,
+    target_tokenizer: TokenizerWrapper,
+    target_vocab_size: int,
 ) -> None:
-    """Raise InputError unless a token id means the same text to both models.
+    """Raise InputError unless every token has the same id, and text, in both models.
+
+    Their vocabulary sizes may differ where that is padding alone: where no token of the tokenizers
+    has an id beyond the smaller one.
 
     Args:
         draft: the draft model, for its name and vocabulary size.
-        own: the draft model's tokenizer.
-        tokenizer, vocab_size: those of the target. Vocabularies may differ in padding alone.
+        draft_tokenizer: the draft model's.
+        target_tokenizer: the target's.
+        target_vocab_size: tokens of the target's embedding.
     """
     do = "choose a draft model of the same family"
-    ours = own.get_vocab()
-    theirs = tokenizer.get_vocab()
+    ours = draft_tokenizer.get_vocab()
+    theirs = target_tokenizer.get_vocab()
     words = [word for word in {**ours, **theirs} if ours.get(word) != theirs.get(word)]
     word = min(words, default="")
     last = max(ours.values(), default=0)
@@ -326,9 +356,9 @@ def check_vocabulary(
         do=do,
     )
     require(
-        draft.vocab_size == vocab_size or last < min(draft.vocab_size, vocab_size),
+        draft.vocab_size == target_vocab_size or last < min(draft.vocab_size, target_vocab_size),
         f"{draft.name} has a vocabulary of {draft.vocab_size} tokens",
-        expected=f"the target's {vocab_size}, or padding alone in which they differ",
+        expected=f"the target's {target_vocab_size}, or padding alone in which they differ",
         do=do,
     )
 

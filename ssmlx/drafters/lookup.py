@@ -40,7 +40,11 @@ class OwnText:
         return self.index.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Begin with the text `tokens`; where it goes on from the last one, that is kept."""
+        """Make `tokens` the text. Where they go on from the text before, only the new ones are
+        indexed.
+
+        Else the index is built anew of all of them.
+        """
         known = len(self.index.tokens)
         if self.index.tokens != list(tokens[:known]):
             self.index = TextIndex()
@@ -51,10 +55,13 @@ class OwnText:
         """Append `tokens` to the text."""
         self.index.extend(tokens)
 
-    def following(self, match: Match, count: int) -> list[int]:
-        """Up to `count` tokens behind a match. What reaches the text's end repeats itself, so that
-        a text with a period is drafted at full length."""
-        found = self.index.following(match, count)
+    def tokens_after(self, match: Match, count: int) -> list[int]:
+        """Up to `count` tokens behind a match.
+
+        Where these reach the text's end they are repeated to exactly `count`, so that a text with a
+        period is drafted at full length.
+        """
+        found = self.index.tokens_after(match, count)
         if len(found) == len(self.index.tokens) - match.end:
             return list(islice(cycle(found), count))
         return found
@@ -81,7 +88,11 @@ class OtherText:
         self.end: list[int] = []  # the text's newest tokens, as many as a match may have
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Begin with the text `tokens`."""
+        """Begin with the text `tokens`, whose end will be looked up.
+
+        The expected text, if there is one, is put into the index where that is empty, behind the
+        last `overlap` of `tokens`.
+        """
         if self._expected and not self.index.tokens:
             self.index.extend([*tokens[-self._overlap :], *self._expected])
         self.end = list(tokens[-MAX_MATCH:])
@@ -90,9 +101,9 @@ class OtherText:
         """Append `tokens` to the text."""
         self.end = [*self.end, *tokens][-MAX_MATCH:]
 
-    def following(self, match: Match, count: int) -> list[int]:
-        """Up to `count` tokens that follow a match there."""
-        return self.index.following(match, count)
+    def tokens_after(self, match: Match, count: int) -> list[int]:
+        """Up to `count` tokens that follow a match in the other text, up to a boundary."""
+        return self.index.tokens_after(match, count)
 
 
 class PromptLookupDrafter:
@@ -150,41 +161,47 @@ class PromptLookupDrafter:
         self._is_offer_known = False
 
     def offer(self) -> ChainOffer | None:
-        """The best match's continuation as an offer; None where nothing matches."""
+        """What the best match's continuation offers: its length, and how many tokens follow it.
+
+        None where nothing matches, or nothing follows what does. Found once, until the text goes
+        on.
+        """
         if not self._is_offer_known:
             self._is_offer_known = True
             self._offer = self._find_offer()
         return self._offer
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """The tree of the continuations of all matches, as far as `shape` has nodes for them.
+        """The tree of all matches' continuations, the best match's first, as far as there is room.
 
-        It has the root alone where nothing matches.
+        Room is for the nodes and levels of `shape`, and for no more nodes than the settings say;
+        nodes are then padded to a usual size. The root alone where nothing matches. Of `verified`
+        nothing is read: the root is the text's newest token.
         """
         trie = Trie(self.source.end[-1], min(shape.nodes, self._config.size))
-        for match in self._matches():
-            trie.add(self._continuation(match, shape.levels))
+        for match in self._find_matches():
+            trie.add(self._continuation_of(match, shape.levels))
             if trie.is_full:
                 break
-        tree, _ = trie.tree(shape.levels if len(trie.tokens) > 1 else 0)
+        tree, _ = trie.to_tree(shape.levels if len(trie.tokens) > 1 else 0)
         return tree
 
     def _find_offer(self) -> ChainOffer | None:
-        """The offer of the first match that anything follows; None before a text or without one."""
+        """The offer of the best match that any token follows; None without one, or before `start`."""
         if not self.source.end:
             return None
-        for match in self._matches():
-            following = self._continuation(match, self.largest.levels)
+        for match in self._find_matches():
+            following = self._continuation_of(match, self.largest.levels)
             if following:
                 return ChainOffer(self.largest, match.length, len(following))
         return None
 
-    def _matches(self) -> Iterator[Match]:
-        return self.source.index.matches(self.source.end, self._config.ngram)
+    def _find_matches(self) -> Iterator[Match]:
+        return self.source.index.find_matches(self.source.end, self._config.ngram)
 
-    def _continuation(self, match: Match, max_tokens: int) -> list[int]:
+    def _continuation_of(self, match: Match, max_tokens: int) -> list[int]:
         """Up to `max_tokens` that followed a match, the first end token being the last of them."""
-        found = self.source.following(match, max_tokens)
+        found = self.source.tokens_after(match, max_tokens)
         for count, token in enumerate(found, 1):
             if token in self._end_tokens:
                 return found[:count]

@@ -100,10 +100,12 @@ class RegisteredDrafter:
     reads_text: bool = False
 
     def settings_from(self, config: GenerateConfig) -> Any:
-        """The drafter's own settings in `config`, or their defaults; None where it has none.
+        """The drafter's own settings in `config`, or their defaults where it has none.
+
+        None for a drafter without settings (`settings` is None), whatever `config` holds.
 
         Raises:
-            InputError: they are of another class.
+            InputError: the settings in `config` are of another class.
         """
         if self.settings is None:
             return None
@@ -133,10 +135,12 @@ def resolve_drafter(
         given: `drafter=` and the like: names, loaded weights, sequences of these, or None.
 
     Returns:
-        `config` with the name that was given, if one was; and what was loaded, in order.
+        `config`, with its `drafter` set to the name that was given, if one was; and what was
+        loaded, in order.
 
     Raises:
-        InputError: several are named, or something is neither a name nor was loaded to draft.
+        InputError: two different names are given, or something is neither a name nor was loaded to
+            draft. Whether there is a drafter of that name is for `replace(config)` to say.
     """
     names: list[str] = []
     loaded: list[Loaded] = []
@@ -227,10 +231,11 @@ def build_drafter(
 
 
 def _find_weights(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
-    """Of what was loaded, what the drafter drafts with; None if it needs nothing.
+    """The first of what was loaded that is for this drafter; None where it needs nothing.
 
     Raises:
-        InputError: it needs weights that were not loaded, or were loaded for another drafter.
+        InputError: it needs weights, and those that were loaded are for another drafter, or none
+            are.
     """
     weights = registered.weights
     name = registered.name

@@ -151,7 +151,12 @@ class StreamDrafter:
         return self._cache.nbytes + self._cache.mask_bytes + self._vocab.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Begin an answer behind the text `tokens`, with an empty stream cache."""
+        """Begin an answer behind the text `tokens`: an empty stream cache, and what is learned
+        forgotten.
+
+        That is the text to copy from, with no hits counted yet, and the draft vocabulary with the
+        text's newest other tokens.
+        """
         layers = range(self._model.insertion_layer, self._model.num_layers)
         levels = self.largest.levels
         self._cache = StreamCache(layers, scratch=levels + 2 * (1 + levels))
@@ -163,10 +168,16 @@ class StreamDrafter:
         self._copies.follow(tokens, position)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """The tree of `shape` that the streams of the last accepted node guess.
+        """Draft the tree of `shape` that the streams of the last accepted node guess.
 
-        With the schedule "second-pass", runs these streams through the upper layers first. Shapes
-        other than the largest are trees of the most probable nodes.
+        With the schedule "second-pass", runs these streams through the upper layers first; with
+        "fused", the verifying call has run them. Conditional streams get copies mixed in, which
+        writes the call's tokens into the text that is copied from.
+
+        Args:
+            verified: the call to draft behind; none of its values is read by the host.
+            shape: `largest`, which gives the tree of the settings; of another, its levels, and the
+                `nodes` most probable nodes.
         """
         if self.needs.streams:
             stream_hidden = verified.stream_hidden[:, : shape.levels]
@@ -190,16 +201,20 @@ class StreamDrafter:
         return grow_tree(root, *guesses, tree)
 
     def _candidates_per_stream(self, shape: DraftShape, tree: TreeConfig) -> int:
-        """K, the tokens of each stream that can stand in a tree of `shape`."""
+        """K, how many of each stream's tokens a tree of `shape` may need; kept by `shape`.
+
+        At most the draft vocabulary's number of tokens. `tree` has the kind, size and width.
+        """
         if shape not in self._num_candidates:
             count = num_candidates(tree, shape.levels, conditional=self._model.is_conditional)
             self._num_candidates[shape] = min(count, self._model.draft_vocab_size)
         return self._num_candidates[shape]
 
     def _second_pass(self, verified: Verified, num_streams: int) -> mx.array:
-        """[1, G, D] last hidden states of the last accepted node's streams, by a second pass.
+        """[1, G, D] last hidden states of the last accepted node's streams, G = `num_streams`, by a
+        pass through the upper layers.
 
-        Brings the stream cache up to the target's first.
+        First gives the stream cache the target's keys and values of the tokens since.
         """
         cache = self._cache
         # The root's position, as far as the host knows: a plain call has committed the root's row.
@@ -222,7 +237,8 @@ class StreamDrafter:
     shaped_by=("num_streams", "tree", "prune"),
 )
 def build(inputs: DrafterInputs) -> StreamDrafter:
-    """The drafter of an answer; the settings name the streams, the tree and the schedule."""
+    """Build the drafter of an answer: the settings name the number of streams, the tree and the
+    schedule."""
     model = inputs.model
     config = inputs.config
     assert model.config and config.tree and config.stream_schedule

@@ -89,18 +89,19 @@ class TextIndex:
         """Forget all but the last `count` tokens; all of them where that is 0."""
         self._begin(self.tokens[-count:] if count else ())
 
-    def matches(self, text: Sequence[int], max_length: int = MAX_MATCH) -> Iterator[Match]:
+    def find_matches(self, text: Sequence[int], max_length: int = MAX_MATCH) -> Iterator[Match]:
         """Yield where the last tokens of `text` stand in the index, the best matches first.
 
-        Matches are grouped by the n-gram length that found them, the longest first; within a
-        group the longest match comes first, of equally long ones the newest. The end of `text`
-        itself is no match where `text` is this index's own `tokens`. At most `MAX_MATCHES` + 1
-        earlier ends are compared per n-gram length.
+        Matches are grouped by the n-gram length that found them, the longest first; within a group
+        the longest match comes first, of equally long ones the newest. No end is yielded twice. The
+        end of `text` itself is no match where `text` is this index's own `tokens`. At most
+        `MAX_MATCHES` + 1 earlier ends are compared per n-gram length.
 
         Args:
-            text: another text, or `tokens` themselves; what stands before its last boundary is
-                not matched.
-            max_length: tokens of a match that are compared, and so its greatest length.
+            text: another text, or `tokens` themselves; what stands before its last boundary is not
+                matched.
+            max_length: tokens of a match that are compared, and so its greatest length; never more
+                than `MAX_MATCH`.
         """
         longest = min(max_length, self._tokens_since_boundary(text))
         found: set[int] = set()
@@ -121,14 +122,15 @@ class TextIndex:
                 end = chain.previous_ends[end - 1]
             yield from sorted(matches, key=lambda one: (-one.length, -one.end))
 
-    def following(self, match: Match, count: int) -> list[int]:
+    def tokens_after(self, match: Match, count: int) -> list[int]:
         """Up to `count` tokens behind a match, as far as its text goes: up to a boundary."""
         tokens = self.tokens[match.end : match.end + count]
         return tokens[: tokens.index(BOUNDARY)] if BOUNDARY in tokens else tokens
 
     @staticmethod
     def _tokens_since_boundary(text: Sequence[int]) -> int:
-        """How many tokens at the end of `text` no negative one is among, `MAX_MATCH` at most."""
+        """How many tokens stand at the end of `text` behind its last negative one, `MAX_MATCH` at
+        most."""
         count = 0
         for token in reversed(text[-MAX_MATCH:]):
             if token < 0:
@@ -137,7 +139,8 @@ class TextIndex:
         return count
 
     def _match_length(self, text: Sequence[int], end: int, max_length: int) -> int:
-        """How many of the last tokens of `text` equal those before `end` in the index."""
+        """How many of the last tokens of `text` equal those before `end` in the index, `max_length`
+        at most."""
         tokens = self.tokens
         size = len(text)
         count = 0

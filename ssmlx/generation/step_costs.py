@@ -66,7 +66,7 @@ class AnyChain:
         """A chain of `shape` that repeats the newest token."""
         trie = Trie(self._last, shape.nodes)
         trie.add([self._last] * shape.levels)
-        tree, _ = trie.tree(shape.levels)
+        tree, _ = trie.to_tree(shape.levels)
         return tree
 
 

@@ -144,7 +144,7 @@ class AnswerAcceptance:
         accepted = PRIOR_WEIGHT_IN_ANSWER * self._prior_ratio + self._accepted
         return accepted / (PRIOR_WEIGHT_IN_ANSWER + self._offered)
 
-    def count(self, accepted: float, offered: float) -> None:
+    def add_counts(self, accepted: float, offered: float) -> None:
         """Note what a call accepted, of those `offered` at a ratio of 1. Older counts decay."""
         self._decay(KEEP_PER_CALL)
         self._accepted += accepted
@@ -152,7 +152,7 @@ class AnswerAcceptance:
         self.total_accepted += accepted
         self.total_offered += offered
 
-    def count_plain_tokens(self, tokens: int) -> None:
+    def decay_by_plain_tokens(self, tokens: int) -> None:
         """Note that `tokens` were decoded without a draft: older counts decay."""
         self._decay(KEEP_PER_PLAIN_TOKEN**tokens)
 

@@ -245,7 +245,7 @@ class Controller:
         if context_bucket(call.context) > context_bucket(self._context):
             self._switch_context_bucket(call.context)
         decision = self._find_decision(call.drafted)
-        self._count_tokens(call)
+        self._record_tokens(call)
         self._advance_probe(call, decision)
         if self._reads_seconds:
             self._record_seconds(call)
@@ -265,11 +265,11 @@ class Controller:
                 counted.total_offered,
                 counted.first_ratio,
             )
-        self._teach_costs()
+        self._write_costs_to_table()
         if self._probe is not None:
             self._table.reset_probes()  # the answer has ended before it taught anything
 
-    def _teach_costs(self) -> None:
+    def _write_costs_to_table(self) -> None:
         """Move the seconds that were collected into the table, as costs in plain calls.
 
         Nothing is learned, and runs are kept, where no plain call was timed in this process.
@@ -304,7 +304,7 @@ class Controller:
 
         What was timed so far is taught first; plain calls are timed again where that is due.
         """
-        self._teach_costs()
+        self._write_costs_to_table()
         self._runs = []
         self._context = context
         self._costs = self._table.frozen(context).scaled(self._costs.scale)
@@ -483,18 +483,18 @@ class Controller:
         steady = self._costs.pessimistic_calls(self._kind(call.shape))
         return steady if call.drafted else max(1.0, steady - self._entry_cost(call.shape))
 
-    def _count_tokens(self, call: Call) -> None:
+    def _record_tokens(self, call: Call) -> None:
         """Add a call's tokens to the answer's, to the table's age and to acceptance counts."""
         self._tokens += call.tokens
         self._behind += self._table_cost(call) - call.tokens
-        self._table.count_tokens(call.tokens, self._context)
+        self._table.record_tokens(call.tokens, self._context)
         if call.shape is None:
             for counted in self._acceptance.values():
-                counted.count_plain_tokens(call.tokens)
+                counted.decay_by_plain_tokens(call.tokens)
         elif self._pending_candidate is not None:
             for one in self._pending_candidate.offer.acceptance_counts(call.shape, call.tokens - 1):
                 counted = self._acceptance_for(one.name, one.first_ratio)
-                counted.count(one.accepted, one.offered)
+                counted.add_counts(one.accepted, one.offered)
 
     def _advance_probe(self, call: Call, decision: Decision) -> None:
         """Count a probe's calls down, end it where another shape was drafted, or begin one.
@@ -514,7 +514,7 @@ class Controller:
         For a size that nobody had timed: so this answer gains too, and not only later ones.
         """
         self._probe = None
-        self._teach_costs()
+        self._write_costs_to_table()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
 
     def _record_seconds(self, call: Call) -> None:

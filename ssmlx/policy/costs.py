@@ -96,10 +96,14 @@ class Mean:
     value: float
     weight: float
 
-    def add(self, value: float, clamp: float) -> None:
-        """Average in a run's `value`, cut to at most the share `clamp` above or below the mean."""
-        low = self.value * (1 - clamp)
-        high = self.value * (1 + clamp)
+    def add(self, value: float, most_change: float) -> None:
+        """Average in a run's `value`, first cut to the mean times 1 - `most_change` to 1 +
+        `most_change`.
+
+        `weight` grows by 1, but the past counts as `MAX_WEIGHT` - 1 runs at most.
+        """
+        low = self.value * (1 - most_change)
+        high = self.value * (1 + most_change)
         self.weight = min(self.weight, MAX_WEIGHT - 1) + 1
         self.value += (min(max(value, low), high) - self.value) / self.weight
 
@@ -255,7 +259,7 @@ class CostTable:
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
         return FrozenCosts(known, self.noise, self.plain_error(context))
 
-    def seed(
+    def set_head_start(
         self,
         costs: Mapping[Kind, float],
         context: int = 0,
@@ -296,12 +300,12 @@ class CostTable:
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
         is_learned = mean.weight >= 1
-        clamp = CLAMP if is_learned else FIRST_CLAMP
+        most_change = CLAMP if is_learned else FIRST_CLAMP
         if off > DISTRUST_ERROR or is_surprise:
             mean.weight = 1.0 if is_learned else 0.0
-        mean.add(calls, clamp)
+        mean.add(calls, most_change)
         mean.value = max(mean.value, LEAST_COST)
-        if not is_learned and off > clamp:
+        if not is_learned and off > most_change:
             mean.weight = SEED_WEIGHT  # still too far off to count as learned
         moved = (mean.value - 1) / (before - 1)
         has_changed = is_learned and off > CLAMP
@@ -360,7 +364,7 @@ class CostTable:
             timing.wait = min(2 * timing.wait, TIMING_WAIT_MOST)
         timing.tokens_since = 0
 
-    def count_tokens(self, tokens: int, context: int) -> None:
+    def record_tokens(self, tokens: int, context: int) -> None:
         """Note that an answer advanced by `tokens`: the bank gains, and timings and probes age."""
         self.bank = min(BANK_MOST, self.bank + BANK_REFILL * tokens)
         self.since_probe += tokens

@@ -134,7 +134,7 @@ def time_candidates(
         found[num_layers] = seed_costs(model, text, TIMED_SIZES, seconds=seconds)
     learned, _ = learned_of(StreamFusedModel(backbone))
     for num_layers, costs in found.items():
-        learned.costs.seed(
+        learned.costs.set_head_start(
             {(_untrained_cost_name(num_layers), n): cost for n, cost in costs.items()}
         )
     learned.keep(at_once=True)
