@@ -187,7 +187,10 @@ class PromptLookupDrafter:
         return tree
 
     def _find_offer(self) -> ChainOffer | None:
-        """The offer of the best match that any token follows; None without one, or before `start`."""
+        """The offer of the best match that any token follows; None without one, or before `start`.
+
+        Nothing is kept.
+        """
         if not self.source.end:
             return None
         for match in self._find_matches():

@@ -139,8 +139,8 @@ def resolve_drafter(
         loaded, in order.
 
     Raises:
-        InputError: two different names are given, or something is neither a name nor was loaded to
-            draft. Whether there is a drafter of that name is for `replace(config)` to say.
+        InputError: two different names are given, or one that no drafter has; or something is
+            neither a name nor was loaded to draft.
     """
     names: list[str] = []
     loaded: list[Loaded] = []

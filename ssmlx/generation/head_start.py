@@ -48,7 +48,7 @@ def seed_costs(
     first_round_seconds: float = inf,
 ) -> dict[int, float]:
     """Time calls with trees of streams, or of rows alone where the model has no streams, and write
-    the costs to this machine's table.
+    the costs to this machine's table, and its file at once.
 
     What answers have taught of a size is worth more, and stays.
 
@@ -73,11 +73,12 @@ def seed_costs(
 
 
 def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: Plan) -> None:
-    """Time calls before the first answer, once for a machine and a geometry.
+    """Time calls before the first answer, once for a machine and a geometry, and keep their costs.
 
-    Does nothing where no controller decides, where neither streams nor the text draft, or where
-    costs of such calls are known already. On the thread that runs MLX, while nothing else decodes.
-    Takes some two seconds.
+    Does nothing where nothing is learned (no controller, or a deterministic one), where neither
+    streams nor the text draft, where costs of such calls are known already, or where the context is
+    too short for a sample text. On the thread that runs MLX, while nothing else decodes. Takes some
+    two seconds.
 
     Args:
         model, tokenizer: as `ssmlx.load` returns them.

@@ -37,8 +37,11 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def usable_memory() -> int:
-    """Bytes of memory that one process can use: what MLX recommends for the GPU, where that is the
-    default device; else those of the machine, or of its container where that has fewer."""
+    """Bytes of memory that one process can use.
+
+    Where the GPU is MLX's default device, what MLX recommends for it, or all that it has; else, and
+    where MLX says nothing, those of the machine, or of its container where that has fewer.
+    """
     if mx.default_device() == mx.gpu:
         told = mx.device_info(mx.gpu)
         for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
@@ -112,9 +115,12 @@ class Holding:
     def provide(self, num_tokens: int) -> None:
         """Claim memory for a text of `num_tokens` and 64 more, unless that was claimed before.
 
+        Room is for a multiple of 256 tokens. What the pool keeps for later answers may be dropped
+        for it.
+
         Raises:
-            NoRoomError: there is none, even if all that is kept were dropped; the claim is as
-                before.
+            NoRoomError: there is none, even if all that is kept were dropped; the claimed bytes are
+                as before.
         """
         if num_tokens + _MARGIN <= self._provided:
             return
@@ -173,9 +179,10 @@ class MemoryPool:
     # --- what is kept ---
 
     def keep(self, one: Kept, num_bytes: int) -> None:
-        """Count `one` as the newest of what is kept; older ones are dropped until it fits.
+        """Count `one` as the newest of what is kept; the longest unused are dropped until it fits.
 
-        Where it does not fit beside running answers at all, it is dropped itself.
+        Where it does not fit beside running answers at all, it is dropped itself (`free_memory`),
+        and the others stay.
 
         Args:
             one: held by a weak reference; one that is counted already is counted anew.
@@ -209,10 +216,10 @@ class MemoryPool:
             self._shared.add(one)
 
     def hold(self, holding: Holding, num_tokens: int) -> Holding:
-        """Count a new answer, whose text has `num_tokens`; returns `holding`.
+        """Count a new answer, whose text has `num_tokens`, and claim its memory; returns `holding`.
 
         Raises:
-            NoRoomError: there is no room for it.
+            NoRoomError: there is no room for it; it is not counted then.
         """
         with self._lock:
             self._running.add(holding)
@@ -227,7 +234,8 @@ class MemoryPool:
         """Drop what is kept until there is room for what `holding`, counted here, has claimed.
 
         Raises:
-            NoRoomError: there is none, even if all were dropped; then nothing is.
+            NoRoomError: there is none, even if all were dropped; then nothing that is kept is, but
+                what answers share has dropped its idle part.
         """
         wanted = holding.count()
         if not self.make_room():
@@ -277,6 +285,7 @@ class MemoryPool:
             context: Sequence[int] = (),
             **more: Any,
         ) -> Iterator[list[int]]:
+            """Count the answer, then begin it; its iterator claims memory as the text grows."""
             for one in plan.loaded:
                 if isinstance(one, DraftModel):
                     self.share(one)
@@ -304,7 +313,10 @@ class MemoryPool:
             one.drop_idle()
 
     def _evict_down_to(self, num_bytes: int) -> None:
-        """Drop what is kept, the longest unused first, until it has `num_bytes` at most."""
+        """Drop what is kept, the longest unused first, until it has `num_bytes` at most.
+
+        MLX's cache of free buffers is emptied where anything was dropped.
+        """
         has_gone = False
         while (one := self._pop_oldest_above(num_bytes)) is not None:
             one.free_memory()
@@ -314,7 +326,10 @@ class MemoryPool:
 
     def _pop_oldest_above(self, num_bytes: int) -> Kept | None:
         """Take out and return what is unused the longest, if all that is kept has more than
-        `num_bytes`; else None. What is no longer alive is forgotten."""
+        `num_bytes`.
+
+        Else None. What is no longer alive is forgotten.
+        """
         with self._lock:
             alive = [(one, size) for one, size in self._kept.items() if one() is not None]
             self._kept = dict(alive)
@@ -328,9 +343,17 @@ class MemoryPool:
 def _reserve_while_decoding(
     steps: Iterator[list[int]], holding: Holding, num_tokens: int
 ) -> Iterator[list[int]]:
-    """Yield `steps`, and claim memory for the text after each; `num_tokens` is its length before.
+    """Yield `steps`, and claim memory for the text behind each, before the next is computed.
 
-    In the end `steps` are closed and `holding` is released.
+    In the end, whatever it is, `steps` are closed and `holding` is released.
+
+    Args:
+        steps: the tokens of each call.
+        holding: the answer's.
+        num_tokens: of the text before the first step.
+
+    Raises:
+        NoRoomError: there is no memory for more.
     """
     try:
         with closing(cast("Generator[list[int]]", steps)):

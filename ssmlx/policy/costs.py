@@ -116,7 +116,8 @@ class PlainTiming:
         seconds: of one call.
         tokens_since: tokens that were written since the last timing.
         wait: tokens after which plain calls are timed again.
-        calls: calls timed in this process that agree; 0 where `seconds` is from an earlier one.
+        calls: calls timed in this process that agree, up to `MAX_AVERAGED_PLAIN_CALLS`; 0 where
+            `seconds` is from an earlier process.
         last_calls: calls of the last timing.
     """
 
@@ -139,7 +140,10 @@ def assumed_extra_calls(kind: Kind) -> float:
 
 
 def interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:
-    """The value at `at` on straight lines through (known, values); the ends' values beyond."""
+    """The value at `at` on straight lines through the points (known, values); beyond, the end's.
+
+    `known` is ascending, and has one number or more.
+    """
     right = bisect_right(known, at)
     if right == 0:
         return values[0]
@@ -207,12 +211,13 @@ class FrozenCosts:
         return self._found[kind]
 
     def _interpolated(self, kind: Kind) -> tuple[float, float]:
-        """The extra plain calls of a kind, and their weight, from what was measured.
+        """The extra plain calls of a kind, scaled, and their weight in runs, from what was
+        measured.
 
-        The measured extra over the assumed one is interpolated between node counts, and kept
-        beyond the first and last; so one measured count moves all others of its name. `ROWS` that
-        were never measured take that factor from a drafter. A kind without measurements has the
-        assumed cost and weight 0.
+        The measured extra over the assumed one is interpolated between node counts, and kept beyond
+        the first and last; so one measured count moves all others of its name. `ROWS` that were
+        never measured take that factor from a drafter. A kind without measurements has the assumed
+        cost and weight 0. Weights are interpolated too; what lies beyond has `UNKNOWN_WEIGHT`.
         """
         name, count = kind
         counts = sorted(n for one, n in self.known if one == name)
@@ -267,10 +272,14 @@ class CostTable:
     ) -> None:
         """Set costs that were timed before any answer; what answers have taught stays.
 
+        A cost is set where none is known for the bucket of `context`, or one of at most
+        `SEED_WEIGHT` runs.
+
         Args:
-            costs: plain calls that kinds of calls take.
+            costs: plain calls that kinds of calls take; `LEAST_COST` is set where they are fewer.
             context: committed tokens behind which they were timed.
-            plain_seconds: of the plain calls that they were compared with.
+            plain_seconds: of the plain calls that they were compared with; learned first, as by
+                `learn_plain`.
         """
         if plain_seconds:
             self.learn_plain(context, plain_seconds)
@@ -316,8 +325,10 @@ class CostTable:
         return moved
 
     def plain_seconds(self, context: int, is_recent: bool = False) -> float | None:
-        """Seconds of a plain call in the bucket of `context`; None where it was never timed, or,
-        with `is_recent`, not in this process."""
+        """Seconds of a plain call in the bucket of `context` tokens; None where it was never timed.
+
+        With `is_recent`, None as well where it was not timed in this process.
+        """
         timing = self._plain.get(context_bucket(context))
         if timing is None or (is_recent and not timing.calls):
             return None
@@ -345,9 +356,12 @@ class CostTable:
         return MEDIAN_ERROR * self.noise / math.sqrt(calls) if calls else 0.0
 
     def learn_plain(self, context: int, seconds: Sequence[float]) -> None:
-        """Average in the seconds of a few plain calls in a row, and update the noise.
+        """Average in the median of the seconds of some plain calls in a row, one or more.
 
         A median that is off by more than `CLAMP` replaces the old timing: the machine has changed.
+        From three calls on, the noise is averaged in too. Tokens since the last timing count from
+        0; where the timing was due by them, the next has to wait twice as long, `TIMING_WAIT_MOST`
+        at most.
         """
         bucket = context_bucket(context)
         found = median(seconds)
@@ -365,7 +379,11 @@ class CostTable:
         timing.tokens_since = 0
 
     def record_tokens(self, tokens: int, context: int) -> None:
-        """Note that an answer advanced by `tokens`: the bank gains, and timings and probes age."""
+        """Note that an answer behind `context` tokens advanced by `tokens`.
+
+        The bank gains `BANK_REFILL` a token, up to `BANK_MOST`; the last probe, and the timing of
+        plain calls in that bucket, grow older.
+        """
         self.bank = min(BANK_MOST, self.bank + BANK_REFILL * tokens)
         self.since_probe += tokens
         timing = self._plain.get(context_bucket(context))
@@ -397,8 +415,11 @@ class CostTable:
         return self._means[max(known)] if known else {}
 
     def _bucket_to_change(self, context: int) -> dict[Kind, Mean]:
-        """The costs of a context's own bucket, to change; made from the next shorter one's, with a
-        head start's weight, where it had none."""
+        """The costs of a context's own bucket, to be changed by the caller.
+
+        Where there are none they are made now, from the next shorter bucket's with the weight of a
+        head start at most; empty where there is none of these either.
+        """
         bucket = context_bucket(context)
         if bucket not in self._means:
             inherited = self._bucket(context)
@@ -410,7 +431,11 @@ class CostTable:
         return self._means[bucket]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values to write to disk: costs, seconds of plain calls, bank and noise."""
+        """JSON values to write to disk.
+
+        "costs": [bucket, name, count, plain calls, weight] each; "plain": [bucket, seconds, tokens
+        since] each; "bank" and "noise". Waits, and counts of timed calls, are left out.
+        """
         costs = [
             [bucket, name, count, mean.value, mean.weight]
             for bucket, means in self._means.items()
@@ -421,10 +446,10 @@ class CostTable:
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """The table that `to_dict` gave.
+        """A new table from what `to_dict` gave.
 
         Raises:
-            ValueError: where it is none, or holds what no table would.
+            ValueError: it is not of that form, has too many entries, or a number out of its range.
         """
         try:
             return cls._read(values)
@@ -433,7 +458,7 @@ class CostTable:
 
     @classmethod
     def _read(cls, values: Any) -> Self:
-        """As `from_dict`, but malformed values may raise what Python raises."""
+        """As `from_dict`, but values of another form may raise TypeError, KeyError and the like."""
         table = cls()
         table.bank = _checked_number(values["bank"], 0.0, BANK_MOST)
         table.noise = _checked_number(values["noise"], 0.0, MAX_NOISE)
