@@ -133,7 +133,7 @@ class AnswerText:
             self._end = None if self.ended_by is None else found[self.ended_by]
         return self._end is not None
 
-    def segment(self, *, is_last: bool) -> str:
+    def take_segment(self, *, is_last: bool) -> str:
         """Take out and return the text that is certain since the last segment; with `is_last`, all
         of it.
 
@@ -188,17 +188,17 @@ class StopChecker:
 
         They are counted, and their text taken, now; `cut_step` only tells then.
         """
-        self._asked = self._take(step)
+        self._asked = self._take_until_end(step)
         return self._asked[1] is not None
 
     def cut_step(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens of `step` that belong to the answer, and why it ends with them; None where it
         does not."""
-        taken = self._asked or self._take(step)
+        taken = self._asked or self._take_until_end(step)
         self._asked = None
         return taken
 
-    def _take(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
+    def _take_until_end(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
         """Append the tokens of `step` to the answer up to where it ends.
 
         Returns:
@@ -491,7 +491,7 @@ def build_responses(
         first_done = now if calls == 1 else first_done
         step, reason = stop_checker.cut_step(step)
         yield GenerationResponse(
-            text=stop_checker.text.segment(is_last=reason is not None),
+            text=stop_checker.text.take_segment(is_last=reason is not None),
             tokens=tuple(step),
             finish_reason=reason,
             prompt_tokens=num_prompt,

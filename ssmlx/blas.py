@@ -43,7 +43,9 @@ def prefer_openblas() -> bool:
 def this_machine() -> tuple[str, str]:
     """(the chip, on the CPU with the number of cores that MLX may use; what computes).
 
-    Such as ("Apple M4", "gpu"), or ("x86_64, 2 cores", "cpu, fast BLAS"). Found once a process.
+    Such as ("Apple M4", "gpu"), or ("x86_64, 2 cores", "cpu, fast BLAS"). By MLX's default device
+    when it is first called; found once a process. The cores are those that the process may run on,
+    or fewer where `OPENBLAS_NUM_THREADS` or `OMP_NUM_THREADS` says so.
     """
     import mlx.core as mx
 

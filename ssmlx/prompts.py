@@ -72,7 +72,7 @@ def read_lines(
 ) -> list[tuple[int, str]]:
     """(number from 1, text) of each line of a UTF-8 file that is not blank.
 
-    Lines end at line feeds alone; a carriage return before one stays.
+    Lines end at line feeds and carriage returns alone.
 
     Args:
         path: the file.
@@ -90,8 +90,9 @@ def read_lines(
 def _checked_prompt(line: str, where: str) -> dict[str, Any]:
     """Parse and check a line of a file of prompts.
 
-    It has to be an object with either "prompt", a text, or "messages" whose last turn, but for an
-    answer to it, is the user's or a tool's, and a user's text that is not blank.
+    It has to be an object with either "prompt", a text, or "messages" of roles in `ROLES`, whose
+    last turn, but for an answer to it, is the user's or a tool's. The user's last text must not be
+    blank.
 
     Args:
         line: JSON.
@@ -273,7 +274,7 @@ def encode_with_template(
         template_args: for the chat template.
 
     Raises:
-        InputError: the prompt is broken or empty, or the template cannot be used for it.
+        InputError: the prompt is broken, or one blank text, or the template cannot be used for it.
     """
     messages = normalise_turns(as_messages(prompt))
     more: Any = {"tools": prompt.get("tools"), "template_args": template_args}

@@ -13,7 +13,10 @@ Columns = Mapping[str, Callable[[Any], str]]
 def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells as lines of equal columns: the first one flush left, the others right.
 
-    There is one row or more, all with as many cells.
+    Two spaces stand between columns; none at the end of a line.
+
+    Args:
+        rows: one or more, all with as many cells.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
@@ -36,7 +39,11 @@ def table(columns: Columns, rows: Iterable[Any], more: Sequence[Sequence[str]] =
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure of `width` by `height` inches, which opens no window."""
+    """An empty matplotlib figure of `width` by `height` inches, which opens no window.
+
+    Raises:
+        ImportError: there is no matplotlib.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -52,7 +59,15 @@ def cycle_pairs(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple
 
 
 def save_figure(figure: Any, caption: str, path: Path) -> None:
-    """Write a figure to `path`, with a caption below unless that is empty, and light axes."""
+    """Write a figure to `path`, at 150 dots an inch, with light axes; an older file is replaced.
+
+    Its axes lose their top and right edges and get a grid. The format is that of the path's suffix.
+
+    Args:
+        figure: of `new_figure`; it is changed.
+        caption: what stands below, broken into lines; "" for nothing.
+        path: the file.
+    """
     if caption:
         width = int(15.5 * figure.get_figwidth())
         figure.supxlabel(fill(caption, width), x=0.01, ha="left", fontsize=8)

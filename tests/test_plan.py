@@ -73,7 +73,7 @@ def test_text_is_drafted_for_every_model():
 def test_nothing_drafts_where_plain_decoding_is_asked_for():
     plan = make_plan(make_model(), decoding="plain")
     assert plan.controller == Never() and not plan.drafters and plan.scratch == 0
-    assert plan.decision().startswith("plain decoding")
+    assert plan.decision_line().startswith("plain decoding")
 
 
 def test_what_is_loaded_drafts(model):

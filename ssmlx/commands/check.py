@@ -210,12 +210,12 @@ def time_stream_costs(
         calls that such a call takes, tokens that it should bring, speed-up over plain decoding.
     """
     from ..decoding.controller import DraftShape
-    from ..generation.head_start import STREAMS, seed_costs
+    from ..generation.head_start import STREAMS, time_and_store_costs
     from ..generation.learned import learned_of
     from ..generation.plan import TYPICAL_TOKENS
     from ..policy.offers import CurveOffer
 
-    seed_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
+    time_and_store_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
     learned, prior = learned_of(model)
     costs = learned.costs.frozen(len(text)).known
     share = prior.ratio(STREAMS, len(text))

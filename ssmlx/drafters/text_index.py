@@ -56,9 +56,9 @@ class TextIndex:
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self._begin(tokens)
+        self._rebuild(tokens)
 
-    def _begin(self, tokens: Iterable[int]) -> None:
+    def _rebuild(self, tokens: Iterable[int]) -> None:
         """Drop everything, then append `tokens`."""
         self.tokens: list[int] = []
         self._run = 0  # tokens since the last boundary
@@ -87,7 +87,7 @@ class TextIndex:
 
     def keep_last(self, count: int) -> None:
         """Forget all but the last `count` tokens; all of them where that is 0."""
-        self._begin(self.tokens[-count:] if count else ())
+        self._rebuild(self.tokens[-count:] if count else ())
 
     def find_matches(self, text: Sequence[int], max_length: int = MAX_MATCH) -> Iterator[Match]:
         """Yield where the last tokens of `text` stand in the index, the best matches first.

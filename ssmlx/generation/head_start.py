@@ -39,7 +39,7 @@ def sample_text(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> list[in
     return encode(_TEXT, tokenizer)[: min(_MOST_TOKENS, room // 2)]
 
 
-def seed_costs(
+def time_and_store_costs(
     model: StreamFusedModel,
     tokens: Sequence[int],
     sizes: Sequence[int],
@@ -95,7 +95,7 @@ def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: 
     )
     if is_known or len(tokens) < 2:
         return
-    found = seed_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
+    found = time_and_store_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
     costs = ", ".join(f"{size}: {cost:.2f}" for size, cost in found.items())
     if found:
         _log.debug("timed once, plain calls by nodes: %s; kept in %s", costs, plan.learned.path)

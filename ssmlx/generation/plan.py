@@ -107,7 +107,7 @@ class Plan:
             self.controller.finish()
             self.learned.keep()
 
-    def decision(self) -> str:
+    def decision_line(self) -> str:
         """A line for users: what drafts and why, or why nothing does."""
         if not self.drafters:
             asked = self.config.decoding == "plain"

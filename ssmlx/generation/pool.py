@@ -112,7 +112,7 @@ class Holding:
         self._claimed = 0  # bytes of these
         self.num_bytes = 0  # as they were counted last
 
-    def provide(self, num_tokens: int) -> None:
+    def claim_memory(self, num_tokens: int) -> None:
         """Claim memory for a text of `num_tokens` and 64 more, unless that was claimed before.
 
         Room is for a multiple of 256 tokens. What the pool keeps for later answers may be dropped
@@ -133,7 +133,7 @@ class Holding:
             self._claimed = before
             raise
 
-    def count(self) -> int:
+    def count_bytes(self) -> int:
         """Bytes that it holds, or has claimed where that is more; also kept in `num_bytes`.
 
         On the thread that runs MLX.
@@ -189,7 +189,7 @@ class MemoryPool:
             num_bytes: bytes that it takes.
         """
         self.forget(one)
-        left = self.limit - self._count()
+        left = self.limit - self._count_bytes()
         if num_bytes > left:  # in vain: nothing else has to go for it
             one.free_memory()
             return
@@ -224,7 +224,7 @@ class MemoryPool:
         with self._lock:
             self._running.add(holding)
         try:
-            holding.provide(num_tokens)
+            holding.claim_memory(num_tokens)
         except NoRoomError:
             self.release(holding)
             raise
@@ -237,9 +237,9 @@ class MemoryPool:
             NoRoomError: there is none, even if all were dropped; then nothing that is kept is, but
                 what answers share has dropped its idle part.
         """
-        wanted = holding.count()
+        wanted = holding.count_bytes()
         if not self.make_room():
-            free = self.limit - self._count() + wanted
+            free = self.limit - self._count_bytes() + wanted
             raise NoRoomError(wanted, free, self.limit)
 
     def make_room(self, num_bytes: int = 0) -> bool:
@@ -254,10 +254,10 @@ class MemoryPool:
         Returns:
             Whether there is room for them.
         """
-        left = self.limit - self._count() - num_bytes
+        left = self.limit - self._count_bytes() - num_bytes
         if left < 0:
             self._drop_idle()
-            left = self.limit - self._count() - num_bytes
+            left = self.limit - self._count_bytes() - num_bytes
         if left < 0:
             return False
         self._evict_down_to(left)
@@ -298,12 +298,12 @@ class MemoryPool:
 
         return decoded
 
-    def _count(self) -> int:
+    def _count_bytes(self) -> int:
         """Bytes of running answers and of what they share, counted now."""
         with self._lock:
             running = list(self._running)
             shared: list[Shared] = list(self._shared)
-        return sum(one.count() for one in running) + sum(one.cache_bytes for one in shared)
+        return sum(one.count_bytes() for one in running) + sum(one.cache_bytes for one in shared)
 
     def _drop_idle(self) -> None:
         """Have all that answers share drop what no running answer uses."""
@@ -360,6 +360,6 @@ def _reserve_while_decoding(
             for step in steps:
                 yield step
                 num_tokens += len(step)
-                holding.provide(num_tokens)
+                holding.claim_memory(num_tokens)
     finally:
         holding.release()

@@ -491,7 +491,7 @@ class Controller:
         found = (one for one in reversed(self._decisions) if one.shape == drafted)
         return next(found, Decision(None))
 
-    def _table_cost(self, call: Call) -> float:
+    def _charge_for(self, call: Call) -> float:
         """Plain calls that a call is charged with: by frozen costs, pessimistic, not by its
         seconds.
 
@@ -512,7 +512,7 @@ class Controller:
         is known.
         """
         self._tokens += call.tokens
-        self._behind += self._table_cost(call) - call.tokens
+        self._behind += self._charge_for(call) - call.tokens
         self._table.record_tokens(call.tokens, self._context)
         if call.shape is None:
             for counted in self._acceptance.values():
@@ -567,7 +567,7 @@ class Controller:
             seconds = None if plain is None else seconds + self._entry_cost(call.shape) * plain
         if seconds is None:
             return
-        run = self._run_for(call.shape)
+        run = self._find_or_begin_run(call.shape)
         run.seconds.append(seconds)
         is_untimed = self._costs.weight(self._kind(call.shape)) < MIN_TIMED_WEIGHT
         if len(run.seconds) == MIN_RUN_CALLS and is_untimed:
@@ -575,7 +575,7 @@ class Controller:
         else:
             self._check_for_surprise(call.shape, seconds)
 
-    def _run_for(self, shape: DraftShape) -> Run:
+    def _find_or_begin_run(self, shape: DraftShape) -> Run:
         """The run that a call of `shape` joins, begun where there is none; surprises then count
         from 0.
 
