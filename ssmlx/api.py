@@ -247,7 +247,8 @@ def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
 
 
 def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:
-    """Raise InputError, naming the first, where `tokens` has an id outside the vocabulary."""
+    """Raise InputError where `tokens` has an id outside the vocabulary; the message names the
+    first."""
     size = model.backbone.vocab_size
     unknown = next((token for token in tokens if not 0 <= token < size), None)
     found = f"the prompt has the token {unknown}"

@@ -70,10 +70,15 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_text(path: Path, *, expected: str, do: str) -> str:
-    """Read the UTF-8 text of a file or a pipe, without a byte-order mark.
+    r"""Read the UTF-8 text of a file or a pipe, without a byte-order mark; line ends become "\n".
+
+    Args:
+        path: the file.
+        expected: what a message says was expected.
+        do: what a message says is to be done.
 
     Raises:
-        InputError: it cannot be read or is not UTF-8; `expected` and `do` are the message's words.
+        InputError: it cannot be read or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -90,8 +95,12 @@ def read_text(path: Path, *, expected: str, do: str) -> str:
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """Read the JSON object in a file.
 
+    Args:
+        path: the file, of UTF-8.
+        what: a message's words for what it should hold.
+
     Raises:
-        InputError: there is none that can be read; `what` is the message's word for the file.
+        InputError: the file cannot be read, or holds no JSON, or another value than an object.
     """
     text = read_text(path, expected=what, do="check the path, or convert again")
     try:

@@ -311,10 +311,13 @@ def encode_turns(
 
 
 def is_single_turn(messages: Sequence[Message], template: str | None, **more: Any) -> bool:
-    """Whether a model is shown the user's last turn alone.
+    """Whether a model is shown the user's last turn alone, under an adapter's own template.
 
     True where `template` has `{prompt}`, all turns are the user's or the assistant's, the last one
     is the user's and alone or behind an answer, and none of `more` (tools, arguments) is given.
+
+    Raises:
+        InputError: a turn is none; only where `template` has `{prompt}` and `more` is empty.
     """
     if template is None or "{prompt}" not in template or any(more.values()):
         return False
@@ -511,8 +514,11 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def check_text(text: str) -> None:
-    """Raise InputError where `text` has a stray byte or half of a surrogate pair, which tokenizers
-    refuse."""
+    """Raise InputError where `text` has half of a surrogate pair, such as for a byte that is no
+    UTF-8.
+
+    Tokenizers refuse it. The message says where the first one stands.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -148,7 +148,8 @@ class ChatSession:
         check_text(system or "")
 
         def anew() -> None:
-            """Begin a new conversation, on the MLX thread."""
+            """Begin a new conversation, unless a reply is open or the session closed; on the MLX
+            thread."""
             self._check_idle()
             self.system = system
             self.messages: list[Message] = []

@@ -69,7 +69,7 @@ def write_heads(folder: Path, heads: Heads) -> None:
 
 
 def read_heads(folder: Path) -> Heads:
-    """Read and check a heads folder.
+    """Read and check a heads folder; the tensors stay as they are stored, on no model yet.
 
     Raises:
         InputError: the folder or a file is missing, of another format, or broken; or a tensor is

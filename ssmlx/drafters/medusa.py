@@ -98,7 +98,8 @@ class MedusaHeads(DraftingHeads):
     def medusa_logits(self, hidden: mx.array) -> mx.array:
         """[H, Vd] logits of every head, in the order of heads.
 
-        `hidden` [1, D] is the base model's last hidden state, behind its final norm.
+        Args:
+            hidden: [1, D] the base model's last hidden state, behind its final norm.
         """
         expect_shape("hidden state", hidden, 1, self.config.hidden_size)
         states = mx.broadcast_to(hidden, (self.config.num_heads, *hidden.shape))  # [H, 1, D]

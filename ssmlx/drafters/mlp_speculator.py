@@ -52,6 +52,11 @@ class MlpSpeculatorConfig(HeadConfig):
     n_candidates: int | None = setting(None, least=1)
 
     def __post_init__(self) -> None:
+        """Check the values; `top_k_tokens_per_head` must be empty, or have a number for each stage.
+
+        Raises:
+            InputError: a value is not allowed.
+        """
         super().__post_init__()
         require(
             len(self.top_k_tokens_per_head) in (0, self.n_predict),
@@ -104,7 +109,10 @@ class MlpSpeculatorConfig(HeadConfig):
         return list(dict.fromkeys(self.tensor_name("head.weight", stage) for stage in stages))
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by published name; with `tie_weights`, a shared tensor stands once."""
+        """Shapes by published name, of each stage's embedding, projection, norm and head.
+
+        With `tie_weights`, a shared tensor stands once.
+        """
         found: dict[str, tuple[int, ...]] = {}
         for stage in range(self.n_predict):
             shapes: dict[str, tuple[int, ...]] = {

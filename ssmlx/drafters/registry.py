@@ -173,7 +173,11 @@ _registered: dict[str, RegisteredDrafter] = {}
 def register_drafter(name: str, **facts: Any) -> Callable[[_Build], _Build]:
     """A decorator that registers a function as the `build` of the drafter `name`.
 
-    `facts` are the other fields of `RegisteredDrafter`. The function stays as it is.
+    The function stays as it is. An earlier drafter of that name is replaced.
+
+    Args:
+        name: as in `DRAFTERS`.
+        facts: the other fields of `RegisteredDrafter`.
     """
 
     def register(build: _Build) -> _Build:
@@ -197,7 +201,7 @@ def build_drafter(
     loaded: Sequence[Loaded] = (),
     end_tokens: Collection[int] = (),
 ) -> Drafter:
-    """The drafter of a name in `DRAFTERS`, ready to start on one answer.
+    """Build the drafter of a name in `DRAFTERS`, ready to start on one answer.
 
     Args:
         name: which drafter.
@@ -208,7 +212,8 @@ def build_drafter(
         end_tokens: tokens that end an answer, or a part of it.
 
     Raises:
-        InputError: what it needs was not loaded, or the settings do not fit it or the model.
+        InputError: what it needs was not loaded, the settings do not fit it or the model, or they
+            ask for pruning where the drafter or the adapter has none.
     """
     registered = registered_drafter(name)
     own = _find_weights(registered, loaded)

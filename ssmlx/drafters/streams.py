@@ -63,18 +63,19 @@ class DraftVocab:
     def rank(
         self, hidden: mx.array, roots: mx.array, count: int, noise: Noise = None
     ) -> tuple[mx.array, mx.array]:
-        """Rank the tokens that every stream guesses.
+        """Rank the tokens that every stream guesses, among those of the draft vocabulary.
 
         Args:
-            hidden: [1, A * G, D] rows of G streams beside each of A nodes.
+            hidden: [1, A * G, D] rows of G streams beside each of A nodes, before the final norm.
             roots: [A] the token that each node's streams start behind.
             count: K, tokens of each stream.
             noise: [A * G, Vd] what `Sampling.noise` knows of the decisions that are guessed.
 
         Returns:
             [A, G, K] tokens, best first, and their log probabilities: [A, G, K]; of conditional
-            streams [A, G, K, K], of each token given each of the stream before (in all rows of a
-            first stream, given the root), which share the mass of the K tokens.
+            streams [A, G, K, K], of each token (last axis) given each of the stream before (in all
+            rows of a first stream, given the root), scaled to the mass that the K tokens have
+            unconditionally.
         """
         model = self._model
         places = roots.shape[0]

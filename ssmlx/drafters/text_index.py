@@ -59,7 +59,7 @@ class TextIndex:
         self._rebuild(tokens)
 
     def _rebuild(self, tokens: Iterable[int]) -> None:
-        """Drop everything, then append `tokens`."""
+        """Drop all tokens and n-grams, then append `tokens`."""
         self.tokens: list[int] = []
         self._run = 0  # tokens since the last boundary
         self._chains = [_Chain(length) for length in NGRAM_LENGTHS]
@@ -71,7 +71,10 @@ class TextIndex:
         return _BYTES_PER_TOKEN * len(self.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append `tokens`; one below zero, such as `BOUNDARY`, ends a text: no match spans it."""
+        """Append `tokens`, and index the n-grams of `NGRAM_LENGTHS` that end with each.
+
+        A token below zero, such as `BOUNDARY`, is appended too and ends a text: no n-gram spans it.
+        """
         text = self.tokens
         for token in tokens:
             text.append(token)

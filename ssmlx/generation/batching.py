@@ -116,7 +116,11 @@ class _Group:
         self.is_batched = is_faster and self._has_room(rows)
 
     def _has_room(self, rows: Sequence[Row]) -> bool:
-        """Whether there is memory for a batch of `rows`, each padded to the longest."""
+        """Whether there is memory for a batch of `rows`, each padded to the longest.
+
+        What its padding takes now is not asked for again. What is kept for later answers may be
+        dropped.
+        """
         lengths = [len(row.text) for row in rows]
         padding = len(lengths) * max(lengths) - sum(lengths)
         more = padding * self._token_bytes - self.batch.padding_bytes

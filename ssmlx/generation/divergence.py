@@ -50,7 +50,7 @@ class Divergence:
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     """The index of the first token that two answers do not share; None where they are equal.
 
-    Where one is the beginning of the other, its length.
+    Where one is the beginning of the other, that is its length.
     """
     if list(plain) == list(other):
         return None

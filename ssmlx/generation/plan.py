@@ -108,7 +108,10 @@ class Plan:
             self.learned.keep()
 
     def decision_line(self) -> str:
-        """A line for users: what drafts and why, or why nothing does."""
+        """A line for users: what drafts and why, or why nothing does.
+
+        It names the drafter and the nodes of its largest tree, and the speed that is expected now.
+        """
         if not self.drafters:
             asked = self.config.decoding == "plain"
             return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")

@@ -245,8 +245,8 @@ class MemoryPool:
     def make_room(self, num_bytes: int = 0) -> bool:
         """Drop what is kept, the longest unused first, until running answers and `num_bytes` fit.
 
-        What answers share drops its idle part first where that is needed. Where there is no room in
-        any case, nothing that is kept is dropped.
+        Where even without all that is kept there is no room, what answers share drops its idle part
+        first; where that is not enough, nothing that is kept is dropped. Nothing is claimed.
 
         Args:
             num_bytes: bytes that are wanted beside what runs.
@@ -271,9 +271,12 @@ class MemoryPool:
     def within_limit(self, decode: Decode) -> Decode:
         """Wrap `decode` so that each of its answers is counted, and refused where there is no room.
 
+        Draft models that an answer has loaded are counted as shared.
+
         Returns:
             A function like `decode`. Called, it raises NoRoomError where there is no room for the
-            prompt; its iterator does where there is none for more tokens.
+            prompt; its iterator does where there is none for more tokens. An answer is counted
+            until its iterator ends or is closed.
         """
 
         def decoded(
@@ -299,7 +302,10 @@ class MemoryPool:
         return decoded
 
     def _count_bytes(self) -> int:
-        """Bytes of running answers and of what they share, counted now."""
+        """Bytes of running answers and of what they share, counted anew; what is kept is left out.
+
+        On the thread that runs MLX.
+        """
         with self._lock:
             running = list(self._running)
             shared: list[Shared] = list(self._shared)

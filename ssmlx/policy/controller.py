@@ -431,15 +431,17 @@ class Controller:
     def _choose_probe(self, speed: float) -> Decision | None:
         """The start of a probe: a shape that may turn out faster than what is drafted now.
 
-        Candidates are judged as if the call under way was read.
+        Candidates are judged as if the call under way was read. Nothing is paid yet.
 
         Args:
-            speed: what is reached without a probe; exactly 1.0 says that plain decoding is best.
+            speed: what is reached without a probe, in tokens per plain call; exactly 1.0 says that
+                plain decoding is best.
 
         Returns:
             Of the shapes whose risk the bank can pay for, the one with the greatest hoped speed.
             Where plain decoding is best, none is affordable and the bank is full, the one of the
-            least risk. None where no probe is due, none promises enough, or the answer is behind.
+            least risk. None where no probe is due, none promises enough (`MIN_PROBE_GAIN`, but any
+            is enough where plain decoding is best), or the answer is too far behind.
         """
         if self._behind > MAX_BEHIND_FOR_PROBE or not self._table.may_probe(
             is_start=self._tokens <= 1

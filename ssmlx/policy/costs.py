@@ -184,8 +184,11 @@ class FrozenCosts:
         return self._extra_calls_and_weight(kind)[1]
 
     def pessimistic_calls(self, kind: Kind) -> float:
-        """Plain calls that a call may take at worst: `calls` and `CAUTION` standard errors of the
-        timings behind it."""
+        """Plain calls that a call of a kind may take at worst.
+
+        They are `calls` and `CAUTION` standard errors of the timings that it rests on, its own and
+        those of plain calls.
+        """
         extra, weight = self._extra_calls_and_weight(kind)
         run_error = (
             MEDIAN_ERROR * self.noise / math.sqrt(TYPICAL_RUN_CALLS * max(weight, UNKNOWN_WEIGHT))
@@ -291,13 +294,15 @@ class CostTable:
     def learn(self, kind: Kind, context: int, calls: float, is_surprise: bool = False) -> float:
         """Average in what calls of a kind took in an answer.
 
-        Costs of the same name that are not yet learned are scaled along, for a head start that is
-        wrong for one node count is mostly wrong for all. Where a learned cost is off by more than
-        `CLAMP`, the machine has changed: all costs of the name are scaled along.
+        It may change by `CLAMP` at most, by `FIRST_CLAMP` where it was not learned yet; where it is
+        off by more than `DISTRUST_ERROR`, or at a surprise, its past counts as one run, or as none.
+        Other costs of the same name that are not yet learned are scaled along, for a head start
+        that is wrong for one node count is mostly wrong for all. Where a learned cost is off by
+        more than `CLAMP`, the machine has changed: all costs of the name are scaled along.
 
         Args:
             kind: what was measured.
-            context: committed tokens behind which it was.
+            context: committed tokens behind which it was; only their bucket is changed.
             calls: plain calls that it took.
             is_surprise: whether the answer found its costs to be wrong.
 
@@ -335,11 +340,11 @@ class CostTable:
         return timing.seconds
 
     def is_timing_due(self, context: int, error: float) -> bool:
-        """Whether an answer should time plain calls.
+        """Whether an answer should time plain calls behind `context` tokens.
 
         True where they were never timed in the context's bucket, where `wait` tokens have passed
-        since, or where their relative standard error is above `error` and the last timing was short
-        or `TIMING_PAUSE` tokens ago.
+        since, or where, timed in this process, their relative standard error is above `error` and
+        the last timing had fewer than `MAX_PLAIN_CALLS` or is `TIMING_PAUSE` tokens ago.
         """
         timing = self._plain.get(context_bucket(context))
         if timing is None or timing.tokens_since >= timing.wait:
@@ -478,7 +483,11 @@ class CostTable:
 
 
 def _checked_number(value: Any, low: float, high: float) -> float:
-    """`value` if it is a finite number, and no bool, from `low` to `high`; else a ValueError."""
+    """`value` as it is, if it is a number from `low` to `high`.
+
+    Raises:
+        ValueError: it is none, a bool, not finite, or beyond.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"no number: {value!r}")
     if not (math.isfinite(value) and low <= value <= high):
