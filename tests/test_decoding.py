@@ -966,8 +966,8 @@ def test_copies_are_of_the_whole_text(context, monkeypatch):
         seen.append((text._tokens[NGRAM - 1 :], last))
         return look_up(text, last, count)
 
-    look_up = TextOnDevice.continuation
-    monkeypatch.setattr(TextOnDevice, "continuation", noted)
+    look_up = TextOnDevice.find_continuations
+    monkeypatch.setattr(TextOnDevice, "find_continuations", noted)
     cache = model.make_cache()
     drafter = StreamDrafter(model, PAIR[1], model.num_streams)
     prefill(model, PROMPT, cache)

@@ -549,7 +549,7 @@ def test_heads_that_guess_as_the_target_does_foresee_what_it_draws(kind, monkeyp
     monkeypatch.setattr(Backbone, "logits", lambda _, rows, *head: mx.repeat(row, rows.shape[1], 0))
     monkeypatch.setattr(MedusaHeads, "medusa_logits", lambda *_: mx.repeat(row, LEVELS, 0))
     monkeypatch.setattr(
-        MlpSpeculator, "stage", lambda _, n, state, last: (state, mx.repeat(row, last.shape[0], 0))
+        MlpSpeculator, "run_stage", lambda _, n, state, last: (state, mx.repeat(row, last.shape[0], 0))
     )
     settings = {**CHAIN, "heads": make_heads(kind, model.backbone)}
     sampling = {"temp": 0.7, "seed": 4}
