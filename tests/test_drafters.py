@@ -549,7 +549,9 @@ def test_heads_that_guess_as_the_target_does_foresee_what_it_draws(kind, monkeyp
     monkeypatch.setattr(Backbone, "logits", lambda _, rows, *head: mx.repeat(row, rows.shape[1], 0))
     monkeypatch.setattr(MedusaHeads, "medusa_logits", lambda *_: mx.repeat(row, LEVELS, 0))
     monkeypatch.setattr(
-        MlpSpeculator, "run_stage", lambda _, n, state, last: (state, mx.repeat(row, last.shape[0], 0))
+        MlpSpeculator,
+        "run_stage",
+        lambda _, n, state, last: (state, mx.repeat(row, last.shape[0], 0)),
     )
     settings = {**CHAIN, "heads": make_heads(kind, model.backbone)}
     sampling = {"temp": 0.7, "seed": 4}
@@ -772,7 +774,7 @@ def test_vocabularies_are_padded_to_sizes_of_their_own(sizes, settings):
     wide = {"draft": DraftModelConfig(num_draft_tokens=3, width=min(sizes))}
     tokens, lengths = written(model, PROMPT, 40, draft_model=draft, **wide, **settings)
     assert tokens == expected and len(lengths) < 40
-    logits = DraftCache(draft).logits(mx.array(PROMPT))
+    logits = DraftCache(draft).append_and_get_logits(mx.array(PROMPT))
     assert logits.shape == (1, sizes[0]) and mx.isfinite(logits).sum().item() == min(sizes)
 
 

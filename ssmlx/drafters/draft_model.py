@@ -155,10 +155,10 @@ class DraftCache:
         for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
             yield []
             last = min(first + PREFILL_STEP_SIZE, len(tokens) - 1)
-            self.logits(mx.array(self.text[first:last]))
+            self.append_and_get_logits(mx.array(self.text[first:last]))
             mx.eval([layer.state for layer in self._layers])
 
-    def logits(self, tokens: mx.array) -> mx.array:
+    def append_and_get_logits(self, tokens: mx.array) -> mx.array:
         """[1, V] logits behind the last of `tokens` [R], which are appended to the cache, not to
         `text`.
 
@@ -195,7 +195,7 @@ class DraftCache:
         """
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
-            self.logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
+            self.append_and_get_logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
             mx.eval([layer.state for layer in self._layers])
         return mx.array(self.text[self.offset :], mx.int32)
 
@@ -281,7 +281,7 @@ class DraftModelDrafter:
         recent = last_tokens(text, size)[None]
         rows: list[mx.array] = []
         for level in range(self.largest.levels):
-            logits = self._cache.logits(tokens)
+            logits = self._cache.append_and_get_logits(tokens)
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])
             places = RowPositions(first, mx.zeros(1, mx.int32), 1, recent)

@@ -276,12 +276,12 @@ class Controller:
     def _write_costs_to_table(self) -> None:
         """Move the seconds that were collected into the table, as costs in plain calls.
 
-        Seconds of plain calls go first, from `MIN_PLAIN_CALLS` of them on. Then the table learns,
-        of each shape, the median of its runs of `MIN_RUN_CALLS` calls or more, over a plain call's
-        seconds; where one changes by more than `INFORMATIVE_CHANGE`, probes may begin at once.
-        Where no plain call was timed in this process nothing of this is done, and runs are kept.
-        Else all runs are dropped but those that are still too short of drafters that wait for
-        tokens, and the open run ends.
+        Seconds of plain calls go first, from `MIN_PLAIN_CALLS` of them on. Where no plain call was
+        timed in this process, that is all, and runs are kept. Else the table learns, of each shape,
+        the median of its runs of `MIN_RUN_CALLS` calls or more, over a plain call's seconds; where
+        one changes by more than `INFORMATIVE_CHANGE`, probes may begin at once. Then all runs are
+        dropped but those that are still too short of drafters that wait for tokens, and the open
+        run ends.
         """
         if len(self._plain) >= MIN_PLAIN_CALLS:
             self._table.learn_plain(self._context, self._plain)
