@@ -192,8 +192,11 @@ class StopChecker:
         return self._asked[1] is not None
 
     def cut_step(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The tokens of `step` that belong to the answer, and why it ends with them; None where it
-        does not."""
+        """The tokens of `step` that belong to the answer, and why it ends with them.
+
+        The reason is None where it does not end. They are counted, and their text taken, unless
+        `ends_answer` was asked about them.
+        """
         taken = self._asked or self._take_until_end(step)
         self._asked = None
         return taken

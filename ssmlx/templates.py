@@ -41,14 +41,14 @@ def _require_within_bounds(ok: bool, what: str) -> None:
 
 
 def _check_deadline() -> None:
-    """Raise InputError behind the deadline of the `bounded_rendering` around, if there is one."""
+    """Raise InputError if the deadline of the `bounded_rendering` around has passed, if there is one."""
     deadline = _deadline.get()
     is_in_time = deadline is None or time.monotonic() < deadline
     _require_within_bounds(is_in_time, f"takes more than {MAX_SECONDS:.0f} s")
 
 
 def _until_deadline(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield `items`, looking at the deadline before each."""
+    """Yield `items`; InputError where the deadline has passed before one of them."""
     for item in items:
         _check_deadline()
         yield item

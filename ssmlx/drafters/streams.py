@@ -94,8 +94,15 @@ class DraftVocab:
 
 @mx.compile
 def renormalise_topk(logprobs: mx.array, more: mx.array) -> mx.array:
-    """[..., C, K] `logprobs` [..., K] with `more` logits [..., C, K] added, then scaled so that
-    each of the C rows has the probability mass that `logprobs` had."""
+    """Add `more` logits to log probabilities, and scale each row to the mass that these had.
+
+    Args:
+        logprobs: [..., K] of the likeliest tokens; their probabilities sum to 1 or less.
+        more: [..., C, K] for each of C conditions.
+
+    Returns:
+        [..., C, K] log probabilities.
+    """
     scores = logprobs[..., None, :] + more
     mass = mx.logsumexp(logprobs, axis=-1)[..., None, None]
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass

@@ -175,7 +175,7 @@ class EarlierAnswers:
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Append the tokens of an `answer`, behind the last `CONTEXT_TOKENS` of its `prompt`.
 
-        Where there are more than `EARLIER_TOKENS` then, the older half of that is forgotten.
+        Where there are more than `EARLIER_TOKENS` in all then, the last half of so many are kept.
         """
         self.index.extend([BOUNDARY, *prompt[-CONTEXT_TOKENS:], *answer])
         if len(self.index.tokens) > EARLIER_TOKENS:

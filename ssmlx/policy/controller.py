@@ -464,7 +464,11 @@ class Controller:
         return None
 
     def _probe_risk(self, probe: Candidate, speed: float) -> float:
-        """Plain calls that a probe may lose, compared with going on at `speed`; 0 or more."""
+        """Plain calls that a probe may lose, compared with going on at `speed`; 0 or more.
+
+        They are what `PROBE_CALLS` calls take, at the mean of expected and hoped cost, beyond what
+        their tokens take at `speed`; and the entry, where the call under way drafts nothing.
+        """
         entry = self._entry_cost(probe.shape) if self._pending is None else 0.0
         likely = (probe.cost + probe.hoped_cost) / 2
         return entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)

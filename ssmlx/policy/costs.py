@@ -354,8 +354,10 @@ class CostTable:
         return is_poor and has_more
 
     def plain_error(self, context: int, more_calls: int = 0) -> float:
-        """Relative standard error of the seconds of a plain call, with `more_calls` timed beside
-        those of the table; 0 where none was timed."""
+        """Relative standard error of the seconds of a plain call in the bucket of `context` tokens.
+
+        As if `more_calls` were timed beside those of the table; 0 where none was.
+        """
         timing = self._plain.get(context_bucket(context))
         calls = more_calls + (timing.calls if timing else 0)
         return MEDIAN_ERROR * self.noise / math.sqrt(calls) if calls else 0.0
@@ -406,15 +408,19 @@ class CostTable:
         self.since_probe = PROBE_WAIT
 
     def pay_for_probe(self, risk: float) -> None:
-        """Take `risk` plain calls from the bank, or all there is; the next probe has to wait twice
-        as long."""
+        """Take `risk` plain calls from the bank, or all there is, as a probe begins now.
+
+        The next probe has to wait twice as many tokens as this one, `PROBE_WAIT_MOST` at most.
+        """
         self.bank = max(0.0, self.bank - risk)
         self.since_probe = 0
         self.probe_wait = min(2 * self.probe_wait, PROBE_WAIT_MOST)
 
     def _bucket(self, context: int) -> dict[Kind, Mean]:
-        """The costs of a context's bucket, else of the next shorter one that has any, else none; to
-        read."""
+        """The costs of a context's bucket, else of the next shorter one that has any, else none.
+
+        They are not to be changed.
+        """
         bucket = context_bucket(context)
         known = [one for one in self._means if one <= bucket]
         return self._means[max(known)] if known else {}
