@@ -41,7 +41,7 @@ def _require_within_bounds(ok: bool, what: str) -> None:
 
 
 def _check_deadline() -> None:
-    """Raise InputError if the deadline of the `bounded_rendering` around has passed, if there is one."""
+    """Raise InputError if there is a `bounded_rendering` around whose deadline has passed."""
     deadline = _deadline.get()
     is_in_time = deadline is None or time.monotonic() < deadline
     _require_within_bounds(is_in_time, f"takes more than {MAX_SECONDS:.0f} s")
