@@ -95,6 +95,8 @@ class Comparison:
 class ChatSession:
     """A conversation under the model's chat template; under an adapter's own, single prompts.
 
+    Its replies take turns with other answers, call by call, and never share a call with them.
+
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
         config: settings of every answer.

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
@@ -21,6 +21,7 @@ from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import Fetch, resolve_model
 from ..model.modules import module_arrays
 from ..model.shapes import to_list
+from ..model.state_cache import ModelCall, StateCache, flatten_caches
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, comb_topology
 from ..prompts import common_prefix_length
@@ -54,17 +55,17 @@ class DraftModel:
         self.model = model
         self.name = name
         mx.eval(module_arrays(model))
-        for layer, cache in enumerate(_make_cache(model)):
+        for cache in flatten_caches(_make_caches(model)):
             require(
-                type(cache) is KVCache,
-                f"{name} keeps a {type(cache).__name__} in layer {layer}, from which rejected "
-                "tokens cannot be taken back",
-                expected="a model with plain key/value caches",
+                type(cache) in (KVCache, ArraysCache),
+                f"{name} keeps a {type(cache).__name__}, from which rejected tokens cannot be "
+                "taken back",
+                expected="a model with plain key/value caches, or recurrent states",
                 do="choose another draft model",
             )
         self.num_parameters: int = get_total_parameters(model)
-        wrapped: Any = model
-        self.vocab_size: int = getattr(wrapped, "language_model", wrapped).args.vocab_size
+        # Of its logits' shape alone: nothing is computed.
+        self.vocab_size = int(_call(model)(mx.array([[0]]), cache=_make_caches(model)).shape[-1])
         self.target_vocab_size = self.vocab_size
         self._caches: list[DraftCache] = []  # the one that was taken last stands first
 
@@ -105,7 +106,13 @@ class DraftModel:
         return cache
 
 
-def _make_cache(model: nn.Module) -> list[Any]:
+def _call(model: Any) -> ModelCall:
+    """A model as what is called with tokens and caches."""
+    call: ModelCall = model
+    return call
+
+
+def _make_caches(model: nn.Module) -> list[Any]:
     """A cache for each layer of `model`.
 
     Layers with a sliding window get a plain `KVCache` too, from which tokens can be taken back;
@@ -116,7 +123,7 @@ def _make_cache(model: nn.Module) -> list[Any]:
 
 
 class DraftCache:
-    """A draft model's keys and values of one text.
+    """What a draft model keeps of one text: keys and values, or recurrent states.
 
     Attributes:
         text: the tokens of the text; the cache holds the first `offset` of them, and maybe drafted
@@ -126,37 +133,38 @@ class DraftCache:
 
     def __init__(self, draft: DraftModel) -> None:
         self._draft = draft
-        self._layers = _make_cache(draft.model)
+        self._cache = StateCache(lambda: _make_caches(draft.model))
         self.text: list[int] = []
         self.drafter: Callable[[], object] = lambda: None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers."""
-        return sum(layer.nbytes for layer in self._layers)
+        return self._cache.nbytes
 
     @property
     def offset(self) -> int:
         """Tokens that the cache holds."""
-        return int(self._layers[0].offset)
+        return self._cache.offset
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Set the text to `tokens`, and make the cache hold all of them but the last.
 
-        Rows of the beginning that the text before shares stay; others are taken back, and the rest
-        is processed in pieces of `PREFILL_STEP_SIZE`. Nothing happens before the first step.
+        Rows of the beginning that the text before shares stay, as far as the cache can be taken
+        back to them; the rest is processed in pieces of `PREFILL_STEP_SIZE`. Nothing happens before
+        the first step.
 
         Yields:
             An empty list before each piece, for others to take their turn.
         """
-        kept = common_prefix_length(self.text[: self.offset], tokens[:-1])
-        trim_prompt_cache(self._layers, self.offset - kept)
+        self._go_back(common_prefix_length(self.text[: self.offset], tokens[:-1]))
+        kept = self.offset
         self.text = list(tokens)
         for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
             yield []
             last = min(first + PREFILL_STEP_SIZE, len(tokens) - 1)
             self.append_and_get_logits(mx.array(self.text[first:last]))
-            mx.eval([layer.state for layer in self._layers])
+            mx.eval(self._cache.state)
 
     def append_and_get_logits(self, tokens: mx.array) -> mx.array:
         """[1, V] logits behind the last of `tokens` [R], which are appended to the cache, not to
@@ -168,21 +176,30 @@ class DraftCache:
         """
         known = self._draft.vocab_size
         wanted = self._draft.target_vocab_size
-        logits: mx.array = self._draft.model(
-            mx.minimum(tokens, known - 1)[None], cache=self._layers
-        )[:, -1]
+        appended = mx.minimum(tokens, known - 1)
+        logits = self._cache.append(_call(self._draft.model), appended)[:, -1]
         if known < wanted:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]
 
+    def mark(self) -> None:
+        """Keep the states of now, so that `extend_text` can take back what is drafted from here."""
+        self._cache.mark()
+
     def extend_text(self, tokens: Sequence[int], num_cached: int) -> None:
         """Append `tokens` to the text, of which the cache holds the first `num_cached` already.
 
-        What the cache holds beyond these is taken back. No token is processed.
+        What the cache holds beyond these is taken back; more, where recurrent states were not
+        marked there. Marks are forgotten. No token is processed.
         """
         known = len(self.text) + num_cached
         self.text.extend(tokens)
-        trim_prompt_cache(self._layers, max(0, self.offset - known))
+        self._go_back(min(known, self.offset))
+        self._cache.forget_marks()
+
+    def _go_back(self, num_tokens: int) -> None:
+        """Hold the first `num_tokens` of the text, or as many of them as can be gone back to."""
+        self._cache.trim(self._cache.longest_trim(num_tokens))
 
     def process_all_but_last_piece(self) -> mx.array:
         """Process the text's tokens that the cache lacks, in pieces of `PREFILL_STEP_SIZE`, but the
@@ -196,7 +213,7 @@ class DraftCache:
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
             self.append_and_get_logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
-            mx.eval([layer.state for layer in self._layers])
+            mx.eval(self._cache.state)
         return mx.array(self.text[self.offset :], mx.int32)
 
 
@@ -211,14 +228,22 @@ class DraftModelDrafter:
         model: the draft model.
         config: K, `num_draft_tokens`; W, `width`, candidates of each level.
         sampling: how the target decides.
+        is_chain: whether the target takes no trees: W is 1 then.
     """
 
     name = "draft-model"
     needs = Needs(host_tokens=True)
     cache_bytes = 0
 
-    def __init__(self, model: DraftModel, config: DraftModelConfig, sampling: Sampling) -> None:
-        width = min(config.width, model.vocab_size, model.target_vocab_size)
+    def __init__(
+        self,
+        model: DraftModel,
+        config: DraftModelConfig,
+        sampling: Sampling,
+        *,
+        is_chain: bool = False,
+    ) -> None:
+        width = min(1 if is_chain else config.width, model.vocab_size, model.target_vocab_size)
         self._model = model
         self._sampling = sampling
         self._width = width
@@ -244,9 +269,9 @@ class DraftModelDrafter:
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Append `tokens` to the text, and forget the last chain; waits for it on the device.
 
-        Rows of the cache stay for as many of `tokens`, the newest left out, as the chain's tokens
-        equal, the chain's last left out; the others are taken back. Nothing is processed, and
-        neither `position` nor `taps` is looked at.
+        The cache keeps as many of `tokens`, the newest left out, as the chain's tokens equal, the
+        chain's last left out, if it can be taken back to there. Nothing is processed, and neither
+        `position` nor `taps` is looked at.
         """
         chain = to_list(self._chain) if self._chain.size else []
         # The cache holds the text that the chain was drafted from and all of the chain but its
@@ -273,7 +298,7 @@ class DraftModelDrafter:
 
         The first level is behind `tokens` [R], the newest of the text, which the cache lacks; each
         other one behind the best candidate of the level before. A forward pass a level, which
-        appends these tokens to the cache and counts in `draft_calls`. Uncomputed.
+        appends these tokens to the cache, marks its state, and counts in `draft_calls`. Uncomputed.
         """
         sampling = self._sampling
         size = sampling.context_size
@@ -282,6 +307,7 @@ class DraftModelDrafter:
         rows: list[mx.array] = []
         for level in range(self.largest.levels):
             logits = self._cache.append_and_get_logits(tokens)
+            self._cache.mark()
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])
             places = RowPositions(first, mx.zeros(1, mx.int32), 1, recent)
@@ -315,7 +341,7 @@ def load_draft_model(
 
     Raises:
         InputError: it cannot be loaded, its tokenizer has other tokens or ids than the target's, or
-            its caches cannot take tokens back (sliding windows excepted).
+            its caches cannot take tokens back.
     """
     path = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
     model, config = load_weights(path, dtype, f"the draft model {name} cannot be loaded")
@@ -376,7 +402,10 @@ def _load(
     config_field="draft",
     weights=DrafterWeights("a draft model", "model=MODEL", _load),
     reads_text=True,
+    keeps_to_chains=True,
 )
 def build(inputs: DrafterInputs) -> DraftModelDrafter:
     """The drafter of an answer, on the draft model that was loaded."""
-    return DraftModelDrafter(inputs.loaded, inputs.settings, inputs.sampling)
+    return DraftModelDrafter(
+        inputs.loaded, inputs.settings, inputs.sampling, is_chain=inputs.is_chain
+    )
