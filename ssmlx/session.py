@@ -347,7 +347,7 @@ class ChatSession:
         def done(given: list[GenerationResponse]) -> None:
             """Keep the answer in the conversation and what it computed in the caches.
 
-            With none `given`, the user's message is taken out of the conversation.
+            Where none was given out, the user's message is taken out of the conversation.
             """
             if given:
                 said = "".join(one.text for one in given)
