@@ -34,7 +34,7 @@ from tiny import (
 )
 
 import ssmlx
-from ssmlx.api import stream_generate, summary, token_steps
+from ssmlx.api import stream_generate, summary_line, token_steps
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
@@ -966,8 +966,8 @@ def test_copies_are_of_the_whole_text(context, monkeypatch):
         seen.append((text._tokens[NGRAM - 1 :], last))
         return look_up(text, last, count)
 
-    look_up = TextOnDevice.continuation
-    monkeypatch.setattr(TextOnDevice, "continuation", noted)
+    look_up = TextOnDevice.find_continuations
+    monkeypatch.setattr(TextOnDevice, "find_continuations", noted)
     cache = model.make_cache()
     drafter = StreamDrafter(model, PAIR[1], model.num_streams)
     prefill(model, PROMPT, cache)
@@ -1273,7 +1273,7 @@ def test_typical_acceptance_says_that_it_is_lossy():
         config = GenerateConfig(temp=1.0, seed=1, max_tokens=40, acceptance=acceptance)
         *_, last = stream_generate(model, make_tokenizer(), PROMPT, config)
         calls[acceptance.kind] = last.target_calls
-        assert summary(last).startswith("LOSSY") == last.lossy == (acceptance is lossy)
+        assert summary_line(last).startswith("LOSSY") == last.lossy == (acceptance is lossy)
     assert calls["typical"] < calls["exact"]
     with pytest.raises(InputError, match="greedy decoding has no use for"):
         GenerateConfig(acceptance=lossy)

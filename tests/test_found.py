@@ -18,7 +18,7 @@ import ssmlx
 from ssmlx import bars
 from ssmlx.blas import this_machine
 from ssmlx.commands import adapters, chat, check, drafting, generate
-from ssmlx.errors import naming
+from ssmlx.errors import name_file_in_os_errors
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import names, weights
 from ssmlx.loading.attach import default_adapter
@@ -319,16 +319,16 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     plain = ssmlx.load(base, dtype="float32")[0]
     adapt = f"python -m ssmlx.adapt --model {base}"
     first, second = lines_of(plain, "none")
-    assert first == f"no adapter: {make_plan(plain).decision()}"
+    assert first == f"no adapter: {make_plan(plain).decision_line()}"
     assert second == f"faster: {adapt}, which says within minutes what that would bring here"
     # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
     costs = sizing.learned_of(plain)[0].costs
-    costs.seed({("rows", 4): 1.1})
+    costs.set_head_start({("rows", 4): 1.1})
     usual = 1 + sizing.candidate_layers(4)[1] * (sizing._USUAL_TOKENS[4] - 1)
     second_pass = costs.frozen(0).calls(("rows", 5)) / 4 + 0.05
     assert sizing.forecast_speedup(plain) == pytest.approx(usual / (1.1 + second_pass))
     # Once calls with untrained streams were timed, by these.
-    costs.seed({("untrained streams in 1 layers", 4): 1.1})
+    costs.set_head_start({("untrained streams in 1 layers", 4): 1.1})
     assert lines_of(plain, "none")[1].endswith(
         f"{adapt}, which should bring some {usual / 1.1:.1f} times plain decoding's speed here"
     )
@@ -500,7 +500,7 @@ def test_a_full_disk_is_told_by_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError) as caught:
         write_whole(tmp_path / "a.json", b"{}")
     assert caught.value.filename == str(tmp_path / "a.json")
-    with pytest.raises(OSError) as caught, naming("b"):
+    with pytest.raises(OSError) as caught, name_file_in_os_errors("b"):
         raise OSError(errno.ENOENT, "No such file", "c")
     assert caught.value.filename == "c"
 

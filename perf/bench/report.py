@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ssmlx.generation.memory import MIB
-from ssmlx.report import Columns, aligned, table
+from ssmlx.report import Columns, align_rows, table
 
 from ..run.show import Cell, Row, interval, same_text
 from ..run.statistics import FEW
@@ -50,7 +50,7 @@ def _machine_lines(result: Row) -> Iterator[str]:
         f"== rows of a whole forward, {rows['bits']}-bit weights, behind {rows['context']} tokens: "
         f"medians of {rows['turns']} turns, {rows['noise']:.0%} noise"
     )
-    yield from aligned(
+    yield from align_rows(
         [
             ["rows", *map(str, rows["rows"])],
             ["ms", *(f"{1e3 * one:.1f}" for one in rows["seconds"])],
@@ -79,7 +79,7 @@ def _learned_lines(result: Row) -> list[str]:
     rows = result["learned"]
     adapter = result["answers"][-1]["adapter"]
     title = f"== what default decoding has learned of calls with {adapter}"
-    return [title, *aligned(rows)] if rows else []
+    return [title, *align_rows(rows)] if rows else []
 
 
 def _trial_text(one: Row) -> str:

@@ -143,7 +143,7 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
 
     Ctrl-C stops the answer; what was said until then stays in the conversation.
     """
-    from ..api import summary
+    from ..api import summary_line
 
     last = None
     responses = session.reply(text, progress=options.PromptBar())
@@ -155,7 +155,7 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
     print(flush=True)
     if last is not None:
         cut = " · stopped" if last.finish_reason is None else ""
-        screen.note(f"[{summary(last)}{cut}]")
+        screen.note(f"[{summary_line(last)}{cut}]")
 
 
 def stats_text(session: ChatSession) -> str:

@@ -211,12 +211,12 @@ def time_stream_costs(
         calls that such a call takes, tokens that it should bring, speed-up over plain decoding.
     """
     from ..decoding.controller import DraftShape
-    from ..generation.head_start import STREAMS, seed_costs
+    from ..generation.head_start import STREAMS, time_and_store_costs
     from ..generation.learned import learned_of
     from ..generation.plan import TYPICAL_TOKENS
     from ..policy.offers import CurveOffer
 
-    seed_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
+    time_and_store_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
     learned, prior = learned_of(model)
     costs = learned.costs.frozen(len(text)).known
     share = prior.ratio(STREAMS, len(text))
@@ -324,10 +324,10 @@ def _cost_lines(found: dict[str, Any]) -> list[str]:
 
 def _learned_lines(found: dict[str, Any]) -> list[str]:
     """What earlier answers have taught about costs and acceptance; no lines if nothing."""
-    from ..report import aligned
+    from ..report import align_rows
 
     rows = found["learned"]["costs"]
-    lines = ["known before this check:", *aligned(rows), ""] if rows else []
+    lines = ["known before this check:", *align_rows(rows), ""] if rows else []
     accepted = [
         f"accepted before: {share:.2f} of the drafted tokens that {name} should bring, "
         f"from {bucket} tokens on"

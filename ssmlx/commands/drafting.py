@@ -28,7 +28,7 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
 
     found = find_runs(model.backbone.folder, model.backbone.name)
     return (
-        f"{_drafting_source(model, plan, adapter, found)}: {plan.decision()}",
+        f"{_drafting_source(model, plan, adapter, found)}: {plan.decision_line()}",
         f"faster: {_faster_option(model, adapter, found)}",
     )
 

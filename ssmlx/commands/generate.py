@@ -93,7 +93,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     import mlx.core as mx
 
-    from ..api import check_prompt, record, stream_generate, summary
+    from ..api import answer_record, check_prompt, stream_generate, summary_line
     from ..drafters.text_index import EarlierAnswers
     from ..generation.plan import make_plan
 
@@ -132,10 +132,10 @@ def _generate(args: argparse.Namespace) -> None:
                 print(one.text, end="", flush=True)
         kept.keep(tokens[:shared], cache)
         if args.jsonl:
-            options.print_json(record(last_user_text(prompt), answer))
+            options.print_json(answer_record(last_user_text(prompt), answer))
             continue
         print(flush=True)
-        _print_notes([summary(answer[-1])])
+        _print_notes([summary_line(answer[-1])])
         if args.verbose:
             _print_notes(_detail_lines(answer[-1], model, plan))
     kept.write(model)

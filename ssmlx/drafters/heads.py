@@ -37,7 +37,7 @@ _KINDS: dict[HeadKind, tuple[type[HeadConfig], type[DraftingHeads]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """What a heads folder holds.
+    """What a heads folder holds: the heads' settings and tensors, and which model they are for.
 
     Attributes:
         config: their settings, whose class is their kind.
@@ -53,7 +53,10 @@ class Heads:
 
 
 def write_heads(folder: Path, heads: Heads) -> None:
-    """Write settings and tensors into `folder`, which is there; older files are replaced."""
+    """Write `CONFIG_FILE` and `WEIGHTS_FILE` into `folder`; older ones are replaced.
+
+    The folder must exist, and nothing is checked.
+    """
     values = {
         "format": FORMAT,
         "kind": heads.config.kind,
@@ -66,7 +69,7 @@ def write_heads(folder: Path, heads: Heads) -> None:
 
 
 def read_heads(folder: Path) -> Heads:
-    """Read and check a heads folder.
+    """Read and check a heads folder; the tensors stay as they are stored, on no model yet.
 
     Raises:
         InputError: the folder or a file is missing, of another format, or broken; or a tensor is
@@ -110,7 +113,10 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 
 
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
-    """Heads ready to draft for `backbone`, their tensors cast to its dtype.
+    """Make heads ready to draft for `backbone`, with copies of their tensors in its dtype,
+    computed.
+
+    The backbone is not changed.
 
     Raises:
         InputError: the heads belong to another model.

@@ -54,7 +54,7 @@ def answer_prompts(args: argparse.Namespace) -> None:
     Raises:
         InputError: the package, a prompt or an option cannot be used.
     """
-    from ..api import record, summary
+    from ..api import answer_record, summary_line
     from ..prompts import last_user_text, read_prompts
     from .api import load, prompt_tokens, stream_generate
 
@@ -68,9 +68,9 @@ def answer_prompts(args: argparse.Namespace) -> None:
             if not args.jsonl:
                 print(response.text, end="", flush=True)
         if args.jsonl:
-            print_json(record(last_user_text(prompt), responses))
+            print_json(answer_record(last_user_text(prompt), responses))
         else:
-            print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
+            print(f"\n[{summary_line(responses[-1])}]", file=sys.stderr)
 
 
 main = make_main(PROG, parse_args, answer_prompts)

@@ -18,7 +18,14 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 
 from ..answers import claim_process
-from ..errors import InputError, first_line, join_first, naming, require, unwritable_error
+from ..errors import (
+    InputError,
+    first_line,
+    join_first,
+    name_file_in_os_errors,
+    require,
+    unwritable_error,
+)
 from ..json_files import parse_json
 
 logger = logging.getLogger("ssmlx")
@@ -133,7 +140,7 @@ def write_whole(target: Path, content: bytes) -> None:
     target = target.resolve()
     work = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with naming(target):
+        with name_file_in_os_errors(target):
             work.write_bytes(content)
         if target.exists():
             shutil.copymode(target, work)
@@ -160,7 +167,7 @@ def atomic_file(target: Path, mode: int) -> Iterator[BinaryIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
-            with naming(target):
+            with name_file_in_os_errors(target):
                 file.flush()
                 os.fsync(file.fileno())
             work.replace(target)
@@ -255,7 +262,7 @@ class PartFile:
         Raises:
             OSError: it cannot be written; the error names the file.
         """
-        with naming(self.path):
+        with name_file_in_os_errors(self.path):
             self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())

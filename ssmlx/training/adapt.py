@@ -12,7 +12,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ..bars import busy
-from ..errors import naming
+from ..errors import name_file_in_os_errors
 from ..loading.found import Run, read_runs
 from ..loading.names import PLAN_FILE
 from ..prompts import read_prompts
@@ -197,7 +197,7 @@ def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str
         folder = options.round_folder(number)
         if not (folder / ENDED_FILE).exists():
             plan = run_round(run, plan, number, source, responder)
-            with naming(folder):
+            with name_file_in_os_errors(folder):
                 (folder / ENDED_FILE).touch()
             plan = run.save_plan(plan)
     bits = (source.base.get("quantization") or {}).get("bits")

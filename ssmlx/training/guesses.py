@@ -12,7 +12,12 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ..decoding.loop import prefill
-from ..drafters.copies import TextOnDevice, count_copy_hits, initial_copy_counts, mix_copies
+from ..drafters.copies import (
+    TextOnDevice,
+    count_copy_hits_and_trials,
+    initial_hits_and_trials,
+    mix_copies,
+)
 from ..drafters.streams import DraftVocab
 from ..model.cache import TreeCache
 from ..model.condition import RESCORED
@@ -99,11 +104,11 @@ def mix_copies_along(
     length, streams, _ = tokens.shape
     ends = len(prompt) + mx.arange(length)
     guessed = (mx.array(tokens), mx.array(logprobs))
-    copied = TextOnDevice([*prompt, *answer]).continuation(ends, streams)
+    copied = TextOnDevice([*prompt, *answer]).find_continuations(ends, streams)
     behind = np.array([*answer[1:], *[PAD_TOKEN - 1] * streams], np.int32)
     said = mx.array(sliding_window_view(behind, streams))
-    shown = np.array(mx.vmap(count_copy_hits)(*guessed, copied, said))
+    shown = np.array(mx.vmap(count_copy_hits_and_trials)(*guessed, copied, said))
     known = np.zeros((length, 2, 2), np.float32)
     for level in range(min(2, streams)):  # what a token shows is known behind it
         known[1 + level :, :, level] = shown[: -1 - level, :, level]
-    return mix_copies(*guessed, copied, initial_copy_counts() + mx.array(known.cumsum(axis=0)))
+    return mix_copies(*guessed, copied, initial_hits_and_trials() + mx.array(known.cumsum(axis=0)))

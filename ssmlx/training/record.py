@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..errors import naming
+from ..errors import name_file_in_os_errors
 from ..loading.files import write_whole
-from ..report import finish, new_figure
+from ..report import new_figure, save_figure
 
 LOG_FILE = "log.jsonl"
 PICTURE_FILE = "curves.png"
@@ -33,7 +33,7 @@ class Record:
 
     def add(self, entry: dict[str, Any]) -> None:
         """Append an entry, which has its "step", to the file."""
-        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
+        with name_file_in_os_errors(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 
@@ -86,7 +86,7 @@ def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> Non
             ha="right",
         )
     right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
-    finish(figure, "", picture)
+    save_figure(figure, "", picture)
 
 
 def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
