@@ -27,7 +27,11 @@ class GraphSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """How to export; what has a help is an option of the command."""
+    """How to export; a field with a help text is an option of the command.
+
+    Settings that are out of bounds or do not go with one another raise InputError. `prune_to` None
+    prunes nothing, `num_streams` None takes all streams.
+    """
 
     target: Literal["coreml", "coreai"] = setting(
         "coreml",
@@ -83,9 +87,11 @@ class ExportConfig:
         """Return the sizes of the graphs for an adapter of these settings, on a model of
         `vocab_size` tokens.
 
+        A tree that is larger than the full tree of its width has the full tree's nodes.
+
         Raises:
-            InputError: pruning is asked for and the adapter has none, or a tree does not fit the
-                context.
+            InputError: more streams are asked for than there are, pruning is asked for and the
+                adapter has none, or a tree does not fit the context.
         """
         from ssmlx.exported.manifest import TreeShape
         from ssmlx.model.tree import num_candidates
