@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from perf.run.results import ROOT, readable_result
+from perf.run.results import ROOT, explain_broken_result
 from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.options import add_options, make_main, make_parser, with_folder_lock
 from ssmlx.errors import require
@@ -119,7 +119,7 @@ def _main(args: argparse.Namespace) -> int:
     record = args.out / MANIFEST.name
     source = record if record.is_file() else MANIFEST
     manifest = read_json(source, "a manifest of steps")
-    with readable_result(source, PROG):
+    with explain_broken_result(source, PROG):
         files = manifest["files"]
         steps = [Step(**step) for step in manifest["steps"]]
         for step in steps:  # what was set to None is to be learned from anew
