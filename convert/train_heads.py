@@ -140,7 +140,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Train drafting heads on a frozen model, in PyTorch.", EPILOG)
     parser.add_argument("--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="which heads")
     add_run_options(parser)
-    add_setting_options(parser, "heads", ("num_heads",), shown=_DEFAULTS, of=HeadSettings)
+    add_setting_options(
+        parser, "heads", ("num_heads",), shown=_DEFAULTS, settings_class=HeadSettings
+    )
     add_setting_options(parser, "draft vocabulary", ("draft_vocab_size",), shown=_DEFAULTS)
     add_options(
         parser.add_argument_group("model"),
@@ -152,9 +154,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--init", "FOLDER", "published heads to go on from, such as those of stage 1", Path),
     )
-    add_setting_options(parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, of=HeadSettings)
     add_setting_options(
-        parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, of=HeadSettings
+        parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, settings_class=HeadSettings
+    )
+    add_setting_options(
+        parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, settings_class=HeadSettings
     )
     shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
     add_setting_options(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)

@@ -99,7 +99,7 @@ def answer_in_another_process(model: str, question: str, max_tokens: int) -> str
 
 
 async def show(model: str) -> None:
-    """Show each pattern but the last once, and print what came."""
+    """Show a time-out, a cancelled answer and a closed engine once each, and print what came."""
     engine = await asyncio.to_thread(ssmlx.Engine, model)
     text, is_whole = await answer_within(engine, QUESTIONS[0], seconds=1)
     print(f"within a second ({'whole' if is_whole else 'cut'}): {text}")
