@@ -27,7 +27,9 @@ from .requests import AnswerRequest, DetailedHTTPException, StreamItem, TextPart
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one server: open answers, waiting requests, seconds and bytes."""
+    """Bounds of one server: open answers, waiting requests, seconds and bytes. One that is out of
+    range raises InputError.
+    """
 
     open: int = setting(8, least=1, option="--max-open")  # answers at once
     waiting: int = setting(64, least=0, option="--max-waiting")  # requests that wait for that
@@ -54,7 +56,9 @@ class Metrics:
         self._counts = Counter("ssmlx_tokens", "Tokens, and target calls.", ["kind"], registry=own)
 
     def watch(self, pool: MemoryPool) -> None:
-        """Report a pool's bytes from now on: of running answers, of kept prompts, and the limit."""
+        """Report a pool's bytes whenever metrics are asked for: of running answers, of kept
+        prompts, and the limit.
+        """
         self._memory.labels("running").set_function(lambda: pool.running)
         self._memory.labels("kept").set_function(lambda: pool.kept)
         self._memory.labels("limit").set_function(lambda: pool.limit)
@@ -91,13 +95,15 @@ class RequestHandler:
         self._waiting = 0
 
     def close(self) -> None:
-        """Cancel open answers, write prompts that are kept on disk, free the engine's memory."""
+        """Close the engine, which cancels open answers and frees its memory; then write prompts
+        that are kept on disk.
+        """
         self.engine.close()
         for one in self.prompts:
             one.close()
 
     def named(self, ask: AnswerRequest) -> AnswerRequest:
-        """Return the request with a known model's name.
+        """Return the request with the name of a model that is known here.
 
         A request without a name gets the first model; so does one with an unknown name if
         `any_model`.
@@ -114,7 +120,7 @@ class RequestHandler:
         return replace(ask, model=name)
 
     def unknown_model(self, name: str) -> HTTPException:
-        """Make the 404 error for an unknown model; it lists the known ones."""
+        """Make the 404 error for an unknown model, without raising it; it lists the known ones."""
         found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
@@ -123,14 +129,20 @@ class RequestHandler:
         return self.reader.prepare(ask)
 
     async def parts(self, ask: AnswerRequest, user: int = 0) -> AsyncGenerator[StreamItem]:
-        """The parts of all choices as they come; to close the generator cancels them.
+        """Yield the parts of all choices as they come; to close the generator cancels them.
 
-        Before anything else comes `Waiting`, once it is known that the request can be followed.
+        Before anything else comes `Waiting`, once it is known that the request can be followed;
+        another one comes after each silence. An answer that only echoes its prompt has no first
+        `Waiting`.
+
+        Args:
+            ask: the request, with a known model's name.
+            user: index of the prompt cache.
 
         Raises:
             InputError: it cannot be followed.
             NoRoomError: there is no memory for it.
-            HTTPException: too many others wait.
+            HTTPException: too many others wait, or the server is being stopped (503).
         """
         await self._take_first_slot()
         slots = RequestSlots(self._slots)
@@ -153,13 +165,20 @@ class RequestHandler:
     async def _answer(
         self, choice: Choice, slots: RequestSlots, progress: Progress
     ) -> AsyncGenerator[StreamItem]:
-        """Yield the parts of one choice.
+        """Yield the parts of one choice; the last one is its `ChoiceEnd`.
 
         A choice waits until the first choice of the same prompt has processed that prompt, so that
-        it finds it in the prompt cache. It then waits for a slot.
+        it finds it in the prompt cache. It then waits for a slot. Its tokens are counted in the
+        end.
+
+        Args:
+            choice: to answer.
+            slots: of the request.
+            progress: is told the prompt's tokens.
 
         Raises:
             HTTPException: the server is being stopped (503).
+            InputError, NoRoomError: the engine refuses the choice.
         """
         prompt = choice.prompt
         if not choice.is_first:
@@ -191,7 +210,12 @@ class RequestHandler:
     async def _prompt_text(self, choice: Choice, progress: Progress) -> TextPart:
         """Return the prompt as the first part of a choice that echoes it.
 
-        Where log probabilities are wanted, the prompt is scored first, once for all of its choices.
+        Where log probabilities are wanted, the prompt is scored first, once for all of its choices;
+        the part then has them.
+
+        Args:
+            choice: whose prompt it is.
+            progress: is told the prompt's tokens while it is scored.
 
         Raises:
             HTTPException: the server is being stopped (503).
@@ -250,6 +274,10 @@ class RequestHandler:
         """Begin to score a choice's prompt: the log probability of each of its tokens.
 
         The processed prompt goes into the prompt cache if the choice generates tokens after it.
+
+        Raises:
+            HTTPException: the server is being stopped.
+            InputError, NoRoomError: the engine refuses it.
         """
         self.reader.check_open()
         return self.engine.score(
