@@ -97,6 +97,7 @@ def _price_and_watch_cell(name: str) -> show.Cell:
     watched = f"latency_{name}"
 
     def cell(row: Row) -> str:
+        """Return the text of the cell for a system's row."""
         if row["price"][name] is None:
             return "-"
         price = show.interval_text(row["price"][name], 3)

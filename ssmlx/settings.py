@@ -229,6 +229,11 @@ class StreamConfig:
     tokens_per_call: Mapping[int, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is not allowed, or does not go with
+        another.
+
+        The names of `tokens_per_call` become numbers, sorted.
+        """
         do = "check the checkpoint's streams_config.json"
         check_settings(self, found="{name} is {value!r}", do=do)
         template = self.prompt_template
@@ -458,6 +463,9 @@ class LookaheadConfig:
     pool_from_prompt: bool = True
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is not allowed, or all make more than
+        `MAX_TREE_NODES` nodes a step.
+        """
         check_settings(self, found='--drafter "lookahead {option}"')
         nodes = 1 + (self.window + self.guesses) * (self.ngram - 1)
         require(
@@ -500,6 +508,9 @@ class SpeculatorTreeConfig:
     size: int | None = setting(None, least=1, most=MAX_TREE_NODES, option="size={}")
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is not allowed, or both `candidates` and
+        `size` are given.
+        """
         check_settings(self, found='--drafter "mlp-speculator {option}"')
         require(
             self.candidates is None or self.size is None,
@@ -578,6 +589,10 @@ class SamplingConfig:
     logprobs: int | None = setting(None, least=0, most=MAX_LOGPROBS)
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is not allowed.
+
+        A `logit_bias` may be -inf, which forbids the token.
+        """
         check_settings(self)
         biases: Any = self.logit_bias or {}
         found = f"logit_bias is {quoted(biases)}"
@@ -669,6 +684,12 @@ class GenerateConfig(SamplingConfig):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is not allowed, or does not go with
+        another.
+
+        `decoding` gets its present name, and `stop`, which may also be one text or None, becomes a
+        tuple.
+        """
         if isinstance(self.decoding, str):
             object.__setattr__(self, "decoding", decoding_name(self.decoding))
         super().__post_init__()

@@ -121,7 +121,11 @@ def attend(
 
 
 class AneProfile(Profile):
-    """A Llama, Mistral or Qwen decoder in channels-first layout, on the reference's weights."""
+    """A Llama, Mistral or Qwen decoder in channels-first layout, on the reference's modules and
+    weights.
+
+    Hidden states are [1, D, 1, R]; LM heads are multiplied in pieces of at most 16,384 rows.
+    """
 
     # the Neural Engine takes no wider tensor
     axis = 3

@@ -68,7 +68,9 @@ class Graph(Module):
     outputs: tuple[Tensor, ...]
 
     def __init__(self, profile: Profile, num_layers: int) -> None:
-        """Name the caches of `num_layers` layers, keys before values."""
+        """Take the profile, and name the caches of `num_layers` layers: of each its keys, then its
+        values.
+        """
         super().__init__()
         self.profile = profile
         self.num_layers = num_layers
@@ -111,8 +113,7 @@ class PrefillGraph(Graph):
 class DecodeGraph(Graph):
     """Verifies a tree of N nodes, and drafts from the streams of the last accepted one.
 
-    `split` is the first layer with streams, `vocab` [Vd] the tokens that these draft from; None
-    for all.
+    The head of this file describes inputs and outputs.
     """
 
     name = DECODE

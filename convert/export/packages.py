@@ -182,7 +182,9 @@ def _pass_pipeline(ct: Any) -> Any:
         from coremltools.converters.mil.mil.passes.pass_registry import register_pass
 
     class DropWholeUpdates(AbstractGraphPass):  # type: ignore[misc]  # mypy skips coremltools
-        """Replaces assignments to whole tensors by what is assigned."""
+        """A pass of the converter that replaces assignments to whole tensors by what is
+        assigned.
+        """
 
         def apply(self, prog: Any) -> None:
             """Drop the whole updates of every function of `prog`, in place.

@@ -49,7 +49,14 @@ class Head(Module):
         channels_first: bool,
         piece: int | None = None,
     ) -> None:
-        """Take the rows [V, D] and the bias [V] or None; `piece` None multiplies all at once."""
+        """Take the rows of an LM head, which get no gradients.
+
+        Args:
+            weight: [V, D].
+            bias: [V], or None.
+            channels_first: whether hidden states are [1, D, 1, R].
+            piece: most rows of a multiplication; None multiplies all at once.
+        """
         super().__init__()
         self.channels_first = channels_first
         self.piece = piece or weight.shape[0]
@@ -147,7 +154,7 @@ def renormalise_topk(logprobs: torch.Tensor, added_logits: torch.Tensor) -> torc
 class Profile(Module, ABC):
     """The layers, heads and layout of an exported model; `gpu.py` and `ane.py` have one each.
 
-    The reference cannot be used afterwards: LoRA that acts on every row is merged into its weights.
+    The reference is used up: LoRA that acts on every row is merged into its weights.
     """
 
     axis: int  # of the rows in hidden states

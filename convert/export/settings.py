@@ -9,7 +9,9 @@ from ssmlx.settings import MAX_TREE_NODES, StreamConfig, TreeConfig, check_setti
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSizes:
-    """The sizes from which, with the model, every shape of both functions follows."""
+    """The sizes from which, with the model, every shape of both functions follows; letters as in
+    `graph.py`.
+    """
 
     num_nodes: int  # N, rows of a decode step; trees of fewer nodes are filled up
     num_kept: int  # M, nodes that pruning keeps; N where nothing is pruned

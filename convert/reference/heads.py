@@ -75,8 +75,8 @@ class ResidualBlock(Module):
 
 
 class MedusaReference(HeadReference):
-    """Medusa heads (Cai et al., 2024): residual blocks, and a matrix of each head's own or the LM
-    head.
+    """Medusa heads (Cai et al., 2024): residual blocks, then a matrix of the head's own, or for
+    heads in `shared_heads` the base's LM head.
     """
 
     def __init__(self, config: MedusaConfig, draft_vocab: torch.Tensor | None = None) -> None:
@@ -90,7 +90,9 @@ class MedusaReference(HeadReference):
         width = config.hidden_size
 
         def head(index: int) -> nn.ModuleList:
-            """Make a head's modules: its blocks, then its matrix if it has one."""
+            """Make a head's modules: its identity blocks, then its matrix, drawn, unless it shares
+            the LM head.
+            """
             parts: list[nn.Module] = [ResidualBlock(width) for _ in range(config.num_layers)]
             if index not in config.shared_heads:
                 parts.append(nn.Linear(width, config.num_guessed, bias=False))
@@ -149,7 +151,13 @@ class MlpSpeculatorReference(HeadReference):
     def __init__(
         self, config: MlpSpeculatorConfig, draft_vocab: torch.Tensor | None = None
     ) -> None:
-        """Draw the weights; with tied weights, stages share modules."""
+        """Draw embeddings and matrices; norms begin as ones and zeros. With tied weights, stages
+        share modules.
+
+        Args:
+            config: stages, sizes, and whether weights are tied.
+            draft_vocab: [Vd] int32, or None.
+        """
         super().__init__(config, draft_vocab)
         width = config.width
         stages = range(config.n_predict)

@@ -38,7 +38,11 @@ _PLAIN = "a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral"
 
 @dataclass(frozen=True)
 class ReferenceOutput:
-    """Logits of the main stream, of the speculative streams, and of the early exit."""
+    """Logits of the main stream, of the speculative streams, and of the early exit.
+
+    `early_exit_logits` is None without a pruning adapter. K counts the node rows that carry
+    streams.
+    """
 
     main_logits: torch.Tensor  # [B, T, V] next token of every node row
     stream_logits: torch.Tensor  # [B, K, G, Vd]; entry j - 1 is stream j, j places further on
@@ -116,7 +120,14 @@ class LoraLinear(Module):
     """
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, on_nodes: bool) -> None:
-        """Wrap a linear module, with LoRA of this rank and scale that is zero yet."""
+        """Wrap a linear module, with new LoRA that adds nothing yet.
+
+        Args:
+            linear: is applied as it is.
+            rank: of the LoRA.
+            scale: of what the LoRA adds.
+            on_nodes: whether it acts on node rows too.
+        """
         super().__init__()
         self.linear = linear
         self.adapter = LowRank(linear.in_features, linear.out_features, rank, linear.weight)
@@ -143,8 +154,8 @@ class _Rows:
 class _NodeKeys:
     """The part of transformers' `Cache` that attention calls: one layer's node keys and values.
 
-    The first update, by node rows, is kept; the second, by stream rows, is put behind it, the
-    values turned as in eq. 7 where the settings say so.
+    The first update, by node rows, is kept; each later one, by stream rows, is put behind it and
+    not kept, its values rotated as in eq. 7 where the settings say so.
     """
 
     def __init__(self, config: StreamConfig) -> None:
@@ -280,7 +291,11 @@ class StreamFusedReference(Module):
         lora: LoraSettings = _NO_LORA,
         draft_vocab: torch.Tensor | None = None,
     ) -> None:
-        """Check and freeze the base, draw new streams, and wrap the base's linear modules."""
+        """Check and freeze the base, draw new streams, and wrap the base's linear modules in place.
+
+        Where the scope is "all", LoRA acts on node rows too. Arguments and errors are those of the
+        class.
+        """
         super().__init__()
         check_base(base, config)
         require(

@@ -54,7 +54,10 @@ def load_frozen(path: Path, lora: Path | None) -> StreamFusedReference:
         lora: a folder with LoRA, see `merge_fine_tuning`; None for the base model itself.
 
     Returns:
-        The model without streams.
+        The model without streams; its base is frozen.
+
+    Raises:
+        InputError: the base or the LoRA cannot be loaded, or does not fit.
     """
     base = load_base(path, attn_implementation="sdpa")
     if lora is not None:

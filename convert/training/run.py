@@ -175,12 +175,13 @@ class TorchObjective(Objective):
     def loss(
         self, batch: Batch, lower: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return eq. 5's weighted sum, and each of its means.
+        """Return eq. 5's weighted sum, with gradients, and each of its means.
 
         Args:
             batch: B texts.
-            lower: [B, T, state_size] as `lower` gives it.
-            step: decides which anchors teach the pruning adapter.
+            lower: [B, T, state_size] as the method `lower` gives it.
+            step: decides which anchors teach the pruning adapter, and the streams themselves where
+                there is a condition.
 
         Returns:
             The sum; and the means by "NAME_loss", in nats a token.
@@ -330,8 +331,8 @@ class TorchObjective(Objective):
 
 
 class TorchTrainer(Trainer):
-    """Takes training steps in PyTorch, with AdamW; the stream embeddings have a rate of their
-    own.
+    """Takes training steps in PyTorch, with AdamW; `stream_embeddings` learn at a multiple of the
+    rate, `embedding_rate`.
     """
 
     STATE_FILE = "state.pt"

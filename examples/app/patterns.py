@@ -19,7 +19,7 @@ QUESTIONS = ("Name three primary colours.", "What is a monsoon?")
 async def answer_within(
     engine: ssmlx.Engine, question: str, seconds: float, max_tokens: int = 256
 ) -> tuple[str, bool]:
-    """Answer a question for some seconds at most.
+    """Answer a question for some seconds at most; then the answer is cancelled.
 
     Args:
         engine: the model.

@@ -56,7 +56,9 @@ BAR = "{l_bar}{bar}"
 
 
 class Part(NamedTuple):
-    """An adapter to measure: a bundled name or a folder, its task, and its share of the time."""
+    """An adapter to measure: a bundled name or a folder, its task, its longest answer, its share of
+    the time, and its data (None for what ships).
+    """
 
     adapter: str
     task: str

@@ -45,7 +45,10 @@ Answers = Mapping[str, Prompts]
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Systems that answer the same prompts on the same weights, in turns."""
+    """Systems that answer the same prompts on the same weights, in turns.
+
+    `load` checks that it can be run; `run` measures. mlx-lm's system says the sampling of all.
+    """
 
     name: str  # of what is measured; the names of its files begin with it
     # weights and systems: the target and what drafts for it; who answers

@@ -35,7 +35,9 @@ a tree behind which no call is launched; "any" are all of these."""
 
 
 class CallKind(NamedTuple):
-    """What calls must share to take the same time, on the same weights."""
+    """What calls must share to take the same time, on the same weights: drafter, rows, context and
+    place.
+    """
 
     # who drafted the tree, or the kind of system; `PLAIN` for a bare root that plain decoding could
     # have too

@@ -107,7 +107,11 @@ class Drafting:
 
 
 class Target:
-    """A loaded model and everything that decodes it, on the same arrays."""
+    """A loaded model and everything that decodes it, on the same arrays.
+
+    `mlx_model` is mlx-lm's, with the LoRA of every row merged; `plain` is ssmlx's on its arrays,
+    without streams.
+    """
 
     def __init__(self, weights: Weights) -> None:
         """Load the base, and merge the LoRA that acts on every row.

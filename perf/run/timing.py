@@ -13,7 +13,7 @@ from ssmlx.settings import GenerateConfig
 
 
 class TimedCall(NamedTuple):
-    """One target call after the prompt's."""
+    """One target call after the prompt's: what it verified, and how long it took."""
 
     rows: int  # that it verified; 1 for a bare root
     tokens: int  # that it advanced by

@@ -935,6 +935,7 @@ def with_folder_lock(
     """
 
     def held(args: argparse.Namespace) -> int | None:
+        """Run the command's function, holding the lock; return its exit code."""
         from ..loading.files import exclusive_folder
 
         with exclusive_folder(args.out):

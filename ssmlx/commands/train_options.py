@@ -198,12 +198,14 @@ def read_train_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def _settings_of_start(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of --init, which --train-only keeps, with ranks of new parts.
+    """Return the settings of --init, which --train-only keeps, with the ranks of parts that may be
+    new.
 
-    `args.init` becomes the adapter's folder.
+    `args.init` becomes the adapter's folder. A rank that --init has goes before the option's.
 
     Raises:
-        InputError: --init is missing, or an option would change what stays as it is.
+        InputError: --init is missing or has no streams' settings, or an option would change what
+            stays as it is.
     """
     folder = None if args.init is None else resolve_adapter(str(args.init))
     require(

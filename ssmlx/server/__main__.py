@@ -222,6 +222,10 @@ def _main(args: argparse.Namespace) -> None:
     print(*lines, sep="\n", flush=True)
 
     class Server(uvicorn.Server):
+        """uvicorn's server, which cancels open answers before it waits for their requests to
+        end.
+        """
+
         async def shutdown(self, sockets: Any = None) -> None:
             """Cancel open answers, and free the engine, before the requests are waited for."""
             await asyncio.to_thread(handler.close)

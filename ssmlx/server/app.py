@@ -71,7 +71,10 @@ _log = logging.getLogger("ssmlx")
 
 @dataclass(frozen=True)
 class Routes:
-    """The handlers of all routes, with the checks of host, origin and API key."""
+    """The handlers of all routes, with the checks of host, origin and API key.
+
+    `hosts` are names of this server in lower case; without `keys` nobody needs one.
+    """
 
     handler: RequestHandler
     config: GenerateConfig
@@ -222,7 +225,8 @@ class Routes:
         that still sends reads no answer.
 
         Raises:
-            HTTPException: it is too large (413).
+            HTTPException: it has more than `limits.body` bytes (413).
+            ClientDisconnect: the client has gone.
         """
         limit = self.handler.limits.body
         pieces = []
@@ -351,8 +355,10 @@ class AnswerResponse(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _items_with_keep_alive(self, send: Send) -> AsyncIterator[StreamItem]:
-        """Yield all items; of a stream, send the headers at the first `Waiting`, and a keep-alive
-        at each later one.
+        """Yield all items of the answer.
+
+        At each `Waiting` of a stream, send the headers where nothing was sent yet, else a
+        keep-alive.
         """
         async for part in self._parts:
             if self._stream and isinstance(part, Waiting):

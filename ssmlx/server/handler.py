@@ -47,6 +47,7 @@ class Metrics:
     """The Prometheus counters of one server, over all users."""
 
     def __init__(self) -> None:
+        """Make the counters, all at 0, in a registry of their own."""
         own = self.registry = CollectorRegistry()
         self.refused = Counter("ssmlx_refused", "Requests, by status.", ["status"], registry=own)
         self.waiting = Gauge("ssmlx_waiting", "Requests that wait.", registry=own)
@@ -64,7 +65,11 @@ class Metrics:
         self._memory.labels("limit").set_function(lambda: pool.limit)
 
     def add(self, last: GenerationResponse) -> None:
-        """Count an answer's tokens, target calls and seconds of prefill, by its last response."""
+        """Count an answer that has ended: its tokens, target calls and seconds of prefill.
+
+        Args:
+            last: the answer's last response.
+        """
         self._prefill.observe(last.prefill_seconds)
         self._counts.labels("prompt").inc(last.prompt_tokens)
         self._counts.labels("cached").inc(last.cached_tokens)
@@ -86,6 +91,9 @@ class RequestHandler:
     any_model: bool = False  # whether the first model answers for names that are not known
 
     def __post_init__(self) -> None:
+        """Take the engine's context length, begin to count, and give all users the engine's prompt
+        cache where no caches are given.
+        """
         self.context_length: int | None = self.engine.model().backbone.context_length
         self.prompts = self.prompts or (self.engine.prompt_cache,)
         self.reader = PromptReader(self.engine, self.models, self.template_args)
@@ -131,9 +139,8 @@ class RequestHandler:
     async def parts(self, ask: AnswerRequest, user: int = 0) -> AsyncGenerator[StreamItem]:
         """Yield the parts of all choices as they come; to close the generator cancels them.
 
-        Before anything else comes `Waiting`, once it is known that the request can be followed;
-        another one comes after each silence. An answer that only echoes its prompt has no first
-        `Waiting`.
+        Where anything is generated, a `Waiting` says that the first choice has begun; only an
+        echoed prompt may come before it. Another one comes after each silence.
 
         Args:
             ask: the request, with a known model's name.
@@ -232,10 +239,12 @@ class RequestHandler:
         return TextPart(prompt.text, 0, prompt.logprobs, choice.number)
 
     async def _take_first_slot(self) -> None:
-        """Wait for the slot of a request's first answer, first come, first served.
+        """Wait for the slot of a request's first answer, first come, first served; the caller has
+        to give it back.
 
         Raises:
-            HTTPException: too many requests wait, or none ended within `limits.wait` seconds (503).
+            HTTPException: too many requests wait, or no slot got free within `limits.wait` seconds
+                (503).
         """
         if self._slots.is_full and self._waiting >= self.limits.waiting:
             raise HTTPException(503, "too many requests wait already; try again later", AGAIN)
@@ -250,7 +259,7 @@ class RequestHandler:
             self._waiting -= 1
 
     def _open_answer(self, choice: Choice, progress: Progress) -> Answer[GenerationResponse]:
-        """Begin a choice's answer in the engine.
+        """Begin a choice's answer in the engine, and return it.
 
         Raises:
             HTTPException: the server is being stopped.
