@@ -253,7 +253,7 @@ def load_generator(
     return model, load_tokenizer(path, {})
 
 
-def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+def find_end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Return the ids that end an answer, ascending: the tokenizer's and those of the model's
     generation settings.
 
@@ -477,7 +477,7 @@ def write_continuations(args: argparse.Namespace) -> None:
         do="lower --max-tokens",
     )
     encoded = encode_prompts(prompts, tokenizer, context - args.max_tokens, template)
-    stop = end_tokens(model, tokenizer)
+    stop = find_end_tokens(model, tokenizer)
     part = PartFile(
         args.out.with_name(args.out.name + ".part"),
         {

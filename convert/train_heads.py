@@ -166,7 +166,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
+def build_head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
     """Build the settings of the heads to train from the options.
 
     Args:
@@ -196,7 +196,7 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
     return HeadSettings(kind=args.kind, **{**settings, "widths": tuple(settings["widths"])})
 
 
-def head_config(
+def build_head_config(
     settings: HeadSettings, vocab_size: int, width: int, draft_vocab_size: int
 ) -> HeadConfig:
     """Return the settings that new heads of a kind are built from.
@@ -256,7 +256,7 @@ def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, Hea
         kind = init.config.kind
         found = f"--init {args.init} is a {kind}"
         require(kind == args.kind, found, expected=args.kind, do="give heads of one kind")
-    settings = head_settings(args, init)
+    settings = build_head_settings(args, init)
     vocab = None if init is None or init.draft_vocab is None else init.draft_vocab.numpy()
     if settings.stage == 2:
         path = options.data / "train.jsonl"
@@ -314,7 +314,7 @@ def train_heads(args: argparse.Namespace) -> None:
     lm_head = frozen.base.lm_head.weight.detach().clone()
     if init is None:
         vocab_size, width = lm_head.shape
-        config = head_config(settings, vocab_size, width, train.draft_vocab_size or 0)
+        config = build_head_config(settings, vocab_size, width, train.draft_vocab_size or 0)
         model = build_heads(config, job.draft_vocab, train.seed, lm_head)
     else:
         model = init

@@ -39,7 +39,7 @@ from .run.timing import TimedAnswer, ssmlx_answer, timed_answer
 PROG = "perf.export"
 
 
-def device_placement(
+def count_by_device(
     plan: Any, operations: Iterable[Any]
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Count operations by the device that Core ML prefers for them.
@@ -70,7 +70,7 @@ def device_placement(
 
 
 def planned_devices(package: Path, compute_units: str) -> tuple[dict[str, int], dict[str, float]]:
-    """Return `device_placement` of a Core ML package's function "decode"; on a Mac alone.
+    """Return `count_by_device` of a Core ML package's function "decode"; on a Mac alone.
 
     Args:
         package: the .mlpackage.
@@ -82,7 +82,7 @@ def planned_devices(package: Path, compute_units: str) -> tuple[dict[str, int], 
     unit = getattr(ct.ComputeUnit, compute_units.upper().replace("-", "_"))
     compiled = ct.models.utils.compile_model(str(package))
     plan: Any = MLComputePlan.load_from_path(path=compiled, compute_units=unit)
-    return device_placement(plan, plan.model_structure.program.functions[DECODE].block.operations)
+    return count_by_device(plan, plan.model_structure.program.functions[DECODE].block.operations)
 
 
 def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:

@@ -75,12 +75,12 @@ def precision_result(measured: Measured) -> dict[str, Any]:
         "prompts": len(plan.examples),
         "max_tokens": plan.systems[0].config.max_tokens,
         "load": measured.load,
-        "one_pass": asdict(one_pass_differences(measured)),
+        "one_pass": asdict(count_one_pass_differences(measured)),
         "systems": [_system_row(measured, one) for one in plan.systems],
     }
 
 
-def one_pass_differences(measured: Measured) -> Estimate:
+def count_one_pass_differences(measured: Measured) -> Estimate:
     """Count tokens of plain decoding that one pass over the whole answer chooses differently.
 
     That is what rounding alone does when a pass has another number of rows.

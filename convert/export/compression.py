@@ -171,7 +171,7 @@ def load_program(package: Path) -> Any:
         return load(spec, spec.specificationVersion, str(weights))
 
 
-def weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
+def measure_weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
     """Compare the matrices of a saved package's function "decode" with what they should be.
 
     Compressed weights are restored first. Products of two activations are passed over.

@@ -239,7 +239,7 @@ def _write_package(
         packages.merge_functions(models, package)
     models.clear()
     with report.stage("compare weights"):
-        report.weight_error = compression.weight_error(package, expected)
+        report.weight_error = compression.measure_weight_error(package, expected)
 
 
 def _versions() -> dict[str, str]:

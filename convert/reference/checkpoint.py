@@ -172,11 +172,11 @@ def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> N
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
     _write_tensors(_stream_parameters(model), folder / STREAMS_WEIGHTS)
-    _write_json(layout.stream_settings(model.config), folder / STREAMS_CONFIG)
+    _write_json(layout.stream_settings_json(model.config), folder / STREAMS_CONFIG)
     if model.adapters:
         _write_tensors(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
         modules = model.lora.modules or {path.split(".", 2)[2] for path in model.adapters}
-        settings = layout.peft_settings(model.lora, modules, model.config.base_model)
+        settings = layout.peft_settings_json(model.lora, modules, model.config.base_model)
         _write_json(settings, folder / ADAPTER_CONFIG)
 
 

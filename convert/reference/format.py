@@ -128,7 +128,7 @@ def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None
     )
 
 
-def stream_settings(config: StreamConfig) -> dict[str, Any]:
+def stream_settings_json(config: StreamConfig) -> dict[str, Any]:
     """Return the content of `streams_config.json` for settings, which `read_stream_config` reads
     back.
     """
@@ -182,7 +182,9 @@ def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
     )
 
 
-def peft_settings(lora: LoraSettings, modules: Iterable[str], base_model: str) -> dict[str, Any]:
+def peft_settings_json(
+    lora: LoraSettings, modules: Iterable[str], base_model: str
+) -> dict[str, Any]:
     """Return the content of PEFT's adapter_config.json.
 
     Args:

@@ -74,7 +74,7 @@ def make_two_turn_chats(
         [{"prompt": text} for text in firsts], tokenizer, model.config.max_position_embeddings
     )
     sampling = Sampling(max_tokens=FIRST_ANSWER_TOKENS)
-    stop = continuations.end_tokens(model, tokenizer)
+    stop = continuations.find_end_tokens(model, tokenizer)
     chats: list[dict[str, Any]] = [{}] * len(firsts)
     for batch in continuations.plan_batches([len(tokens) for tokens in encoded], batch_size):
         answers = continuations.generate_batch(
@@ -147,7 +147,7 @@ def sample_prompts(
 
     sampling = Sampling(seed=seed, **SAMPLING)
     prefix = user_prefix(tokenizer)
-    stop = continuations.end_tokens(model, tokenizer)
+    stop = continuations.find_end_tokens(model, tokenizer)
     found: dict[str, str] = {}
     with tqdm(total=count, unit="prompt", desc="sampling", disable=None, leave=False) as bar:
         for batch in itertools.count():

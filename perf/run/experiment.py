@@ -47,7 +47,7 @@ Answers = Mapping[str, Prompts]
 class Experiment:
     """Systems that answer the same prompts on the same weights, in turns.
 
-    `load` checks that it can be run; `run` measures. mlx-lm's system says the sampling of all.
+    `load` checks that it can be run; `run` measures.
     """
 
     name: str  # of what is measured; the names of its files begin with it

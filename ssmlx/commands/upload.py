@@ -116,7 +116,7 @@ def _upload(args: argparse.Namespace) -> None:
     require(is_name, f"--repo {args.repo}", expected="org/name", do="correct it")
     folder = resolve_adapter(args.adapter) or Path(args.adapter)
     adapter = load_streams(folder)
-    contents = adapter_contents(folder)
+    contents = read_adapter_files(folder)
     figures = json.loads(contents.get(FIGURES_FILE, b"{}"))
     told = str(figures.get("base", {}).get("model") or adapter.config.base_model)
     base = check_base(args.base, figures) if args.base else told or "MODEL"
@@ -152,7 +152,7 @@ def _upload(args: argparse.Namespace) -> None:
         print(f"sent; from now on: --adapter {args.repo}@{_send_files(args, contents)}")
 
 
-def adapter_contents(folder: Path) -> dict[str, bytes]:
+def read_adapter_files(folder: Path) -> dict[str, bytes]:
     """Read the files that make the adapter in a folder, and no others.
 
     Of figures.json only the entries in `PARTS` that are objects are kept, and in JSON files paths
