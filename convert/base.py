@@ -108,7 +108,7 @@ def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str
 
     Returns:
         The model, in which transformers has drawn the weights that it did not find; and these
-            faults, in words: weights missing, or of another shape.
+        faults, in words: weights missing, or of another shape.
 
     Raises:
         InputError: the folder has an adapter_config.json, whose LoRA transformers would load too.

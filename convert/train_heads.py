@@ -238,7 +238,7 @@ def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, Hea
 
     Returns:
         The job, the base model's folder, what is trained, and the heads to go on from or None. The
-            job has their draft vocabulary where there are such heads.
+        job has their draft vocabulary where there are such heads.
 
     Raises:
         InputError: --init holds heads of another kind, a line of train.jsonl has no tokens of an

@@ -52,7 +52,7 @@ def count_by_device(
 
     Returns:
         The number of operations by device, such as "CPU" or "NeuralEngine"; and the share of the
-            estimated cost by device, empty where no cost is known.
+        estimated cost by device, empty where no cost is known.
     """
     counts: dict[str, int] = {}
     weights: dict[str, float] = {}

@@ -242,7 +242,7 @@ def measure_delay(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
 
     Returns:
         One row, with seconds between chunks before and beside the long prompt; none if the answer
-            ended before the long prompt was sent.
+        ended before the long prompt was sent.
     """
     pieces = ceil(count / PREFILL_STEP_SIZE)
     others = list[Future[ReceivedAnswer]]()

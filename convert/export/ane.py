@@ -229,7 +229,7 @@ class AneProfile(Profile):
 
         Returns:
             Keys and values, [1, Hkv * Dh, 1, S] each for nodes, [1, Hkv * Dh, 1, S + R] for
-                streams.
+            streams.
         """
         key_cache, value_cache = rows.caches[2 * layer : 2 * layer + 2]
         if blend is None:

@@ -84,7 +84,7 @@ class _SlotKeys:
 
         Returns:
             Keys and values, [1, Hkv, S, Dh] each for nodes, which were written into them,
-                [1, Hkv, S + R, Dh] for streams.
+            [1, Hkv, S + R, Dh] for streams.
         """
         if self._rows.slots is None:
             if self._rotation_step:

@@ -242,8 +242,8 @@ class DecodeGraph(Graph):
 
         Returns:
             [G, K] tokens, best first; and their log probabilities [G, K], or with a condition
-                [G, K, K] given each candidate of the stream before, all the first stream's given
-                `root`.
+            [G, K, K] given each candidate of the stream before, all the first stream's given
+            `root`.
         """
         profile = self.profile
         sizes = self.profile.sizes
@@ -278,7 +278,7 @@ class ConvertibleGraph(Module):
 
         Returns:
             The graph's outputs; then, unless the caches are buffers, the caches, which were written
-                in place.
+            in place.
         """
         graph = self.function
         if self.stateful:

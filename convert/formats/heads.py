@@ -69,8 +69,8 @@ def read_published(
 
     Returns:
         The settings; and the tensors by published name, without "medusa_head." or "speculator.".
-            Where the folder has a draft vocabulary, it is among them as "draft_vocab", and matrices
-            have its rows alone.
+        Where the folder has a draft vocabulary, it is among them as "draft_vocab", and matrices
+        have its rows alone.
 
     Raises:
         InputError: the folder has no heads, or a file is broken.
@@ -290,7 +290,7 @@ def _medusa_tensors(folder: Path) -> tuple[dict[str, mx.array], Path]:
 
     Returns:
         The tensors by their names in the file, empty where there are no heads; and the file, or the
-            folder of the model's weights.
+        folder of the model's weights.
 
     Raises:
         InputError: a file is broken.

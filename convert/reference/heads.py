@@ -216,7 +216,7 @@ class MlpSpeculatorReference(HeadReference):
 
         Returns:
             Tokens, and log probabilities given the node above: for each level i a tensor [E,
-                widths[0] * ... * widths[i]], the children of a node side by side.
+            widths[0] * ... * widths[i]], the children of a node side by side.
         """
         # [E, beams, D]
         state = self.first_state(hidden)[:, None]

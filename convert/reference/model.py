@@ -173,7 +173,7 @@ class _NodeKeys:
 
         Returns:
             Keys and values: at the first call those given; then the first's with those given behind
-                them.
+            them.
         """
         if self.nodes is None:
             self.nodes = keys, values

@@ -254,8 +254,8 @@ class TorchObjective(Objective):
 
         Returns:
             [B, K, G, C] tokens of the model's vocabulary, best first; and log probabilities
-                [B, K, G, C], or with a condition [B, K, G, C, C] given each candidate of the stream
-                before.
+            [B, K, G, C], or with a condition [B, K, G, C, C] given each candidate of the stream
+            before.
         """
         streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
         shape = *batch.anchors.shape, self.train.num_streams, -1
@@ -368,7 +368,7 @@ class TorchTrainer(Trainer):
 
         Returns:
             The steps taken so far as "step", the learning rate as "rate", and each term's loss
-                before the step by "NAME_loss".
+            before the step by "NAME_loss".
 
         Raises:
             InputError: the gradient is not finite; no step is taken.

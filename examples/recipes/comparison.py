@@ -143,7 +143,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
 
     Returns:
         The exit code of the first step that fails, after which none is run; 0 where all are
-            finished.
+        finished.
 
     Raises:
         InputError: a file is missing or another one, --only names no step, or OUT holds a run with

@@ -82,7 +82,7 @@ def part_deadlines(now: float, seconds: float, weights: Mapping[str, float]) -> 
 
     Returns:
         When each part should end, on the clock of `now`. A part that ends early leaves its time to
-            the later ones.
+        the later ones.
     """
     ends = accumulate(weights.values())
     whole = sum(weights.values())

@@ -44,7 +44,7 @@ def measure_machine(model: StreamFusedModel, prompt: list[int], deadline: float)
 
     Returns:
         "rows": seconds of a forward of each of `ROWS` rows, their ratios to one row, noise, and
-            seconds of a launch; "launches": what `measure_launches` returns.
+        seconds of a launch; "launches": what `measure_launches` returns.
     """
     cache = make_filled_cache(model, prompt, CONTEXT, max(ROWS))
 
@@ -124,7 +124,7 @@ def median_seconds(
 
     Returns:
         The median seconds of each call by its rows; and the noise, the median `spread` of all
-            calls.
+        calls.
     """
     times: dict[int, list[float]] = {rows: [] for rows in calls}
     order = [(turn, rows) for turn in range(WARM_TURNS + turns) for rows in calls]
@@ -219,8 +219,8 @@ def measure_launches(model: StreamFusedModel, prompt: list[int]) -> dict[str, fl
 
     Returns:
         "straight_seconds" and "paused_seconds" of a step, the pause not counted; "straight_peak"
-            and "paused_peak" in bytes; "layer", bytes of a layer's cache; and "reads" of arrays by
-            the host for each step.
+        and "paused_peak" in bytes; "layer", bytes of a layer's cache; and "reads" of arrays by the
+        host for each step.
     """
     drafters = make_plan(model, GenerateConfig(decoding="speculative")).drafters
     assert drafters

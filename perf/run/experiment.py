@@ -279,7 +279,7 @@ def _category_results(
 
     Returns:
         An entry for each category, its speed-ups and prices by its own prompts alone; empty where
-            no example has a category.
+        no example has a category.
     """
     of_category: dict[str, list[int]] = {}
     for index, example in enumerate(measured.experiment.examples[: len(measured.prompts)]):
@@ -413,9 +413,9 @@ def speedup_figures(system: System, answers: Answers, tree: str | None = None) -
 
     Returns:
         Ratios of decode tokens/s ("speedup", "over_plain") and of times of whole answers
-            ("latency_...") to mlx-lm's and plain decoding's; tokens/s of streams over the draft
-            model's where that takes part; times of whole answers over the best fixed tree's where
-            there is one. Above 1 the system is faster.
+        ("latency_...") to mlx-lm's and plain decoding's; tokens/s of streams over the draft model's
+        where that takes part; times of whole answers over the best fixed tree's where there is one.
+        Above 1 the system is faster.
     """
     rates = {n: _medians(prompts, lambda a: a.tokens_per_second) for n, prompts in answers.items()}
     base, plain, own = (
@@ -440,7 +440,7 @@ def find_differences(measured: Measured, system: System) -> list[dict[str, Any]]
 
     Returns:
         One entry for each prompt with a difference, as `describe_difference` makes it of the first
-            repeat that differs; None for mlx-lm when it samples, as its noise is its own.
+        repeat that differs; None for mlx-lm when it samples, as its noise is its own.
     """
     if system.kind == MLX_LM and system.config.temp:
         return None
@@ -467,9 +467,8 @@ def describe_difference(
 
     Returns:
         "prompt", "token" (its position in the answer, from 0), "gap" (difference of the target's
-            logits of the two tokens; None when it samples, or one answer is only shorter), "logit"
-            (the larger one, or None), and "near_tie" (whether rounding in this precision may have
-            decided).
+        logits of the two tokens; None when it samples, or one answer is only shorter), "logit" (the
+        larger one, or None), and "near_tie" (whether rounding in this precision may have decided).
     """
     experiment = measured.experiment
     place = first_difference(plain, other)

@@ -59,7 +59,7 @@ def split_name(item: str) -> tuple[str | None, str]:
 
     Returns:
         Name and value. The name is None, and the value the whole, without "=" or where the whole is
-            a path that exists.
+        a path that exists.
     """
     name, equals, value = item.partition("=")
     is_whole = not equals or Path(item).expanduser().exists()
@@ -307,7 +307,7 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
 
     Returns:
         Its name in tables, its kind, and its settings. All but mlx-lm, plain decoding and those of
-            `CONTROLLED` draft at every call.
+        `CONTROLLED` draft at every call.
 
     Raises:
         InputError: it is unknown, or an option is wrong.

@@ -194,6 +194,8 @@ def make_wait(give_way: bool) -> Callable[[], None]:
     def wait() -> None:
         """Block until other processes use less than half of the cores and the machine is not on
         battery.
+
+        It returns at once where `give_way` is off, or where it looked within the last 10 seconds.
         """
         nonlocal looked, own
         while give_way and time.monotonic() - looked > _BUSY_SECONDS:

@@ -75,7 +75,7 @@ def _base_status(run: Run) -> str:
 
     Returns:
         "here", "other weights are there now", or "not in FOLDER any more", also where it cannot be
-            read.
+        read.
     """
     from ..loading.weights import weights_digest
 

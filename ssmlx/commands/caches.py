@@ -90,7 +90,7 @@ class PromptFile:
 
         Returns:
             (a cache of the answer's own, how many tokens are in it); an empty cache and 0 if
-                nothing is in common.
+            nothing is in common.
         """
         from ..answers import run
         from ..prompts import common_prefix_length

@@ -223,8 +223,8 @@ def time_stream_costs(
 
     Returns:
         A row for each number of nodes whose cost is known, now or from earlier answers: "nodes",
-            "plain_calls" that such a call takes, "tokens" that it should bring, "speed_up" over
-            plain decoding.
+        "plain_calls" that such a call takes, "tokens" that it should bring, "speed_up" over plain
+        decoding.
     """
     from ..decoding.controller import DraftShape
     from ..generation.head_start import STREAMS, seed_costs

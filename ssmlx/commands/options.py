@@ -676,7 +676,7 @@ def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
 
     Returns:
         (model, tokenizer, list of the draft model or heads, or empty), as `ssmlx.stream_generate`
-            takes them.
+        takes them.
 
     Raises:
         InputError: something cannot be loaded, or a tree option has no effect on this model.
@@ -916,7 +916,7 @@ def make_main(
 
     Returns:
         A function that takes these words, or None, and returns the exit code of `run_command`.
-            argparse ends the process for --help and for wrong options.
+        argparse ends the process for --help and for wrong options.
     """
 
     def main(argv: list[str] | None = None) -> int:

@@ -181,8 +181,8 @@ class AnswerParser:
 
         Returns:
             The calls. Where the text cannot be parsed, is cut, or the request has no tools: the
-                text as one part, without its markers; nothing where it is white space. Nothing,
-                too, for every call behind the first where the request allows only one.
+            text as one part, without its markers; nothing where it is white space. Nothing, too,
+            for every call behind the first where the request allows only one.
         """
         text = self._call
         self._call = ""

@@ -24,7 +24,7 @@ def segment_logprobs(
 
     Returns:
         An entry for each token, with the likeliest tokens at the same position; None where the
-            response has no log probabilities.
+        response has no log probabilities.
     """
     if said.logprobs is None:
         return None
