@@ -12,7 +12,7 @@ import ssmlx
 from ssmlx.commands import chat, check, generate
 from ssmlx.generation import head_start, learned
 from ssmlx.generation.learned import Learned
-from ssmlx.generation.step_costs import StepTimings
+from ssmlx.generation.time_calls import CallTimings
 
 COSTS = {2: 1.25, 4: 1.5, 8: 2.0, 16: 8.0}
 CURVE = {2: 1.5, 4: 2.0, 8: 3.0, 16: 4.0}
@@ -38,9 +38,9 @@ def timed(monkeypatch):
 
     def measure(model, tokens, sizes, **more):
         asked.append([*sizes])
-        return StepTimings({n: COSTS[n] for n in sizes if n in COSTS}, [0.02] * 3)
+        return CallTimings({n: COSTS[n] for n in sizes if n in COSTS}, [0.02] * 3)
 
-    monkeypatch.setattr(head_start, "measure_step_costs", measure)
+    monkeypatch.setattr(head_start, "measure_call_costs", measure)
     return asked
 
 

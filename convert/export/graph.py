@@ -299,6 +299,8 @@ def surviving_nodes(
     The root's path is the likeliest, so it is kept. An edge's log probability is cut to the bounds
     that all drafting has (`MIN_EDGE_LOGPROB` to `MAX_EDGE_LOGPROB`).
 
+    The rule of `ssmlx.decoding.prune.nodes_within_budget`, on fixed shapes.
+
     Args:
         edges: [N] early-exit log probability of each node given its parent.
         depths: [N]; 0 for the root, -1 for nodes that only fill up, which are kept last.

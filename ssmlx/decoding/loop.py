@@ -1,6 +1,25 @@
 """The decoding loops, on token ids: speculative decoding, and plain decoding beside it.
 
 Both yield the same thing, so that one is the other's oracle and baseline.
+
+Speculative Streaming for a chain (k = 1), in the symbols of the paper's section 3.2; row 0 of a
+call is the root, row t the drafted token ~y[t]:
+
+    root = the prompt's last token; ~y = []        # the first call verifies the root alone
+    repeat:                                        # a target call
+        M[0..] = layers 1 .. N - Ns on (root, ~y)  # lower: row t sees the text and rows <= t
+        S[t, j] = f(M[t]) + P[j], j = 1 .. gamma   # insert: streams start (eq. 3)
+        M, S = layers N - Ns + 1 .. N on M and S   # upper (eqs. 1 and 2)
+        y[t + 1] = argmax H(M[t])                  # the target's own token behind row t
+        delta = the most for which ~y[1 .. delta] = y[1 .. delta]    # accept (A.1)
+        yield y[1 .. delta + 1]                    # the accepted tokens, and the correction
+        the cache keeps rows 0 .. delta            # commit, advance
+        root = y[delta + 1]
+        ~y[j] = argmax H(S[delta, j]), j = 1 .. gamma                # propose
+
+Beyond it: ~y is a tree, whose improbable nodes leave before `insert` (3.2.3); streams of row delta
+alone run, in a second pass behind the call, unless `schedule=fused`; a sampled y is drawn by noise
+that belongs to its place; and a controller may have another drafter propose ~y, or nothing.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

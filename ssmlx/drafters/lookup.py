@@ -20,7 +20,8 @@ from .trie import Trie, padded_size
 NAME = "prompt-lookup"
 EARLIER_ANSWERS = "earlier-answers"
 EXPECTED = "expected-text"
-"""Names of lookup drafters: in the text itself, in earlier answers, in an expected text."""
+"""Names of lookup drafters: in the text itself, in earlier answers, in an expected text (the
+settings' `prompt_lookup.reference`, which is a request's `prediction`)."""
 
 
 class OwnText:

@@ -89,18 +89,15 @@ class Plan:
     def expected_call(self) -> tuple[float, float]:
         """Tokens that the fastest call should bring now, and plain calls that it takes.
 
-        Both are 1 where plain decoding is expected to be as fast, and where no controller decides.
+        Both are 1 where plain decoding is expected to be as fast, and where the same shape is
+        drafted at every call.
         """
-        return (
-            self.controller.expected_call()
-            if isinstance(self.controller, Controller)
-            else (1.0, 1.0)
-        )
+        return self.controller.expected_call()
 
     def finish(self) -> None:
         """Keep what an answer that ended, or was given up, has taught. To be called once; does
         nothing where nothing is learned."""
-        if self.learned is not None and isinstance(self.controller, Controller):
+        if self.learned is not None:
             self.controller.finish()
             self.learned.keep()
 
@@ -110,18 +107,18 @@ class Plan:
             asked = self.config.decoding == "plain"
             return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
         largest = self.drafters[0].largest
-        if isinstance(self.controller, Controller):
-            tokens, cost = self.expected_call
-            if self.kind == NAME:
-                return "what stood in the text before is drafted where it comes again"
-            if tokens <= cost:
-                return f"{self.kind} may draft; plain decoding is expected to be as fast here"
-            return (
-                f"{self.kind} draft up to {largest.nodes} nodes a call; {tokens / cost:.2f} times "
-                "plain decoding expected by what calls cost here"
-            )
-        size = f"{largest.nodes} nodes a call, {largest.levels} tokens ahead"
-        return f"{self.kind} draft at every call, as asked for: {size}"
+        if isinstance(self.controller, Always):
+            size = f"{largest.nodes} nodes a call, {largest.levels} tokens ahead"
+            return f"{self.kind} draft at every call, as asked for: {size}"
+        if self.kind == NAME:
+            return "what stood in the text before is drafted where it comes again"
+        tokens, cost = self.expected_call
+        if tokens <= cost:
+            return f"{self.kind} may draft; plain decoding is expected to be as fast here"
+        return (
+            f"{self.kind} draft up to {largest.nodes} nodes a call; {tokens / cost:.2f} times "
+            "plain decoding expected by what calls cost here"
+        )
 
 
 def make_plan(
@@ -197,7 +194,8 @@ def _add_text_drafters(
     end_tokens: Collection[int],
 ) -> list[Drafter]:
     """`drafters` and those that look up in texts: in the text itself; in earlier answers, if there
-    are any and calls need not be the same on every run; in the settings' reference text, if any."""
+    are any and calls need not be the same on every run; in the expected text that is
+    `config.prompt_lookup.reference`, if any."""
     found = {drafter.largest.drafter: drafter for drafter in drafters}
     found[NAME] = PromptLookupDrafter(TEXT_CONFIG, end_tokens=end_tokens)
     if earlier is not None and not config.deterministic:

@@ -18,7 +18,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -219,12 +219,19 @@ class TreeCache(RowsCache):
             capacity = -(-needed // self._step) * self._step
         self._resize(max(scratch + uncounted, self.scratch), capacity)
 
+    def drop_paths(self) -> None:
+        """Forget the accepted paths that are not counted yet: they are of a step that was
+        abandoned."""
+        self._paths = []
+
     def append_view(self, layer: int) -> LayerView:
         """The cache object that decoder layer `layer` is handed when tokens are appended.
 
-        Paths that are not counted yet are dropped: they are of a step that was abandoned.
+        Raises:
+            ValueError: there are paths that are not counted yet, which would come before them.
         """
-        self._paths = []  # of a step that was abandoned
+        if self._paths:
+            raise ValueError("there are uncounted paths: advance, or drop_paths first")
         return self._states[layer].append_view(self._offset)
 
     def commit(
@@ -345,12 +352,14 @@ class TreeCache(RowsCache):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         for state in self._states.values():
             state.trim(num_tokens, self._offset)
-        self._paths = []
+        self.drop_paths()
         self._offset = num_tokens
 
 
 class StateCache(TreeCache):
     """A text's cache of a model without stages: mlx-lm's own caches, which cannot be cut back.
+
+    It has no rows that could be copied: `rows`, `fork` and `snapshot` raise TypeError.
 
     Args:
         make: makes empty ones, one for each layer.
@@ -386,6 +395,18 @@ class StateCache(TreeCache):
         if num_tokens != self._offset:
             self.own = self._make()
             self._offset = 0
+
+    def rows(self, num_tokens: int, layers: range | None = None) -> NoReturn:
+        """Raises TypeError: what mlx-lm's caches hold need not be a row a token."""
+        raise TypeError("the cache of a model without stages has no rows of tokens")
+
+    def fork(self, num_tokens: int) -> NoReturn:
+        """Raises TypeError: mlx-lm's caches give no copy of their beginning."""
+        raise TypeError("the cache of a model without stages cannot be forked")
+
+    def snapshot(self) -> NoReturn:
+        """Raises TypeError: a call changes mlx-lm's caches in place."""
+        raise TypeError("the cache of a model without stages has no snapshots")
 
 
 class StreamCache(RowsCache):

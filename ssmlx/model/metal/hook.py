@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from ...errors import check_choice, require
 from ...settings import ATTENTIONS, Attention
+from .division import AttentionShape, Bucket, Division, divide_attention, is_supported, this_chip
 from .kernels import attend, pack_bits
-from .plan import AttentionShape, Bucket, Plan, is_supported, make_plan, this_chip
 from .trial import Trial, try_kernel
 
 _NAME = "scaled_dot_product_attention"
@@ -133,9 +133,9 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
         **others: Any,
     ) -> mx.array:
         if isinstance(mask, TreeMask):
-            plan = plan_for(queries, keys) if others.get("sinks") is None else None
-            if plan is not None:
-                return attend(queries, keys, values, mask.bits, scale, plan)
+            division = division_for(queries, keys) if others.get("sinks") is None else None
+            if division is not None:
+                return attend(queries, keys, values, mask.bits, scale, division)
             mask = mask.dense
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **others)
 
@@ -143,7 +143,7 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
     return attention
 
 
-def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
+def division_for(queries: mx.array, keys: mx.array) -> Division | None:
     """How the fused kernel is to compute an attention, or that MLX's own is to.
 
     Args:
@@ -151,7 +151,7 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
         keys: [1, Hkv, C + L, Dh].
 
     Returns:
-        The kernel's plan; None for MLX's own attention. With "auto" that is so until
+        The kernel's division; None for MLX's own attention. With "auto" that is so until
         `time_pending_shape` has compared both, for which the shape is noted here.
 
     Raises:
@@ -161,27 +161,27 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
         return None
     shape = AttentionShape.of(queries.shape, keys.shape, queries.dtype)
     is_auto = _chosen == "auto"
-    (plan, bucket), trial = _plan_and_bucket(shape), Trial(agrees=False)
+    (division, bucket), trial = _division_and_bucket(shape), Trial(agrees=False)
     if is_supported(shape):
         if bucket not in _trials and is_auto:
             _wanted.setdefault(bucket, shape)
             return None
-        trial = _trials.get(bucket) or _record_trial(bucket, shape, plan)
+        trial = _trials.get(bucket) or _record_trial(bucket, shape, division)
     require(
         trial.agrees or is_auto,
         f"attention=fused, for heads of {shape.head_size} in {shape.dtype}",
         expected="head sizes that are multiples of 8 up to 128, and a GPU that runs the kernel",
         do="use attention=mlx",
     )
-    return plan if trial.takes_kernel or not is_auto else None
+    return division if trial.takes_kernel or not is_auto else None
 
 
 # The layers of a step ask for the same.
 @lru_cache(maxsize=16)
-def _plan_and_bucket(shape: AttentionShape) -> tuple[Plan, Bucket]:
-    """The plan of a shape on this chip, and the bucket whose trial speaks for it."""
-    plan = make_plan(shape, this_chip())
-    return plan, Bucket.of(shape, plan)
+def _division_and_bucket(shape: AttentionShape) -> tuple[Division, Bucket]:
+    """The division of a shape on this chip, and the bucket whose trial speaks for it."""
+    division = divide_attention(shape, this_chip())
+    return division, Bucket.of(shape, division)
 
 
 def trials() -> Mapping[Bucket, Trial]:
@@ -190,22 +190,22 @@ def trials() -> Mapping[Bucket, Trial]:
 
 
 def time_pending_shape() -> None:
-    """Compare the kernel with MLX's attention at one shape that `plan_for` noted; does nothing if
-    none.
+    """Compare the kernel with MLX's attention at one shape that `division_for` noted; does
+    nothing if there is none.
 
     For a moment when nobody waits: it takes some 50 ms, and longer where the kernel is compiled.
     """
     if _wanted and is_on():
         bucket, shape = _wanted.popitem()
-        _record_trial(bucket, shape, _plan_and_bucket(shape)[0])
+        _record_trial(bucket, shape, _division_and_bucket(shape)[0])
 
 
-def _record_trial(bucket: Bucket, shape: AttentionShape, plan: Plan) -> Trial:
+def _record_trial(bucket: Bucket, shape: AttentionShape, division: Division) -> Trial:
     """Try the kernel at `shape`, and keep the result for its bucket.
 
     After one trial whose values differed the kernel is not tried again: the result says so.
     """
     failed = any(not trial.agrees for trial in _trials.values())
-    found = Trial(agrees=False) if failed else try_kernel(shape, plan)
+    found = Trial(agrees=False) if failed else try_kernel(shape, division)
     _trials[bucket] = found
     return found
