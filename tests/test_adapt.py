@@ -328,7 +328,7 @@ def test_a_full_disk_is_named(packed, monkeypatch):
 
 def write_family(folder, name):
     """A random model of mlx-lm's class, in 4 bits, with a tokenizer."""
-    own = {**test_families.FAMILIES, **test_families.PLAIN}[name]
+    own = {**test_families.FAMILIES, **test_families.CHAINS}[name]
     settings = {**({} if "text_config" in own else test_families.SIZES), **own, "model_type": name}
     folder.mkdir()
     save_model(folder, test_families.make_base(name, bits=4))

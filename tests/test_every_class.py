@@ -248,6 +248,13 @@ def write_model(name, folder):
     return folder
 
 
+def listed():
+    """The classes that the page of families lists as run by their own call, and how."""
+    page = Path(__file__).parents[1] / "ssmlx/model/README.md"
+    rows = re.findall(r"^\| (chains|plain); [^|]*\|(.*)\|$", page.read_text(), re.MULTILINE)
+    return {name: how for how, names in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
 @pytest.mark.parametrize("name", classes())
 def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
     folder = write_model(name, tmp_path)
@@ -264,7 +271,10 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
 
     assert decoded(decoding="plain") == expected
     drafting = {"decoding": "speculative", "drafter": "prompt-lookup"}
-    if model.backbone.capabilities.has("trees"):
+    capabilities = model.backbone.capabilities
+    how = "chains" if capabilities.has("chains") else "plain"
+    assert listed().get(name) == (None if capabilities.has("trees") else how)
+    if capabilities.has("chains"):
         assert decoded(**drafting) == expected
     else:
         assert name not in SCALED_BY_LENGTH
@@ -275,7 +285,7 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", classes(in_the_default_tier={"llama"}))
-def test_the_text_drafts_for_what_keeps_rows_and_changes_nothing(name, sampling, tmp_path):
+def test_the_text_drafts_and_changes_nothing(name, sampling, tmp_path):
     """At every call, and as the controller decides: plain decoding's tokens."""
     if name in NOT_HERE:
         pytest.skip(NOT_HERE[name])

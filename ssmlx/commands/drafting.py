@@ -39,7 +39,7 @@ def _drafting_source(model: StreamFusedModel, plan: Plan, adapter: str | None, f
         adapter: as in `drafting_lines`.
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
-    reason = model.backbone.capabilities.reason("trees")
+    reason = model.backbone.capabilities.reason("chains")
     if reason is not None:
         return f"nothing can draft, {reason}"
     if adapter is None:

@@ -30,10 +30,12 @@ import mlx.core as mx
 from ..model import metal
 from ..model.cache import TreeCache
 from ..model.stages import Tapped
+from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .call import EXACT, NO_PRUNING, TargetCall, filled_taps, plain_call, verify_tree
+from .chain import verify_chain
 from .controller import Always, Call, DraftController, DraftShape
 from .drafter import Drafter, Taps
 from .drafting import DraftingText
@@ -375,6 +377,15 @@ class _SpeculativeLoop:
             return plain_call(
                 self.model, tree.tokens, tail, self.cache, self.sampler, self.text.taps
             )
+        if isinstance(self.cache, StateCache):
+            return verify_chain(
+                self.model,
+                tree,
+                self.cache,
+                sampler=self.sampler,
+                acceptance=self.acceptance,
+                tail=tail,
+            )
         return verify_tree(
             self.model,
             tree,
@@ -419,7 +430,7 @@ class _SpeculativeLoop:
         elif drafts is not None and not self.text.needs_host_tokens(drafts):
             yield from self.text.bring_up_to_date(drafts.drafter)
             following.tree = self.text.propose(call, drafts)
-            if may_launch and self.prune.kind != "threshold":
+            if may_launch and self.prune.kind != "threshold" and self.cache.takes_trees:
                 following.before = self.cache.snapshot()
                 following.call = self.build_call(following.tree, call.tail)
                 mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied

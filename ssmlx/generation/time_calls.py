@@ -174,7 +174,7 @@ def _decode_calls(
     `cache` may hold a beginning of `text`, or all of it and more, which is taken back. Yields the
     tokens of each call, without end.
     """
-    held = min(cache.offset, len(text) - 1)
+    held = cache.longest_trim(min(cache.offset, len(text) - 1))
     cache.trim(held)
     prompt = text[held:]
     context = text[:held]

@@ -15,10 +15,9 @@ is only ever written when no work in flight reads it: MLX would copy it otherwis
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -34,7 +33,7 @@ from .layer_state import (
 )
 from .masks import SINKS, StepMasks
 from .rope import Positions
-from .shapes import arrays_in, expect_shape, indices
+from .shapes import expect_shape, indices
 
 
 @dataclass(eq=False)
@@ -181,7 +180,13 @@ class TreeCache(RowsCache):
         scratch: S, the most rows that a step will have, paths of the step before included; it grows
             when a step needs more.
         step: how many tokens the room for committed ones grows by.
+
+    Attributes:
+        takes_trees: whether a step's rows may be a tree, and a step be built behind a path that
+            the host has not read; else they are a chain behind committed tokens.
     """
+
+    takes_trees = True
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
         super().__init__(range(num_layers), scratch)
@@ -354,59 +359,6 @@ class TreeCache(RowsCache):
             state.trim(num_tokens, self._offset)
         self.drop_paths()
         self._offset = num_tokens
-
-
-class StateCache(TreeCache):
-    """A text's cache of a model without stages: mlx-lm's own caches, which cannot be cut back.
-
-    It has no rows that could be copied: `rows`, `fork` and `snapshot` raise TypeError.
-
-    Args:
-        make: makes empty ones, one for each layer.
-
-    Attributes:
-        own: mlx-lm's caches, by layer.
-    """
-
-    def __init__(self, make: Callable[[], list[Any]]) -> None:
-        super().__init__(0)
-        self._make = make
-        self.own = make()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.state)
-
-    @property
-    def state(self) -> list[mx.array]:
-        return arrays_in([one.state for one in self.own])
-
-    def advance(self, num_tokens: int) -> None:
-        self._offset += num_tokens
-
-    def longest_trim(self, num_tokens: int) -> int:
-        """`num_tokens` where that is all tokens, else 0: the text is read again from its start."""
-        return num_tokens if num_tokens == self._offset else 0
-
-    def trim(self, num_tokens: int) -> None:
-        """Keep all tokens, or none: `num_tokens` is their number or 0; else raises ValueError."""
-        if num_tokens != self.longest_trim(num_tokens):
-            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
-        if num_tokens != self._offset:
-            self.own = self._make()
-            self._offset = 0
-
-    def rows(self, num_tokens: int, layers: range | None = None) -> NoReturn:
-        """Raises TypeError: what mlx-lm's caches hold need not be a row a token."""
-        raise TypeError("the cache of a model without stages has no rows of tokens")
-
-    def fork(self, num_tokens: int) -> NoReturn:
-        """Raises TypeError: mlx-lm's caches give no copy of their beginning."""
-        raise TypeError("the cache of a model without stages cannot be forked")
-
-    def snapshot(self) -> NoReturn:
-        """Raises TypeError: a call changes mlx-lm's caches in place."""
-        raise TypeError("the cache of a model without stages has no snapshots")
 
 
 class StreamCache(RowsCache):

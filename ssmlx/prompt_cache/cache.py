@@ -17,8 +17,9 @@ from ..answers import is_forked, run
 from ..drafters.text_index import EarlierAnswers
 from ..errors import InputError
 from ..generation.pool import MemoryPool
-from ..model.cache import StateCache, TreeCache
+from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
+from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..prompts import common_prefix_length
 from .files import PromptFolder, Tokens, mark_used, read_prompt
