@@ -256,14 +256,14 @@ def test_a_head_in_pieces_is_the_whole_head(channels_first):
     hidden = rows.t()[None, :, None] if channels_first else rows[None]
     head = Head(weight, bias, channels_first=channels_first, piece=16)
     logits = rows @ weight.t() + bias
-    assert head.choose(hidden).tolist() == logits.argmax(dim=-1).tolist()
-    assert torch.allclose(head.log_total(hidden), logits.logsumexp(dim=-1), atol=1e-5)
+    assert head.likeliest(hidden).tolist() == logits.argmax(dim=-1).tolist()
+    assert torch.allclose(head.logsumexp(hidden), logits.logsumexp(dim=-1), atol=1e-5)
     tokens, logprobs = head.rank(hidden, 20)
     expected = logits.log_softmax(dim=-1).topk(20)
     assert torch.equal(tokens.long(), expected.indices)
     assert torch.allclose(logprobs, expected.values, atol=1e-5)
     drafted = torch.tensor([3, 49, 0, 7, 7])
-    found = head.logit_of(rows, drafted)
+    found = head.token_logits(rows, drafted)
     assert torch.allclose(found, logits[torch.arange(5), drafted], atol=1e-5)
 
 

@@ -25,12 +25,12 @@ from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
 from convert.reference.checkpoint import (
+    build_frozen_reference,
     load_fine_tuned,
     load_reference,
     merge_lora,
-    reference_of,
     replace_trained_weights,
-    train_part,
+    select_trained_part,
 )
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
@@ -274,8 +274,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     train = replace(whole.objective.train, train_only="condition")
     adapter = whole.objective.model.adapter
     batch = some_batch(8, 97, packing)
-    model = reference_of(make_torch_base("Llama", attention="sdpa"), adapter)
-    train_part(model, "condition")
+    model = build_frozen_reference(make_torch_base("Llama", attention="sdpa"), adapter)
+    select_trained_part(model, "condition")
     cpu = torch.device("cpu")
     backbone = load_base(tmp_path / "base", "float32")[0]
     mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition"), train, vocab), 10)

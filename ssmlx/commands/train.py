@@ -41,7 +41,11 @@ call would advance on held-out text; training pays where that is well above 1.""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `python -m ssmlx.train`; --data and --out are required.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     description = "Train an adapter that makes a model draft for itself, with MLX."
     task_lora = "the LoRA of a task, as mlx-lm, PEFT or this command wrote it"
     parser = make_training_parser(PROG, description, EPILOG, "an adapter", task_lora)
@@ -59,7 +63,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _train_on_rank(args: argparse.Namespace) -> None:
-    """Train, holding --out; other ranks than the first write into a folder that is deleted."""
+    """Train, holding a lock on --out; other ranks of `mlx.launch` than the first write into a
+    folder that is deleted.
+
+    `args.out` of these ranks is changed.
+    """
     with TemporaryDirectory() as folder:
         # What other ranks than the first write is of no use.
         if launched_rank() > 0:
@@ -71,6 +79,9 @@ def _train(args: argparse.Namespace) -> None:
     """Train streams, LoRA or both until the last step, then write OUT/adapter.
 
     A run that was stopped goes on from its last state.
+
+    Raises:
+        InputError: options do not fit one another, or the model, the data or --init cannot be used.
     """
     options = read_run_options(args)
     train = read_train_config(args)
