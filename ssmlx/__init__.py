@@ -12,7 +12,9 @@ mistake raises `InputError`. Shapes are written against the legend in `ssmlx.mod
 """
 
 import logging
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .blas import prefer_openblas
@@ -87,3 +89,15 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """This package, whose public names no submodule takes: `ssmlx.generate` is a function, and
+    `import ssmlx.generate`, the command's module, would put that module in its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

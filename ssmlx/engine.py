@@ -46,8 +46,9 @@ class Engine:
             for segment in engine.stream("Why is the sky blue?", max_tokens=100):
                 print(segment.text, end="")
 
-    Any thread and any event loop may ask. Answers that are open at once take turns, call by call,
-    or share calls with a row each, whichever should bring more tokens (`generation.batching`).
+    Any thread and any event loop may ask. Answers of `stream` that are open at once take turns,
+    call by call, or share calls with a row each, whichever should bring more tokens
+    (`generation.batching`). Replies of a `chat` take turns with them, and never share calls.
     Every adapter stands on the one base, whose weights they share, so each answer may have another
     one and nothing is switched between them.
 

@@ -1,4 +1,8 @@
-"""`python -m ssmlx.generate`: answer prompts from the command line."""
+"""`python -m ssmlx.generate`: answer prompts from the command line.
+
+The function `ssmlx.generate` is `ssmlx.api.generate`. It keeps that name when this module is
+imported.
+"""
 
 from .commands.generate import main
 

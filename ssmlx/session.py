@@ -95,6 +95,8 @@ class Comparison:
 class ChatSession:
     """A conversation under the model's chat template; under an adapter's own, single prompts.
 
+    Its replies take turns with other answers, call by call, and never share a call with them.
+
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
         config: settings of every answer.
@@ -231,12 +233,8 @@ class ChatSession:
         far as it was given out; with none of it, the turn does not count.
 
         Args:
-            text: the message.
-            progress: called with (tokens processed, tokens in all) while the prompt is processed.
-
-        Args:
             text: the user's message.
-            progress: given (tokens processed, tokens in all) while the prompt is processed.
+            progress: called with (tokens processed, tokens in all) while the prompt is processed.
 
         Raises:
             InputError: the conversation no longer fits the context, or the last reply is still

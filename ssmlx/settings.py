@@ -412,7 +412,8 @@ class PromptLookupConfig:
         ngram: most tokens of the text's end that are looked up; shorter ends follow, down to one.
         num_draft_tokens: tokens that are drafted after each match.
         size: nodes of the tree that the matches form, the root included.
-        reference: token ids to look up in instead of the text so far.
+        reference: token ids of an expected text, such as a request's `prediction`, to look up in
+            instead of the text so far.
     """
 
     ngram: int = setting(3, least=1, most=64, option="ngram={}")
@@ -654,9 +655,12 @@ class GenerateConfig(SamplingConfig):
         super().__post_init__()
         for name, kinds in _parts(GenerateConfig).items():
             part = getattr(self, name)
-            do = "make one, or leave it out"
-            found = f"{name} is {quoted(part)}"
-            require(isinstance(part, kinds), found, expected=kinds[0].__name__, do=do)
+            require(
+                isinstance(part, kinds),
+                f"{name} is {quoted(part)}",
+                expected=kinds[0].__name__,
+                do="make one, or leave it out",
+            )
         require(
             self.acceptance.kind == "exact" or self.temp > 0,
             "acceptance=typical, which greedy decoding has no use for",
@@ -669,9 +673,12 @@ class GenerateConfig(SamplingConfig):
         require(is_fine, f"stop is {quoted(stop)}", expected="texts", do="give some, or drop it")
         object.__setattr__(self, "stop", tuple(stop))
         for text in stop:
-            ok = isinstance(text, str) and 0 < len(text) <= MAX_STOP
-            found = f"--stop {quoted(text)}"
-            require(ok, found, expected="some text", do="give some, or drop it")
+            require(
+                isinstance(text, str) and 0 < len(text) <= MAX_STOP,
+                f"--stop {quoted(text)}",
+                expected="some text",
+                do="give some, or drop it",
+            )
 
     @property
     def is_controlled(self) -> bool:

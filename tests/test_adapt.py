@@ -30,7 +30,7 @@ from ssmlx.loading.names import adapters_home, own_adapters, resolve_adapter
 from ssmlx.loading.weights import weights_digest
 from ssmlx.training import adapt, adapt_check, adapt_plan, adapt_run, answers, record, sizing
 from ssmlx.training.adapt_run import AdaptOptions, Amounts
-from ssmlx.training.answers import AnswerRequest, BatchResponder
+from ssmlx.training.answers import BatchResponder, NumberedPrompt
 from ssmlx.training.config import RunOptions, TrainConfig
 from ssmlx.training.job import read_base, stream_config
 
@@ -328,7 +328,7 @@ def test_a_full_disk_is_named(packed, monkeypatch):
 
 def write_family(folder, name):
     """A random model of mlx-lm's class, in 4 bits, with a tokenizer."""
-    own = {**test_families.FAMILIES, **test_families.PLAIN}[name]
+    own = {**test_families.FAMILIES, **test_families.CHAINS}[name]
     settings = {**({} if "text_config" in own else test_families.SIZES), **own, "model_type": name}
     folder.mkdir()
     save_model(folder, test_families.make_base(name, bits=4))
@@ -521,7 +521,7 @@ def test_answers_are_those_of_one_text_after_the_other(base, tmp_path):
     model, tokenizer = ssmlx.load(base, dtype="float32")
     responder = BatchResponder(model.backbone.model, tokenizer, 3, seed=5)
     prompts = [ssmlx.prompt_tokens(words(n), model, tokenizer) for n in (1, 9, 3, 5, 2)]
-    texts = [AnswerRequest(n, prompt, 0.8 * (n == 2)) for n, prompt in enumerate(prompts)]
+    texts = [NumberedPrompt(n, prompt, 0.8 * (n == 2)) for n, prompt in enumerate(prompts)]
     together = dict(responder.iterate_answers(texts, LENGTH))
     alone = dict(one for text in texts for one in responder.iterate_answers([text], LENGTH))
     assert together == alone and sorted(together) == [0, 1, 2, 3, 4]

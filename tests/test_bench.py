@@ -15,7 +15,7 @@ from perf.bench.report import report
 from perf.run.tasks import Example
 from perf.run.timing import TimedAnswer
 from ssmlx.model import metal
-from ssmlx.model.metal.plan import AttentionShape, Bucket
+from ssmlx.model.metal.division import AttentionShape, Bucket
 from ssmlx.model.metal.trial import Trial
 
 

@@ -5,14 +5,15 @@ import json
 import sys
 
 import pytest
-from real import exit_code, one_line, words, write_tiny_adapter
+from real import exit_code, one_line, words, write_tiny_adapter, write_tokenizer
 from test_adapt import write_family
+from test_every_class import write_model
 
 import ssmlx
 from ssmlx.commands import chat, check, generate
 from ssmlx.generation import head_start, learned
 from ssmlx.generation.learned import Learned
-from ssmlx.generation.step_costs import StepTimings
+from ssmlx.generation.time_calls import CallTimings
 
 COSTS = {2: 1.25, 4: 1.5, 8: 2.0, 16: 8.0}
 CURVE = {2: 1.5, 4: 2.0, 8: 3.0, 16: 4.0}
@@ -38,9 +39,9 @@ def timed(monkeypatch):
 
     def measure(model, tokens, sizes, **more):
         asked.append([*sizes])
-        return StepTimings({n: COSTS[n] for n in sizes if n in COSTS}, [0.02] * 3)
+        return CallTimings({n: COSTS[n] for n in sizes if n in COSTS}, [0.02] * 3)
 
-    monkeypatch.setattr(head_start, "measure_step_costs", measure)
+    monkeypatch.setattr(head_start, "measure_call_costs", measure)
     return asked
 
 
@@ -143,14 +144,27 @@ def test_a_model_without_streams_drafts_by_others(run, timed):
     assert '--drafter "medusa heads=FOLDER"' in out
 
 
-def test_a_model_that_decodes_plainly_alone_is_fine(run, tmp_path, timed):
+def test_a_model_that_takes_chains_alone_says_what_can_draft(run, tmp_path, timed):
     recurrent = write_family(tmp_path / "lfm2", "lfm2")
     code, out, _ = run(model=recurrent)
     assert code == 0 and timed == []
-    assert "family lfm2" in out and "nothing can draft: " in out and "its state in" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["prompt-lookup", "can", "draft"] in lines and "family lfm2" in out
+    assert any(line[:4] == ["lookahead", "cannot", "draft", "yet:"] for line in lines)
+    assert "lacks stages, taps, trees, batches: " in out and "its state in" in out
     found = json.loads(run("--json", model=recurrent)[1])
-    assert all(found["drafters"].values()) and "trees" in found["lacks"]
-    assert found["memory"]["cache"] > 0
+    assert found["drafters"]["prompt-lookup"] is None and "trees" in found["lacks"]
+    assert "chains" not in found["lacks"] and found["memory"]["cache"] > 0
+
+
+def test_a_model_that_decodes_plainly_alone_is_fine(run, tmp_path, timed):
+    recurrent = write_model("rwkv7", tmp_path / "rwkv7")
+    write_tokenizer(recurrent)
+    code, out, _ = run(model=recurrent)
+    assert code == 0 and timed == []
+    assert "nothing can draft: " in out and "recurrences is none that can run again" in out
+    found = json.loads(run("--json", model=recurrent)[1])
+    assert all(found["drafters"].values()) and "chains" in found["lacks"]
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ SCALED_BY_LENGTH = {"hunyuan_v1_dense", "internlm3", "llama"}  # their rotary em
 IN_THE_DEFAULT_TIER = {*SCALED_BY_LENGTH, "phixtral", "plamo2", "plamo3", "youtu_llm"}
 
 
-def classes():
+def classes(in_the_default_tier=frozenset(IN_THE_DEFAULT_TIER)):
     """The names of mlx-lm's files that hold a model's class."""
     folder = Path(mlx_lm.models.__file__).parent
     files = sorted(folder.glob("*.py"))
@@ -220,7 +220,7 @@ def classes():
         f.stem for f in files if re.search(r"^class Model\b|import Model\b", f.read_text(), re.M)
     ]
     return [
-        name if name in IN_THE_DEFAULT_TIER else pytest.param(name, marks=pytest.mark.long)
+        name if name in in_the_default_tier else pytest.param(name, marks=pytest.mark.long)
         for name in found
     ]
 
@@ -248,6 +248,13 @@ def write_model(name, folder):
     return folder
 
 
+def listed():
+    """The classes that the page of families lists as run by their own call, and how."""
+    page = Path(__file__).parents[1] / "ssmlx/model/README.md"
+    rows = re.findall(r"^\| (chains|plain); [^|]*\|(.*)\|$", page.read_text(), re.MULTILINE)
+    return {name: how for how, names in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
 @pytest.mark.parametrize("name", classes())
 def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
     folder = write_model(name, tmp_path)
@@ -264,7 +271,10 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
 
     assert decoded(decoding="plain") == expected
     drafting = {"decoding": "speculative", "drafter": "prompt-lookup"}
-    if model.backbone.capabilities.has("trees"):
+    capabilities = model.backbone.capabilities
+    how = "chains" if capabilities.has("chains") else "plain"
+    assert listed().get(name) == (None if capabilities.has("trees") else how)
+    if capabilities.has("chains"):
         assert decoded(**drafting) == expected
     else:
         assert name not in SCALED_BY_LENGTH
@@ -274,8 +284,8 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", classes())
-def test_the_text_drafts_for_what_keeps_rows_and_changes_nothing(name, sampling, tmp_path):
+@pytest.mark.parametrize("name", classes(in_the_default_tier={"llama"}))
+def test_the_text_drafts_and_changes_nothing(name, sampling, tmp_path):
     """At every call, and as the controller decides: plain decoding's tokens."""
     if name in NOT_HERE:
         pytest.skip(NOT_HERE[name])

@@ -79,7 +79,7 @@ LINEAR = {
     "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
     "shared_expert_intermediate_size": 16, "partial_rotary_factor": 0.5,
 }  # fmt: skip
-PLAIN = {
+CHAINS = {  # whose states follow no branches
     "qwen3_next": {**EXPERTS, **LINEAR},
     "qwen3_5": wrapped("qwen3_5_text", **LINEAR),
     "lfm2": {
@@ -105,7 +105,7 @@ SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
 
 
 def make_base(name, tied=True, bits=None):
-    settings = {"tie_word_embeddings": tied, **{**FAMILIES, **PLAIN}[name]}
+    settings = {"tie_word_embeddings": tied, **{**FAMILIES, **CHAINS}[name]}
     model = tiny.make_base(name, vocab=SIZES["vocab_size"], **{**SIZES, **settings})
     if tied and name == "gemma3_text":
         model.sanitize({})
@@ -200,29 +200,36 @@ def test_taps_are_what_mlx_lms_layers_are_given(name, tied):
         backbone.append(first, cache, {4: None})
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("name", PLAIN)
-def test_what_cannot_take_tokens_back_decodes_plainly(name, bits):
+@pytest.mark.parametrize("bits", [None, *slow(4)])
+@pytest.mark.parametrize("name", CHAINS)
+def test_what_has_states_drafts_chains(name, bits):
     base = make_base(name, bits=bits)
     expected = mlx_lm_tokens(base, PROMPT, LENGTH)
     model = StreamFusedModel(Backbone(base))
     cache = model.make_cache()
     assert decoded(model, cache=cache)[0] == expected and len(set(expected)) > 1
-    assert decoded(model, **SAMPLED)[0] != expected
+    sampled, _ = decoded(model, decoding="plain", **SAMPLED)
+    assert sampled != expected
+    draft = DraftModel(make_base(name, bits=bits))
+    for settings, tokens in (({}, expected), (SAMPLED, sampled)):
+        assert decoded(model, **DRAFTS[3], **settings)[0] == tokens
+        found, lengths = decoded(model, draft_model=draft, decoding="speculative", **settings)
+        assert found == tokens and (bits or {*lengths[1:]} == {4})
     text = [*PROMPT, *expected]
-    assert cache.longest_trim(cache.offset) == len(text) and cache.nbytes > 0
+    held = cache.offset
+    assert cache.longest_trim(held) == held >= len(text) - 1 and cache.nbytes > 0
     more = mlx_lm_tokens(base, [*text, 9, 8], LENGTH)
-    assert decoded(model, [9, 8], cache, text)[0] == more
+    assert decoded(model, [*text, 9, 8][held:], cache, text[:held])[0] == more
     cache.trim(cache.longest_trim(5))
     assert decoded(model, cache=cache)[0] == expected
     with pytest.raises(InputError, match="hidden states between layers; decode plainly"):
         model.backbone.append(mx.array(PROMPT), model.make_cache(), [0])
-    for draft in ({"drafter": "prompt-lookup"}, {"decoding": "speculative"}):
-        with pytest.raises(InputError, match=r"ArraysCache, from which .* decode plainly"):
-            decoded(model, **draft)
+    for asked in ({"drafter": "lookahead"}, {"decoding": "speculative"}):
+        with pytest.raises(InputError, match=r"ArraysCache, which follows .* prompt-lookup"):
+            decoded(model, **asked)
 
 
-@pytest.mark.parametrize("name, tied", [*SOME, *((name, True) for name in PLAIN)])
+@pytest.mark.parametrize("name, tied", [*SOME, *((name, True) for name in CHAINS)])
 def test_rows_stand_at_places_of_their_own(name, tied):
     """Texts of other lengths, a single token among them, that join one after the other."""
     model = StreamFusedModel(Backbone(make_base(name, tied)))
@@ -280,6 +287,6 @@ def test_training_sees_what_decoding_sees(name, tied):
 def test_the_table_has_the_families_that_are_tested():
     page = Path(__file__).parents[1] / "ssmlx/model/README.md"
     rows = re.findall(r"^\| `(\w+)`(.*)\|$", page.read_text(), re.MULTILINE)
-    assert {name for name, _ in rows} == {*FAMILIES, *PLAIN}
-    assert {name for name, cells in rows if "decodes plainly" in cells} == PLAIN.keys()
+    assert {name for name, _ in rows} == {*FAMILIES, *CHAINS}
+    assert {name for name, cells in rows if " chains |" in cells} == CHAINS.keys()
     assert {name for name, cells in rows if "past it" in cells} == WINDOWED

@@ -48,7 +48,7 @@ SETTINGS = "adapter_config.json"
 def write_family(folder, name, bits=None, tied=None):
     """A random model of mlx-lm's class with a tokenizer."""
     tied = (name in ("qwen2", "gemma3_text")) if tied is None else tied
-    settings = {**test_families.SIZES, **{**test_families.FAMILIES, **test_families.PLAIN}[name]}
+    settings = {**test_families.SIZES, **{**test_families.FAMILIES, **test_families.CHAINS}[name]}
     folder.mkdir(parents=True)
     save_model(folder, test_families.make_base(name, tied, bits))
     settings |= {"model_type": name, "tie_word_embeddings": tied, "eos_token_id": 2}

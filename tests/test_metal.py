@@ -25,8 +25,15 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.masks import StepMasks
 from ssmlx.model.metal import TreeMask, hook, is_available, kernels, trial
+from ssmlx.model.metal.division import (
+    DTYPES,
+    AttentionShape,
+    Bucket,
+    Chip,
+    Division,
+    divide_attention,
+)
 from ssmlx.model.metal.kernels import FUNCTIONS, LANES, Call, Kernel, attend, pack_bits
-from ssmlx.model.metal.plan import DTYPES, AttentionShape, Bucket, Chip, Plan, make_plan
 from ssmlx.settings import PruneConfig, TreeConfig
 
 M1, M1_MAX, M2_ULTRA = (Chip.of(f"applegpu_g{name}") for name in ("13g", "13s", "14d"))
@@ -45,7 +52,7 @@ def forget():
     """What was learnt about this machine."""
     hook._trials.clear()
     hook._wanted.clear()
-    hook._plan_and_bucket.cache_clear()
+    hook._division_and_bucket.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -186,8 +193,8 @@ def generated(dtype: mx.Dtype = mx.float16, blocks: int = 1) -> list[str]:
     queries = mx.zeros((1, 4, 9, 64), dtype)
     keys = mx.zeros((1, 2, 40, 64), dtype)
     for splits in (1, 2):
-        plan = Plan(blocks=blocks, simdgroups=3, row_groups=1, splits=splits)
-        attend(queries, keys, keys, mx.zeros((9, 2), mx.uint32), 1.0, plan, record)
+        division = Division(blocks=blocks, simdgroups=3, row_groups=1, splits=splits)
+        attend(queries, keys, keys, mx.zeros((9, 2), mx.uint32), 1.0, division, record)
     return record.sources
 
 
@@ -211,8 +218,8 @@ def test_row_number_and_context_need_no_new_source():
         queries = mx.zeros((1, 3, rows, 64))
         keys = mx.zeros((1, 1, num_keys, 64))
         bits = pack_bits(mx.ones((rows, rows), mx.bool_))
-        plan = Plan(blocks=1, simdgroups=-(-3 * rows // 8), row_groups=1, splits=1)
-        attend(queries, keys, keys, bits, 1.0, plan, record)
+        division = Division(blocks=1, simdgroups=-(-3 * rows // 8), row_groups=1, splits=1)
+        attend(queries, keys, keys, bits, 1.0, division, record)
     assert len(set(record.sources)) == 1
 
 
@@ -377,15 +384,15 @@ def test_auto_takes_what_was_clearly_faster(seconds, is_taken, on_shim, speeds):
     """Until it was tried, MLX's own; and what was found is remembered."""
     times, tried = speeds
     times["fused"] = seconds
-    assert hook.plan_for(*attention_of()) is None and not tried
+    assert hook.division_for(*attention_of()) is None and not tried
     hook.time_pending_shape()
     assert [(one.rows, one.keys) for one in tried] == [(6, 20)]
     for rows, keys in ((6, 20), (5, 17), (8, 32)):
-        assert bool(hook.plan_for(*attention_of(rows, keys))) == is_taken
+        assert bool(hook.division_for(*attention_of(rows, keys))) == is_taken
     hook.time_pending_shape()
     assert len(tried) == 1
-    assert hook.plan_for(*attention_of(9, 20)) is None  # more rows than were tried
-    assert hook.plan_for(*attention_of(6, 33)) is None
+    assert hook.division_for(*attention_of(9, 20)) is None  # more rows than were tried
+    assert hook.division_for(*attention_of(6, 33)) is None
     hook.time_pending_shape(), hook.time_pending_shape(), hook.time_pending_shape()
     assert len(tried) == 3
 
@@ -442,13 +449,13 @@ def test_a_kernel_that_disagrees_with_mlx_is_not_used(on_shim, speeds, monkeypat
     monkeypatch.setattr(kernels, "run_on_metal", wrong)
     _, tried = speeds
     for rows in (6, 9, 20):
-        assert not hook.plan_for(*attention_of(rows))
+        assert not hook.division_for(*attention_of(rows))
         hook.time_pending_shape()
-        assert not hook.plan_for(*attention_of(rows))
+        assert not hook.division_for(*attention_of(rows))
     assert len(tried) == 1 and caplog.text.count("differs from MLX's by") == 1
     metal.use("fused")
     with pytest.raises(InputError, match="a GPU that runs the kernel"):
-        hook.plan_for(*attention_of())
+        hook.division_for(*attention_of())
 
 
 def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
@@ -456,16 +463,16 @@ def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
         raise RuntimeError("no such\npipeline")
 
     monkeypatch.setattr(kernels, "run_on_metal", fails)
-    assert not hook.plan_for(*attention_of())
+    assert not hook.division_for(*attention_of())
     hook.time_pending_shape()
-    assert not hook.plan_for(*attention_of())
+    assert not hook.division_for(*attention_of())
     assert "does not run (no such pipeline)" in caplog.text
 
 
 def test_fused_for_heads_that_it_cannot_is_an_error(on_shim):
     metal.use("fused")
     with pytest.raises(InputError, match="heads of 256"):
-        hook.plan_for(mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
+        hook.division_for(mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
 
 
 def shape(
@@ -478,7 +485,7 @@ def shape(
 
 
 @pytest.mark.parametrize("chip", [M1, M1_MAX, M2_ULTRA], ids=str)
-def test_plan_covers_every_row_within_a_threadgroups_limits(chip):
+def test_division_covers_every_row_within_a_threadgroups_limits(chip):
     rng = random.Random(0)
     for _ in range(300):
         kv_heads = rng.randint(1, 8)
@@ -489,13 +496,13 @@ def test_plan_covers_every_row_within_a_threadgroups_limits(chip):
             rng.randint(200, 20000),
             rng.choice([8, 64, 80, 96, 128]),
         )
-        plan = make_plan(sizes, chip)
-        held = 8 * plan.blocks * plan.simdgroups
-        assert held * (plan.row_groups - 1) < sizes.queries <= held * plan.row_groups
-        assert LANES * plan.simdgroups <= 256
-        assert plan.blocks == 1 or sizes.head_size <= 80
-        assert 1 <= plan.splits <= sizes.keys // 128 + 1
-        registers = plan.blocks * sizes.head_size // 2 + 8 * plan.blocks
+        division = divide_attention(sizes, chip)
+        held = 8 * division.blocks * division.simdgroups
+        assert held * (division.row_groups - 1) < sizes.queries <= held * division.row_groups
+        assert LANES * division.simdgroups <= 256
+        assert division.blocks == 1 or sizes.head_size <= 80
+        assert 1 <= division.splits <= sizes.keys // 128 + 1
+        registers = division.blocks * sizes.head_size // 2 + 8 * division.blocks
         assert registers < 100  # query, output and scores, of 128 that a thread has
 
 
@@ -507,7 +514,7 @@ def test_chips_by_metals_names():
 def test_a_trial_speaks_for_shapes_of_the_same_kernels():
     def bucket(rows, keys):
         one = shape(rows, 9, 3, keys)
-        return Bucket.of(one, make_plan(one, M1))
+        return Bucket.of(one, divide_attention(one, M1))
 
     assert bucket(9, 600) == bucket(16, 1000) != bucket(17, 1000)
     assert bucket(16, 1000) != bucket(16, 1025)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from mlx_lm.models import gpt2, internlm3, llama, mamba
+from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from real import refusal
 
@@ -18,7 +19,7 @@ from ssmlx.decoding.loop import plain_decode
 from ssmlx.drafters.streams import DraftVocab
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.cache import TreeCache
+from ssmlx.model.cache import StateCache, TreeCache
 from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merge_lora
 from ssmlx.model.masks import StepMasks, stream_visibility
 from ssmlx.model.rope import PositionedRope, Positions
@@ -464,6 +465,35 @@ def test_wrong_use_is_refused():
         cache.view(0, mx.arange(2)).update_and_fetch(keys, keys)
     with pytest.raises(ValueError, match="room for 4"):
         cache.advance(3)
+
+
+def test_tokens_are_not_appended_before_a_path_that_is_not_counted():
+    """The path is advanced by, or dropped by a call; asking for a view changes nothing."""
+    rng = np.random.default_rng(0)
+    naive = NaiveCache()
+    cache = TreeCache(DEPTH, scratch=4, step=4)
+    cache.reserve(tokens=2, scratch=4)
+    append(cache, naive, rng, 2)
+    write_tree(cache, naive, rng, 3, 3, 1)
+    cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
+    with pytest.raises(ValueError, match="uncounted paths"):
+        cache.append_view(0)
+    assert len(cache.paths) == 1
+    cache.drop_paths()
+    append(cache, naive, rng, 2)
+    check_committed(cache, naive, rng)
+
+
+def test_a_cache_of_a_model_without_stages_refuses_what_it_cannot_do():
+    cache = StateCache(lambda: [KVCache()])
+    cache.advance(3)
+    for call in (lambda: cache.fork(2), lambda: cache.rows(2), cache.snapshot):
+        with pytest.raises(TypeError, match="without stages"):
+            call()
+    with pytest.raises(ValueError, match="cannot keep 2"):
+        cache.trim(2)
+    cache.trim(3)
+    assert cache.offset == 3
 
 
 # --- masks, against those drawn in docstrings and built anew ---

@@ -1,5 +1,7 @@
 """What settings come to: who drafts, in what shape, and who decides."""
 
+from dataclasses import replace
+
 import pytest
 from tiny import make_base, make_model, make_tokenizer
 from tiny_heads import make_heads
@@ -68,6 +70,34 @@ def test_text_is_drafted_for_every_model():
     assert [one.largest.drafter for one in plan.drafters] == names
     plan = make_plan(bare, earlier=EarlierAnswers(), deterministic=True)
     assert [one.largest.drafter for one in plan.drafters] == ["prompt-lookup"]
+
+
+class Steady:
+    """A controller that says what a call brings, and notes that it was finished."""
+
+    finished = False
+
+    def next(self, *, is_read=False):
+        return None
+
+    def record(self, call):
+        pass
+
+    def expected_call(self):
+        return 3.0, 1.5
+
+    def finish(self):
+        self.finished = True
+
+
+def test_a_plan_asks_whatever_controller_it_has(model):
+    plan = replace(make_plan(model), controller=Steady())
+    assert plan.expected_call == (3.0, 1.5)
+    assert "2.00 times plain decoding" in plan.decision()
+    replace(plan, learned=None).finish()
+    assert not plan.controller.finished
+    plan.finish()
+    assert plan.controller.finished
 
 
 def test_nothing_drafts_where_plain_decoding_is_asked_for():

@@ -25,12 +25,12 @@ from test_server_protocols import LAST, OFFERED, TOKENIZER, make_tokenizer, told
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import make_app
-from ssmlx.server.calls import _CALL_FORMATS, tool_call_grammar
 from ssmlx.server.choices import AnswerParser
 from ssmlx.server.grammars import grammar_mask, json_grammar
 from ssmlx.server.handler import RequestHandler
 from ssmlx.server.requests import ChoiceEnd, TextPart, ToolCallPart
 from ssmlx.server.schemas import tools_for_parser
+from ssmlx.server.tool_grammars import _CALL_FORMATS, tool_call_grammar
 
 ADD = {
     "name": "add",

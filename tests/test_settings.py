@@ -2,13 +2,16 @@
 
 import inspect
 import pydoc
+import re
+import sys
+from importlib import import_module
 
 import pytest
 from tiny import make_model, make_tokenizer
 
 import ssmlx
-from ssmlx.commands.generate import parse_args
-from ssmlx.commands.options import generate_config
+from ssmlx import api
+from ssmlx.commands import chat, generate, options
 from ssmlx.generation.plan import make_plan
 from ssmlx.json_files import from_json
 from ssmlx.settings import GenerateConfig
@@ -33,9 +36,9 @@ def test_the_earlier_name_of_speculative_decoding_gives_the_same():
     settings = {}
     answers = {}
     for name in ("speculative", "streaming"):
-        args = parse_args(["--prompt", "w1", "--decoding", name])
+        args = generate.parse_args(["--prompt", "w1", "--decoding", name])
         saved = from_json(GenerateConfig, {"decoding": name})
-        settings[name] = (generate_config(args), saved, GenerateConfig(decoding=name))
+        settings[name] = (options.generate_config(args), saved, GenerateConfig(decoding=name))
         responses = list(
             ssmlx.stream_generate(model, tokenizer, [1, 2, 3], decoding=name, max_tokens=9)
         )
@@ -43,6 +46,66 @@ def test_the_earlier_name_of_speculative_decoding_gives_the_same():
     assert settings["streaming"] == settings["speculative"]
     assert {one.decoding for one in settings["streaming"]} == {"speculative"}
     assert answers["streaming"] == answers["speculative"] != []
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_generate_is_a_function_whoever_imports_the_command(monkeypatch, is_loaded):
+    """The command's module has the function's name; in either order, the function keeps it."""
+    assert callable(ssmlx.generate)
+    monkeypatch.delitem(sys.modules, "ssmlx.generate", raising=False)
+    if not is_loaded:
+        monkeypatch.delitem(vars(ssmlx), "generate")
+    command = import_module("ssmlx.generate")
+    assert command.main is generate.main
+    assert ssmlx.generate is api.generate
+
+
+SAMPLES = {
+    "--decoding": ["speculative"],
+    "--max-tokens": ["7"],
+    "--stop": ["x"],
+    "--temp": ["0.9"],
+    "--top-p": ["0.5"],
+    "--min-p": ["0.1"],
+    "--top-k": ["5"],
+    "--seed": ["3"],
+    "--penalty": ["repetition=1.2"],
+    "--deterministic": [],
+    "--logit-bias": ["3=1"],
+    "--logprobs": ["2"],
+    "--drafter": ["streams"],
+    "--num-streams": ["2"],
+    "--tree": ["full"],
+    "--tree-width": ["2"],
+    "--tree-size": ["5"],
+    "--prune": ["threshold=0.2"],
+    "--prune-to": ["3"],
+}
+"""Options of decoding, each with a value that is not its default."""
+
+
+@pytest.mark.parametrize("command", [chat, generate])
+def test_every_option_is_read(monkeypatch, command):
+    """An option of decoding changes the settings; any other is read as `args.NAME`."""
+    with monkeypatch.context() as patch:
+        patch.setattr(options.Parser, "parse_args", lambda parser, argv: parser)
+        parser = command.parse_args(None)
+    needed = ["--prompt", "Hi"] if command is generate else []
+    usual = [*needed, "--temp", "0.7", "--prune", "budget"]
+    sources = "".join(inspect.getsource(module) for module in (command, options))
+    flags = [action.option_strings[-1] for action in parser._actions]
+    assert {"--model", "--prompt-cache", "--tree-size"} <= {*flags}
+    for flag in {*flags} - {"--help"}:
+        if flag in SAMPLES:
+            words = [*usual, flag, *SAMPLES[flag]]
+            assert config_of(command, words) != config_of(command, usual), flag
+        else:
+            name = flag.removeprefix("--").replace("-", "_")
+            assert re.search(rf"\bargs\.{name}\b", sources), flag
+
+
+def config_of(command, words):
+    return options.generate_config(command.parse_args(words))
 
 
 def test_help_shows_what_there_is():

@@ -250,6 +250,8 @@ def surviving_nodes(
 ) -> torch.Tensor:
     """Return [M] int32, the `keep` nodes of the largest path probability, ascending.
 
+    The rule of `ssmlx.decoding.prune.nodes_within_budget`, on fixed shapes.
+
     Args:
         edges: [N] early-exit log probability of each node given its parent.
         depths: [N]; -1 for nodes that only fill up, which are kept last.

@@ -96,8 +96,9 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
 
     reasons: dict[str, str | None] = {}
     for name in DRAFTERS:
-        reasons[name] = model.backbone.capabilities.reason("trees")
-        weights = registered_drafter(name).weights
+        drafter = registered_drafter(name)
+        reasons[name] = model.backbone.capabilities.reason(drafter.needed)
+        weights = drafter.weights
         if reasons[name] is not None:
             continue
         if name == "streams" and not model.num_streams:
@@ -287,14 +288,15 @@ def report_lines(found: dict[str, Any]) -> list[str]:
 def _drafter_lines(found: dict[str, Any]) -> list[str]:
     """A line for each drafter; a reason that excludes all of them is one line."""
     lacks = found["lacks"]
-    if "trees" in lacks:
-        return [f"decodes plainly, nothing can draft: {lacks['trees']}"]
+    if "chains" in lacks:
+        return [f"decodes plainly, nothing can draft: {lacks['chains']}"]
     width = max(map(len, found["drafters"]))
     lines = [
         f"{name:{width}}  {'can draft' if reason is None else f'cannot draft yet: {reason}'}"
         for name, reason in found["drafters"].items()
     ]
-    return lines + [f"lacks {name}: {reason}" for name, reason in lacks.items()]
+    alike = {reason: [name for name in lacks if lacks[name] == reason] for reason in lacks.values()}
+    return lines + [f"lacks {', '.join(names)}: {reason}" for reason, names in alike.items()]
 
 
 def _cost_lines(found: dict[str, Any]) -> list[str]:

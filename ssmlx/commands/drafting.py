@@ -35,7 +35,7 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
 
 def _drafting_source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Found) -> str:
     """Say which adapter drafts, if any, and why this one."""
-    reason = model.backbone.capabilities.reason("trees")
+    reason = model.backbone.capabilities.reason("chains")
     if reason is not None:
         return f"nothing can draft, {reason}"
     if adapter is None:

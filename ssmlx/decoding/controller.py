@@ -1,4 +1,4 @@
-"""What a decoding loop asks of whoever decides how much is drafted.
+"""What decides how much is drafted: what a decoding loop and an answer's plan ask of it.
 
 Plain values: neither MLX nor a drafter is imported here.
 """
@@ -29,7 +29,10 @@ class Call:
 
 
 class DraftController(Protocol):
-    """Decides from call to call what is drafted: a loop asks `next`, and reports by `record`."""
+    """Decides from call to call what is drafted: a loop asks `next`, and reports by `record`.
+
+    An answer's plan asks `expected_call`, and calls `finish` when the answer is over.
+    """
 
     def next(self, *, is_read: bool = False) -> DraftShape | None:
         """What to draft behind the call under way; None for nothing. Asking changes nothing.
@@ -41,6 +44,17 @@ class DraftController(Protocol):
 
     def record(self, call: Call) -> None:
         """Learn from a call that was done; called once for each, in order."""
+
+    def expected_call(self) -> tuple[float, float]:
+        """What the fastest call should bring and take now.
+
+        Returns:
+            Tokens, and plain calls that it takes; 1 and 1 where nothing is known to be faster than
+            plain decoding.
+        """
+
+    def finish(self) -> None:
+        """Keep what the answer has taught; called once, when it has ended or was given up."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,13 @@ class Always:
     def record(self, call: Call) -> None:
         """Nothing."""
 
+    def expected_call(self) -> tuple[float, float]:
+        """1 and 1: nothing is known of what its calls bring."""
+        return 1.0, 1.0
+
+    def finish(self) -> None:
+        """Nothing."""
+
 
 @dataclass(frozen=True)
 class Never:
@@ -66,4 +87,11 @@ class Never:
         return None
 
     def record(self, call: Call) -> None:
+        """Nothing."""
+
+    def expected_call(self) -> tuple[float, float]:
+        """1 and 1: plain decoding's."""
+        return 1.0, 1.0
+
+    def finish(self) -> None:
         """Nothing."""

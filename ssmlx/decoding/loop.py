@@ -1,6 +1,25 @@
 """The decoding loops, on token ids: speculative decoding, and plain decoding beside it.
 
 Both yield the same thing, so that one is the other's oracle and baseline.
+
+Speculative Streaming for a chain (k = 1), in the symbols of the paper's section 3.2; row 0 of a
+call is the root, row t the drafted token ~y[t]:
+
+    root = the prompt's last token; ~y = []        # the first call verifies the root alone
+    repeat:                                        # a target call
+        M[0..] = layers 1 .. N - Ns on (root, ~y)  # lower: row t sees the text and rows <= t
+        S[t, j] = f(M[t]) + P[j], j = 1 .. gamma   # insert: streams start (eq. 3)
+        M, S = layers N - Ns + 1 .. N on M and S   # upper (eqs. 1 and 2)
+        y[t + 1] = argmax H(M[t])                  # the target's own token behind row t
+        delta = the most for which ~y[1 .. delta] = y[1 .. delta]    # accept (A.1)
+        yield y[1 .. delta + 1]                    # the accepted tokens, and the correction
+        the cache keeps rows 0 .. delta            # commit, advance
+        root = y[delta + 1]
+        ~y[j] = argmax H(S[delta, j]), j = 1 .. gamma                # propose
+
+Beyond it: ~y is a tree, whose improbable nodes leave before `insert` (3.2.3); streams of row delta
+alone run, in a second pass behind the call, unless `schedule=fused`; a sampled y is drawn by noise
+that belongs to its place; and a controller may have another drafter propose ~y, or nothing.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -11,10 +30,12 @@ import mlx.core as mx
 from ..model import metal
 from ..model.cache import TreeCache
 from ..model.stages import Tapped
+from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .call import EXACT, NO_PRUNING, TargetCall, filled_taps, plain_call, verify_tree
+from .chain import verify_chain
 from .controller import Always, Call, DraftController, DraftShape
 from .drafter import Drafter, Taps
 from .drafting import DraftingText
@@ -369,7 +390,8 @@ class _SpeculativeLoop:
         """Build the call that verifies `tree`.
 
         A plain call for a bare root, unless streams run beside each node, or the cache holds a path
-        that is not counted yet. Nothing is computed yet, unless pruning waits for the device.
+        that is not counted yet. For a model without stages the tree is taken as a chain. Nothing is
+        computed yet, unless pruning waits for the device.
 
         Args:
             tree: a draft, or a bare root.
@@ -380,6 +402,15 @@ class _SpeculativeLoop:
         if tree.num_nodes == 1 and not streams and not self.cache.paths:
             return plain_call(
                 self.model, tree.tokens, tail, self.cache, self.sampler, self.text.taps
+            )
+        if isinstance(self.cache, StateCache):
+            return verify_chain(
+                self.model,
+                tree,
+                self.cache,
+                sampler=self.sampler,
+                acceptance=self.acceptance,
+                tail=tail,
             )
         return verify_tree(
             self.model,
@@ -414,9 +445,9 @@ class _SpeculativeLoop:
         """Do what can be done of the next call while `call` is under way.
 
         Where nothing is to be drafted behind a plain call, the next plain call is built and
-        launched. A draft that needs no host tokens is made. With `may_launch`, and unless pruning
-        is by a threshold, the drafting is launched too, and the call that verifies the draft is
-        built on the cache, but not launched.
+        launched. A draft that needs no host tokens is made. With `may_launch`, unless pruning is
+        by a threshold or the cache takes no trees, the drafting is launched too, and the call that
+        verifies the draft is built on the cache, but not launched.
 
         Args:
             call: the one under way.
@@ -437,7 +468,7 @@ class _SpeculativeLoop:
         elif drafts is not None and not self.text.needs_host_tokens(drafts):
             yield from self.text.bring_up_to_date(drafts.drafter)
             following.tree = self.text.propose(call, drafts)
-            if may_launch and self.prune.kind != "threshold":
+            if may_launch and self.prune.kind != "threshold" and self.cache.takes_trees:
                 following.before = self.cache.snapshot()
                 following.call = self.build_call(following.tree, call.tail)
                 mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied

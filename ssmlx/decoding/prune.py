@@ -1,4 +1,8 @@
-"""Parallel tree pruning by early exit (section 3.2.3): improbable nodes leave half-way up."""
+"""Parallel tree pruning by early exit (section 3.2.3): improbable nodes leave half-way up.
+
+The budget's rule is written once more for exported graphs, in PyTorch on fixed shapes:
+`convert.export.graph.surviving_nodes`.
+"""
 
 import math
 

@@ -10,6 +10,8 @@
 | an MLP speculator | `mlp_speculator.py` | yes | no |
 
 Each is registered in its file, by `registry.py`. Heads of every kind share `head_drafter.py`, and a
-folder format, `heads.py`, where they are registered.
+folder format, `heads.py`, where they are registered. Texts are looked up in with `text_index.py`,
+and trees put together on the host with `trie.py`; `copies.py` mixes what stood in the text into the
+streams' guesses.
 `ssmlx.decoding.drafter` says what the loop expects of them.
 """

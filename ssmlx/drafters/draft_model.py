@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
@@ -21,6 +21,7 @@ from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import Fetch, resolve_model
 from ..model.modules import module_arrays
 from ..model.shapes import to_list
+from ..model.state_cache import ModelCall, StateCache, flatten_caches
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, chain_with_siblings_topology
 from ..prompts import common_prefix_length
@@ -54,17 +55,17 @@ class DraftModel:
         self.model = model
         self.name = name
         mx.eval(module_arrays(model))
-        for layer, cache in enumerate(_make_cache(model)):
+        for cache in flatten_caches(_make_caches(model)):
             require(
-                type(cache) is KVCache,
-                f"{name} keeps a {type(cache).__name__} in layer {layer}, from which rejected "
-                "tokens cannot be taken back",
-                expected="a model with plain key/value caches",
+                type(cache) in (KVCache, ArraysCache),
+                f"{name} keeps a {type(cache).__name__}, from which rejected tokens cannot be "
+                "taken back",
+                expected="a model with plain key/value caches, or recurrent states",
                 do="choose another draft model",
             )
         self.num_parameters: int = get_total_parameters(model)
-        wrapped: Any = model
-        self.vocab_size: int = getattr(wrapped, "language_model", wrapped).args.vocab_size
+        # Of its logits' shape alone: nothing is computed.
+        self.vocab_size = int(_call(model)(mx.array([[0]]), cache=_make_caches(model)).shape[-1])
         self.target_vocab_size = self.vocab_size
         self._caches: list[DraftCache] = []  # the one that was taken last stands first
 
@@ -103,7 +104,13 @@ class DraftModel:
         return cache
 
 
-def _make_cache(model: nn.Module) -> list[Any]:
+def _call(model: Any) -> ModelCall:
+    """A model as what is called with tokens and caches."""
+    call: ModelCall = model
+    return call
+
+
+def _make_caches(model: nn.Module) -> list[Any]:
     """A cache for each layer of `model`.
 
     Layers with a sliding window get a plain `KVCache` too, from which tokens can be taken back;
@@ -114,7 +121,7 @@ def _make_cache(model: nn.Module) -> list[Any]:
 
 
 class DraftCache:
-    """A draft model's keys and values of one text.
+    """What a draft model keeps of one text: keys and values, or recurrent states.
 
     Attributes:
         text: the tokens of the text; the cache holds the first `offset` of them, and maybe drafted
@@ -124,19 +131,19 @@ class DraftCache:
 
     def __init__(self, draft: DraftModel) -> None:
         self._draft = draft
-        self._layers = _make_cache(draft.model)
+        self._cache = StateCache(lambda: _make_caches(draft.model))
         self.text: list[int] = []
         self.drafter: Callable[[], object] = lambda: None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers."""
-        return sum(layer.nbytes for layer in self._layers)
+        return self._cache.nbytes
 
     @property
     def offset(self) -> int:
         """Tokens that the cache holds."""
-        return int(self._layers[0].offset)
+        return self._cache.offset
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Set the text to `tokens`, and make the cache hold all of them but the last.
@@ -145,14 +152,14 @@ class DraftCache:
         `PREFILL_STEP_SIZE`. An empty list is yielded before each piece, for others to take their
         turn.
         """
-        kept = common_prefix_length(self.text[: self.offset], tokens[:-1])
-        trim_prompt_cache(self._layers, self.offset - kept)
+        self._go_back(common_prefix_length(self.text[: self.offset], tokens[:-1]))
+        kept = self.offset
         self.text = list(tokens)
         for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
             yield []
             last = min(first + PREFILL_STEP_SIZE, len(tokens) - 1)
             self.logits(mx.array(self.text[first:last]))
-            mx.eval([layer.state for layer in self._layers])
+            mx.eval(self._cache.state)
 
     def logits(self, tokens: mx.array) -> mx.array:
         """[1, V] logits behind the last of `tokens` [R], which are appended to the cache.
@@ -162,12 +169,15 @@ class DraftCache:
         """
         known = self._draft.vocab_size
         wanted = self._draft.target_vocab_size
-        logits: mx.array = self._draft.model(
-            mx.minimum(tokens, known - 1)[None], cache=self._layers
-        )[:, -1]
+        appended = mx.minimum(tokens, known - 1)
+        logits = self._cache.append(_call(self._draft.model), appended)[:, -1]
         if known < wanted:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]
+
+    def mark(self) -> None:
+        """Keep the states of now, so that `extend_text` can take back what is drafted from here."""
+        self._cache.mark()
 
     def extend_text(self, tokens: Sequence[int], held: int) -> None:
         """Append `tokens` to the text, of which the cache holds the first `held` already.
@@ -176,7 +186,12 @@ class DraftCache:
         """
         known = len(self.text) + held
         self.text.extend(tokens)
-        trim_prompt_cache(self._layers, max(0, self.offset - known))
+        self._go_back(min(known, self.offset))
+        self._cache.forget_marks()
+
+    def _go_back(self, num_tokens: int) -> None:
+        """Hold the first `num_tokens` of the text, or as many of them as can be gone back to."""
+        self._cache.trim(self._cache.longest_trim(num_tokens))
 
     def unprocessed_tokens(self) -> mx.array:
         """[R] the newest tokens of the text, which the cache does not hold.
@@ -186,7 +201,7 @@ class DraftCache:
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
             self.logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
-            mx.eval([layer.state for layer in self._layers])
+            mx.eval(self._cache.state)
         return mx.array(self.text[self.offset :], mx.int32)
 
 
@@ -201,14 +216,22 @@ class DraftModelDrafter:
         model: the draft model.
         config: K, `num_draft_tokens`; W, `width`, candidates of each level.
         sampling: how the target decides.
+        is_chain: whether the target takes no trees: W is 1 then.
     """
 
     name = "draft-model"
     needs = Needs(host_tokens=True)
     cache_bytes = 0
 
-    def __init__(self, model: DraftModel, config: DraftModelConfig, sampling: Sampling) -> None:
-        width = min(config.width, model.vocab_size, model.target_vocab_size)
+    def __init__(
+        self,
+        model: DraftModel,
+        config: DraftModelConfig,
+        sampling: Sampling,
+        *,
+        is_chain: bool = False,
+    ) -> None:
+        width = min(1 if is_chain else config.width, model.vocab_size, model.target_vocab_size)
         self._model = model
         self._sampling = sampling
         self._width = width
@@ -261,6 +284,7 @@ class DraftModelDrafter:
         rows: list[mx.array] = []
         for level in range(self.largest.levels):
             logits = self._cache.logits(tokens)
+            self._cache.mark()
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])
             places = RowPositions(first, mx.zeros(1, mx.int32), 1, recent)
@@ -346,7 +370,10 @@ def _load(
     config_field="draft",
     weights=DrafterWeights("a draft model", "model=MODEL", _load),
     reads_text=True,
+    keeps_to_chains=True,
 )
 def build(inputs: DrafterInputs) -> DraftModelDrafter:
     """The drafter of an answer, on the draft model that was loaded."""
-    return DraftModelDrafter(inputs.loaded, inputs.settings, inputs.sampling)
+    return DraftModelDrafter(
+        inputs.loaded, inputs.settings, inputs.sampling, is_chain=inputs.is_chain
+    )

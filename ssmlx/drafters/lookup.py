@@ -8,9 +8,11 @@ earlier answers.
 from collections.abc import Collection, Iterator, Sequence
 from itertools import cycle, islice
 
+import mlx.core as mx
+
 from ..decoding.controller import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
-from ..model.tree import Tree
+from ..model.tree import Tree, chain_tree
 from ..policy.offers import ChainOffer
 from ..settings import PromptLookupConfig
 from .registry import DrafterInputs, register_drafter
@@ -20,7 +22,8 @@ from .trie import Trie, padded_size
 NAME = "prompt-lookup"
 EARLIER_ANSWERS = "earlier-answers"
 EXPECTED = "expected-text"
-"""Names of lookup drafters: in the text itself, in earlier answers, in an expected text."""
+"""Names of lookup drafters: in the text itself, in earlier answers, in an expected text (the
+settings' `prompt_lookup.reference`, which is a request's `prediction`)."""
 
 
 class OwnText:
@@ -106,6 +109,7 @@ class PromptLookupDrafter:
             alone, which are expected to follow the prompt as the answer does.
         earlier: look up in these earlier answers in place of the text itself.
         end_tokens: each of them ends a draft.
+        is_chain: whether the target takes no trees: the first continuation alone is drafted then.
         name: the drafter's name in draft shapes and statistics.
     """
 
@@ -119,9 +123,11 @@ class PromptLookupDrafter:
         *,
         earlier: EarlierAnswers | None = None,
         end_tokens: Collection[int] = (),
+        is_chain: bool = False,
         name: str = NAME,
     ) -> None:
         self.name = name
+        self._is_chain = is_chain
         self.largest = DraftShape(name, padded_size(config.size), config.num_draft_tokens)
         self._config = config
         self._end_tokens = frozenset(end_tokens)
@@ -159,8 +165,12 @@ class PromptLookupDrafter:
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """The tree of the continuations of all matches, as far as `shape` has nodes for them.
 
-        It has the root alone where nothing matches.
+        It has the root alone where nothing matches. For a target that takes no trees it is the
+        chain of the first continuation.
         """
+        if self._is_chain:
+            _, following = self._first_continuation(min(shape.levels, self._config.size - 1))
+            return chain_tree(mx.array([self.source.end[-1], *following], mx.int32))
         trie = Trie(self.source.end[-1], min(shape.nodes, self._config.size))
         for match in self._matches():
             trie.add(self._continuation(match, shape.levels))
@@ -171,13 +181,19 @@ class PromptLookupDrafter:
 
     def _find_offer(self) -> ChainOffer | None:
         """The offer of the first match that anything follows; None before a text or without one."""
-        if not self.source.end:
-            return None
-        for match in self._matches():
-            following = self._continuation(match, self.largest.levels)
+        length, following = self._first_continuation(self.largest.levels)
+        return ChainOffer(self.largest, length, len(following)) if following else None
+
+    def _first_continuation(self, max_tokens: int) -> tuple[int, list[int]]:
+        """Of the first match that anything follows: its length, and up to `max_tokens` behind it.
+
+        A length of 0 and no tokens before a text, and where nothing matches.
+        """
+        for match in self._matches() if self.source.end else ():
+            following = self._continuation(match, max_tokens)
             if following:
-                return ChainOffer(self.largest, match.length, len(following))
-        return None
+                return match.length, following
+        return 0, []
 
     def _matches(self) -> Iterator[Match]:
         return self.source.index.matches(self.source.end, self._config.ngram)
@@ -196,6 +212,9 @@ class PromptLookupDrafter:
     settings=PromptLookupConfig,
     config_field="prompt_lookup",
     reads_text=True,
+    keeps_to_chains=True,
 )
 def build(inputs: DrafterInputs) -> PromptLookupDrafter:
-    return PromptLookupDrafter(inputs.settings, end_tokens=inputs.end_tokens)
+    return PromptLookupDrafter(
+        inputs.settings, end_tokens=inputs.end_tokens, is_chain=inputs.is_chain
+    )

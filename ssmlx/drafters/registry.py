@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 from ..decoding.drafter import Drafter
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import InputError, quoted, require
+from ..model.capabilities import Capability
 from ..model.streams import StreamFusedModel
 from ..settings import DRAFTERS, GenerateConfig
 
@@ -52,6 +53,11 @@ class DrafterInputs:
     end_tokens: Collection[int] = ()
 
     @property
+    def is_chain(self) -> bool:
+        """Whether a chain is to be proposed, since the target takes no trees."""
+        return not self.model.backbone.capabilities.has("trees")
+
+    @property
     def guess_sampling(self) -> Sampling:
         """How guesses are ranked: as the target decides; greedily under typical acceptance, which
         asks what is likely and not what is drawn."""
@@ -88,6 +94,7 @@ class RegisteredDrafter:
         shaped_by: which of `tree`, `num_streams` and `prune` of `GenerateConfig` shape its trees.
         weights: what has to be loaded; None where that is nothing.
         reads_text: whether it has to know the tokens before the prompt.
+        keeps_to_chains: whether it proposes chains where the target takes no trees.
     """
 
     name: str
@@ -98,6 +105,12 @@ class RegisteredDrafter:
     shaped_by: Sequence[str] = ("prune",)
     weights: DrafterWeights | None = None
     reads_text: bool = False
+    keeps_to_chains: bool = False
+
+    @property
+    def needed(self) -> Capability:
+        """What a target must be capable of for it to draft."""
+        return "chains" if self.keeps_to_chains else "trees"
 
     def settings_from(self, config: GenerateConfig) -> Any:
         """The drafter's own settings in `config`, or their defaults; None where it has none.

@@ -66,7 +66,7 @@ READER_SECONDS = 0.001
 
 
 @dataclass(eq=False, kw_only=True)
-class _Answer(Row):
+class _OpenAnswer(Row):
     """An open answer: its row in a batch, its plan, and what is left of its prompt."""
 
     plan: Plan
@@ -83,7 +83,7 @@ class _Group:
         self._fits = fits
         self._token_bytes = cache_size_of(model).per_token
         self._learned, _ = learned_of(model)
-        self.open: list[_Answer] = []
+        self.open: list[_OpenAnswer] = []
         self.is_batched = False
         self._seconds: list[float] = []  # of calls in a row for as many texts as the last
         self._num_texts = 0
@@ -167,7 +167,7 @@ class Batches:
     def __init__(self, fits: Fits = always_fits) -> None:
         self._fits = fits
         self._groups: dict[CacheKey, _Group] = {}
-        self._prompts: deque[_Answer] = deque()
+        self._prompts: deque[_OpenAnswer] = deque()
         self._prompt_rate: float | None = None  # tokens a second, of the last piece
         # seconds that pieces took while answers were decoded, and calls did not take since
         self._owed_seconds = 0.0
@@ -214,7 +214,7 @@ class Batches:
         key = CacheKey.of(model)
         text = [*context, *prompt]
         group = self._groups.get(key) or self._groups.setdefault(key, _Group(model, self._fits))
-        row = _Answer(
+        row = _OpenAnswer(
             model,
             plan.sampling,
             cache,
@@ -241,7 +241,7 @@ class Batches:
                 group.open.remove(row)
                 group.choose_mode()
 
-    def _process_prompt(self, row: _Answer) -> Iterator[list[int]]:
+    def _process_prompt(self, row: _OpenAnswer) -> Iterator[list[int]]:
         """Have the prompt of `row` processed, in turns with other prompts and with calls.
 
         Yields an empty list before each turn. Another answer's turn may process pieces of it, and
@@ -307,7 +307,7 @@ class Batches:
         self._num_calls += 1
         self._owed_seconds = max(0.0, self._owed_seconds - seconds)
 
-    def _next_piece(self, row: _Answer) -> list[int]:
+    def _next_piece(self, row: _OpenAnswer) -> list[int]:
         """The tokens of a row's prompt that are processed at its next turn."""
         most = UNTIMED_PIECE
         if self._prompt_rate is not None:
@@ -343,7 +343,7 @@ class Batches:
             self._start_decoding(row)
         self._owed_seconds = self._owed_seconds + seconds if self._is_decoding else 0.0
 
-    def _start_decoding(self, row: _Answer) -> None:
+    def _start_decoding(self, row: _OpenAnswer) -> None:
         """Count `row` among the answers that decode; it joins the batch where they share calls."""
         row.group.open.append(row)
         row.group.choose_mode()
@@ -351,7 +351,7 @@ class Batches:
             row.group.batch.join(row)
 
     def _decode_batched(
-        self, row: _Answer, recorded: list[TokenLogprobs] | None
+        self, row: _OpenAnswer, recorded: list[TokenLogprobs] | None
     ) -> Iterator[list[int]]:
         """Yield the tokens of `row` by calls of its batch, as long as answers share calls.
 
@@ -378,7 +378,7 @@ class Batches:
 
     def _decode_alone(
         self,
-        row: _Answer,
+        row: _OpenAnswer,
         logprobs: list[TokenLogprobs] | None,
         counts: CallCounts | None,
     ) -> Iterator[list[int]]:

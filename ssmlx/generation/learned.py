@@ -13,7 +13,6 @@ import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -24,7 +23,7 @@ from ..answers import is_forked
 from ..blas import this_machine
 from ..json_files import read_json
 from ..loading.adapter import stream_tensors
-from ..loading.files import write_whole
+from ..loading.files import json_digest, write_whole
 from ..loading.names import cache_dir
 from ..model.streams import StreamFusedModel
 from ..policy.acceptance import AcceptancePrior
@@ -176,11 +175,6 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
         _BY_PATH[path] = Learned(path)
     learned = _BY_PATH[path]
     return learned, learned.prior(adapter)
-
-
-def json_digest(values: Any) -> str:
-    """16 hexadecimal digits of the SHA-256 of JSON values, whatever the order of their keys."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def geometry_digest(model: StreamFusedModel) -> str:

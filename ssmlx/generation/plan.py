@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from ..decoding.controller import Always, DraftController, Never
@@ -18,7 +19,7 @@ from ..drafters.registry import (
     resolve_drafter,
 )
 from ..drafters.text_index import MAX_MATCH, EarlierAnswers
-from ..errors import require
+from ..errors import InputError, require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..policy.controller import Controller
@@ -89,18 +90,15 @@ class Plan:
     def expected_call(self) -> tuple[float, float]:
         """Tokens that the fastest call should bring now, and plain calls that it takes.
 
-        Both are 1 where plain decoding is expected to be as fast, and where no controller decides.
+        Both are 1 where plain decoding is expected to be as fast, and where the same shape is
+        drafted at every call.
         """
-        return (
-            self.controller.expected_call()
-            if isinstance(self.controller, Controller)
-            else (1.0, 1.0)
-        )
+        return self.controller.expected_call()
 
     def finish(self) -> None:
         """Keep what an answer that ended, or was given up, has taught. To be called once; does
         nothing where nothing is learned."""
-        if self.learned is not None and isinstance(self.controller, Controller):
+        if self.learned is not None:
             self.controller.finish()
             self.learned.keep()
 
@@ -110,18 +108,18 @@ class Plan:
             asked = self.config.decoding == "plain"
             return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
         largest = self.drafters[0].largest
-        if isinstance(self.controller, Controller):
-            tokens, cost = self.expected_call
-            if self.kind == NAME:
-                return "what stood in the text before is drafted where it comes again"
-            if tokens <= cost:
-                return f"{self.kind} may draft; plain decoding is expected to be as fast here"
-            return (
-                f"{self.kind} draft up to {largest.nodes} nodes a call; {tokens / cost:.2f} times "
-                "plain decoding expected by what calls cost here"
-            )
-        size = f"{largest.nodes} nodes a call, {largest.levels} tokens ahead"
-        return f"{self.kind} draft at every call, as asked for: {size}"
+        if isinstance(self.controller, Always):
+            size = f"{largest.nodes} nodes a call, {largest.levels} tokens ahead"
+            return f"{self.kind} draft at every call, as asked for: {size}"
+        if self.kind == NAME:
+            return "what stood in the text before is drafted where it comes again"
+        tokens, cost = self.expected_call
+        if tokens <= cost:
+            return f"{self.kind} may draft; plain decoding is expected to be as fast here"
+        return (
+            f"{self.kind} draft up to {largest.nodes} nodes a call; {tokens / cost:.2f} times "
+            "plain decoding expected by what calls cost here"
+        )
 
 
 def make_plan(
@@ -166,7 +164,10 @@ def make_plan(
         controller = Always(drafters[0].largest)
         if _is_controlled(model, config):
             if config.drafter is None:
-                drafters = _add_text_drafters(drafters, config, earlier, end_tokens)
+                is_chain = not model.backbone.capabilities.has("trees")
+                drafters = _add_text_drafters(
+                    drafters, config, earlier, end_tokens, is_chain=is_chain
+                )
             sources = [offer_source_of(model, drafter) for drafter in drafters]
             if config.deterministic:
                 controller = Controller.deterministic(sources, context)
@@ -195,18 +196,19 @@ def _add_text_drafters(
     config: GenerateConfig,
     earlier: EarlierAnswers | None,
     end_tokens: Collection[int],
+    *,
+    is_chain: bool,
 ) -> list[Drafter]:
     """`drafters` and those that look up in texts: in the text itself; in earlier answers, if there
-    are any and calls need not be the same on every run; in the settings' reference text, if any."""
+    are any and calls need not be the same on every run; in the expected text that is
+    `config.prompt_lookup.reference`, if any."""
     found = {drafter.largest.drafter: drafter for drafter in drafters}
-    found[NAME] = PromptLookupDrafter(TEXT_CONFIG, end_tokens=end_tokens)
+    lookup = partial(PromptLookupDrafter, end_tokens=end_tokens, is_chain=is_chain)
+    found[NAME] = lookup(TEXT_CONFIG)
     if earlier is not None and not config.deterministic:
-        found[EARLIER_ANSWERS] = PromptLookupDrafter(
-            TEXT_CONFIG, earlier=earlier, end_tokens=end_tokens, name=EARLIER_ANSWERS
-        )
+        found[EARLIER_ANSWERS] = lookup(TEXT_CONFIG, earlier=earlier, name=EARLIER_ANSWERS)
     if reference := config.prompt_lookup.reference:
-        expected = replace(TEXT_CONFIG, reference=reference)
-        found[EXPECTED] = PromptLookupDrafter(expected, end_tokens=end_tokens, name=EXPECTED)
+        found[EXPECTED] = lookup(replace(TEXT_CONFIG, reference=reference), name=EXPECTED)
     return list(found.values())
 
 
@@ -242,9 +244,9 @@ def drafter_name(
     elif name is None and (model.num_streams or config.decoding):
         name = "streams"
     elif name is None and _is_controlled(model, config):
-        return NAME if model.backbone.capabilities.has("trees") else None
+        return NAME if model.backbone.capabilities.has("chains") else None
     if name is not None:
-        model.backbone.capabilities.require("trees", "drafting")
+        _require_needed(model, name)
     cause = "--drafter streams" if config.drafter else "speculative decoding"
     require(
         name != "streams" or model.num_streams > 0,
@@ -253,6 +255,22 @@ def drafter_name(
         do="give --adapter FOLDER, another --drafter, or --decoding plain",
     )
     return name
+
+
+def _require_needed(model: StreamFusedModel, name: str) -> None:
+    """Refuse a drafter that proposes trees for a model that verifies chains alone, if that."""
+    capabilities = model.backbone.capabilities
+    needed = registered_drafter(name).needed
+    reason = capabilities.reason(needed)
+    if reason is None:
+        return
+    if needed == "trees" and capabilities.has("chains"):
+        raise InputError(
+            f"{name} proposes trees, and {reason}",
+            expected="a drafter that proposes chains",
+            do="use --drafter prompt-lookup or a draft model, or leave it out",
+        )
+    capabilities.require(needed, "drafting")
 
 
 class Decode(Protocol):

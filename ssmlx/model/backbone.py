@@ -21,16 +21,24 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import InputError, first_line
-from .cache import StateCache, TreeCache
+from .cache import TreeCache
 from .capabilities import Capabilities, Reason
-from .capability_checks import CHECK_TOKENS, check_stages, try_batches, try_tree_masks
+from .capability_checks import (
+    CHECK_TOKENS,
+    check_stages,
+    try_batches,
+    try_chains,
+    try_tree_masks,
+)
 from .family import cannot_draft_error, find_parts_without_stages, model_type
 from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_tensors
 from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_weights, row_weights, select_rows
 from .modules import clone_sharing_arrays, module_arrays
 from .ranks import Group, from_rank0
+from .recurrent import hook_recurrences
 from .shapes import to_float, to_list
 from .stages import Stages, Tapped, make_ropes_take_positions
+from .state_cache import StateCache
 
 _log = logging.getLogger("ssmlx")
 
@@ -70,6 +78,7 @@ class Backbone(Stages):
     offline: bool = False
     folder: Path | None = None
     _no_stages: Reason = None
+    _no_chains: Reason = None
     # [1, 1, D] zeros of a model without stages: the shape and type of its hidden states.
     _hidden_like: mx.array
 
@@ -211,9 +220,19 @@ class Backbone(Stages):
             return super().append(tokens, cache, tapped)
         if tapped:
             self.capabilities.require("taps", "hidden states between layers")
-        cache.advance(tokens.shape[0])
-        logits: mx.array = self.parts.outer(tokens[None], cache=cache.own)
-        return logits
+        return cache.append(self.parts.outer, tokens)
+
+    def verify_chain(self, tokens: mx.array, cache: StateCache) -> mx.array:
+        """Run drafted tokens through a model without stages, one behind the other.
+
+        Args:
+            tokens: [R], two or more: the newest token and what was drafted behind it.
+            cache: of the tokens before them. `StateCache.advance` says how many of them stay.
+
+        Returns:
+            [1, R, V] logits, which `logits` gives back as they are.
+        """
+        return cache.verify(self.parts.outer, tokens)
 
     def logits(self, hidden: mx.array, head: LMHead | None = None) -> mx.array:
         """Next-token logits of what `append` or `run` returned, as `Stages.logits`.
@@ -298,7 +317,7 @@ class Backbone(Stages):
     def capabilities(self) -> Capabilities:
         """What the model can do, each with the reason where it cannot.
 
-        Stages, taps, trees and chains it has all or none. Whether it can batch is tried by a few
+        Stages, taps and trees it has all or none. Whether it can batch is tried by a few
         calls when it is first asked for.
         """
         reason = self._no_stages
@@ -306,7 +325,7 @@ class Backbone(Stages):
             stages=reason,
             taps=reason,
             trees=reason,
-            chains=reason,
+            chains=self._no_chains,
             try_batches=lambda: self._no_batches,
         )
 
@@ -355,6 +374,8 @@ class Backbone(Stages):
             ) from error
         self.parts = find_parts_without_stages(self.model, int(logits.shape[-1]))
         self._no_stages = why
+        hook_recurrences(self.model)
+        self._no_chains = try_chains(self.model, self.make_model_cache, logits.dtype)
 
     def _require_rows(self, layer: Any, user: str) -> None:
         """Check that an LM head's layer is of `HEAD_KINDS`, which have a row for each token.

@@ -15,10 +15,9 @@ is only ever written when no work in flight reads it: MLX would copy it otherwis
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import mlx.core as mx
 
@@ -34,7 +33,7 @@ from .layer_state import (
 )
 from .masks import SINKS, StepMasks
 from .rope import Positions
-from .shapes import arrays_in, expect_shape, indices
+from .shapes import expect_shape, indices
 
 
 @dataclass(eq=False)
@@ -185,7 +184,13 @@ class TreeCache(RowsCache):
         scratch: S, the most rows that a step will have, paths of the step before included; it grows
             when a step needs more.
         step: how many tokens the room for committed ones grows by.
+
+    Attributes:
+        takes_trees: whether a step's rows may be a tree, and a step be built behind a path that
+            the host has not read; else they are a chain behind committed tokens.
     """
+
+    takes_trees = True
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
         super().__init__(range(num_layers), scratch)
@@ -224,12 +229,19 @@ class TreeCache(RowsCache):
             capacity = -(-needed // self._step) * self._step
         self._grow(max(scratch + uncounted, self.scratch), capacity)
 
+    def drop_paths(self) -> None:
+        """Forget the accepted paths that are not counted yet: they are of a step that was
+        abandoned."""
+        self._paths = []
+
     def append_view(self, layer: int) -> LayerView:
         """The cache object that decoder layer `layer` is handed when tokens are appended.
 
-        Paths that are not counted yet are dropped: they are of a step that was abandoned.
+        Raises:
+            ValueError: there are paths that are not counted yet, which would come before them.
         """
-        self._paths = []  # of a step that was abandoned
+        if self._paths:
+            raise ValueError("there are uncounted paths: advance, or drop_paths first")
         return self._states[layer].append_view(self._offset)
 
     def commit(
@@ -360,54 +372,8 @@ class TreeCache(RowsCache):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         for state in self._states.values():
             state.trim(num_tokens, self._offset)
-        self._paths = []
+        self.drop_paths()
         self._offset = num_tokens
-
-
-class StateCache(TreeCache):
-    """A text's cache of a model without stages: mlx-lm's own caches, which cannot be cut back.
-
-    Args:
-        make: makes empty ones, one for each layer.
-
-    Attributes:
-        own: mlx-lm's caches, by layer.
-    """
-
-    def __init__(self, make: Callable[[], list[Any]]) -> None:
-        super().__init__(0)
-        self._make = make
-        self.own = make()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.state)
-
-    @property
-    def state(self) -> list[mx.array]:
-        return arrays_in([one.state for one in self.own])
-
-    def advance(self, num_tokens: int) -> None:
-        self._offset += num_tokens
-
-    def longest_trim(self, num_tokens: int) -> int:
-        """`num_tokens` where that is all tokens, else 0: the text is read again from its start."""
-        return num_tokens if num_tokens == self._offset else 0
-
-    def trim(self, num_tokens: int) -> None:
-        """Keep all tokens, or forget all and begin with new empty caches.
-
-        Args:
-            num_tokens: the number of committed tokens, or 0.
-
-        Raises:
-            ValueError: any other number.
-        """
-        if num_tokens != self.longest_trim(num_tokens):
-            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
-        if num_tokens != self._offset:
-            self.own = self._make()
-            self._offset = 0
 
 
 class StreamCache(RowsCache):

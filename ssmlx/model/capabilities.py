@@ -17,7 +17,7 @@ _EXPECTED: dict[Capability, str] = {
     "stages": "a decoder whose layers run one by one",
     "taps": "a decoder whose layers run one by one",
     "trees": "a decoder whose layers run one by one",
-    "chains": "a decoder whose layers run one by one",
+    "chains": "a decoder whose last tokens can be taken back",
     "batches": "a decoder that keeps the rows of a batch apart",
 }
 
@@ -31,7 +31,8 @@ class Capabilities:
             and their training need it.
         taps: hidden states between layers can be returned.
         trees: the nodes of a tree can be verified in one call, and all but one path dropped.
-        chains: several tokens can be verified in one call, and the last of them dropped.
+        chains: several tokens, one behind the other, can be verified in one call, and the last of
+            them dropped.
         try_batches: runs the model to find out why texts of different lengths cannot share a call;
             None where they can.
     """

@@ -7,9 +7,11 @@ float32 and past windows that are made short for it, so that it takes a few call
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from ..errors import InputError, first_line
@@ -21,8 +23,10 @@ from .metal import TreeMask, hook_layers
 from .modules import clone_sharing_arrays, copy_with_parts
 from .shapes import to_float
 from .stages import Stages
+from .state_cache import StateCache
 
 CHECK_TOKENS = (1, 2, 3, 5, 1, 4, 2, 6, 3, 1, 5, 2)
+_WRONG_TOKENS = (6, 1, 6, 2)  # that do not follow in `CHECK_TOKENS`
 _CHECK_WINDOW = 4
 
 
@@ -110,6 +114,51 @@ def try_batches(stages: Stages) -> Reason:
         "texts of different lengths that share a call get logits that differ by "
         f"{difference:.3g} from their own"
     )
+
+
+def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx.Dtype) -> Reason:
+    """Find out why rejected tokens cannot be taken back from what a model without stages keeps.
+
+    Chains of `CHECK_TOKENS` are verified, of which some and all tokens are accepted, on a copy in
+    float32, and the logits compared with those of one call on the whole text. The model stays as it
+    is.
+
+    Args:
+        model: as mlx-lm makes it; `recurrent.hook_recurrences` has seen it.
+        make_caches: makes empty caches for it, by layer.
+        dtype: of its weights, for how far logits may differ by rounding.
+
+    Returns:
+        The reason in words: by how much logits differ, or how a call failed, whatever was raised;
+        None where they can be taken back.
+    """
+    tried: Any = clone_sharing_arrays(model)
+    for module in tried.modules():
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (kind,), {"__call__": _embed_in_float32})
+    tokens = mx.array(CHECK_TOKENS)
+    wrong = mx.array(_WRONG_TOKENS)
+    cache = StateCache(make_caches)
+    try:
+        expected = tried(tokens[None], cache=make_caches())
+        found = [cache.append(tried, tokens[:3])]
+        for num_rows, num_accepted in ((6, 2), (2, 1), (4, 4)):
+            right = tokens[cache.offset : cache.offset + num_accepted]
+            chain = mx.concatenate([right, wrong])[:num_rows]
+            found.append(cache.verify(tried, chain)[:, :num_accepted])
+            cache.advance(num_accepted)
+        found.append(cache.append(tried, tokens[cache.offset :]))
+        logits = mx.concatenate(found, axis=1)
+        # A model may rule tokens out: minus infinity in both.
+        known = mx.isfinite(expected) | (logits != expected)
+        difference = _difference(mx.where(known, logits, 0), mx.where(known, expected, 0), dtype)
+    except Exception as error:  # a class of mlx-lm's raises many kinds
+        return cannot_draft_error(model, first_line(error)).found
+    if difference is None:
+        return None
+    why = f"behind rejected tokens its logits differ by {difference:.3g} from a whole text's"
+    return cannot_draft_error(model, why).found
 
 
 def chain_logits(

@@ -194,14 +194,14 @@ def _find_window(model: nn.Module, layer: int, cache: Any) -> int | None:
         cache: mlx-lm's empty cache of that layer: a rotating one tells of a window of its size.
 
     Raises:
-        InputError: the cache is of a kind from which rejected tokens cannot be taken back.
+        InputError: the cache is of a kind that follows no branches of a draft tree.
     """
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return int(cache.max_size)
     if type(cache) is not KVCache:
         raise cannot_draft_error(
             model,
-            f"layer {layer} keeps its state in {type(cache).__name__}, from which rejected "
-            "tokens cannot be taken back",
+            f"layer {layer} keeps its state in {type(cache).__name__}, which follows one text "
+            "and no branches",
         )
     return None

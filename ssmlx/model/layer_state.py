@@ -1,7 +1,8 @@
 """What one layer keeps of a text, and how a step goes on from it.
 
 The caches (`cache`) know which tokens are committed and which paths are not counted yet; a state
-knows what its layer keeps of them. Today all are rows of attention.
+knows what its layer keeps of them, rows of attention. What models without stages keep is in
+`state_cache`.
 """
 
 from __future__ import annotations
@@ -101,13 +102,6 @@ class LayerState(Protocol):
     In a step: `step_view` is what the decoder layer is handed, `gather_path` what an accepted path
     leaves, and `commit` counts that as text, once the host knows how many tokens it is.
     Paths that are taken and not committed yet are handed to the next step.
-
-    A recurrent state, which has no rows, would fit in so. `step_view` gives its layer the state
-    that the newest path left, or the committed one, and keeps the inputs of the step's rows.
-    `gather_path` runs the recurrence again over the accepted rows: what a path leaves is the state
-    behind it, and `commit` puts that in the place of the committed one. As arrays are never
-    written into, `copy` is a snapshot that costs nothing. `grow` does nothing, and `longest_trim`
-    knows no place but the committed tokens' end, its snapshots, and the beginning.
     """
 
     @property

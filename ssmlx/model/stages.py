@@ -203,7 +203,7 @@ class Stages:
 
         Args:
             tokens: [R] that follow what the cache holds.
-            cache: gets their keys and values; paths that it had not counted yet are dropped.
+            cache: gets their keys and values; paths that it has not counted yet are dropped.
             tapped: by layer, set to the input [1, R, D] of that layer; no key is added.
 
         Returns:
@@ -216,6 +216,7 @@ class Stages:
         num_layers = len(self.layers)
         if tapped and not all(0 <= layer < num_layers for layer in tapped):
             raise ValueError(f"taps at layers {list(tapped)} of {num_layers}")
+        cache.drop_paths()
         cache.reserve(tokens=count)
         views = [cache.append_view(layer) for layer in range(num_layers)]
         mask = CausalMasks(count, cache.offset, dense=not self._takes_named_masks)

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..errors import require
 from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
 from .backbone import Backbone
-from .cache import RowsCache, StateCache, StreamCache, TreeCache
+from .cache import RowsCache, StreamCache, TreeCache
 from .condition import Condition, scale_to_unit_rms
 from .latent import is_latent
 from .lm_head import LMHead
@@ -32,6 +32,7 @@ from .metal import TreeMask
 from .rope import Positions
 from .shapes import evaluated, expect_shape, indices
 from .stages import Mask, Tapped
+from .state_cache import StateCache
 from .tree import Tree
 
 

@@ -295,6 +295,12 @@ def root_tree(root: mx.array) -> Tree:
     return Tree(root, bare.depths, bare.paths, 1, bare)
 
 
+def chain_tree(tokens: mx.array) -> Tree:
+    """The tree in which each of `tokens` [N] is the one child of the token before it."""
+    chain = chain_with_siblings_topology(1, tokens.shape[0] - 1)
+    return Tree(tokens, chain.depths, chain.paths, chain.num_internal, chain)
+
+
 def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: TreeConfig) -> Tree:
     """Draft a tree from each stream's ranked candidates (Speculative Streaming, section 3.2.2).
 

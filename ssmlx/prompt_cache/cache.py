@@ -17,8 +17,9 @@ from ..answers import is_forked, run
 from ..drafters.text_index import EarlierAnswers
 from ..errors import InputError
 from ..generation.pool import MemoryPool
-from ..model.cache import StateCache, TreeCache
+from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
+from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..prompts import common_prefix_length
 from .files import PromptFolder, Tokens, mark_used, read_prompt
@@ -120,6 +121,11 @@ class PromptCache:
         Nothing is added where an entry begins with these tokens already, or where the cache is of
         recurrent layers. Entries that the new one begins with are dropped; the longest unused leave
         the memory where there are more than `max_bytes`.
+
+        Args:
+            model: which the cache is of.
+            tokens: the prompt, or its beginning.
+            cache: what the model computed of `tokens`; it may hold more of a text behind them.
         """
         run(lambda: self._put(model, tuple(tokens), cache))
 
@@ -138,6 +144,9 @@ class PromptCache:
         """The earlier answers of models with the same key, which later ones may repeat.
 
         Made where there are none. On the MLX thread.
+
+        Args:
+            model: whose answers they are.
         """
         return self._answers.setdefault(CacheKey.of(model), EarlierAnswers())
 

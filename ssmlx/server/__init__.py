@@ -1,1 +1,23 @@
-"""A server for editors, agents and chat pages; needs the extra `server`."""
+"""A server for editors, agents and chat pages; needs the extra `server`.
+
+A POST goes `app` -> `fields` -> `openai` or `messages_responses` (read) -> `handler` -> `prompts`,
+and back as parts from `choices` through the writer of that API.
+
+| file | what it has |
+|---|---|
+| `__main__.py` | the command: options, the engine, the socket |
+| `app.py` | routes, hosts and keys, responses and errors as HTTP |
+| `fields.py` | which fields of a request are followed, ignored or refused |
+| `openai.py` | reads and writes OpenAI's chat and text completions |
+| `messages_responses.py` | reads and writes Anthropic's messages and OpenAI's responses |
+| `requests.py` | `AnswerRequest`, a request of any API; the parts of its answer |
+| `prompts.py` | a request's turns or texts as tokens, and the settings of its answer |
+| `handler.py` | `RequestHandler`: answers requests with an engine, a bounded number at once |
+| `concurrency.py` | slots for open answers; the choices of one request as one stream of parts |
+| `choices.py` | an answer's segments as text, reasoning and tool calls |
+| `logprobs.py` | log probabilities as OpenAI's chats have them |
+| `grammars.py` | forms that an answer is held to, by llguidance |
+| `schemas.py` | JSON schemas made ready for llguidance and for mlx-lm's parsers |
+| `tool_choice.py` | which tools are offered, and whether one has to be called |
+| `tool_grammars.py` | grammars of tool calls that have to be made |
+"""

@@ -27,20 +27,27 @@ from starlette.types import Receive, Scope, Send
 from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
-from . import blocks, openai
+from . import messages_responses, openai
 from .fields import check_fields
 from .handler import RequestHandler
 from .prompts import AGAIN
 from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
 
-ResponseWriter = openai.TextCompletionWriter | blocks.MessagesWriter | blocks.ResponsesWriter
+ResponseWriter = (
+    openai.TextCompletionWriter
+    | messages_responses.MessagesWriter
+    | messages_responses.ResponsesWriter
+)
 """Writes an answer's parts as events, at least one a part; `reply` is then the whole answer."""
 APIS: dict[str, tuple[Callable[[Body, GenerateConfig], AnswerRequest], type[ResponseWriter]]] = {
     "/v1/chat/completions": (openai.read_chat, openai.ChatCompletionWriter),
     "/v1/completions": (openai.read_completion, openai.TextCompletionWriter),
-    "/v1/messages": (blocks.read_message, blocks.MessagesWriter),
-    "/v1/messages/count_tokens": (blocks.read_message, blocks.MessagesWriter),
-    "/v1/responses": (blocks.read_response, blocks.ResponsesWriter),
+    "/v1/messages": (messages_responses.read_message, messages_responses.MessagesWriter),
+    "/v1/messages/count_tokens": (
+        messages_responses.read_message,
+        messages_responses.MessagesWriter,
+    ),
+    "/v1/responses": (messages_responses.read_response, messages_responses.ResponsesWriter),
 }
 """For each route of POST, the function that reads a request and the class that writes answers."""
 OPEN = ("/", "/health")  # to those without a key, too
@@ -284,7 +291,7 @@ class AnswerResponse(StreamingResponse):
     ) -> None:
         self._limits = handler.limits
         self._parts = handler.parts(ask, user)
-        self._teller = writer
+        self._writer = writer
         self._stream = ask.stream
         self._is_begun = False
         kind = "text/event-stream" if ask.stream else "application/json"
@@ -302,11 +309,11 @@ class AnswerResponse(StreamingResponse):
         """
         try:
             async with aclosing(self._parts), asyncio.timeout(self._limits.time):
-                async for event in self._teller.events(self._items_with_keep_alive(send)):
+                async for event in self._writer.events(self._items_with_keep_alive(send)):
                     if self._stream:
                         await self._send(send, _event(*event))
             if not self._stream:
-                await self._send(send, json.dumps(self._teller.reply))
+                await self._send(send, json.dumps(self._writer.reply))
         except Exception as failure:
             if not self._is_begun or isinstance(failure, ClientDisconnect):
                 raise
@@ -320,7 +327,7 @@ class AnswerResponse(StreamingResponse):
         """Yield all items; of a stream, send the headers or a keep-alive at each `Waiting`."""
         async for part in self._parts:
             if self._stream and isinstance(part, Waiting):
-                text = self._teller.keep_alive(part) if self._is_begun else ""
+                text = self._writer.keep_alive(part) if self._is_begun else ""
                 await self._send(send, text)
             yield part
 

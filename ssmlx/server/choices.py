@@ -61,8 +61,8 @@ class Choice:
     def finish(self, last: GenerationResponse) -> list[Part]:
         """Return the parts that were still held back, and the `ChoiceEnd`."""
         reason: Any = "stop" if last.finish_reason == "stop" else "length"
-        foretold = len(self.config.prompt_lookup.reference)
-        return self._with_number(self._parser.read(ChoiceEnd(reason, last, foretold)))
+        num_predicted = len(self.config.prompt_lookup.reference)
+        return self._with_number(self._parser.read(ChoiceEnd(reason, last, num_predicted)))
 
     def with_scoring_time(self, last: GenerationResponse) -> GenerationResponse:
         """Return `last` with the time that scoring its prompt took in `prefill_seconds`.

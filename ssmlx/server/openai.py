@@ -385,9 +385,12 @@ def _total_usage(ends: Sequence[ChoiceEnd], choices_each: int) -> dict[str, Any]
     firsts = [end.last for end in ends[::choices_each]]
     prompt = sum(last.prompt_tokens for last in firsts)
     completion = sum(end.last.generation_tokens for end in ends)
-    right = sum(end.right for end in ends)
-    guesses = {"accepted_prediction_tokens": right}
-    guesses["rejected_prediction_tokens"] = sum(end.predicted for end in ends) - right
+    predicted = sum(end.num_predicted for end in ends)
+    accepted = sum(end.accepted_prediction for end in ends)
+    guesses = {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": predicted - accepted,
+    }
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

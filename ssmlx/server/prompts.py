@@ -18,10 +18,10 @@ from ..generation.scoring import ScoredPrompt
 from ..model.streams import StreamFusedModel
 from ..prompts import chat_tokens, check_text, encode, encode_prompt
 from ..settings import GenerateConfig, PromptLookupConfig
-from .calls import MAX_CALLS, tool_call_grammar
 from .grammars import grammar_mask
 from .logprobs import prompt_logprobs
 from .requests import AnswerRequest, RequestError, check_field
+from .tool_grammars import MAX_CALLS, tool_call_grammar
 
 AGAIN = {"Retry-After": "1"}
 STOPPED = HTTPException(503, "the server is being stopped", AGAIN)
@@ -88,8 +88,8 @@ class PromptReader:
     def prepare(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
         """Return the tokens of a request's first prompt, and the settings of its answer.
 
-        A seed is drawn where the request has none. `prediction` becomes text that prompt lookup
-        copies from; `ignore_eos` becomes a bias of -inf on end tokens.
+        A seed is drawn where the request has none. `prediction`, an expected text, becomes
+        `prompt_lookup.reference`; `ignore_eos` becomes a bias of -inf on end tokens.
 
         Raises:
             InputError: the prompt cannot be made into tokens.

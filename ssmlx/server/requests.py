@@ -34,7 +34,7 @@ class AnswerRequest:
     continues: bool = False  # whether it goes on from the last turn, the assistant's
     opens_turn: bool = True  # whether the template begins an assistant's turn for it
     ignores_end: bool = False  # whether end tokens are never chosen
-    prediction: str = ""  # a text that the answer may repeat much of; drafted from
+    prediction: str = ""  # expected text: the settings' `prompt_lookup.reference`, as tokens
     stream: bool = False  # whether the answer is told part by part
     body: Body = field(default_factory=dict)  # the request, for what a reply repeats of it
     is_chat: bool = True
@@ -78,14 +78,14 @@ class ChoiceEnd:
 
     reason: Literal["stop", "length", "tool_calls"]
     last: GenerationResponse  # its last segment
-    predicted: int = 0  # tokens that the request foretold
+    num_predicted: int = 0  # tokens of the request's `prediction`
     choice: int = 0
 
     @property
-    def right(self) -> int:
+    def accepted_prediction(self) -> int:
         """How many tokens of the request's `prediction` were drafted and accepted."""
         drafts = self.last.drafts.get(EXPECTED)
-        return min(drafts.accepted, self.predicted) if drafts else 0
+        return min(drafts.accepted, self.num_predicted) if drafts else 0
 
     @property
     def timings(self) -> dict[str, Any]:

@@ -1,23 +1,23 @@
-"""Training: what both trainers share, PyTorch's (`convert/`) and MLX's, and the MLX one.
+"""Training: what the trainers in PyTorch (`convert/`) and in MLX share, and the one in MLX.
 
-config.py       every setting of a training run, validated once
-data.py         data folders to token ids; draft vocabularies; bucketed batches
-objective.py    the terms of eq. 5; losses and tokens per call of held-out examples; what the
-                frozen lower layers say, computed once and kept on disk
-job.py          a run from its options to its last step
-record.py       the log of a run, its picture and its bar
-
-adapt.py        a model learns to draft for itself, in a run that can be stopped
-adapt_run.py    such a run's options, its plan on disk, its model and its prompts
-adapt_plan.py   what it makes: streams and batches by what is timed, rounds by the hours
-adapt_rounds.py a round: the model answers prompts, streams are trained on the answers
-adapt_check.py  what the adapter brings: held-out prompts decoded with it and without
-sizing.py       which streams a model should have, and how many answers fit into the hours
-questions.py    prompts that ship, and questions that a model asks itself
-answers.py      what a model answers, many prompts at once
-replay.py       how many tokens a call would have brought on recorded answers
-guesses.py      what streams guess along a text, for replays
-
-mlx_model.py    the stream-fused model in batches, as a function of its trained weights
-mlx_trainer.py  losses under the frozen head, the optimiser's steps, and the saved state
+| file | what it has |
+|---|---|
+| `config.py` | every setting of a training run, validated once |
+| `data.py` | data folders to token ids; draft vocabularies; bucketed batches |
+| `objective.py` | eq. 5's terms, tokens per call of held-out text, the frozen layers' outputs |
+| `job.py` | a run from its options to its last step |
+| `record.py` | the log of a run, and its picture |
+| `mlx_model.py` | the stream-fused model in batches, as a function of its trained weights |
+| `mlx_trainer.py` | losses under the frozen head, the optimiser's steps, the saved state |
+| `replay.py` | how many tokens a call would have brought on recorded answers |
+| `guesses.py` | what streams guess along a text, for replays |
+| `adapt.py` | a model learns to draft for itself, in a run that can be stopped |
+| `adapt_run.py` | such a run's options, its plan on disk, its model and its prompts |
+| `adapt_plan.py` | what it makes: streams and batches by what is timed, rounds by the hours |
+| `adapt_rounds.py` | a round: the model answers prompts, streams are trained on the answers |
+| `adapt_check.py` | what the adapter brings: held-out prompts decoded with it and without |
+| `progress.py` | how far such a run has come, and how long it will take yet |
+| `sizing.py` | which streams a model should have, and how many answers fit into the hours |
+| `questions.py` | prompts that ship, and questions that a model asks itself |
+| `answers.py` | what a model answers, many prompts at once |
 """

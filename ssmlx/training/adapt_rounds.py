@@ -28,7 +28,7 @@ from .adapt_run import (
     read_round_examples,
     tokenise_prompts,
 )
-from .answers import AnswerRequest, BatchResponder
+from .answers import BatchResponder, NumberedPrompt
 from .job import STORE_FILE, prepare_job, run_to_end
 from .mlx_model import TrainedModel, add_new_weights, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
@@ -132,7 +132,7 @@ def make_examples(
     asked = [*files, *own, *shipped][:wanted]
     random.Random(seed).shuffle(asked)
     texts = [
-        AnswerRequest(
+        NumberedPrompt(
             n, one.tokens, SAMPLED_TEMP if n % SAMPLED_EVERY == SAMPLED_EVERY - 1 else 0.0
         )
         for n, one in enumerate(asked)

@@ -24,8 +24,8 @@ _ROUNDS = 10
 
 
 @dataclass(frozen=True)
-class AnswerRequest:
-    """A prompt for `BatchResponder`, and how its answer is sampled."""
+class NumberedPrompt:
+    """A prompt for `BatchResponder`, with its number and how its answer is sampled."""
 
     number: int  # its noise depends on this and the seed alone
     prompt: Sequence[int]
@@ -34,7 +34,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class BatchResponder:
-    """Answers many prompts at once with mlx-lm's `BatchGenerator`; with sampling where a request
+    """Answers many prompts at once with mlx-lm's `BatchGenerator`; with sampling where a prompt
     says so.
     """
 
@@ -45,16 +45,16 @@ class BatchResponder:
     wait: Callable[[], None] = field(default=lambda: None)  # called between tokens
 
     def iterate_answers(
-        self, texts: Sequence[AnswerRequest], max_tokens: int
+        self, texts: Sequence[NumberedPrompt], max_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
         """Decode answers together, and yield each as it ends.
 
         Args:
-            texts: the requests.
+            texts: the prompts.
             max_tokens: longest answer.
 
         Yields:
-            The request's number, and the tokens of its answer, the end token included where the
+            The prompt's number, and the tokens of its answer, the end token included where the
             model gave one.
         """
         if not texts:
@@ -78,8 +78,8 @@ class BatchResponder:
         finally:
             generator.close()
 
-    def _make_sampler(self, text: AnswerRequest) -> Callable[[mx.array], mx.array]:
-        """Return a function that draws a token [B] from log probabilities [B, V], by the request's
+    def _make_sampler(self, text: NumberedPrompt) -> Callable[[mx.array], mx.array]:
+        """Return a function that draws a token [B] from log probabilities [B, V], by the prompt's
         own noise.
         """
         key = mx.random.key(self.seed * 1_000_003 + text.number)
@@ -92,12 +92,12 @@ class BatchResponder:
         return draw
 
     def answer_with_progress(
-        self, texts: Sequence[AnswerRequest], max_tokens: int, part: PartFile
+        self, texts: Sequence[NumberedPrompt], max_tokens: int, part: PartFile
     ) -> list[list[int]]:
-        """Answer every request, going on from what a stopped run has kept.
+        """Answer every prompt, going on from what a stopped run has kept.
 
         Args:
-            texts: the requests.
+            texts: the prompts.
             max_tokens: longest answer.
             part: finished answers are read from it, and appended to it as [number, tokens].
 
@@ -135,7 +135,7 @@ class BatchResponder:
                 break
             numbers = range(first, first + size)
             texts = [
-                AnswerRequest(number, prefix, 1.0) for number in numbers if number not in known
+                NumberedPrompt(number, prefix, 1.0) for number in numbers if number not in known
             ]
             label = f"questions, {len(found)} of {wanted}"
             asked = self.iterate_answers(texts, max_tokens)

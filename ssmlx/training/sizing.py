@@ -25,7 +25,7 @@ from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..policy.costs import ROWS
 from ..settings import StreamConfig
-from .answers import AnswerRequest, BatchResponder
+from .answers import BatchResponder, NumberedPrompt
 from .config import RunOptions, TrainConfig
 from .data import Example, collate
 from .job import stream_config
@@ -353,18 +353,18 @@ def _measure_answers(
         InputError: not even one answer at a time fits.
     """
     # The first calls take longer.
-    list(responder.iterate_answers([AnswerRequest(0, prompt[-8:])], 2))
+    list(responder.iterate_answers([NumberedPrompt(0, prompt[-8:])], 2))
     peaks = {}
     seconds = {}
     length = max(1, answer_tokens // 10)
     for count in _PROBED:
-        texts = [AnswerRequest(number, prompt) for number in range(count)]
+        texts = [NumberedPrompt(number, prompt) for number in range(count)]
         with _measure_usage() as prompts:
             list(replace(responder, batch_size=count).iterate_answers(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
     at_once, memory = _largest_fitting(_ANSWERS_AT_ONCE, peaks, most, "answering")
-    texts = [AnswerRequest(number, prompt[-8:], 1.0) for number in range(at_once)]
+    texts = [NumberedPrompt(number, prompt[-8:], 1.0) for number in range(at_once)]
     with _measure_usage() as spent:
         found = list(replace(responder, batch_size=at_once).iterate_answers(texts, _PROBED_TOKENS))
     few, many = _PROBED

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ssmlx.model.metal.division import AttentionShape, Chip, Division, divide_attention
 from ssmlx.model.metal.kernels import attend, pack_bits
-from ssmlx.model.metal.plan import AttentionShape, Chip, Plan, make_plan
 
 from .shim import Shim, to_mlx, to_numpy
 
@@ -26,7 +26,7 @@ class Case:
     Attributes:
         rows, committed, heads, kv_heads, head_size, dtype: its sizes.
         extra: columns that are seen but have no row: C - R.
-        splits: parts of the keys; None takes the plan's.
+        splits: parts of the keys; None takes the division's.
         density: chance that a row sees another row of the step.
         order: which threads run first.
         seed: of everything random.
@@ -50,8 +50,8 @@ class Case:
         return self.rows + self.extra + self.committed
 
     @property
-    def plan(self) -> Plan:
-        """The plan of a base chip, but for `splits`."""
+    def division(self) -> Division:
+        """The division of a base chip, but for `splits`."""
         shape = AttentionShape(
             rows=self.rows,
             heads=self.heads,
@@ -60,8 +60,8 @@ class Case:
             head_size=self.head_size,
             dtype=self.dtype,
         )
-        plan = make_plan(shape, BASE_CHIP)
-        return replace(plan, splits=self.splits or plan.splits)
+        division = divide_attention(shape, BASE_CHIP)
+        return replace(division, splits=self.splits or division.splits)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def error_on_metal(case: Case) -> float:
     """What `error_of` gives, of a real GPU."""
     data = make_data(case)
     bits = pack_bits(mx.array(data.visible))
-    out = attend(*mlx_inputs(case), bits, data.scale, case.plan)
+    out = attend(*mlx_inputs(case), bits, data.scale, case.division)
     return _in_tolerances(np.array(out.astype(mx.float32)), reference(case, data), case)
 
 
@@ -156,7 +156,7 @@ def run_case(case: Case, folder: Path, **options: Any) -> np.ndarray:
     strided = {"q": data.queries, "k": data.keys, "v": data.values}
     shim = Shim(folder, order=case.order, strided=strided, **options)
     bits = pack_bits(mx.array(data.visible))
-    out = attend(*dense, bits, data.scale, case.plan, shim)
+    out = attend(*dense, bits, data.scale, case.division, shim)
     return np.array(out.astype(mx.float32)).astype(np.float64)
 
 

@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from ...errors import check_choice, require
 from ...settings import ATTENTIONS, Attention
+from .division import AttentionShape, Bucket, Division, divide_attention, is_supported, this_chip
 from .kernels import attend, pack_bits
-from .plan import AttentionShape, Bucket, Plan, is_supported, make_plan, this_chip
 from .trial import Trial, try_kernel
 
 _NAME = "scaled_dot_product_attention"
@@ -124,8 +124,8 @@ def hook_layers(layers: Iterable[Any]) -> bool:
 def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Make a function like mlx-lm's attention `original` that also takes a `TreeMask` as its mask.
 
-    Under a `TreeMask` it runs the fused kernel where `plan_for` gives a plan and there are no
-    attention sinks (the argument `sinks`); else `original` with the mask's dense form. Any other
+    Under a `TreeMask` it runs the fused kernel where `division_for` gives a division and there are
+    no attention sinks (the argument `sinks`); else `original` with the mask's dense form. Any other
     mask goes to `original` as it came.
     """
 
@@ -140,9 +140,9 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
         **others: Any,
     ) -> mx.array:
         if isinstance(mask, TreeMask):
-            plan = plan_for(queries, keys) if others.get("sinks") is None else None
-            if plan is not None:
-                return attend(queries, keys, values, mask.bits, scale, plan)
+            division = division_for(queries, keys) if others.get("sinks") is None else None
+            if division is not None:
+                return attend(queries, keys, values, mask.bits, scale, division)
             mask = mask.dense
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **others)
 
@@ -150,7 +150,7 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
     return attention
 
 
-def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
+def division_for(queries: mx.array, keys: mx.array) -> Division | None:
     """Decide whether the fused kernel computes an attention, and how it divides the work.
 
     With "auto" the kernel is used where a trial at such a shape found it right and clearly faster;
@@ -162,7 +162,7 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
         keys: [1, Hkv, C + L, Dh]; only its shape counts.
 
     Returns:
-        The kernel's plan; None for MLX's own attention, also where the kernel is off.
+        The kernel's division; None for MLX's own attention, also where the kernel is off.
 
     Raises:
         InputError: with "fused", a shape that the kernel cannot do, or a GPU where its values are
@@ -172,27 +172,27 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
         return None
     shape = AttentionShape.of(queries.shape, keys.shape, queries.dtype)
     is_auto = _chosen == "auto"
-    (plan, bucket), trial = _plan_and_bucket(shape), Trial(agrees=False)
+    (division, bucket), trial = _division_and_bucket(shape), Trial(agrees=False)
     if is_supported(shape):
         if bucket not in _trials and is_auto:
             _wanted.setdefault(bucket, shape)
             return None
-        trial = _trials.get(bucket) or _record_trial(bucket, shape, plan)
+        trial = _trials.get(bucket) or _record_trial(bucket, shape, division)
     require(
         trial.agrees or is_auto,
         f"attention=fused, for heads of {shape.head_size} in {shape.dtype}",
         expected="head sizes that are multiples of 8 up to 128, and a GPU that runs the kernel",
         do="use attention=mlx",
     )
-    return plan if trial.takes_kernel or not is_auto else None
+    return division if trial.takes_kernel or not is_auto else None
 
 
 # The layers of a step ask for the same.
 @lru_cache(maxsize=16)
-def _plan_and_bucket(shape: AttentionShape) -> tuple[Plan, Bucket]:
-    """The plan of a shape on this chip, and the bucket whose trial speaks for it."""
-    plan = make_plan(shape, this_chip())
-    return plan, Bucket.of(shape, plan)
+def _division_and_bucket(shape: AttentionShape) -> tuple[Division, Bucket]:
+    """The division of a shape on this chip, and the bucket whose trial speaks for it."""
+    division = divide_attention(shape, this_chip())
+    return division, Bucket.of(shape, division)
 
 
 def trials() -> Mapping[Bucket, Trial]:
@@ -201,7 +201,7 @@ def trials() -> Mapping[Bucket, Trial]:
 
 
 def time_pending_shape() -> None:
-    """Compare the kernel with MLX's attention at the shape that `plan_for` noted last.
+    """Compare the kernel with MLX's attention at the shape that `division_for` noted last.
 
     The result is kept in `trials`, and the shape is no longer noted. Does nothing where no shape is
     noted or the kernel is off. For a moment when nobody waits: it takes some 50 ms, and longer
@@ -209,10 +209,10 @@ def time_pending_shape() -> None:
     """
     if _wanted and is_on():
         bucket, shape = _wanted.popitem()
-        _record_trial(bucket, shape, _plan_and_bucket(shape)[0])
+        _record_trial(bucket, shape, _division_and_bucket(shape)[0])
 
 
-def _record_trial(bucket: Bucket, shape: AttentionShape, plan: Plan) -> Trial:
+def _record_trial(bucket: Bucket, shape: AttentionShape, division: Division) -> Trial:
     """Try the kernel at `shape`, and keep the result in `trials` for its bucket.
 
     Where any trial before did not agree, the kernel is not tried: the result is one that does not
@@ -222,6 +222,6 @@ def _record_trial(bucket: Bucket, shape: AttentionShape, plan: Plan) -> Trial:
         The result.
     """
     failed = any(not trial.agrees for trial in _trials.values())
-    found = Trial(agrees=False) if failed else try_kernel(shape, plan)
+    found = Trial(agrees=False) if failed else try_kernel(shape, division)
     _trials[bucket] = found
     return found

@@ -13,7 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..shapes import indices
-from .plan import BLOCK_ROWS, LANES, TILE_KEYS, Plan, ceil_div
+from .division import BLOCK_ROWS, LANES, TILE_KEYS, Division, ceil_div
 
 FUNCTIONS = Path(__file__).with_name("attention.metal")
 # MLX gives smaller arrays to a kernel in another address space, which would be another source.
@@ -171,12 +171,12 @@ def attend(
     values: mx.array,
     bits: mx.array,
     scale: float,
-    plan: Plan,
+    division: Division,
     run: Run | None = None,
 ) -> mx.array:
     """Compute the attention of a step's rows with the fused kernel, lazily.
 
-    Where the plan splits the keys, a second kernel merges the parts.
+    Where the division splits the keys, a second kernel merges the parts.
 
     Args:
         queries: [1, H, R, Dh] of any strides.
@@ -185,7 +185,7 @@ def attend(
             `bits` says, and all the others.
         bits: [R, W] uint32, as `pack_bits` makes them.
         scale: factor of the scores, before the softmax.
-        plan: how the kernel divides its work.
+        division: how the kernel divides its work.
         run: what runs the kernels, a function as `run_on_metal`; that unless given.
 
     Returns:
@@ -194,21 +194,21 @@ def attend(
     run = run or run_on_metal
     dtype, (_, num_heads, num_rows, head_size) = queries.dtype, queries.shape
     template = [("T", dtype), ("D", head_size)]
-    width = LANES * plan.simdgroups
+    width = LANES * division.simdgroups
     walk: dict[str, Any] = {
         "inputs": [queries, keys, values, bits, mx.array(scale, mx.float32)],
-        "template": [*template, ("BLOCKS", plan.blocks)],
-        "grid": (width * plan.row_groups, keys.shape[1], plan.splits),
+        "template": [*template, ("BLOCKS", division.blocks)],
+        "grid": (width * division.row_groups, keys.shape[1], division.splits),
         "threadgroup": (width, 1, 1),
     }
     whole: dict[str, Any] = {
         "output_shapes": [(1, num_rows, num_heads, head_size)],
         "output_dtypes": [dtype],
     }
-    if plan.splits == 1:
+    if division.splits == 1:
         (out,) = run(ATTEND, Call(**walk, **whole))
         return out.transpose(0, 2, 1, 3)
-    stats = (plan.splits, num_rows, num_heads)
+    stats = (division.splits, num_rows, num_heads)
     shapes = [(*stats, head_size), stats, stats]
     parts = run(ATTEND_SPLIT, Call(**walk, output_shapes=shapes, output_dtypes=3 * [mx.float32]))
     grid = (LANES, num_rows * num_heads, 1)

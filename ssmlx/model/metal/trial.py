@@ -11,8 +11,8 @@ from functools import partial
 import mlx.core as mx
 
 from ..shapes import to_float
+from .division import AttentionShape, Division
 from .kernels import attend, pack_bits
-from .plan import AttentionShape, Plan
 
 clock = time.perf_counter
 MIN_GAIN = 1.05
@@ -67,7 +67,7 @@ def make_inputs(shape: AttentionShape) -> tuple[mx.array, KeyValues, mx.array]:
 
 
 def make_attentions(
-    shape: AttentionShape, visible: mx.array, plan: Plan
+    shape: AttentionShape, visible: mx.array, division: Division
 ) -> tuple[AttentionFunction, AttentionFunction]:
     """Make MLX's attention and the kernel's, for inputs of one shape and one mask.
 
@@ -76,7 +76,7 @@ def make_attentions(
     Args:
         shape: of the inputs.
         visible: [R, C] bool, which row sees which of the first C keys; all rows see the others.
-        plan: how the kernel divides its work.
+        division: how the kernel divides its work.
 
     Returns:
         MLX's function and the kernel's, each of queries, keys and values to [1, H, R, Dh].
@@ -88,7 +88,7 @@ def make_attentions(
     mx.eval(mask, bits)
     return (
         partial(mx.fast.scaled_dot_product_attention, scale=scale, mask=mask),
-        lambda queries, keys, values: attend(queries, keys, values, bits, scale, plan),
+        lambda queries, keys, values: attend(queries, keys, values, bits, scale, division),
     )
 
 
@@ -110,7 +110,7 @@ def run_layers(
     return queries
 
 
-def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
+def try_kernel(shape: AttentionShape, division: Division) -> Trial:
     """Compare the kernel with MLX's attention: first their values, then their speed.
 
     The kernel was tested for meaning, not on every GPU and compiler, and nobody's text may depend
@@ -119,7 +119,7 @@ def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
 
     Args:
         shape: of the random inputs.
-        plan: how the kernel divides its work.
+        division: how the kernel divides its work.
 
     Returns:
         The kernel's gain over MLX's attention, and the seconds of one layer's attention by MLX's.
@@ -127,7 +127,7 @@ def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
         nothing is timed, `agrees` is False and a warning is logged.
     """
     queries, layer_key_values, visible = make_inputs(shape)
-    theirs, ours = make_attentions(shape, visible, plan)
+    theirs, ours = make_attentions(shape, visible, division)
     expected = theirs(queries, *layer_key_values)
     mx.eval(expected)
     try:

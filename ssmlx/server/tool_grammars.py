@@ -323,9 +323,11 @@ def tool_call_grammar(
     parser: Any = tokenizer.tool_parser
     form = _CALL_FORMATS.get(getattr(parser, "__module__", "").rpartition(".")[2])
     if form is None:
-        found = "tool_choice asks for a call"
-        expected = "auto or none: the form in which this model calls tools is not known"
-        raise RequestError("tool_choice", found, expected)
+        raise RequestError(
+            "tool_choice",
+            "tool_choice asks for a call",
+            "auto or none: the form in which this model calls tools is not known",
+        )
     functions = [one.get("function", one) for one in tools]
     rules = GrammarRules(tokenizer)
     try:
@@ -337,8 +339,9 @@ def tool_call_grammar(
             if one["name"] in names
         ]
     except RecursionError as error:
-        found = "tools are nested too deeply"
-        raise RequestError("tools", found, "schemas of fewer levels", "simplify them") from error
+        raise RequestError(
+            "tools", "tools are nested too deeply", "schemas of fewer levels", "simplify them"
+        ) from error
     one = rules.add_rule(" | ".join(calls))
     start = rules.literal(tokenizer.tool_call_start + form.before)
     end = rules.literal(form.after + tokenizer.tool_call_end)

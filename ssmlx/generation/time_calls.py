@@ -27,7 +27,7 @@ _DROPPED_CALLS = 2  # the prompt's, and the first that drafts or launches ahead
 
 
 @dataclass(frozen=True)
-class StepTimings:
+class CallTimings:
     """What calls took on this machine, one behind another of the same kind.
 
     Attributes:
@@ -70,14 +70,14 @@ class AnyChain:
         return tree
 
 
-def measure_step_costs(
+def measure_call_costs(
     model: StreamFusedModel,
     tokens: Sequence[int],
     sizes: Sequence[int] = (2, 3, 4, 6, 8, 12, 16),
     *,
     seconds: float = 3.0,
     first_round_seconds: float = inf,
-) -> StepTimings:
+) -> CallTimings:
     """Time steady calls of the real decoding loop, with best trees of streams and without.
 
     Of a model without streams, calls that verify chains that were drafted at no cost.
@@ -138,7 +138,7 @@ def measure_step_costs(
             is_first_round = False
             if not ascending:
                 break
-    return StepTimings({size: least[size] / least[PLAIN] for size in ascending}, plain_seconds)
+    return CallTimings({size: least[size] / least[PLAIN] for size in ascending}, plain_seconds)
 
 
 def _drafter_for(model: StreamFusedModel, nodes: int) -> Drafter:
@@ -174,7 +174,7 @@ def _decode_calls(
     `cache` may hold a beginning of `text`, or all of it and more, which is taken back. Yields the
     tokens of each call, without end.
     """
-    held = min(cache.offset, len(text) - 1)
+    held = cache.longest_trim(min(cache.offset, len(text) - 1))
     cache.trim(held)
     prompt = text[held:]
     context = text[:held]

@@ -96,7 +96,7 @@ def this_chip() -> Chip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Division:
     """How the fused kernel divides one attention.
 
     A threadgroup holds `simdgroups` * `blocks` * 8 query rows of one key/value head, and walks
@@ -109,7 +109,7 @@ class Plan:
     splits: int  # parts of the keys; more than one needs a second kernel, which merges them
 
 
-def make_plan(shape: AttentionShape, chip: Chip) -> Plan:
+def divide_attention(shape: AttentionShape, chip: Chip) -> Division:
     """Divide an attention's work over threadgroups.
 
     Rows are divided evenly, keys as far as the GPU has room for more threadgroups.
@@ -123,7 +123,7 @@ def make_plan(shape: AttentionShape, chip: Chip) -> Plan:
     least = max(_MIN_KEYS_OF_A_SPLIT, 2 * simdgroups * blocks * BLOCK_ROWS)
     wanted = ceil_div(chip.wanted_threadgroups, shape.kv_heads * row_groups)
     splits = max(1, min(wanted, shape.keys // least, _MAX_SPLITS))
-    return Plan(blocks=blocks, simdgroups=simdgroups, row_groups=row_groups, splits=splits)
+    return Division(blocks=blocks, simdgroups=simdgroups, row_groups=row_groups, splits=splits)
 
 
 def is_supported(shape: AttentionShape) -> bool:
@@ -145,10 +145,10 @@ class Bucket:
     is_split: bool
 
     @classmethod
-    def of(cls, shape: AttentionShape, plan: Plan) -> Bucket:
-        """The bucket of a shape and its plan."""
+    def of(cls, shape: AttentionShape, division: Division) -> Bucket:
+        """The bucket of a shape and its division."""
         rows, keys = (1 << (size - 1).bit_length() for size in (shape.rows, shape.keys))
-        return cls(replace(shape, rows=rows, keys=keys), plan.blocks, plan.splits > 1)
+        return cls(replace(shape, rows=rows, keys=keys), division.blocks, division.splits > 1)
 
 
 def ceil_div(number: int, by: int) -> int:

@@ -1,0 +1,57 @@
+"""One call of a target that is called as a whole: verify a chain of drafted tokens."""
+
+import mlx.core as mx
+
+from ..model.state_cache import StateCache
+from ..model.streams import StreamFusedModel
+from ..model.tree import Tree, chain_tree
+from ..settings import AcceptanceConfig
+from .call import EXACT, TargetCall, decide_and_accept
+from .drafter import Verified
+from .sampling import GREEDY, Sampling, row_positions
+
+
+def verify_chain(
+    model: StreamFusedModel,
+    tree: Tree,
+    cache: StateCache,
+    *,
+    tail: mx.array,
+    sampler: Sampling = GREEDY,
+    acceptance: AcceptanceConfig = EXACT,
+) -> TargetCall:
+    """Build a target call on the N nodes of `tree`, each taken as the child of the one before it.
+
+    What is proposed for such a target is a chain. Of any other tree a part is wrong guesses, which
+    are rejected.
+
+    Args:
+        model: the target.
+        tree: what was drafted, two nodes or more.
+        cache: holds the tokens before the root; `StateCache.advance` says how many nodes join.
+        tail: [C] the last tokens before the root, for samplers that need them.
+        sampler: decides the target's tokens.
+        acceptance: when a drafted token counts as the target's.
+
+    Returns:
+        The call, not committed; its `verified` is of the chain, without streams and taps.
+
+    Raises:
+        ValueError: from what a layer keeps no token can be taken back.
+    """
+    chain = chain_tree(tree.tokens)
+    position = cache.length
+    positions = row_positions(chain, position, tail)
+    hidden = model.backbone.verify_chain(chain.tokens, cache)
+    logits = model.backbone.logits(hidden)
+    target_tokens, accepted = decide_and_accept(
+        model, chain, logits, sampler, positions, acceptance
+    )
+    no_streams = hidden[:, :0]
+    verified = Verified(
+        chain, target_tokens, accepted, hidden, no_streams, hidden, position, cache, {}
+    )
+    for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
+    logprobs = sampler.token_logprobs(logits, positions, accepted.path, accepted.new_tokens)
+    next_tail = positions.tail_at(accepted.last)
+    return TargetCall(verified, next_tail, for_host, logprobs, False, chain.num_nodes - 1)

@@ -1,0 +1,161 @@
+"""Recurrent layers: the state behind any row of a call, without running the call again.
+
+A recurrent layer (a gated delta net, Mamba 2, linear attention, a short convolution) keeps a
+state of the text in the place of keys and values. A token cannot be dropped from a state as a row
+is dropped from a cache. So a call on drafted tokens keeps what its recurrences were given, where
+mlx-lm's modules call them. Once it is known how many tokens were accepted, the recurrence alone
+runs again, over their rows, from the state before the call; and the window that a convolution keeps
+is cut from its input. Both are small beside the call: no weight matrix is read again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """The arguments of one of mlx-lm's recurrences, which returns its outputs and a state."""
+
+    by_row: tuple[str, ...]  # arguments that have a row for each token
+    axis: int  # of these arguments: that of the rows
+    state: str  # the argument that is the state before the call; None before the first token
+
+
+RECURRENCES: Mapping[str, _Signature] = {
+    # gated delta nets: Qwen3-Next, Qwen3.5, Kimi Linear, OLMo Hybrid, Bailing v3
+    "gated_delta_update": _Signature(("q", "k", "v", "a", "b"), 1, "state"),
+    # Mamba 2: Falcon-H1, Granite 4, Nemotron-H, PLaMo 2
+    "ssm_update": _Signature(("hidden_states", "B", "C", "dt"), 1, "state"),
+    # linear attention: the other hybrids of Bailing
+    "recurrent_gla": _Signature(("q", "k", "v"), 2, "h"),
+}
+"""mlx-lm's functions that run a recurrence, by the name under which its modules call them."""
+_HOOKED = "_notes_recurrences"
+
+
+@dataclass(frozen=True, eq=False)
+class Recurrence:
+    """One run of a recurrence, which can run again over its first rows.
+
+    Attributes:
+        state: what it left.
+    """
+
+    state: mx.array
+    _function: Callable[..., tuple[mx.array, mx.array]]
+    _arguments: Mapping[str, Any]
+    _signature: _Signature
+
+    def state_behind(self, count: int) -> mx.array | None:
+        """The state behind the first `count` rows, by running the recurrence over them again.
+
+        With `count` 0 the state before the call: None before a text's first token.
+        """
+        if count == 0:
+            return self._arguments.get(self._signature.state)  # type: ignore[no-any-return]
+        axis = self._signature.axis
+        first = (slice(None),) * axis + (slice(count),)
+        rows = {name: self._arguments[name][first] for name in self._signature.by_row}
+        return self._function(**{**self._arguments, **rows})[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What recurrences and convolutions were given in a call, in the order of the call.
+
+    Attributes:
+        recurrences: each run of one of mlx-lm's recurrences.
+        convolutions: [1, K - 1 + R, C] the input of each convolution over K tokens: the window that
+            the call before left, then R rows.
+    """
+
+    recurrences: list[Recurrence] = field(default_factory=list)
+    convolutions: list[mx.array] = field(default_factory=list)
+
+
+_here = threading.local()  # `recording`: where this thread notes what is given, if it does
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Note what recurrences and convolutions are given on this thread inside the `with` block.
+
+    Those of models that `hook_recurrences` has seen. A block inside of another ends both.
+
+    Yields:
+        The recording, empty at first.
+    """
+    found = Recording()
+    _here.recording = found
+    try:
+        yield found
+    finally:
+        _here.recording = None
+
+
+def _current() -> Recording | None:
+    return getattr(_here, "recording", None)
+
+
+def hook_recurrences(model: nn.Module) -> None:
+    """Let the recurrences and convolutions of `model` be noted by `recording`, for good.
+
+    Its `nn.Conv1d` modules get another class. The functions of `RECURRENCES` are replaced, for the
+    whole process, in the Python files of the classes of all its modules. Outside of `recording`
+    both compute what they did. What was changed before stays as it is.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d) and not hasattr(module, _HOOKED):
+            module.__class__ = _noting_convolution(type(module))
+        for kind in type(module).__mro__:
+            home = sys.modules[kind.__module__]
+            for name, signature in RECURRENCES.items():
+                function = getattr(home, name, None)
+                if function is not None and not hasattr(function, _HOOKED):
+                    setattr(home, name, _noting_recurrence(function, signature))
+
+
+@cache
+def _noting_convolution(kind: type[nn.Conv1d]) -> type[nn.Conv1d]:
+    """Make a subclass of `kind` that notes the input of each call while `recording`.
+
+    The same class is returned for the same `kind`.
+    """
+
+    def call(self: nn.Conv1d, x: mx.array) -> mx.array:
+        noted = _current()
+        if noted is not None:
+            noted.convolutions.append(x)
+        return kind.__call__(self, x)  # type: ignore[no-any-return]
+
+    return type(kind.__name__, (kind,), {"__call__": call, _HOOKED: True})
+
+
+def _noting_recurrence(
+    function: Callable[..., tuple[mx.array, mx.array]], signature: _Signature
+) -> Callable[..., tuple[mx.array, mx.array]]:
+    """Make a function like `function` that notes each call and its state while `recording`."""
+    parameters = inspect.signature(function)
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> tuple[mx.array, mx.array]:
+        outputs, state = function(*given, **named)
+        noted = _current()
+        if noted is not None:
+            bound = parameters.bind(*given, **named)
+            noted.recurrences.append(Recurrence(state, function, bound.arguments, signature))
+        return outputs, state
+
+    setattr(call, _HOOKED, True)
+    return call

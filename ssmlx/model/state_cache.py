@@ -1,0 +1,345 @@
+"""What a model itself keeps of one text, in mlx-lm's caches, and the way back from drafted tokens.
+
+A `cache.TreeCache` holds rows of attention, which this package writes. Models whose layers cannot
+be run one by one, those with recurrent layers among them, are called as a whole, with caches of
+their own kinds. They verify drafted tokens as a chain: by a call on them as if they were the text.
+Then each layer's cache drops what the tokens that were not accepted have left:
+
+    KVCache            forgets its newest rows
+    RotatingKVCache    is set to what it was, and gets the accepted rows again
+    ArraysCache        gets the states behind the last accepted row, see `recurrent`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from .cache import TreeCache
+from .recurrent import RECURRENCES, Recording, recording
+from .shapes import arrays_in
+
+ModelCall = Callable[..., mx.array]
+"""A model of mlx-lm's: tokens [1, R] and `cache=`, its caches by layer, to logits [1, R, V]."""
+
+
+class Rollback(Protocol):
+    """Takes back from one mlx-lm cache the last rows of a call on a chain."""
+
+    def keep_first(self, count: int) -> None:
+        """Set the cache to what it would be behind the first `count` rows of the call alone.
+
+        To be called once, and before the cache is used again.
+        """
+
+
+class _RowsRollback:
+    """Of attention that sees the whole text: the rows are at the cache's end."""
+
+    def __init__(self, cache: KVCache, num_rows: int) -> None:
+        self._cache = cache
+        self._num_rows = num_rows
+
+    def keep_first(self, count: int) -> None:
+        self._cache.trim(self._num_rows - count)
+
+
+class _WindowRollback:
+    """Of attention that sees a window: a call of several rows leaves new arrays in the cache.
+
+    To be made before the call: it holds the arrays from before.
+    """
+
+    def __init__(self, cache: RotatingKVCache, num_rows: int) -> None:
+        self._cache = cache
+        self._num_rows = num_rows
+        self._before = dict(vars(cache))
+
+    def keep_first(self, count: int) -> None:
+        cache = self._cache
+        keys = cache.keys[..., -self._num_rows :, :][..., :count, :]
+        values = cache.values[..., -self._num_rows :, :][..., :count, :]
+        vars(cache).update(self._before)
+        if count:
+            cache.update_and_fetch(keys, values)
+
+
+StateBehind = Callable[[int], mx.array | None]
+"""Gives the state behind the first so many rows of a call; None where there is none."""
+
+
+class _StatesRollback:
+    """Of a recurrent layer: each of its states can be had behind any row of the call."""
+
+    def __init__(self, cache: ArraysCache, states_behind: list[StateBehind]) -> None:
+        self._cache = cache
+        self._states_behind = states_behind
+
+    def keep_first(self, count: int) -> None:
+        self._cache.cache = [behind(count) for behind in self._states_behind]
+
+
+class _StateSources:
+    """Finds what each state that a call left in a cache comes from.
+
+    A recurrence's state is the very array that the recurrence returned. All others are windows:
+    the last rows of the convolutions' inputs, in the order in which the convolutions ran.
+    """
+
+    def __init__(self, recorded: Recording, num_rows: int) -> None:
+        self._recurrences = {id(run.state): run for run in recorded.recurrences}
+        self._convolutions = list(recorded.convolutions)
+        self._num_rows = num_rows
+
+    def find(self, state: mx.array | None) -> StateBehind:
+        """Say how to get a state behind fewer rows; asked once for each, in the caches' order.
+
+        Args:
+            state: an array that a cache holds behind the call; None, which stays None.
+
+        Returns:
+            A function of the number of rows to the state behind so many.
+
+        Raises:
+            ValueError: it comes from nothing that was recorded.
+        """
+        if state is None:
+            return lambda count: None
+        recurrence = self._recurrences.get(id(state))
+        if recurrence is not None:
+            return recurrence.state_behind
+        given = self._convolutions.pop(0) if self._convolutions else state
+        width = int(state.shape[1])
+        if state.ndim != 3 or given.shape[1:] != (width + self._num_rows, state.shape[2]):
+            known = ", ".join(RECURRENCES)
+            raise ValueError(f"one of its recurrences is none that can run again ({known})")
+        return lambda count: mx.contiguous(given[:, count : count + width])
+
+
+class StateCache(TreeCache):
+    """A text's cache of a model without stages: mlx-lm's own caches, by layer.
+
+    Behind `verify` these hold rejected tokens too. They are taken back when the caches are used
+    next: until then `trim` may still go back to any place in the chain.
+
+    Args:
+        make_caches: makes empty ones, one for each layer.
+    """
+
+    takes_trees = False
+
+    def __init__(self, make_caches: Callable[[], list[Any]]) -> None:
+        super().__init__(0)
+        self._make_caches = make_caches
+        self._caches = make_caches()
+        self._chain: _PendingChain | None = None
+        self._marks: dict[int, list[list[Any]]] = {}  # states by the tokens before them
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.state)
+
+    @property
+    def state(self) -> list[mx.array]:
+        kept = [cache.state for cache in self._caches], list(self._marks.values())
+        return list({id(array): array for array in arrays_in(kept)}.values())
+
+    def reserve(self, *, tokens: int, scratch: int = 0) -> None:
+        """Does nothing: mlx-lm's caches grow by themselves."""
+
+    def append(self, model: ModelCall, tokens: mx.array) -> mx.array:
+        """Run tokens through the model and commit them, once rejected tokens are taken back.
+
+        Args:
+            model: of these caches.
+            tokens: [R] that follow the committed ones.
+
+        Returns:
+            [1, R, V] logits.
+        """
+        self._take_back_rejected()
+        logits = model(tokens[None], cache=self._caches)
+        self._offset += tokens.shape[0]
+        return logits
+
+    def verify(self, model: ModelCall, tokens: mx.array) -> mx.array:
+        """Run a chain through the model; `advance` commits those of its tokens that are accepted.
+
+        Args:
+            model: of these caches; `recurrent.hook_recurrences` has seen it.
+            tokens: [R], two or more, that follow the committed ones: the newest token, then drafted
+                ones.
+
+        Returns:
+            [1, R, V] logits.
+
+        Raises:
+            ValueError: it is one token, or from what a layer keeps no token can be taken back.
+        """
+        if tokens.shape[0] < 2:
+            raise ValueError("a chain of one token is appended, not verified")
+        self._take_back_rejected()
+        chain = _PendingChain(self._offset, tokens.shape[0], self._caches)
+        with recording() as recorded:
+            logits = model(tokens[None], cache=self._caches)
+        chain.end_call(recorded)
+        self._chain = chain
+        return logits
+
+    def advance(self, num_tokens: int) -> None:
+        """Commit the first `num_tokens` of the chain that was verified last; reject the others.
+
+        The caches still hold the rejected ones until they are used next.
+
+        Raises:
+            ValueError: it has not so many, or is committed already.
+        """
+        if self._chain is None or self._offset != self._chain.start:
+            raise ValueError("no chain waits to be committed")
+        if num_tokens > self._chain.num_rows:
+            raise ValueError(f"{num_tokens} tokens of a chain of {self._chain.num_rows}")
+        self._offset += num_tokens
+
+    def mark(self) -> None:
+        """Let `trim` come back to where the text ends now, until `forget_marks`.
+
+        Does nothing where a layer keeps a window: its rows are overwritten.
+        """
+        self._take_back_rejected()
+        if all(type(cache) in (KVCache, ArraysCache) for cache in flatten_caches(self._caches)):
+            self._marks[self._offset] = [list(cache.cache) for cache in self._state_caches]
+
+    def forget_marks(self) -> None:
+        """Free the states that `mark` keeps."""
+        self._marks.clear()
+
+    def longest_trim(self, num_tokens: int) -> int:
+        """The most of the first `num_tokens` committed tokens that `trim` can keep.
+
+        `num_tokens` itself within the chain that was verified last, and where every layer keeps
+        the rows of the whole text; else the last mark before it, the text's end, or 0.
+        """
+        if self._is_in_chain(num_tokens) or not self._has_fixed_places:
+            return num_tokens
+        places = (0, self._offset, *self._marks)
+        return max(place for place in places if place <= num_tokens)
+
+    def trim(self, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` committed tokens.
+
+        Raises:
+            ValueError: `longest_trim` says that it cannot.
+        """
+        if num_tokens > self._offset or num_tokens != self.longest_trim(num_tokens):
+            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
+        self._marks = {place: kept for place, kept in self._marks.items() if place <= num_tokens}
+        if num_tokens != self._offset and not self._is_in_chain(num_tokens):
+            self._restore(num_tokens)
+        self._offset = num_tokens
+
+    def rows(self, num_tokens: int, layers: range | None = None) -> NoReturn:
+        """Raises TypeError: what mlx-lm's caches hold need not be a row a token."""
+        raise TypeError("the cache of a model without stages has no rows of tokens")
+
+    def fork(self, num_tokens: int) -> NoReturn:
+        """Raises TypeError: mlx-lm's caches give no copy of their beginning."""
+        raise TypeError("the cache of a model without stages cannot be forked")
+
+    def snapshot(self) -> NoReturn:
+        """Raises TypeError: a call changes mlx-lm's caches in place."""
+        raise TypeError("the cache of a model without stages has no snapshots")
+
+    @property
+    def _state_caches(self) -> list[ArraysCache]:
+        """Those of recurrent layers."""
+        return [one for one in flatten_caches(self._caches) if isinstance(one, ArraysCache)]
+
+    @property
+    def _has_fixed_places(self) -> bool:
+        """Whether some layer can go back to certain places of the text alone."""
+        return any(type(cache) is not KVCache for cache in flatten_caches(self._caches))
+
+    def _is_in_chain(self, num_tokens: int) -> bool:
+        """Whether the text's first `num_tokens` end in the chain that was verified last."""
+        return self._chain is not None and self._chain.start <= num_tokens <= self._offset
+
+    def _restore(self, num_tokens: int) -> None:
+        """Set the caches to what the first `num_tokens` committed tokens left.
+
+        That is a marked place or the beginning; any place where all layers keep the rows of the
+        whole text. `offset` stays as it is.
+        """
+        self._take_back_rejected()
+        if num_tokens == 0:
+            self._caches = self._make_caches()
+            return
+        for cache in flatten_caches(self._caches):
+            if type(cache) is KVCache:
+                cache.trim(self._offset - num_tokens)
+        state_caches = self._state_caches
+        if state_caches:
+            for cache, kept in zip(state_caches, self._marks[num_tokens], strict=True):
+                cache.cache = list(kept)
+
+    def _take_back_rejected(self) -> None:
+        """Take back what the last chain has left beyond the committed tokens."""
+        if self._chain is not None:
+            self._chain.keep_first(self._offset - self._chain.start)
+            self._chain = None
+
+
+class _PendingChain:
+    """A call on a chain, of which some rows may have to be taken back.
+
+    To be made before the call; `end_call` follows it.
+
+    Attributes:
+        start: tokens before the chain.
+        num_rows: tokens of the chain.
+    """
+
+    def __init__(self, start: int, num_rows: int, caches: Iterable[Any]) -> None:
+        self.start = start
+        self.num_rows = num_rows
+        self._rollbacks: list[Rollback] = []
+        self._state_caches: list[ArraysCache] = []
+        for cache in flatten_caches(caches):
+            if type(cache) is KVCache:
+                self._rollbacks.append(_RowsRollback(cache, num_rows))
+            elif type(cache) is RotatingKVCache:
+                self._rollbacks.append(_WindowRollback(cache, num_rows))
+            elif type(cache) is ArraysCache:
+                self._state_caches.append(cache)
+            else:
+                raise ValueError(
+                    f"it keeps a {type(cache).__name__}, from which no token can be taken back"
+                )
+
+    def end_call(self, recorded: Recording) -> None:
+        """Find where the states that the call left come from, in what was recorded in it.
+
+        Raises:
+            ValueError: a state comes from nothing that was recorded.
+        """
+        sources = _StateSources(recorded, self.num_rows)
+        for cache in self._state_caches:
+            states_behind = [sources.find(state) for state in cache.cache]
+            self._rollbacks.append(_StatesRollback(cache, states_behind))
+
+    def keep_first(self, count: int) -> None:
+        """Set every cache to what the first `count` rows leave."""
+        if count < self.num_rows:
+            for rollback in self._rollbacks:
+                rollback.keep_first(count)
+
+
+def flatten_caches(caches: Iterable[Any]) -> Iterator[Any]:
+    """mlx-lm's caches by layer, those in a `CacheList` one by one."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from flatten_caches(cache.caches)
+        else:
+            yield cache

@@ -1,0 +1,419 @@
+"""Chains of drafted tokens on models with recurrent layers, and on others that are called whole."""
+
+import random
+from copy import deepcopy
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module
+from itertools import cycle, islice, pairwise
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_unflatten
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
+from mlx_lm.utils import load_model
+from real import tokens_of, write_tokenizer
+from test_every_class import OWN, PROMPT, SIZES, random_weights, write_model
+from test_lora import mlx_lm_lora
+from test_text_drafts import answer as controlled
+from tiny import (
+    assert_close,
+    first_tokens,
+    mlx_lm_tokens,
+    random_tree,
+    slow,
+)
+
+import ssmlx
+from ssmlx.decoding.chain import verify_chain
+from ssmlx.decoding.controller import DraftShape
+from ssmlx.decoding.drafter import Needs
+from ssmlx.decoding.loop import CallCounts, prefill, speculative_decode
+from ssmlx.decoding.sampling import Sampling, last_tokens
+from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.drafters.lookup import EARLIER_ANSWERS, NAME
+from ssmlx.drafters.text_index import EarlierAnswers
+from ssmlx.errors import InputError
+from ssmlx.generation.plan import decode_plan, make_plan
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.state_cache import flatten_caches
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import chain_tree
+from ssmlx.settings import GenerateConfig, PromptLookupConfig
+
+VOCAB = SIZES["vocab_size"]
+FIRST = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "gear"]
+RECURRENT = [
+    *FIRST, "qwen3_5_moe", "lfm2_moe", "lfm2-vl", "kimi_linear", "kimi_k3", "olmo_hybrid",
+    "bailing_moe_v3", "bailing_hybrid", "bailing_moe_linear", "granitemoehybrid", "mamba2",
+    "nemotron_h", "plamo2",
+]  # fmt: skip
+# Called whole for other reasons; some have windows, or several caches in a layer.
+WHOLE = ["gemma4_text", "gemma3n", "deepseek_v32", "gpt2", "afm7"]
+SOME = [*FIRST, *slow(*(name for name in (*RECURRENT, *WHOLE) if name not in FIRST))]
+ONE = ["lfm2", *slow(*(name for name in (*RECURRENT, *WHOLE) if name != "lfm2"))]
+# No recurrence or convolution that is known gives all that their layers keep.
+PLAIN = ["jamba", "mamba", "rwkv7", "recurrent_gemma", "baichuan_m1", "longcat_flash_ngram"]
+SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
+# Accepted tokens of chains of four: each of the nine pairs of none, some and all.
+ORDERS = [0, 0, 2, 2, 4, 4, 0, 4, 2, 0]
+DRAFTED = 4
+
+
+@lru_cache(maxsize=4)
+def make_base(name):
+    module = import_module(f"mlx_lm.models.{name}")
+    config = {**SIZES, "model_type": name, **OWN.get(name, {})}
+    model = module.Model(module.ModelArgs.from_dict(deepcopy(config)))
+    model.update(tree_unflatten(list(random_weights(model).items())))
+    mx.eval(model.parameters())
+    return model
+
+
+@lru_cache(maxsize=4)
+def make_model(name):
+    return StreamFusedModel(Backbone(make_base(name)))
+
+
+def decoded(model, count=40, prompt=PROMPT, cache=None, context=(), **settings):
+    """Tokens of an answer, and how many each call brought."""
+    plan = make_plan(model, **settings)
+    cache = cache or model.make_cache()
+    return first_tokens(decode_plan(plan, model, prompt, cache, context=context), count)
+
+
+class Scripted:
+    """Drafts chains of which so many tokens are right as the script says, over and over."""
+
+    largest = DraftShape("scripted", 1 + DRAFTED, DRAFTED)
+    num_parameters = draft_calls = cache_bytes = 0
+
+    def __init__(self, answer, *, host_tokens=True):
+        self.needs = Needs(host_tokens=host_tokens)
+        self._answer = answer
+        self._script = cycle(ORDERS)
+        self._root = 0  # its place in the answer
+
+    def start(self, tokens): ...
+
+    def follow(self, tokens, position, taps=None): ...
+
+    def propose(self, verified, shape):
+        right = next(self._script)
+        chain = chain_of(self._answer, self._root, right)
+        self._root += right + 1
+        return chain
+
+
+def chain_of(text, root, right):
+    """A chain behind `text[root]`, of which so many tokens are right."""
+    known = text[root : root + 1 + DRAFTED]
+    wrong = [(token + 1) % VOCAB for token in known[right + 1 :]]
+    return chain_tree(mx.array([*known[: right + 1], *wrong], mx.int32))
+
+
+def held(cache):
+    """What each layer keeps: states, and the rows that attention still sees, in order."""
+    cache.mark()  # drops what rejected tokens left
+    found = []
+    for one in flatten_caches(cache._caches):
+        if type(one) is ArraysCache:
+            found += one.cache
+            continue
+        for rows in (one.keys, one.values):
+            if type(one) is RotatingKVCache:
+                rows = one._temporal_order(rows)[..., -min(one.offset, one.max_size) :, :]
+            found.append(mx.contiguous(rows[..., : one.offset, :]))
+    mx.eval(found)
+    return found
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_behind_every_call_the_state_is_plain_decodings(name, monkeypatch):
+    """None, some and all of a chain accepted in every order, and then no module runs again."""
+    assert len(set(pairwise(ORDERS))) == 9
+    model = make_model(name)
+    answer, _ = decoded(model, 60, decoding="plain")
+    text = [*PROMPT, *answer]
+    plain = model.make_cache()
+    prefill(model, PROMPT[:-1], plain)
+    expected = {}
+    for token in text[len(PROMPT) - 1 : -DRAFTED]:
+        model.append(mx.array([token]), plain)
+        expected[plain.offset] = held(plain)
+    ran = []
+    real = nn.Linear.__call__
+
+    def noted(self, x):
+        ran.append(x.shape)
+        return real(self, x)
+
+    monkeypatch.setattr(nn.Linear, "__call__", noted)
+    cache = model.make_cache()
+    prefill(model, PROMPT[:-1], cache)
+    for right in ORDERS:
+        root = cache.offset
+        call = verify_chain(model, chain_of(text, root, right), cache, tail=last_tokens((), 0))
+        assert call.read() == text[root + 1 : root + right + 2]
+        ran.clear()
+        cache.advance(right + 1)
+        for found, wanted in zip(held(cache), expected[cache.offset], strict=True):
+            assert_close(found, wanted, 1e-4)
+        assert not ran
+    rest = text[cache.offset :]
+    more, _ = decoded(model, 8, rest[:1], cache, text[: cache.offset], decoding="plain")
+    assert more == rest[1:9]
+
+
+@pytest.mark.parametrize("host_tokens", [True, *slow(False)])
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", SOME)
+def test_tokens_are_plain_decodings_and_no_row_is_fed_twice(
+    name, count, settings, host_tokens, monkeypatch
+):
+    base = make_base(name)
+    model = make_model(name)
+    expected, _ = decoded(model, count + DRAFTED, decoding="plain", **settings)
+    if not settings:
+        assert expected == mlx_lm_tokens(base, PROMPT, count + DRAFTED)
+    rows = []
+    real = type(base).__call__
+
+    def noted(self, tokens, *others, **more):
+        rows.append(tokens.shape[1])
+        return real(self, tokens, *others, **more)
+
+    monkeypatch.setattr(type(base), "__call__", noted)
+    counts = CallCounts()
+    steps = speculative_decode(
+        model,
+        PROMPT,
+        model.make_cache(),
+        drafters=[Scripted(expected, host_tokens=host_tokens)],
+        sampler=Sampling(GenerateConfig(**settings), VOCAB),
+        counts=counts,
+    )
+    tokens, lengths = first_tokens(steps, count)
+    assert tokens == expected[:count]
+    script = cycle(ORDERS)
+    assert lengths == [1, *(1 + next(script) for _ in lengths[1:])]
+    assert rows[: 1 + len(lengths)] == [len(PROMPT) - 1, 1, *[1 + DRAFTED] * (len(lengths) - 1)]
+    assert counts.drafts["scripted"].accepted == sum(lengths) - len(lengths)
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_what_is_no_chain_is_verified_as_one(name):
+    """Trees whose nodes have several children: most is rejected, and the tokens stay."""
+    model = make_model(name)
+    expected, _ = decoded(model, 24, decoding="plain")
+    rng = random.Random(1)
+
+    class Trees(Scripted):
+        def propose(self, verified, shape):
+            tree = random_tree(rng, 6, VOCAB)
+            tree.tokens[:1] = verified.root
+            return tree
+
+    steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[Trees(expected)])
+    assert first_tokens(steps, 24)[0] == expected
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_an_answer_may_end_in_the_middle_and_go_on(name):
+    """With a call on drafted tokens under way, whose rows nobody has counted."""
+    model = make_model(name)
+    expected, _ = decoded(model, 40, decoding="plain")
+    for calls in (1, 2, 4, 6):
+        cache = model.make_cache()
+        steps = filter(
+            None, speculative_decode(model, PROMPT, cache, drafters=[Scripted(expected)])
+        )
+        tokens = [token for _ in range(calls) for token in next(steps)]
+        steps.close() if hasattr(steps, "close") else None
+        text = [*PROMPT, *tokens]
+        assert cache.offset == len(text) - 1 == cache.longest_trim(cache.offset)
+        more, _ = decoded(model, 8, text[-1:], cache, text[:-1], decoding="plain")
+        assert [*tokens, *more] == expected[: len(tokens) + 8]
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_text_may_go_back_to_any_place_of_its_last_chain(name):
+    model = make_model(name)
+    answer, _ = decoded(model, 40, decoding="plain")
+    text = [*PROMPT, *answer]
+    first = len(PROMPT) - 1
+    for kept in range(first, first + DRAFTED + 2):
+        cache = model.make_cache()
+        prefill(model, PROMPT[:-1], cache)
+        chain = chain_of(text, first, DRAFTED)
+        assert len(verify_chain(model, chain, cache, tail=last_tokens((), 0)).read()) == 1 + DRAFTED
+        cache.advance(1 + DRAFTED)
+        assert cache.longest_trim(kept) == kept
+        cache.trim(kept)
+        rest = text[kept:]
+        more, _ = decoded(model, 8, rest[:1], cache, text[:kept], decoding="plain")
+        assert more == rest[1:9]
+    assert cache.longest_trim(first) in (0, first)  # not behind it, where there are states
+    cache.trim(cache.longest_trim(first))
+    assert (
+        decoded(model, 8, text[cache.offset : len(PROMPT)], cache, text[: cache.offset])[0]
+        == (answer[:8])
+    )
+
+
+def test_a_text_may_go_back_to_what_was_marked():
+    model = make_model("qwen3_next")
+    cache = model.make_cache()
+    text = [*PROMPT, *decoded(model, 12, decoding="plain")[0]]
+    marked = {}
+    for token in text[:-1]:
+        model.append(mx.array([token]), cache)
+        if cache.offset in (8, 20):
+            marked[cache.offset] = held(cache)
+    assert [cache.longest_trim(n) for n in (5, 8, 19, 22, 32)] == [0, 8, 8, 20, 32]
+    assert cache.nbytes > model.make_cache().nbytes
+    with pytest.raises(ValueError, match="cannot keep 19 tokens of 32"):
+        cache.trim(19)
+    for place in (20, 8):
+        cache.trim(place)
+        for found, wanted in zip(held(cache), marked[place], strict=True):
+            assert_close(found, wanted, 1e-6)
+    assert cache.longest_trim(20) == cache.offset == 8
+    rest = text[8 : len(PROMPT)]
+    assert decoded(model, 8, rest, cache, text[:8])[0] == text[len(PROMPT) : len(PROMPT) + 8]
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ONE)
+def test_the_text_and_a_draft_model_draft_chains(name, settings):
+    model = make_model(name)
+    expected, _ = decoded(model, 40, decoding="plain", **settings)
+    foretold = PromptLookupConfig(reference=tuple(expected[:20]), num_draft_tokens=5)
+    asked = {"decoding": "speculative", **settings}
+    tokens, lengths = decoded(model, drafter="prompt-lookup", prompt_lookup=foretold, **asked)
+    assert tokens == expected and max(lengths) == 6
+    for kind, calls in ((name, {4}), ("qwen3_next", {1, 2, 3, 4})):
+        draft = DraftModel(make_base(kind))
+        tokens, lengths = decoded(model, draft_model=draft, **asked)
+        assert tokens == expected and {*lengths[1:]} <= calls
+
+
+def test_a_draft_model_takes_over_what_its_cache_has():
+    """Two answers of one text, the second of which parts from it."""
+    model = make_model("lfm2")
+    draft = DraftModel(make_base("lfm2"))
+    asked = {"decoding": "speculative", "draft_model": draft}
+    first, _ = decoded(model, 20, **asked)
+    for prompt in ([*PROMPT, *first[:9], 5], [*PROMPT, *first[:9], 5, 8, 8], PROMPT[:7]):
+        expected, _ = decoded(model, 20, prompt, decoding="plain")
+        tokens, lengths = decoded(model, 20, prompt, **asked)
+        assert tokens == expected and {*lengths[1:]} == {4}
+    assert 0 < draft.cache_bytes < draft.nbytes
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_by_default_a_controller_drafts_by_the_text(name):
+    model = make_model(name)
+    plan = make_plan(model)
+    assert [one.largest.drafter for one in plan.drafters] == [NAME]
+    expected, _ = decoded(model, 60, decoding="plain")
+    assert decoded(model, 60)[0] == expected
+    earlier = EarlierAnswers()
+    earlier.add(PROMPT, expected)
+    plan = make_plan(model, earlier=earlier)
+    assert [one.largest.drafter for one in plan.drafters] == [NAME, EARLIER_ANSWERS]
+    tokens, lengths, drafts = controlled(model, 60, prompt=PROMPT, earlier=earlier)
+    assert tokens == expected
+    assert drafts[EARLIER_ANSWERS].accepted > 20 and len(lengths) < 30
+    tokens, lengths, drafts = controlled(model, 60, prompt=PROMPT, earlier=earlier, row_cost=9.0)
+    assert tokens == expected and len(lengths) == 60 and not drafts
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"drafter": "lookahead"}, "lookahead proposes trees, and .* follows one text"),
+        ({"decoding": "speculative"}, "streams proposes trees, and .* follows one text"),
+    ],
+    ids=["lookahead", "streams"],
+)
+def test_what_proposes_trees_says_why_not(settings, said):
+    with pytest.raises(InputError, match=said + ".*; expected .*chains; use --drafter prompt-look"):
+        make_plan(make_model("qwen3_next"), **settings)
+
+
+@pytest.mark.parametrize("name", [*PLAIN[:1], *slow(*PLAIN[1:])])
+def test_what_cannot_be_run_again_decodes_plainly(name):
+    model = make_model(name)
+    reason = model.backbone.capabilities.chains
+    assert "one of its recurrences is none that can run again" in reason and "\n" not in reason
+    plan = make_plan(model)
+    assert not plan.drafters
+    assert decoded(model, 12)[0] == mlx_lm_tokens(make_base(name), PROMPT, 12)
+    with pytest.raises(InputError, match=r"none that can run again.*; decode plainly"):
+        make_plan(model, drafter="prompt-lookup")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen3-Next with a tokenizer."""
+    folder = write_model("qwen3_next", tmp_path_factory.mktemp("models") / "next")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lora(folder, tmp_path_factory):
+    return mlx_lm_lora(tmp_path_factory.mktemp("lora") / "lora", load_model(folder)[0])
+
+
+def test_a_chat_goes_on_warm_as_it_would_cold(folder, lora):
+    """Answers that end in the middle of a chain, or behind one; and adapters that are swapped."""
+    turns = (("w3 w4", None), ("w5 w6 w7", lora), ("w3 w4", lora), ("w3 w4 w3 w4", None))
+
+    def talk(config):
+        model, tokenizer = ssmlx.load(str(folder), dtype="float32")
+        session = ssmlx.ChatSession(model, tokenizer, config)
+        said = []
+        adapter = None
+        for text, wanted in turns:
+            if wanted != adapter:
+                session.swap_adapter(wanted)
+                adapter = wanted
+            said.append(tokens_of(session.reply(text)))
+        return said, session.totals.reused_tokens
+
+    expected, _ = talk(GenerateConfig(decoding="plain", max_tokens=7))
+    assert len({*map(tuple, expected)}) == len(turns)
+    reference = tuple(token for answer in expected for token in [*answer, 1, 2, 3])
+    asked = GenerateConfig(max_tokens=7, prompt_lookup=PromptLookupConfig(reference=reference))
+    always = replace(asked, decoding="speculative", drafter="prompt-lookup")
+    for config in (always, asked):
+        said, reused = talk(config)
+        assert said == expected and reused > 0
+
+
+@pytest.mark.parametrize("drafting", [{}, {"decoding": "speculative", "drafter": "prompt-lookup"}])
+def test_an_engines_answers_in_turns_are_those_of_each_alone(folder, drafting):
+    """One of which is cancelled in the middle."""
+    questions = [PROMPT, [5, 6, 5, 6, 5], "w1 w2"]
+    with ssmlx.Engine(str(folder), dtype="float32") as engine:
+        alone = {"max_tokens": 24, "decoding": "plain", "deterministic": True}
+        expected = [tokens_of(engine.stream(question, **alone)) for question in questions]
+        for _ in range(2):
+            drafts = [
+                {**drafting, "prompt_lookup": PromptLookupConfig(reference=tuple(tokens))}
+                for tokens in expected
+            ]
+            pairs = zip(questions, drafts, strict=True)
+            open_answers = [engine.stream(one, max_tokens=24, **draft) for one, draft in pairs]
+            heard = [[] for _ in questions]
+            for turn in range(24):
+                for said, answer in zip(heard, open_answers, strict=True):
+                    said += (token for one in islice(answer, 1) for token in one.tokens)
+                if turn == 2:
+                    open_answers[1].close()
+            assert heard[0] == expected[0] and heard[2] == expected[2]
+            assert 0 < len(heard[1]) <= 24 and heard[1] == expected[1][: len(heard[1])]
