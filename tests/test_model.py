@@ -19,10 +19,11 @@ from ssmlx.decoding.loop import plain_decode
 from ssmlx.drafters.streams import DraftVocab
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.cache import StateCache, TreeCache
+from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merge_lora
 from ssmlx.model.masks import StepMasks, stream_visibility
 from ssmlx.model.rope import PositionedRope, Positions
+from ssmlx.model.state_cache import StateCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import draft_topology, full_topology, grow_conditional_tree, grow_tree
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, GenerateConfig, TreeConfig
