@@ -176,7 +176,9 @@ class Batch:
             cache.filter(keep)
 
     def step(self) -> None:
-        """Admit rows that are joining, and read one more token of every row into its `unread`.
+        """Admit rows that are joining, and read the next token of every row into its `unread`.
+
+        Two tokens are read where a call was still under way when a row joined.
 
         Rows that are over, or whose reader is `MOST_UNREAD` tokens behind, leave the batch. Raises
         nothing: an error is noted in the `error` of each row, and the batch is empty then.

@@ -390,7 +390,8 @@ class _SpeculativeLoop:
         """Build the call that verifies `tree`.
 
         A plain call for a bare root, unless streams run beside each node, or the cache holds a path
-        that is not counted yet. Nothing is computed yet, unless pruning waits for the device.
+        that is not counted yet. For a model without stages the tree is taken as a chain. Nothing is
+        computed yet, unless pruning waits for the device.
 
         Args:
             tree: a draft, or a bare root.
@@ -444,9 +445,9 @@ class _SpeculativeLoop:
         """Do what can be done of the next call while `call` is under way.
 
         Where nothing is to be drafted behind a plain call, the next plain call is built and
-        launched. A draft that needs no host tokens is made. With `may_launch`, and unless pruning
-        is by a threshold, the drafting is launched too, and the call that verifies the draft is
-        built on the cache, but not launched.
+        launched. A draft that needs no host tokens is made. With `may_launch`, unless pruning is
+        by a threshold or the cache takes no trees, the drafting is launched too, and the call that
+        verifies the draft is built on the cache, but not launched.
 
         Args:
             call: the one under way.

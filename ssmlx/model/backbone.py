@@ -317,7 +317,7 @@ class Backbone(Stages):
     def capabilities(self) -> Capabilities:
         """What the model can do, each with the reason where it cannot.
 
-        Stages, taps, trees and chains it has all or none. Whether it can batch is tried by a few
+        Stages, taps and trees it has all or none. Whether it can batch is tried by a few
         calls when it is first asked for.
         """
         reason = self._no_stages

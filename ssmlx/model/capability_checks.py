@@ -117,9 +117,11 @@ def try_batches(stages: Stages) -> Reason:
 
 
 def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx.Dtype) -> Reason:
-    """Why rejected tokens cannot be taken back from what a model without stages keeps of a text.
+    """Find out why rejected tokens cannot be taken back from what a model without stages keeps.
 
-    Chains are verified of which some and all tokens are accepted, in float32.
+    Chains of `CHECK_TOKENS` are verified, of which some and all tokens are accepted, on a copy in
+    float32, and the logits compared with those of one call on the whole text. The model stays as it
+    is.
 
     Args:
         model: as mlx-lm makes it; `recurrent.hook_recurrences` has seen it.
@@ -127,7 +129,8 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
         dtype: of its weights, for how far logits may differ by rounding.
 
     Returns:
-        The reason; None where they can be taken back.
+        The reason in words: by how much logits differ, or how a call failed, whatever was raised;
+        None where they can be taken back.
     """
     tried: Any = clone_sharing_arrays(model)
     for module in tried.modules():

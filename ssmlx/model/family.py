@@ -97,7 +97,7 @@ def find_parts_without_stages(model: nn.Module, vocab_size: int) -> Parts:
     Returns:
         Parts whose `outer` is the model itself, and whose `layers` are [] where it has none by that
         name. No head and no window is named. `decoder` and `final_norm`, for the model's identity,
-        are None unless both are found, and a number of tokens in the model's settings.
+        are None unless both are found and the model's settings say its vocabulary size.
     """
     any_model: Any = model
     outer = _language_model(model)

@@ -33,7 +33,7 @@ def shard(model: nn.Module, group: Group) -> None:
     """Split an mlx-lm model over ranks: it keeps this rank's part of its weights, in place.
 
     Args:
-        model: its weights need not be read yet; what is not kept is never read then.
+        model: its weights need not have been computed yet.
         group: the ranks, this process among them.
 
     Raises:

@@ -203,7 +203,7 @@ class Stages:
 
         Args:
             tokens: [R] that follow what the cache holds.
-            cache: gets their keys and values; paths that it had not counted yet are dropped.
+            cache: gets their keys and values; paths that it has not counted yet are dropped.
             tapped: by layer, set to the input [1, R, D] of that layer; no key is added.
 
         Returns:

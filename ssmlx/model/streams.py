@@ -262,7 +262,7 @@ class StreamFusedModel:
                 and holds until its next mask of the same size.
 
         Raises:
-            InputError: attention=fused, which cannot be.
+            InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
         """
         key = tree.topology
         takes_bits = self._takes_bits
@@ -463,7 +463,7 @@ class StreamFusedModel:
 
         Raises:
             ValueError: `rows` are not as many.
-            InputError: attention=fused, which cannot be.
+            InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
         """
         num_nodes = tree.num_nodes
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
@@ -543,7 +543,7 @@ class StreamFusedModel:
 
         Raises:
             ValueError: the streams start from the root too, and `known` is None.
-            InputError: attention=fused, which cannot be.
+            InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
         """
         rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams, known)
         positions = Positions(position + indices(1, 2))

@@ -124,8 +124,8 @@ def hook_layers(layers: Iterable[Any]) -> bool:
 def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Make a function like mlx-lm's attention `original` that also takes a `TreeMask` as its mask.
 
-    Under a `TreeMask` it runs the fused kernel where `plan_for` gives a plan and there are no
-    attention sinks (the argument `sinks`); else `original` with the mask's dense form. Any other
+    Under a `TreeMask` it runs the fused kernel where `division_for` gives a division and there are
+    no attention sinks (the argument `sinks`); else `original` with the mask's dense form. Any other
     mask goes to `original` as it came.
     """
 

@@ -176,7 +176,7 @@ def attend(
 ) -> mx.array:
     """Compute the attention of a step's rows with the fused kernel, lazily.
 
-    Where the plan splits the keys, a second kernel merges the parts.
+    Where the division splits the keys, a second kernel merges the parts.
 
     Args:
         queries: [1, H, R, Dh] of any strides.
@@ -185,7 +185,7 @@ def attend(
             `bits` says, and all the others.
         bits: [R, W] uint32, as `pack_bits` makes them.
         scale: factor of the scores, before the softmax.
-        plan: how the kernel divides its work.
+        division: how the kernel divides its work.
         run: what runs the kernels, a function as `run_on_metal`; that unless given.
 
     Returns:
