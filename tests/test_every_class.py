@@ -332,7 +332,11 @@ def test_a_lora_of_mlx_lms_changes_it_as_mlx_lm_does(name, tmp_path):
 
 @pytest.mark.parametrize(
     "stage",
-    ["stages.Stages._find_ends", "backbone.make_ropes_take_positions", "backbone.check_stages"],
+    [
+        "stages.Stages._probe_embedder_and_head",
+        "backbone.make_ropes_take_positions",
+        "backbone.check_stages",
+    ],
 )
 @pytest.mark.parametrize("kind", [KeyError, RuntimeError, AssertionError])
 def test_an_error_of_ours_is_no_fault_of_the_files(stage, kind, tmp_path, monkeypatch):

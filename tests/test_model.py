@@ -19,12 +19,13 @@ from ssmlx.decoding.loop import plain_decode
 from ssmlx.drafters.streams import DraftVocab
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.cache import StateCache, TreeCache
+from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merge_lora
 from ssmlx.model.masks import StepMasks, stream_visibility
 from ssmlx.model.rope import PositionedRope, Positions
+from ssmlx.model.state_cache import StateCache
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import draft_topology, full_topology, grow_conditional, grow_tree
+from ssmlx.model.tree import draft_topology, full_topology, grow_conditional_tree, grow_tree
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, GenerateConfig, TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7]
@@ -694,7 +695,7 @@ def conditional_scores(logprobs, width):
 
 def conditional_tree(logprobs, config):
     tokens = distinct_candidates(*logprobs.shape[:2])
-    return grow_conditional(mx.array([1]), tokens, mx.array(logprobs), config)
+    return grow_conditional_tree(mx.array([1]), tokens, mx.array(logprobs), config)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 16, 40])
@@ -751,7 +752,7 @@ def test_certain_streams_keep_the_tree_closed_under_ancestors(size):
     tokens = distinct_candidates(6, 3)
     for tree in (
         grow_tree(mx.array([1]), tokens, logprobs, config),
-        grow_conditional(mx.array([1]), tokens, pairs, config),
+        grow_conditional_tree(mx.array([1]), tokens, pairs, config),
     ):
         paths = token_paths(tree)
         assert tree.num_nodes == size

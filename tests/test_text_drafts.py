@@ -88,13 +88,13 @@ def test_an_expected_text_is_drafted_from_its_beginning(bare):
 def test_where_nothing_pays_no_plain_call_waits(bare, monkeypatch):
     """Each is launched before the one before it is read, as in plain decoding."""
     waited = []
-    real = _SpeculativeLoop.launch_behind
+    real = _SpeculativeLoop.draft_and_launch_next_call
 
-    def launch_behind(self, *given):
+    def draft_and_launch_next_call(self, *given):
         waited.append(given)
         return real(self, *given)
 
-    monkeypatch.setattr(_SpeculativeLoop, "launch_behind", launch_behind)
+    monkeypatch.setattr(_SpeculativeLoop, "draft_and_launch_next_call", draft_and_launch_next_call)
     _, lengths, drafts = answer(bare, 60, row_cost=3.0)
     assert lengths == [1] * 60 and not drafts and not waited
     _, _, drafts = answer(bare, 60)

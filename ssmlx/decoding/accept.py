@@ -40,13 +40,14 @@ def accept(tree: Tree, target_tokens: mx.array) -> Acceptance:
     of the draw, the target's distribution stays exact; no rejection rule is needed.
 
     Args:
-        tree: of M nodes.
+        tree: of M nodes; children of one node have different tokens.
         target_tokens: [M] the token that the target decided on after each node: its argmax, or its
-            own sample.
+            own sample. A negative one accepts no child.
 
     Returns:
-        The path from the root along children whose token is the target's at their parent; the root
-        alone where no child's is.
+        The path from the root on, as long as a child has the token that the target decided on after
+        its parent; the root alone where no child of it has. P, the tree's levels, is 1 for a bare
+        root. `new_tokens` are the target's.
 
     Raises:
         ValueError: `target_tokens` is not [M].
@@ -68,19 +69,23 @@ def accept_typical(
 ) -> Acceptance:
     """Accept drafted tokens that the target finds likely enough: LOSSY (Medusa, section 3.3.1).
 
-    A drafted token is accepted where its probability exceeds min(epsilon, delta * exp(-H)), H being
-    the entropy of the target's distribution. The deepest path wins, of equally deep ones the
-    likeliest.
+    A drafted token is accepted where its probability after its parent exceeds min(epsilon, delta *
+    exp(-H)), H being the entropy of the target's distribution there in nats; so are all on its
+    path. The deepest path wins, of equally deep ones the likeliest. Padding is never accepted.
 
     Args:
         tree: of M nodes.
-        target_tokens: [M] the target's own token after each node; the one after the path's end
-            follows the path.
+        target_tokens: [M] the target's own token after each node; only the one after the path's
+            last node is used.
         logprobs: [M, V] the target's log probabilities after each node.
         config: epsilon and delta.
 
+    Returns:
+        The path; its `new_tokens` are the accepted drafted tokens, then the target's own token
+        after the last of them. The root alone where no child is accepted.
+
     Raises:
-        ValueError: an array has another shape.
+        ValueError: an array has another number of rows than M.
     """
     expect_shape("target tokens", target_tokens, tree.num_nodes)
     expect_shape("log probabilities", logprobs, tree.num_nodes, None)

@@ -50,14 +50,17 @@ class Row:
     error: Exception | None = None
 
     def sample(self, token: mx.array, logits: mx.array) -> Chosen:
-        """Decide the token after `token`, which is then the last one of `tail`.
+        """Decide the token after `token`, by the row's own settings, mask and noise.
+
+        Changes `tail`, whose last token is `token` then, and nothing else.
 
         Args:
             token: [1] the row's newest token.
             logits: [1, V] of the target after it.
 
         Returns:
-            The next token [1], and its log probabilities where the settings ask for them.
+            The next token [1], and what `Sampling.token_logprobs` has of it: None where the
+            settings ask for no log probabilities. Both lazy.
         """
         sampler = self.sampler
         only = indices(1)
@@ -71,8 +74,10 @@ class Row:
         return chosen, sampler.token_logprobs(logits, positions, only, chosen)
 
     def key_values(self) -> list[KVCache]:
-        """Its committed keys and values as mlx-lm's cache of each layer; empty ones of a text of
-        one token.
+        """The row's committed keys and values, as one of mlx-lm's caches for each layer.
+
+        They hold slices of its cache's buffers. Empty caches where no token is committed, as of a
+        text of one token.
         """
         caches: list[KVCache] = []
         if not self.cache.offset:  # of a text of one token
@@ -116,8 +121,12 @@ class Batch:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes that padding takes: all rows of the shared caches are as long as the longest
-        text."""
+        """About how many bytes padding takes in the shared caches.
+
+        All rows of these are as long as the longest text, and grow by `BatchKVCache.step` tokens at
+        once; room for one such step counts as filled. 0 without rows, or where calls are not
+        shared.
+        """
         keys = self._caches[0].keys if self._caches else None
         if keys is None or not self._rows:
             return 0
@@ -127,7 +136,11 @@ class Batch:
         return int(num_bytes * (1 - filled / (length * len(self._rows))))
 
     def join(self, row: Row) -> None:
-        """Give an answer a row in the calls to come: it is admitted at the next `step`."""
+        """Give an answer a row in the calls to come, from the next `step` on.
+
+        Its cache must hold its text but the last token. Sets the row's `position` and `tail` by its
+        text, and `is_paused` to False.
+        """
         row.is_paused = False
         row.position = len(row.text) - 1
         row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
@@ -136,8 +149,9 @@ class Batch:
     def leave(self, row: Row) -> None:
         """Take an answer out of the batch; its cache holds its text but the last token again.
 
-        Does nothing for an answer that is not in the batch. Its tokens of calls under way are
-        dropped.
+        Its tokens of calls under way are dropped; waits for the device. An answer that is still
+        joining has not given its cache away, and only stops joining. Does nothing for an answer
+        that is not in the batch.
         """
         if row in self._joining:
             self._joining.remove(row)
@@ -162,9 +176,12 @@ class Batch:
             cache.filter(keep)
 
     def step(self) -> None:
-        """Decode one more token of every row.
+        """Admit rows that are joining, and read the next token of every row into its `unread`.
 
-        An error is noted in each row's `error`, and the batch is empty then.
+        Two tokens are read where a call was still under way when a row joined.
+
+        Rows that are over, or whose reader is `MOST_UNREAD` tokens behind, leave the batch. Raises
+        nothing: an error is noted in the `error` of each row, and the batch is empty then.
         """
         try:
             self._step()
@@ -191,8 +208,11 @@ class Batch:
             self._read()
 
     def _admit(self) -> None:
-        """Move the keys and values of those that join into the shared caches, and add their
-        rows."""
+        """Make rows of the answers that are joining.
+
+        Where calls are shared, their keys and values are moved into the shared caches, and their
+        own caches are empty then. Does nothing where none is joining.
+        """
         rows = self._joining
         if not rows:
             return
@@ -210,7 +230,11 @@ class Batch:
         self._joining = []
 
     def _launch(self) -> None:
-        """Build the next call of all rows, decide its tokens, and start computing them."""
+        """Build the next call of all rows, decide its tokens, and start computing them.
+
+        Where calls are not shared, each row has a call of its own. The rows' newest tokens are the
+        decided ones then, the rows' `position` is one further on, and the call is under way.
+        """
         rows = self._rows
         newest = self._newest
         backbone = self._model.backbone

@@ -16,7 +16,7 @@ from ..model.tree import Tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
 from .drafter import Noise, Taps, Verified, with_noise
-from .prune import is_pruned, surviving_nodes, transition_logprobs
+from .prune import may_drop_nodes, surviving_nodes, transition_logprobs
 from .sampling import GREEDY, RowPositions, Sampling, last_tokens, row_positions
 
 EXACT = AcceptanceConfig()
@@ -57,11 +57,11 @@ class TargetCall:
         return [self.for_host, self.tail, *logprobs]
 
     def read(self) -> list[int]:
-        """The tokens that the call advanced by; waits for the device.
+        """Read the tokens that the call advanced by; waits for the device. May be called again.
 
         Returns:
-            The accepted drafted tokens and the target's own one behind them; of a plain call that
-            one.
+            The ids of the accepted drafted tokens, and the target's own one behind them, so one or
+            more; of a plain call that one.
         """
         if self.is_committed:
             return to_list(self.for_host)
@@ -79,13 +79,21 @@ def plain_call(
 ) -> TargetCall:
     """Build a target call on one token, without a draft; the token's row is committed at once.
 
+    Nothing is computed yet. A model without stages runs by its own call.
+
     Args:
         model: the target.
         token: [1] the newest token, which is not in the cache yet.
         tail: [C] the last tokens before it, for samplers that need them.
         cache: holds the tokens before it; it must have no path that is not counted yet.
         sampler: decides the next token.
-        taps: layers whose input a drafter reads.
+        taps: numbers of the layers whose input a drafter reads.
+
+    Returns:
+        The call, whose one token is never left unresolved.
+
+    Raises:
+        InputError: taps are asked of a model without stages.
     """
     tree = root_tree(token)
     position = cache.length
@@ -124,8 +132,10 @@ def verify_tree(
     tail: mx.array | None = None,
     taps: tuple[int, ...] = (),
 ) -> TargetCall:
-    """Build a target call on a draft tree (Speculative Streaming, sections 3.2.1 to 3.2.3, figure
-    7).
+    """Build a target call on a draft tree (Speculative Streaming, 3.2.1 to 3.2.3 and figure 7).
+
+    Nothing is computed yet, unless pruning is by a threshold, which waits for the device. The cache
+    makes room where it has none.
 
     Args:
         model: the target.
@@ -136,8 +146,13 @@ def verify_tree(
         prune: which nodes to drop at the insertion layer.
         sampler: decides the target's tokens.
         acceptance: when a drafted token counts as the target's.
-        tail: [C] the last tokens before the root, for samplers that need them.
-        taps: layers whose input a drafter reads.
+        tail: [C] the last tokens before the root, for samplers that need them; as if there were
+            none unless given.
+        taps: numbers of the layers whose input a drafter reads.
+
+    Returns:
+        The call, not committed. Its `verified` is of the M nodes that pruning left, its
+        `num_drafted` counts all N but the root.
     """
     split = model.insertion_layer
     tail = last_tokens((), sampler.context_size) if tail is None else tail
@@ -193,7 +208,10 @@ def filled_taps(tapped: Tapped) -> Taps:
 def prune_tree(
     model: StreamFusedModel, tree: Tree, hidden: mx.array, config: PruneConfig, noise: Noise = None
 ) -> tuple[Tree, mx.array, mx.array]:
-    """Drop improbable nodes before the upper layers (section 3.2.3).
+    """Drop improbable nodes before the upper layers (Speculative Streaming, section 3.2.3).
+
+    Pruning by a threshold waits for the device. Where the model is split over ranks, rank 0
+    decides.
 
     Args:
         model: with an early-exit adapter, where pruning is on.
@@ -205,9 +223,10 @@ def prune_tree(
 
     Returns:
         The tree of the M kept nodes, their hidden states [1, M, D], and [M] their numbers in
-        `tree`; `tree` itself where nothing is pruned.
+        `tree`, ascending. Where pruning is off or cannot drop a node: `tree` and `hidden`
+        themselves, and all N numbers.
     """
-    if not is_pruned(tree, config):
+    if not may_drop_nodes(tree, config):
         return tree, hidden, indices(tree.num_nodes)
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
     if noise is not None:
@@ -242,8 +261,7 @@ def resample_full_vocab(
     positions: RowPositions,
     row: mx.array,
 ) -> mx.array:
-    """Decide row number `row` [1] of `tokens` [R] among all tokens, where `sample` left it
-    unresolved.
+    """Decide one row among all V tokens, where `sample` left it unresolved.
 
     Args:
         model: the target; where it is split over ranks, rank 0 decides.
@@ -254,7 +272,8 @@ def resample_full_vocab(
         row: [1] the row's number.
 
     Returns:
-        [R] the tokens; `tokens` itself where the sampler leaves none unresolved.
+        [R] int32: `tokens` with that row decided, unchanged where it was; other rows may stay
+        unresolved. `tokens` itself where the sampler never leaves any.
     """
     if not sampler.may_leave_unresolved:
         return tokens
@@ -271,7 +290,9 @@ def decide_and_accept(
     positions: RowPositions,
     acceptance: AcceptanceConfig,
 ) -> tuple[mx.array, Acceptance]:
-    """Decide the target's token after each node, and accept the drafted nodes that agree.
+    """Decide the target's token after each node, and accept drafted nodes by the rule.
+
+    Where the model is split over ranks, rank 0 decides.
 
     Args:
         model: the target.
@@ -282,8 +303,8 @@ def decide_and_accept(
         acceptance: the rule, exact or typical.
 
     Returns:
-        [M] the target's tokens, of which only those along the path are sure to be resolved; and the
-        accepted path.
+        [M] the target's token after each node, of which only those along the path are sure to be
+        resolved (not negative); and the accepted path, whose `new_tokens` are resolved.
     """
     if acceptance.kind == "exact":
         target_tokens = sample(model, logits, sampler, positions)
@@ -295,7 +316,9 @@ def decide_and_accept(
             found = replace(found, new_tokens=target_tokens[found.path])
         return target_tokens, found
     logprobs = sampler.logprobs(logits, positions)
-    target_tokens = mx.argmax(sampler.perturb(logprobs, positions), axis=-1).astype(mx.int32)
+    target_tokens = mx.argmax(sampler.add_gumbel_noise(logprobs, positions), axis=-1).astype(
+        mx.int32
+    )
     found = accept_typical(tree, target_tokens, logprobs, acceptance)
     agreed = model.backbone.broadcast_from_rank0(
         target_tokens, found.path, found.new_tokens, found.num_accepted
@@ -306,13 +329,16 @@ def decide_and_accept(
 def stream_rows_of_node(
     rows: mx.array, node: mx.array, num_nodes: int, num_streams: int
 ) -> mx.array:
-    """[1, G, D] the rows of one node's streams.
+    """Take the rows of one node's streams out of the rows of all nodes and streams.
 
     Args:
-        rows: [1, M * (1 + G), D] of the upper layers, nodes first.
+        rows: [1, M * (1 + G), D] of the upper layers, nodes first, then streams node by node.
         node: [1] the node's number.
         num_nodes: M.
         num_streams: G.
+
+    Returns:
+        [1, G, D] in the order of the streams; [1, 0, D] where G is 0.
     """
     own = num_nodes + node[:, None] * num_streams + indices(num_streams)
     return rows[:, own[0]]

@@ -32,6 +32,12 @@ def verify_chain(
         tail: [C] the last tokens before the root, for samplers that need them.
         sampler: decides the target's tokens.
         acceptance: when a drafted token counts as the target's.
+
+    Returns:
+        The call, not committed; its `verified` is of the chain, without streams and taps.
+
+    Raises:
+        ValueError: from what a layer keeps no token can be taken back.
     """
     chain = chain_tree(tree.tokens)
     position = cache.length

@@ -74,8 +74,9 @@ class Verified:
         return self.node_hidden[:, self.acceptance.last]
 
     def accepted_taps(self) -> Taps:
-        """By layer [1, P, D]: the taps of the accepted path alone; rows after `num_accepted` repeat
-        the last.
+        """By layer [1, P, D]: the taps of the accepted path's nodes alone, the root's first.
+
+        Rows after number `num_accepted` repeat the last accepted node's.
         """
         return {layer: rows[:, self.acceptance.path] for layer, rows in self.taps.items()}
 
@@ -113,10 +114,11 @@ class Drafter(Protocol):
     def cache_bytes(self) -> int: ...
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]] | None:
-        """Begin an answer.
+        """Begin an answer, and forget what the one before left.
 
-        The loop calls it once an answer, when the drafter is first asked for a tree; where it needs
-        taps, before the prompt is processed.
+        The loop calls it once an answer: where the drafter needs taps, before the prompt is
+        processed; where it follows the text (`needs.text`), behind that; else when it is first to
+        draft.
 
         Args:
             tokens: the text so far; tokens that nobody knows are `PAD_TOKEN`.
@@ -129,11 +131,12 @@ class Drafter(Protocol):
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Take in tokens that the text has gone on by.
 
-        A drafter that needs host tokens follows every call at once; others follow when they next
-        draft, but for the tokens of calls that they drafted behind, which `propose` showed them.
+        A drafter that needs host tokens and has started follows every call at once; others follow
+        when they next draft, but for the tokens of calls that they drafted behind, which `propose`
+        showed them. A drafter that needs taps also follows each piece of the prompt.
 
         Args:
-            tokens: ids.
+            tokens: ids; those that nobody knows are `PAD_TOKEN`.
             position: the first one's position in the text.
             taps: for each token, what entered the tapped layers at the position before it, [1, R,
                 D]; None where the calls did not keep them.
@@ -157,15 +160,16 @@ class Drafter(Protocol):
 def rank_candidates(
     logits: mx.array, count: int, vocab: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """The likeliest tokens of each row; of equal ones those of the lowest ids.
+    """The likeliest tokens of each row; of equal ones those of the lowest columns.
 
     Args:
-        logits: [G, V].
-        count: K.
-        vocab: [V] the token of each column; the column's number unless given.
+        logits: [G, V]; [G, Vd] with a draft vocabulary.
+        count: K, at most the number of columns.
+        vocab: [Vd] the token of each column; the column's number unless given.
 
     Returns:
-        [G, K] tokens and [G, K] float32 log probabilities, best first.
+        [G, K] tokens, likeliest first, and [G, K] their float32 log probabilities, normalised over
+        all columns.
     """
     columns, values = top_columns(logits, count)
     tokens = columns if vocab is None else vocab[columns]

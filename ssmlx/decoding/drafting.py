@@ -11,17 +11,18 @@ from .drafter import Drafter, Taps
 
 
 def scratch_rows(drafters: Iterable[Drafter]) -> int:
-    """Rows that a cache has to keep before the committed ones, for the largest call of these
-    drafters.
+    """S, the rows that a cache has to keep before the committed ones, for these drafters.
 
-    A call that is built ahead also has the path of the one before it. 0 without drafters.
+    It is the most that any of them needs: for the nodes of its largest tree and their streams, and,
+    unless it needs host tokens, for the path of the call before, which is not committed yet. 0
+    without drafters.
     """
     return max((_scratch_rows_of(drafter) for drafter in drafters), default=0)
 
 
 def _scratch_rows_of(drafter: Drafter) -> int:
-    """Rows of the largest call of one drafter: nodes with their streams, and the path of the call
-    before.
+    """S of one drafter: the nodes of its largest tree with their streams, and a path of the largest
+    depth unless it needs host tokens.
     """
     path = 0 if drafter.needs.host_tokens else drafter.largest.levels + 1
     return drafter.largest.nodes * (1 + drafter.needs.streams) + path
@@ -49,21 +50,27 @@ class DraftingText:
     def extend(self, tokens: list[int]) -> None:
         """Append tokens that were read to the text.
 
-        Drafters that have started and need host tokens are shown them; others when they next draft.
+        Drafters that have started and need host tokens `follow` them here; others before they next
+        draft, see `bring_up_to_date`.
         """
         self.tokens.extend(tokens)
         for name, drafter in self.drafters.items():
             if drafter.needs.host_tokens and name in self._seen:
                 self._follow(name, len(self.tokens))
 
-    def bring_up_to_date(self, name: str, unseen: int = 0) -> Iterator[list[int]]:
-        """Show drafter `name` the text but for its last `unseen` tokens; start it if it has not
-        started.
+    def bring_up_to_date(self, name: str, num_unseen: int = 0) -> Iterator[list[int]]:
+        """Show a drafter what it has not seen of the text; start it if it has not started.
+
+        Nothing is done before the first value is asked for.
+
+        Args:
+            name: the drafter's.
+            num_unseen: how many of the text's last tokens it is not shown.
 
         Yields:
             What the drafter's `start` yields: an empty list before each call of a model.
         """
-        known = len(self.tokens) - unseen
+        known = len(self.tokens) - num_unseen
         if name in self._seen:
             self._follow(name, known)
             return
@@ -87,6 +94,8 @@ class DraftingText:
     def start_tapping(self, known: int) -> Iterator[list[int]]:
         """Start the drafters that need taps, before the prompt is processed.
 
+        They are given the first `known` + 1 tokens of the text.
+
         Args:
             known: tokens of the text that the cache holds; they and the one behind have no taps.
 
@@ -101,8 +110,9 @@ class DraftingText:
     def follow_taps(self, first: int, taps: Taps) -> None:
         """Show the drafters that need taps a piece of the prompt that was processed.
 
-        They are shown, for each of the R tokens behind those of the piece's rows, the row before
-        it.
+        They `follow` the R tokens from position `first` + 1 on, each with the taps of the row
+        before
+        it: a piece of tokens `first` to `first` + R - 1.
 
         Args:
             first: the position of the piece's first token in the text.
@@ -116,8 +126,14 @@ class DraftingText:
                 self._seen[name] = first + 1 + rows
 
     def propose(self, call: TargetCall, shape: DraftShape) -> Tree:
-        """The tree that the drafter of `shape` drafts behind `call`; rank 0's, where the model is
-        split over ranks.
+        """Draft the tree that the next call verifies, by the drafter that `shape` names.
+
+        Args:
+            call: the call that it follows, its states not released yet.
+            shape: drafter, and how large a tree.
+
+        Returns:
+            The drafter's tree, on every rank rank 0's where the model is split over ranks.
         """
         tree = self.drafters[shape.drafter].propose(call.verified, shape)
         backbone = self.model.backbone
@@ -127,14 +143,16 @@ class DraftingText:
         return replace(tree, tokens=tokens, depths=depths, paths=paths)
 
     def mark_seen(self, name: str) -> None:
-        """Note that drafter `name` has seen the whole text: it drafted behind the last call, which
-        showed it.
+        """Note that drafter `name` has seen the whole text; the drafter itself is not called.
+
+        It drafted behind the last call, and `propose` showed it that call's tokens.
         """
         self._seen[name] = len(self.tokens)
 
     def _follow(self, name: str, known: int) -> None:
-        """Show drafter `name`, which has started, the first `known` tokens of the text, as far as
-        they are new.
+        """Let drafter `name`, which has started, follow the text up to its first `known` tokens.
+
+        Only tokens that it has not seen are shown; none where it has seen so many.
         """
         missed = self.tokens[self._seen[name] : known]
         if missed:

@@ -75,7 +75,14 @@ class CallCounts:
         return sum(one.drafted for one in self.drafts.values())
 
     def add(self, drafter: str, nodes: int, drafted: int, accepted: int) -> None:
-        """Count one verified tree of `drafter`, by the fields of `DraftCounts`."""
+        """Count one target call that verified a tree.
+
+        Args:
+            drafter: name of the drafter that proposed the tree.
+            nodes: all nodes of the tree.
+            drafted: drafted tokens among them.
+            accepted: of these, tokens that the target accepted.
+        """
         before = self.drafts.get(drafter, DraftCounts())
         self.drafts[drafter] = DraftCounts(
             before.calls + 1,
@@ -91,11 +98,13 @@ def never_stops(tokens: list[int]) -> bool:
 
 
 def free_outgrown_buffers(cache: TreeCache, added: int) -> None:
-    """Clear MLX's buffer cache each time the committed tokens pass a multiple of 256, as mlx-lm
-    does.
+    """Clear MLX's buffer cache where the committed tokens have passed a multiple of 256.
 
-    A growing cache leaves buffers behind that are too small for it. `added` are the tokens that the
-    cache has grown by since the last call of this function.
+    mlx-lm does so too: a growing cache leaves buffers behind that are too small for it.
+
+    Args:
+        cache: its committed tokens are counted; it stays as it is.
+        added: tokens that it has grown by since the last call of this function.
     """
     if cache.offset % 256 < added:
         mx.clear_cache()
@@ -120,16 +129,16 @@ def prefill_in_pieces(
     """Run a prompt through the model and commit it to the cache, a piece at a time.
 
     So whoever drives a decoding loop can stop between pieces, show progress, or let others go
-    first.
+    first. Each piece is waited for, and MLX's buffer cache is cleared behind it.
 
     Args:
         model: the target.
-        tokens: of the prompt.
-        cache: what comes before them is in it.
+        tokens: of the prompt; they may be none.
+        cache: holds what comes before them; gets their keys and values.
         step_size: tokens of a piece, at most.
         taps: layers whose input is wanted.
-        tapped: called with each piece's first token (its index in `tokens`) and the taps of its
-            rows, [1, R, D] by layer.
+        tapped: called behind each piece, with its first token's index in `tokens` and the taps of
+            its R rows, [1, R, D] by layer; None for not.
 
     Yields:
         An empty list before each piece, and one behind the last; nothing where there are no tokens.
@@ -158,13 +167,14 @@ def plain_decode(
 ) -> Iterator[list[int]]:
     """Decode plainly, endlessly: the same model without drafting.
 
-    As in mlx-lm, the next call is under way while its predecessor's token is read; a call whose
-    token nobody asks for is wasted, and not counted.
+    It never ends by itself: whoever iterates stops. As in mlx-lm, the next call is under way while
+    its predecessor's token is read; a call whose token nobody asks for is wasted.
 
     Args:
         model: the target.
         prompt: one token or more; they follow what `cache` already holds.
-        cache: left holding the prompt and every yielded token but the last, or one more.
+        cache: paths that it has not counted yet are dropped. When a token is yielded, it holds the
+            prompt and every token so far, that one included.
         context: the tokens that `cache` holds, for samplers that read the text.
         sampler: decides the target's tokens; greedy unless given.
         prefill_step_size: prompt tokens of a forward pass, at most.
@@ -205,10 +215,11 @@ def speculative_decode(
     logprobs: list[TokenLogprobs] | None = None,
     counts: CallCounts | None = None,
 ) -> Iterator[list[int]]:
-    """Yield the tokens that each target call advances by, endlessly, behind `prefill_in_pieces`.
+    """Decode with drafts, endlessly: process the prompt, then verify a draft tree in each call.
 
-    Each call verifies the tree that was drafted behind its predecessor, or a bare root where
-    nothing was; `controller` says what is drafted behind it.
+    It never ends by itself: whoever iterates stops. Each call verifies the tree that was drafted
+    behind its predecessor, or a bare root where nothing was; `controller` says what is drafted
+    behind it.
 
     While a call runs, the next tree is drafted and its verification is built. Tokens are read when
     a tree is verified; while the drafting still runs, the next call is launched behind it, and only
@@ -233,7 +244,12 @@ def speculative_decode(
             for. The next call is not launched then, and is not wasted.
         logprobs: gets an entry for every token before it is yielded, where the sampler's settings
             ask for log probabilities.
-        counts: is added to with every call.
+        counts: is added to with every call that verified a tree.
+
+    Yields:
+        Empty lists while the prompt is processed and where a drafter starts; then for each target
+        call the ids that it advanced by: the accepted drafted tokens, and the target's own one
+        behind them.
     """
     loop = _SpeculativeLoop(
         model,
@@ -250,7 +266,7 @@ def speculative_decode(
     )
     cache.trim(cache.offset)
     yield from loop.process_prompt(prompt, prefill_step_size)
-    yield from loop.calls(prompt[-1])
+    yield from loop.run_calls(prompt[-1])
 
 
 @dataclass
@@ -304,11 +320,18 @@ class _SpeculativeLoop:
         self.drafting: list[mx.array] = []  # the tree that was drafted last
 
     def process_prompt(self, prompt: list[int], step_size: int) -> Iterator[list[int]]:
-        """Commit the prompt but its last token to the cache, and start the drafters that must see
-        it.
+        """Commit the prompt but its last token to the cache, and start drafters.
+
+        Those that need taps are started before, and follow each piece. Then the one that drafts
+        first, where it needs host tokens.
+
+        Args:
+            prompt: one token or more.
+            step_size: prompt tokens of a forward pass, at most.
 
         Yields:
-            Empty lists, as `prefill_in_pieces`.
+            Empty lists: before each piece and behind the last, and before each call of a model that
+            a drafter makes to start.
         """
         known = self.cache.offset
         taps = self.text.taps
@@ -326,7 +349,7 @@ class _SpeculativeLoop:
         if drafts is not None and self.text.needs_host_tokens(drafts):
             yield from self.text.bring_up_to_date(drafts.drafter)
 
-    def calls(self, root: int) -> Iterator[list[int]]:
+    def run_calls(self, root: int) -> Iterator[list[int]]:
         """Run target calls, endlessly.
 
         Args:
@@ -343,22 +366,22 @@ class _SpeculativeLoop:
         is_prompts = True
         while True:
             # `call` is under way; all before it are read.
-            following = yield from self.prepare(call, may_launch=not is_prompts)
-            tokens = self.read(call, pending, shape, following, is_timed=not is_prompts)
+            following = yield from self.prepare_next_call(call, may_launch=not is_prompts)
+            tokens = self.read_call(call, pending, shape, following, is_timed=not is_prompts)
             is_plain = following.pending is not None
             stopped = not is_plain and self.stops(tokens)
             if is_plain:
                 yield from self.watch.yield_untimed(tokens)
             elif following.call is not None and not stopped:
-                self.launch_ahead(call, following, len(tokens))
+                self.launch_prepared_call(call, following, len(tokens))
                 yield from self.watch.yield_untimed(tokens)
             else:
-                self.abandon(call, following, len(tokens))
+                self.drop_prepared_call(call, following, len(tokens))
                 # The first token, and the last, are given out before anything else starts.
                 is_given = is_prompts or stopped
                 if is_given:
                     yield from self.watch.yield_untimed(tokens)
-                yield from self.launch_behind(call, following, len(tokens))
+                yield from self.draft_and_launch_next_call(call, following, len(tokens))
                 if not is_given:
                     yield from self.watch.yield_untimed(tokens)
             metal.time_pending_shape()
@@ -370,9 +393,15 @@ class _SpeculativeLoop:
             is_prompts = False
 
     def build_call(self, tree: Tree, tail: mx.array) -> TargetCall:
-        """Build the call that verifies `tree`; a plain call for a bare root without streams.
+        """Build the call that verifies `tree`.
 
-        `tail` are the last tokens before the root, [C]. Nothing is computed yet.
+        A plain call for a bare root, unless streams run beside each node, or the cache holds a path
+        that is not counted yet. For a model without stages the tree is taken as a chain. Nothing is
+        computed yet, unless pruning waits for the device.
+
+        Args:
+            tree: a draft, or a bare root.
+            tail: [C] the last tokens before the root, as the sampler needs them.
         """
         streams = self.text.num_streams
         # A plain call appends to the committed tokens, so it cannot follow a path that is unread.
@@ -402,27 +431,39 @@ class _SpeculativeLoop:
         )
 
     def launch(self, call: TargetCall, *, is_first: bool = False) -> PendingCall:
-        """Start computing what `call` decides, and the cache with it where it verified a tree.
+        """Start computing what `call` decides, without waiting for it.
 
-        `is_first` says that the call follows drafting of which nothing was read yet.
+        The cache is computed with it unless it is a plain call.
+
+        Args:
+            call: as `build_call` returned it.
+            is_first: whether it follows drafting of which nothing was read yet, see `Stopwatch`.
+
+        Returns:
+            What `Stopwatch.read` needs.
         """
         state = [] if call.is_committed else [self.cache.state]
         return self.watch.launch(call.arrays_to_read(), *state, is_first=is_first)
 
-    def prepare(
+    def prepare_next_call(
         self, call: TargetCall, *, may_launch: bool
     ) -> Generator[list[int], None, _NextCall]:
         """Do what can be done of the next call while `call` is under way.
 
-        A plain call behind a plain one is launched. A draft that needs no host tokens is made;
-        where it `may_launch` something and pruning does not wait for the host, the drafting is
-        launched and the call that verifies it is built, but not launched.
+        Where nothing is to be drafted behind a plain call, the next plain call is built and
+        launched. A draft that needs no host tokens is made. With `may_launch`, unless pruning is
+        by a threshold or the cache takes no trees, the drafting is launched too, and the call that
+        verifies the draft is built on the cache, but not launched.
+
+        Args:
+            call: the one under way.
+            may_launch: whether drafting may be launched before `call` is read.
 
         Yields:
             Empty lists, where a drafter starts.
 
         Returns:
-            What is prepared; only its `drafts` where nothing could be.
+            What is prepared, by a generator's return value. Only `drafts` is set where nothing is.
         """
         following = _NextCall(self.controller.next())
         drafts = following.drafts
@@ -441,7 +482,7 @@ class _SpeculativeLoop:
                 mx.async_eval(self.drafting)
         return following
 
-    def read(
+    def read_call(
         self,
         call: TargetCall,
         pending: PendingCall,
@@ -452,15 +493,21 @@ class _SpeculativeLoop:
     ) -> list[int]:
         """Wait for the tokens that `call` advanced by, and tell everybody of them.
 
-        Extends the text, records log probabilities, counts and time, and lets the controller decide
-        again where nothing is prepared.
+        Extends the text, which shows them to drafters that need host tokens; records log
+        probabilities and counts; reports the call to the controller. Where no next tree is
+        prepared, the controller decides again what is drafted. Where one was drafted, its drafter
+        counts as having seen the text, and the hidden states of `call` are dropped. The cache is
+        not changed.
 
         Args:
             call: under way.
             pending: the same, as it was launched.
             shape: of the tree that it verified; None for a bare root.
             following: what is prepared behind it; `drafts` may be changed.
-            is_timed: whether its time is one of decoding: the prompt's call is not.
+            is_timed: whether the controller is told its time: not that of the prompt's call.
+
+        Returns:
+            The tokens' ids, one or more.
         """
         context = len(self.text.tokens) - 1
         tokens, seconds = self.watch.read(pending, call.read)
@@ -479,10 +526,14 @@ class _SpeculativeLoop:
         self.controller.record(Call(shape, len(tokens), context, timed, following.drafts))
         return tokens
 
-    def launch_ahead(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
+    def launch_prepared_call(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
         """Launch the call that was built before `call` was read, and commit the rows of `call`.
 
-        `num_tokens` are the tokens that `call` advanced by.
+        Args:
+            call: the call that was read. A plain one's row is committed already.
+            following: holds the call that was built; gets it launched, and its snapshot of the
+                cache is dropped.
+            num_tokens: tokens that `call` advanced by.
         """
         following.before = None  # MLX writes in place only into what nobody else holds.
         assert following.call is not None
@@ -492,11 +543,15 @@ class _SpeculativeLoop:
         if not call.is_committed:
             self.cache.advance(num_tokens)
 
-    def abandon(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
+    def drop_prepared_call(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
         """Commit the rows of `call`; drop the call that was built before it was read, if one was.
 
-        The cache gets back what it held before that one was built. `num_tokens` are the tokens that
-        `call` advanced by.
+        The cache gets back what it held before that one was built. The draft stays.
+
+        Args:
+            call: the call that was read. A plain one's row is committed already.
+            following: what is prepared; its call and its snapshot of the cache are dropped.
+            num_tokens: tokens that `call` advanced by.
         """
         if following.before is not None:
             self.cache.forget_masks()
@@ -506,11 +561,18 @@ class _SpeculativeLoop:
         if not call.is_committed:
             self.cache.advance(num_tokens)
 
-    def launch_behind(
+    def draft_and_launch_next_call(
         self, call: TargetCall, following: _NextCall, num_tokens: int
     ) -> Iterator[list[int]]:
-        """Draft, build and launch the next call, now that the `num_tokens` tokens of `call` are
-        known.
+        """Draft, build and launch the next call, now that the tokens of `call` are known.
+
+        What was drafted already is not drafted again. Where `following.drafts` is None, a bare root
+        takes the place of a draft.
+
+        Args:
+            call: the call that was read; its rows are committed.
+            following: gets the tree, the call and its launch.
+            num_tokens: tokens that `call` advanced by.
 
         Yields:
             Empty lists, where a drafter starts.
@@ -522,7 +584,7 @@ class _SpeculativeLoop:
         elif following.tree is None:
             # What a call advanced by is shown to those that draft on the device by the call itself.
             unseen = num_tokens if is_on_device else 0
-            yield from self.watch.exclude(self.text.bring_up_to_date(drafts.drafter, unseen))
+            yield from self.watch.exclude_time(self.text.bring_up_to_date(drafts.drafter, unseen))
             following.tree = self.text.propose(call, drafts)
             self.text.mark_seen(drafts.drafter)
         if is_on_device:

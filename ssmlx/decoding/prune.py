@@ -9,12 +9,12 @@ import math
 import mlx.core as mx
 
 from ..model.shapes import expect_shape, indices, to_int
-from ..model.tree import PAD_TOKEN, Tree, clip_edges, top_nodes
+from ..model.tree import PAD_TOKEN, Tree, clip_logprobs, top_nodes
 from ..settings import PruneConfig
 
 
 def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
-    """Early-exit log probability of each node's token given its parent.
+    """The early-exit log probability of each node's token, given its parent.
 
     Args:
         tree: of N nodes.
@@ -23,6 +23,9 @@ def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
 
     Returns:
         [N] float32; 0 for the root, -inf for nodes of PAD_TOKEN.
+
+    Raises:
+        ValueError: `exit_logits` are not of the tree's `num_internal` nodes.
     """
     expect_shape("early-exit logits", exit_logits, tree.num_internal, None)
     exit_logits = exit_logits.astype(mx.float32)
@@ -33,18 +36,31 @@ def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
 
 
 def nodes_within_budget(tree: Tree, edges: mx.array, keep: int) -> mx.array:
-    """[M] the `keep` nodes of largest path probability, ascending; `edges` [N] as in
-    `surviving_nodes`.
+    """Find the nodes of the largest path probabilities.
+
+    Args:
+        tree: of N nodes.
+        edges: [N] log probability of each node given its parent; clipped before they are summed.
+        keep: how many nodes, the root included; at least 1.
+
+    Returns:
+        [M] int32 node numbers, ascending; M is `keep`, or N where that is less.
     """
-    return top_nodes(tree.path_sums(clip_edges(edges)), keep)
+    return top_nodes(tree.path_sums(clip_logprobs(edges)), keep)
 
 
 def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.array:
-    """[M] the nodes, ascending, on whose path every transition has at least probability
-    `threshold`.
+    """Find the nodes on whose path from the root every token is probable enough.
 
-    `edges` are [N] as in `surviving_nodes`. M is not known beforehand, so this waits for the
-    device.
+    How many they are is not known beforehand, so this waits for the device.
+
+    Args:
+        tree: of N nodes.
+        edges: [N] log probability of each node given its parent; 0 for the root.
+        threshold: the least probability of each token on the path; 0 or less keeps all nodes.
+
+    Returns:
+        [M] int32 node numbers, ascending, the root among them.
     """
     floor = math.log(threshold) if threshold > 0 else -math.inf
     kept = (edges >= floor)[tree.paths].all(axis=1)
@@ -52,10 +68,11 @@ def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.ar
     return mx.sort(nodes)[: to_int(kept.sum())].astype(mx.int32)
 
 
-def is_pruned(tree: Tree, config: PruneConfig) -> bool:
+def may_drop_nodes(tree: Tree, config: PruneConfig) -> bool:
     """Whether pruning is on, and may drop nodes of this tree.
 
-    A budget of N nodes or more drops none, and a bare root is never dropped.
+    A budget drops some where it is less than N, the tree's nodes. A threshold may drop some of any
+    tree but a bare root. The kind "off" drops none.
     """
     if config.kind == "budget":
         return config.keep < tree.num_nodes
@@ -68,10 +85,11 @@ def surviving_nodes(tree: Tree, edges: mx.array, config: PruneConfig) -> mx.arra
     Args:
         tree: of N nodes.
         edges: [N] log probability of each node given its parent, as `transition_logprobs` returns.
-        config: a budget of nodes, or a least probability.
+        config: a budget of nodes, or the least probability of each token on a node's path. A
+            threshold waits for the device. The kind must not be "off".
 
     Returns:
-        [M] node numbers, ascending.
+        [M] int32 node numbers, ascending, the root's, 0, among them.
     """
     if config.kind == "budget":
         return nodes_within_budget(tree, edges, config.keep)

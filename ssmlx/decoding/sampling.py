@@ -69,15 +69,17 @@ def last_tokens(tokens: Sequence[int], size: int) -> mx.array:
 
 
 def row_positions(tree: Tree, first: mx.array, tail: mx.array) -> RowPositions:
-    """The positions of a tree's nodes.
+    """Say where a tree's nodes stand in the text, and which tokens are the last ones up to each.
 
     Args:
         tree: of N nodes.
         first: [1] the root's position, the number of tokens before it.
-        tail: [C] the last C tokens before the root.
+        tail: [C] the last C tokens before the root, PAD_TOKEN where there are none; [0] where
+            nothing looks at recent tokens.
 
     Returns:
-        For R = N rows; each row's recent tokens are the end of `tail` and of the node's own path.
+        For R = N rows; each row's recent tokens are the last C of `tail` and the node's path, its
+        own token included.
     """
     num_nodes = tree.num_nodes
     num_levels = tree.paths.shape[1]
@@ -137,8 +139,11 @@ class Sampling:
 
     @cached_property
     def _seed(self) -> mx.array:
-        """[] uint32 seed of the noise: the settings', or one drawn from MLX's random state at first
-        use.
+        """[] uint32 seed of the noise, the same for all of this object's calls.
+
+        The settings' seed, its high 32 bits folded onto the low ones; without one, a number that is
+        drawn from MLX's random state at first use, which waits for the device. 0 in greedy decoding
+        without a seed.
         """
         seed = self.config.seed or 0
         if self.config.seed is None and self.config.temp > 0:
@@ -146,11 +151,10 @@ class Sampling:
         return mx.array((seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
 
     def noise(self, first: mx.array, count: int, tokens: mx.array | None = None) -> Noise:
-        """The noise that sampling adds to the logits at some positions; it is known before the
-        logits.
+        """The noise that sampling adds to the logits at some positions, times the temperature.
 
-        A drafter whose softmax(a) guesses the greedy token guesses the sampled one by
-        softmax(a + noise).
+        It is known before the logits: the same at every call for a position and a token. A drafter
+        whose softmax(a) guesses the greedy token guesses the sampled one by softmax(a + noise).
 
         Args:
             first: [1] the first position in the text.
@@ -158,38 +162,62 @@ class Sampling:
             tokens: [Vd] the ids of which it is wanted; all V unless given.
 
         Returns:
-            [G, V] or [G, Vd] float32 Gumbel noise times the temperature; None in greedy decoding.
+            [G, V] or [G, Vd] float32, Gumbel noise times the temperature, row g for position
+            `first` + g; None in greedy decoding.
         """
         if not self.config.temp:
             return None
         uniform = uniform_noise(self._seed, first + indices(count), self._vocab_size)
         return self.config.temp * to_gumbel(uniform if tokens is None else uniform[:, tokens])
 
-    def process(self, logits: mx.array, positions: RowPositions) -> mx.array:
-        """[R, V] logits with logit bias and penalties, of `logits` [R, V] at `positions` of R
-        rows."""
+    def apply_bias_and_penalties(self, logits: mx.array, positions: RowPositions) -> mx.array:
+        """Add the logit bias to logits, then apply the penalties, as far as there are any.
+
+        Args:
+            logits: [R, V] of the target.
+            positions: of the R rows, with their recent tokens for the penalties.
+
+        Returns:
+            [R, V], in the dtype of `logits`; `logits` themselves without bias and penalties.
+
+        Raises:
+            ValueError: logits of another number of rows.
+        """
         expect_shape("logits", logits, positions.depths.shape[0], None)
         if self._bias.size:
             logits = logits.at[:, self._bias_tokens].add(self._bias.astype(logits.dtype))
         return penalise(logits, positions.recent, self.config) if self.context_size else logits
 
     def logprobs(self, logits: mx.array, positions: RowPositions) -> mx.array:
-        """[R, V] float32 log probabilities that the target samples from, of `logits` [R, V].
+        """Log probabilities of the distribution that the target samples a token from.
 
-        With bias, penalties, filters and temperature; only where `temp` is above 0.
+        Bias and penalties first, then the filters, then the temperature. Where `temp` is 0, it
+        counts as 1.
+
+        Args:
+            logits: [R, V] of the target.
+            positions: of the R rows.
+
+        Returns:
+            [R, V] float32, -inf for tokens that a filter drops.
         """
-        logprobs = log_softmax(self.process(logits, positions).astype(mx.float32))
+        logprobs = log_softmax(self.apply_bias_and_penalties(logits, positions).astype(mx.float32))
         return log_softmax(filter_logprobs(logprobs, self.config) * self._scale)
 
-    def perturb(self, logprobs: mx.array, positions: RowPositions) -> mx.array:
-        """[R, V] `logprobs` [R, V] plus the Gumbel noise of each row's position: its argmax is a
-        sample.
+    def add_gumbel_noise(self, logprobs: mx.array, positions: RowPositions) -> mx.array:
+        """[R, V] float32: `logprobs` [R, V] plus the Gumbel noise of each row's position.
+
+        Its argmax is a sample from the distribution of `logprobs`.
         """
-        return perturb(logprobs, mx.array(1.0), self._seed, positions.first + positions.depths)
+        return add_gumbel_noise(
+            logprobs, mx.array(1.0), self._seed, positions.first + positions.depths
+        )
 
     def sample(self, logits: mx.array, positions: RowPositions) -> mx.array:
-        """Decide the token after each row; with filters, among the likeliest `NUM_CANDIDATES`
-        alone.
+        """Decide the token after each row: the best score of `rank_tokens`.
+
+        With filters and temperature, only some of the likeliest tokens are looked at: as many as
+        top-k keeps, or `NUM_CANDIDATES` without top-k.
 
         Args:
             logits: [R, V] of the target.
@@ -197,13 +225,13 @@ class Sampling:
 
         Returns:
             [R] int32 tokens. Where the filters may keep more tokens than were looked at, and top-k
-            is off, the entry is UNRESOLVED - t, t the best of those: a negative number that no
-            drafted token equals, so that an accepted path ends there.
+            is off, the entry is UNRESOLVED - t, t the best token looked at: a negative number that
+            no drafted token equals, so that an accepted path ends there.
         """
-        tokens, open_rows = self.rank_tokens(logits, positions, 1)
+        tokens, may_keep_more = self.rank_tokens(logits, positions, 1)
         tokens = tokens[:, 0].astype(mx.int32)
         return (
-            mx.where(open_rows, UNRESOLVED - tokens, tokens)
+            mx.where(may_keep_more, UNRESOLVED - tokens, tokens)
             if self.may_leave_unresolved
             else tokens
         )
@@ -220,32 +248,36 @@ class Sampling:
             row: [1] the number of the row to decide; other unresolved rows stay so.
 
         Returns:
-            [R] `tokens`, with the token of `row`; unchanged where that was resolved.
+            [R] int32: `tokens` with a new token for `row`; unchanged where that was resolved.
         """
         positions = replace(positions, depths=positions.depths[row], recent=positions.recent[row])
-        scores = self.perturb(self.logprobs(logits[row], positions), positions)
+        scores = self.add_gumbel_noise(self.logprobs(logits[row], positions), positions)
         found = mx.argmax(scores, axis=-1).astype(mx.int32)
         return mx.where((tokens < 0) & (indices(tokens.shape[0]) == row), found, tokens)
 
     def rank_tokens(
         self, logits: mx.array, positions: RowPositions, count: int
     ) -> tuple[mx.array, mx.array]:
-        """The best tokens of each row by the scores whose argmax `sample` takes.
+        """The best tokens of each row by the scores whose argmax is the token that is decided on.
+
+        Greedy: the logits with bias and penalties. Sampled: those divided by the temperature, plus
+        the noise of the row's position; with filters, among the likeliest `count`, top-k many or,
+        without top-k, `NUM_CANDIDATES`, and tokens that a filter drops come last.
 
         Args:
             logits: [R, V] of the target.
             positions: of the R rows.
-            count: how many tokens.
+            count: how many tokens, at most V.
 
         Returns:
-            [R, count] tokens, best first; and [R] bool (or one False for all) for rows of which the
-            filters may keep more tokens than were looked at.
+            [R, count] tokens, best first; and [R] bool (or one False for all), true for rows of
+            which the filters may keep more tokens than were looked at.
         """
-        logits = self.process(logits, positions)
+        logits = self.apply_bias_and_penalties(logits, positions)
         if self._filters:
             size = logits.shape[1]
             width = min(size, max(count, self._top_k or NUM_CANDIDATES))
-            tokens, scores, open_rows = rank_kept(
+            tokens, scores, may_keep_more = rank_filtered(
                 logits,
                 self._scale,
                 self._bounds,
@@ -258,9 +290,11 @@ class Sampling:
                 self._has_nucleus,
             )
             best = mx.argsort(-scores, axis=-1)[:, :count]
-            return mx.take_along_axis(tokens, best, axis=-1), open_rows
+            return mx.take_along_axis(tokens, best, axis=-1), may_keep_more
         if self.config.temp > 0:
-            logits = perturb(logits, self._scale, self._seed, positions.first + positions.depths)
+            logits = add_gumbel_noise(
+                logits, self._scale, self._seed, positions.first + positions.depths
+            )
         if count == 1:
             return mx.argmax(logits, axis=-1, keepdims=True), mx.array(False)
         return top_columns(logits, count)[0], mx.array(False)
@@ -268,30 +302,35 @@ class Sampling:
     def token_logprobs(
         self, logits: mx.array, positions: RowPositions, rows: mx.array, tokens: mx.array
     ) -> mx.array | None:
-        """Log probabilities of an answer's tokens, where the settings ask for them.
+        """Log probabilities of tokens that a call decided on, where the settings ask for them.
+
+        With bias and penalties, without filters and temperature.
 
         Args:
             logits: [R, V] of a call.
             positions: of its R rows.
-            rows: [P] the rows that the tokens follow.
-            tokens: [P] the tokens.
+            rows: [P] the numbers of the rows that the tokens follow.
+            tokens: [P] the tokens' ids.
 
         Returns:
-            [P, 1 + 2 T] float32, as `logprob_rows`; None where the settings ask for none.
+            [P, 1 + 2 T] float32, as `logprob_rows` gives them, T the number that the settings ask
+            for, at most V; None where they ask for none.
         """
         if self.config.logprobs is None:
             return None
         positions = replace(positions, depths=positions.depths[rows], recent=positions.recent[rows])
-        return logprob_rows(self.process(logits[rows], positions), tokens, self.config.logprobs)
+        return logprob_rows(
+            self.apply_bias_and_penalties(logits[rows], positions), tokens, self.config.logprobs
+        )
 
 
 def logprob_rows(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
-    """Log probabilities of tokens, and the likeliest tokens beside them.
+    """Log probabilities of tokens, and the likeliest tokens beside them, in one array.
 
     Args:
-        logits: [P, V].
-        tokens: [P] ids.
-        count: T, how many of the likeliest tokens; at most V.
+        logits: [P, V] of any dtype.
+        tokens: [P] ids, one for each row.
+        count: how many of the likeliest tokens; T is this, or V where that is less.
 
     Returns:
         [P, 1 + 2 T] float32: the token's own log probability, the ids of the T likeliest tokens,
@@ -308,7 +347,7 @@ def logprob_rows(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
 def record_logprobs(
     recorded: list[TokenLogprobs] | None, tokens: Sequence[int], rows: mx.array | None
 ) -> None:
-    """Append an entry for each token to `recorded`; waits for the device.
+    """Append an entry for each of a call's tokens to `recorded`; waits for the device.
 
     Does nothing where `recorded` or `rows` is None.
 
@@ -316,6 +355,7 @@ def record_logprobs(
         recorded: the list to append to.
         tokens: ids.
         rows: [P, 1 + 2 T] as `Sampling.token_logprobs` returned them, P at least as many as tokens.
+            Of the T likeliest tokens those that a bias rules out (-inf) are left out.
     """
     if recorded is None or rows is None:
         return
@@ -335,7 +375,15 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 
 def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
-    """[R, V] `logprobs` with -inf for the tokens that top-p, min-p or top-k drop, in this order."""
+    """Drop tokens by top-p, then min-p, then top-k, as far as the settings have them.
+
+    Args:
+        logprobs: [R, V] log probabilities, before the temperature.
+        config: the filters. top-p counts between 0 and 1, min-p above 0, top-k from 1 to V - 1.
+
+    Returns:
+        [R, V]: `logprobs`, not normalised again, and -inf for tokens that are dropped.
+    """
     if 0.0 < config.top_p < 1.0:
         floor = nucleus_floor(logprobs, mx.array(config.top_p))
         logprobs = mx.where(logprobs > floor, logprobs, -math.inf)
@@ -356,8 +404,9 @@ def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
     log((1 - p) / V) and less are together too few to be kept.
 
     Args:
-        logprobs: [R, V] log probabilities.
-        top_p: [] between 0 and 1.
+        logprobs: [R, V] normalised log probabilities.
+        top_p: [] between 0 and 1: the tokens that exceed the bound are the fewest likeliest ones
+            whose probabilities sum to it or more.
     """
     probs = mx.exp(logprobs)[:, None]
     low = mx.minimum(logprobs.max(axis=-1, keepdims=True), mx.log((1 - top_p) / probs.shape[-1]))
@@ -372,7 +421,7 @@ def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
 
 
 @mx.compile
-def rank_kept(
+def rank_filtered(
     logits: mx.array,
     scale: mx.array,
     bounds: mx.array,
@@ -384,7 +433,11 @@ def rank_kept(
     top_k: int,
     has_nucleus: bool,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The likeliest tokens of each row and the scores that decide between them.
+    """The likeliest tokens of each row, and scores whose argmax is the token that is drawn.
+
+    The filters go by the probabilities before the temperature; the noise is added to the scaled
+    logits (Gumbel-max). Noise depends on seed, position and token alone, so rows of the same depth
+    share it.
 
     Args:
         logits: [R, V], with bias and penalties.
@@ -392,7 +445,7 @@ def rank_kept(
         bounds: [2] top-p, and the logarithm of min-p.
         seed: [] uint32 of the noise.
         first: [1] the root's position.
-        depths: [R] how far behind it each row stands.
+        depths: [R] how many positions behind the root each row stands.
         num_levels: one more than the largest depth.
         width: K, how many tokens are looked at.
         top_k: how many top-k keeps; V where it is off.
@@ -400,7 +453,8 @@ def rank_kept(
 
     Returns:
         [R, K] tokens, likeliest first; [R, K] scores with noise, -inf where a filter drops the
-        token; and [R] bool, whether the last one looked at was kept, so that more may be.
+        token, to be compared within a row only; and [R] bool, whether the last token looked at was
+        kept, so that the filters may keep more than these.
     """
     size = logits.shape[1]
     tokens, logprobs = top_columns(logits, width)
@@ -418,21 +472,30 @@ def rank_kept(
 
 
 @mx.compile
-def perturb(logits: mx.array, scale: mx.array, seed: mx.array, at: mx.array) -> mx.array:
-    """[R, V] float32 `logits` [R, V] times `scale`, plus the Gumbel noise of the positions `at`
-    [R].
+def add_gumbel_noise(
+    logits: mx.array, scale: mx.array, seed: mx.array, positions: mx.array
+) -> mx.array:
+    """[R, V] float32 `logits` [R, V] times `scale`, plus the Gumbel noise of `positions` [R] in
+    the text.
     """
-    noise = to_gumbel(uniform_noise(seed, at, logits.shape[1]))
+    noise = to_gumbel(uniform_noise(seed, positions, logits.shape[1]))
     return logits.astype(mx.float32) * scale + noise
 
 
 def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.array:
-    """[R, V] logits after repetition, presence and frequency penalties, as mlx-lm computes them.
+    """Apply repetition, presence and frequency penalties, in this order, as mlx-lm computes them.
+
+    A token that stands among a row's last ones has its logit divided by the repetition penalty
+    (multiplied where it is negative), lowered by the presence penalty once, and by the frequency
+    penalty for each time that it stands there. A penalty of 0 or None is off.
 
     Args:
         logits: [R, V].
         recent: [R, C] each row's last tokens, PAD_TOKEN where there are none.
         config: the penalties, and how many of the last tokens each looks at.
+
+    Returns:
+        [R, V] new logits; `logits` where all penalties are off.
     """
 
     def counts(size: int) -> mx.array:
@@ -452,18 +515,20 @@ def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.a
 
 
 def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
-    """[R, V] how often each token stands in each row of `recent` [R, C]; PAD_TOKEN is not
-    counted."""
+    """[R, V] int32: how often each token stands in each row of `recent` [R, C].
+
+    PAD_TOKEN is not counted.
+    """
     rows = indices(recent.shape[0])[:, None]
     column = mx.where(recent == PAD_TOKEN, vocab_size, recent)
     counts = mx.zeros((recent.shape[0], vocab_size + 1), mx.int32)
     return counts.at[rows, column].add(1)[:, :vocab_size]
 
 
-def uniform_noise(seed: mx.array, at: mx.array, vocab_size: int) -> mx.array:
-    """[R, V] uniform numbers from 0 to 1: a function of `seed` [] and the positions `at` [R]
-    alone."""
-    keys = mx.stack([mx.broadcast_to(seed, at.shape), at.astype(mx.uint32)], axis=1)
+def uniform_noise(seed: mx.array, positions: mx.array, vocab_size: int) -> mx.array:
+    """[R, V] uniform numbers from 0 to 1: a function of `seed` [] and `positions` [R] in
+    the text alone."""
+    keys = mx.stack([mx.broadcast_to(seed, positions.shape), positions.astype(mx.uint32)], axis=1)
     return mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))(keys)
 
 

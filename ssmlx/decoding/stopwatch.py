@@ -45,11 +45,15 @@ class Stopwatch:
         self._own = 0
 
     def launch(self, *arrays: object, is_first: bool = False) -> PendingCall:
-        """Start computing `arrays`, without waiting for them.
+        """Start computing what a call decides, without waiting for it.
 
         Args:
-            arrays: what a call decides, and what has to be computed with it.
+            arrays: arrays, or nested lists of them: what the call decides, and what has to be
+                computed with it.
             is_first: whether the call follows drafting of which nothing was read yet.
+
+        Returns:
+            The times that `read` needs; each launched call is to be read once, in order.
         """
         Stopwatch.launches += 1
         self._own += 1
@@ -66,8 +70,11 @@ class Stopwatch:
             read: waits for the call, and returns what is wanted of it.
 
         Returns:
-            What `read` returned, and the seconds that the call took; None where they are not known,
-            such as when another loop launched calls meanwhile.
+            What `read` returned, and the seconds from the read before (or the launch, for the
+            first) to this one. Where launching blocks, as on the CPU, without the time that tokens
+            were with whoever asked for them. None where nobody knows what the call took: another
+            loop launched calls meanwhile; launching blocks and the call `is_first`; or the device
+            may have been idle while tokens were with whoever asked for them.
         """
         started = now()
         found = read()
@@ -84,14 +91,20 @@ class Stopwatch:
         return found, done - since if is_busy or untimed < _AWAY * (done - since) else None
 
     def yield_untimed(self, tokens: Result) -> Iterator[Result]:
-        """Yield `tokens` once; the time until somebody asks for more counts for no call."""
+        """Yield `tokens` once, and note how long it takes until somebody asks for more.
+
+        `read` takes that time into account for the call that is read next.
+        """
         left = now()
         yield tokens
         self._untimed += now() - left
 
-    def exclude(self, turns: Iterable[Result]) -> Iterator[Result]:
-        """Yield from `turns`, other work while no call is under way; its time counts for no
-        call."""
+    def exclude_time(self, turns: Iterable[Result]) -> Iterator[Result]:
+        """Yield from `turns`, other work while no call is under way; its time counts for no call.
+
+        Args:
+            turns: does the work as it is iterated; what it yields is yielded on.
+        """
         started = now()
         yield from turns
         self._last_read += now() - started

@@ -117,10 +117,12 @@ class RegisteredDrafter:
         return "chains" if self.keeps_to_chains else "trees"
 
     def settings_from(self, config: GenerateConfig) -> Any:
-        """The drafter's own settings in `config`, or their defaults; None where it has none.
+        """The drafter's own settings in `config`, or their defaults where it has none.
+
+        None for a drafter without settings (`settings` is None), whatever `config` holds.
 
         Raises:
-            InputError: they are of another class.
+            InputError: the settings in `config` are of another class.
         """
         if self.settings is None:
             return None
@@ -168,10 +170,12 @@ def resolve_drafter(
         given: `drafter=` and the like: names, loaded weights, sequences of these, or None.
 
     Returns:
-        `config` with the name that was given, if one was; and what was loaded, in order.
+        `config`, with its `drafter` set to the name that was given, if one was; and what was
+        loaded, in order.
 
     Raises:
-        InputError: several are named, or something is neither a name nor was loaded to draft.
+        InputError: two different names are given, or one that no drafter has; or something is
+            neither a name nor was loaded to draft.
     """
     names: list[str] = []
     loaded: list[Loaded] = []
@@ -204,7 +208,11 @@ _registered: dict[str, RegisteredDrafter] = {}
 def register_drafter(name: str, **facts: Any) -> Callable[[_Build], _Build]:
     """A decorator that registers a function as the `build` of the drafter `name`.
 
-    `facts` are the other fields of `RegisteredDrafter`. The function stays as it is.
+    The function stays as it is. An earlier drafter of that name is replaced.
+
+    Args:
+        name: as in `DRAFTERS`.
+        facts: the other fields of `RegisteredDrafter`.
     """
 
     def register(build: _Build) -> _Build:
@@ -228,7 +236,7 @@ def build_drafter(
     loaded: Sequence[Loaded] = (),
     end_tokens: Collection[int] = (),
 ) -> Drafter:
-    """The drafter of a name in `DRAFTERS`, ready to start on one answer.
+    """Build the drafter of a name in `DRAFTERS`, ready to start on one answer.
 
     Args:
         name: which drafter.
@@ -239,7 +247,8 @@ def build_drafter(
         end_tokens: tokens that end an answer, or a part of it.
 
     Raises:
-        InputError: what it needs was not loaded, or the settings do not fit it or the model.
+        InputError: what it needs was not loaded, the settings do not fit it or the model, or they
+            ask for pruning where the drafter or the adapter has none.
     """
     registered = registered_drafter(name)
     own = _find_loaded(registered, loaded)
@@ -262,10 +271,10 @@ def build_drafter(
 
 
 def _find_loaded(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
-    """Of what was loaded, what the drafter drafts with; None if it needs nothing.
+    """The first of what was loaded that is for this drafter; None where it needs nothing.
 
     Raises:
-        InputError: what it needs was not loaded, or was loaded for another drafter.
+        InputError: it needs something, and what was loaded is for another drafter, or nothing was.
     """
     loader = registered.loader
     name = registered.name

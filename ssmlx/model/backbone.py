@@ -30,9 +30,9 @@ from .capability_checks import (
     try_chains,
     try_tree_masks,
 )
-from .family import cannot_draft, model_type, whole_parts
+from .family import cannot_draft_error, find_parts_without_stages, model_type
 from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_tensors
-from .lm_head import HEAD_KINDS, LMHead, head_layer, pack_rows, row_weights, select_rows
+from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_weights, row_weights, select_rows
 from .modules import clone_sharing_arrays, module_arrays
 from .ranks import Group, from_rank0
 from .recurrent import hook_recurrences
@@ -104,31 +104,43 @@ class Backbone(Stages):
             for attention, rope in wrapped_ropes:
                 attention.rope = rope
             if not isinstance(error, InputError):
-                error = cannot_draft(
+                error = cannot_draft_error(
                     model, f"its layers cannot be run one by one ({first_line(error)})"
                 )
             self._run_whole(error.found)
 
     def clone_sharing_weights(self) -> Backbone:
-        """The same model with modules of its own, to be exchanged, on the very same arrays."""
+        """A backbone with copies of the model's modules, on the very same arrays.
+
+        Modules of the copy may be exchanged, and those of this backbone stay as they are.
+        """
         clone = copy.copy(self)
         clone.model = clone_sharing_arrays(self.model)
         clone.refresh_parts()
         return clone
 
     def refresh_parts(self) -> None:
-        """Find the parts of `model` again, after some of its modules were exchanged."""
+        """Find the parts of `model` again, after some of its modules were exchanged.
+
+        As `Stages.refresh_parts`; of a model without stages, what `find_parts_without_stages`
+        finds.
+
+        Raises:
+            InputError: a model with stages lacks a part now.
+        """
         if self._no_stages is None:
             super().refresh_parts()
         else:
-            self.parts = whole_parts(self.model, self.vocab_size)
+            self.parts = find_parts_without_stages(self.model, self.vocab_size)
 
     def base(self) -> Backbone:
-        """The base model alone, of one that an adapter is attached to.
+        """The base model, without the LoRA of the adapter that is attached.
+
+        Modules that are not in memory any more are read from the model's files, by `reload`.
 
         Returns:
-            A copy on the same arrays that has the replaced modules again; this backbone itself
-            where no module was replaced.
+            A copy on the same arrays that has the replaced modules again, and `replaced` empty;
+            this backbone itself where no module was replaced.
 
         Raises:
             InputError: weights that LoRA was merged into cannot be read again.
@@ -150,8 +162,11 @@ class Backbone(Stages):
 
     @property
     def identity(self) -> BaseIdentity:
-        """Class, sizes and first norm weights: what tells this base model from another, in any
-        precision.
+        """What tells this base model from another, in any precision.
+
+        Its model type ("" where it has none), number of layers, D, V, and the first
+        `NORM_PROBE_LENGTH` weights of the final norm, rounded to 6 digits behind the point. Waits
+        for the device.
         """
         probe = self.final_norm_weight[:NORM_PROBE_LENGTH].astype(mx.float32)
         return BaseIdentity(
@@ -164,9 +179,10 @@ class Backbone(Stages):
 
     @cached_property
     def digest(self) -> str:
-        """A digest of settings and weights, in hexadecimal: keys and values are reused under it.
+        """32 hexadecimal digits of the model's settings and weights, see `digest_tensors`.
 
-        Of the base model: it has to be asked for before an adapter changes layers.
+        Keys and values are reused under it, computed once and kept. Ask for it before an adapter
+        changes layers: it is to be the base model's.
         """
         settings = json.dumps(getattr(self.args, "__dict__", {}), sort_keys=True, default=str)
         return digest_tensors([(settings, mx.array(0)), *tree_flatten(self.model.parameters())])
@@ -186,10 +202,19 @@ class Backbone(Stages):
         """Run tokens through the model and commit them to the cache, as `Stages.append`.
 
         Of a model without stages the cache is a `StateCache`, and what is returned are logits
-        [1, R, V], which `logits` gives back as they are.
+        [1, R, V], which `logits` takes.
+
+        Args:
+            tokens: [R] that follow what the cache holds.
+            cache: as `StreamFusedModel.make_cache` makes it for this model.
+            tapped: by layer, set to the input [1, R, D] of that layer.
+
+        Returns:
+            [1, R, D] last hidden states, before the final norm; or logits, see above.
 
         Raises:
             InputError: taps are asked of a model without stages.
+            ValueError: a key of `tapped` is no layer's number.
         """
         if not isinstance(cache, StateCache):
             return super().append(tokens, cache, tapped)
@@ -210,18 +235,32 @@ class Backbone(Stages):
         return cache.verify(self.parts.outer, tokens)
 
     def logits(self, hidden: mx.array, head: LMHead | None = None) -> mx.array:
-        """Next-token logits [R, V] of what `append` or `run` returned, as `Stages.logits`."""
+        """Next-token logits of what `append` or `run` returned, as `Stages.logits`.
+
+        Args:
+            hidden: [1, R, D] last hidden states; of a model without stages logits [1, R, V], which
+                are returned as they are, without the first axis.
+            head: the head of some tokens alone; not used for a model without stages.
+
+        Returns:
+            [R, V]; [R, Vd] with a head of Vd tokens.
+        """
         if self._no_stages is not None:
             return hidden.squeeze(0)
         return super().logits(hidden, head)
 
     def draft_head(self, tokens: mx.array) -> LMHead:
-        """The LM head of some tokens alone, for drafting; it has its own copy of their rows.
+        """Make an LM head of some tokens alone, for drafting.
 
-        It only guesses, so its weights are quantised to `draft_bits`: no answer changes.
+        It has its own copy of their rows, LoRA merged into it, computed here. It only guesses, so
+        weights that are not quantised are quantised to `draft_bits`, unless that is None: no answer
+        changes.
 
         Args:
-            tokens: [Vd] ids, whose logits it returns in this order.
+            tokens: [Vd] ids.
+
+        Returns:
+            Normed hidden states [1, R, D] to logits [1, R, Vd], in the order of `tokens`.
 
         Raises:
             InputError: the model's LM head has no row for each token.
@@ -230,12 +269,18 @@ class Backbone(Stages):
         self._require_rows(layer, "a draft vocabulary")
         rows = select_rows(layer, tokens)
         if self.draft_bits is not None:
-            rows = pack_rows(rows, self.draft_bits)
+            rows = quantise_weights(rows, self.draft_bits)
         mx.eval(rows.parameters())
-        return self._head_with_rows(rows)
+        return self._head_with_layer(rows)
 
     def head_weights(self, tokens: mx.array) -> mx.array:
-        """[..., D] unquantised weights of the LM head's rows for `tokens` [...].
+        """The weights of the LM head's rows for some tokens, dequantised, LoRA merged into them.
+
+        Args:
+            tokens: [...] ids.
+
+        Returns:
+            [..., D].
 
         Raises:
             InputError: the model's LM head has no row for each token.
@@ -246,9 +291,10 @@ class Backbone(Stages):
 
     @cached_property
     def logit_scale(self) -> float:
-        """What the model multiplies logits by, where they are small enough not to be capped.
+        """The factor that the model multiplies its head's logits by.
 
-        It is measured by a call with small hidden states; 1.0 where the model changes no logits.
+        It is measured once, by a call with hidden states so small that no logit is capped; 1.0
+        where the model changes no logits. Waits for the device.
         """
         if not self._changes_logits:
             return 1.0
@@ -269,9 +315,10 @@ class Backbone(Stages):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the model can do.
+        """What the model can do, each with the reason where it cannot.
 
-        Whether it can batch is tried by a few calls when it is first asked for.
+        Stages, taps and trees it has all or none. Whether it can batch is tried by a few
+        calls when it is first asked for.
         """
         reason = self._no_stages
         return Capabilities(
@@ -284,7 +331,10 @@ class Backbone(Stages):
 
     @cached_property
     def takes_tree_masks(self) -> bool:
-        """Whether every layer's attention takes a `metal.TreeMask`; tried when first asked for."""
+        """Whether every layer's attention takes a `metal.TreeMask`; tried when first asked for.
+
+        The attention function of the layers' modules is replaced for it, see `try_tree_masks`.
+        """
         return try_tree_masks(self)
 
     @cached_property
@@ -297,12 +347,18 @@ class Backbone(Stages):
         return super()._embed_one_token() if self._no_stages is None else self._hidden_like
 
     def _run_whole(self, why: str) -> None:
-        """Keep to the model's own call; `why` says what keeps its layers from running one by one.
+        """Make this a backbone without stages, which runs the model by its own call alone.
+
+        The call is tried on a few tokens. Sets `parts`, the shape and dtype of hidden states, and
+        the reason that `capabilities` gives.
+
+        Args:
+            why: what keeps the model's layers from running one by one.
 
         Raises:
             InputError: the model does not run by its own call either.
         """
-        self.parts = whole_parts(self.model, 0)
+        self.parts = find_parts_without_stages(self.model, 0)
         outer = self.parts.outer
         try:
             logits = outer(mx.array([CHECK_TOKENS]), cache=self.make_model_cache())
@@ -316,17 +372,23 @@ class Backbone(Stages):
                 do="compare its config.json with the original's, mend MLX's installation where it "
                 "could not compile a kernel, or use another model",
             ) from error
-        self.parts = whole_parts(self.model, int(logits.shape[-1]))
+        self.parts = find_parts_without_stages(self.model, int(logits.shape[-1]))
         self._no_stages = why
         hook_recurrences(self.model)
         self._no_chains = try_chains(self.model, self.make_model_cache, logits.dtype)
 
     def _require_rows(self, layer: Any, user: str) -> None:
-        """Refuse an LM head whose `layer` has no row for each token, which `user` needs.
+        """Check that an LM head's layer is of `HEAD_KINDS`, which have a row for each token.
+
+        Args:
+            layer: the head's, as `head_layer` gives it.
+            user: who takes rows of it, for the message, such as "a condition".
 
         Raises:
-            InputError: with the layer's class and `user`, such as "a condition".
+            InputError: a layer of another class, which the message names.
         """
         if not isinstance(layer, HEAD_KINDS):
             kind = type(layer).__name__
-            raise cannot_draft(self.model, f"its LM head is a {kind}, of which {user} takes rows")
+            raise cannot_draft_error(
+                self.model, f"its LM head is a {kind}, of which {user} takes rows"
+            )

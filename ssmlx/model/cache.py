@@ -102,16 +102,16 @@ class RowsCache:
         return self._skipped + self._offset
 
     def key_positions(self, own: mx.array, window: int) -> tuple[mx.array, int]:
-        """The positions of the keys that attention reads in a layer with a window.
+        """The positions in the text of the keys that attention reads in a layer with a window.
 
         Args:
-            own: [R] positions of the step's rows.
-            window: W, tokens that the layer sees.
+            own: [R] positions of the step's rows, none before `end`.
+            window: W, tokens that the layer sees, a row's own among them.
 
         Returns:
-            [keys] int positions, of the step's rows, the paths and the committed tokens; and how
-            many of the first committed tokens are left out, because the window hides them from
-            every row.
+            [keys] int positions: of the step's rows, of all rows of each uncounted path, and of the
+            committed tokens that are not left out. And how many of the first committed tokens that
+            the cache holds are left out, because the window hides them from every row.
         """
         first = max(0, self.end + 1 - window)
         start = mx.array([self.end])
@@ -130,22 +130,23 @@ class RowsCache:
         return sum(state.nbytes for state in self._states.values())
 
     def path_masks(self, num_rows: int) -> list[mx.array]:
-        """Masks [num_rows, P] bool of each path that is not counted: every row sees what counts of
-        it.
+        """A mask [num_rows, P] bool for each uncounted path, the oldest first.
 
-        They stand in a mask between a step's own rows and the committed tokens.
+        Every row sees those of the path's P rows that count. In a step's mask these columns stand
+        between the step's own rows and the committed tokens.
         """
         return [mx.broadcast_to(path.counts, (num_rows, path.length)) for path in self._paths]
 
     def view(
         self, layer: int, positions: mx.array | Positions, map_values: ValueMap | None = None
     ) -> LayerView:
-        """The cache object that decoder layer `layer` is handed for a step's rows.
+        """The cache object that decoder layer `layer` is handed for the R rows of a step.
 
-        Attention then reads [R rows | P of each uncounted path | L tokens].
+        When the layer runs, its keys and values become scratch rows, and attention reads
+        [R rows | P of each uncounted path | L tokens].
 
         Args:
-            layer: its number.
+            layer: its number in the model.
             positions: [R] rotary positions of the rows; or [1], the first one's.
             map_values: changes the rows' values before attention reads them; None for as they are.
         """
@@ -153,19 +154,22 @@ class RowsCache:
             positions, self._offset, [path.rows[layer] for path in self._paths], map_values
         )
 
-    def _resize(self, scratch: int, capacity: int) -> None:
-        """Give every layer room for these numbers of rows; does nothing where they are
-        unchanged."""
+    def _grow(self, scratch: int, capacity: int) -> None:
+        """Give every layer room for `scratch` rows of a step and `capacity` committed tokens.
+
+        Neither may become less. Does nothing where both are as they were.
+        """
         if scratch == self.scratch and capacity == self.capacity:
             return
         for state in self._states.values():
-            state.resize(scratch, capacity)
+            state.grow(scratch, capacity)
         self.scratch = scratch
         self.capacity = capacity
 
     def _append_path(self, path: Path) -> None:
-        """Write a path's rows behind the committed tokens, and count those that the host has
-        counted.
+        """Write all rows of a path behind the committed tokens, in every layer.
+
+        `offset` grows by the path's `num_tokens`, and not at all where that is None.
         """
         for layer, state in self._states.items():
             state.commit(path.rows[layer], self._offset)
@@ -214,15 +218,16 @@ class TreeCache(RowsCache):
     def reserve(self, *, tokens: int, scratch: int = 0) -> None:
         """Make room for `tokens` more committed tokens and a step of `scratch` rows.
 
-        Paths that are not counted yet are provided for. Buffers are copied only when they grow:
-        once in `step` tokens.
+        Room for all rows of paths that are not counted yet is made beside both. The room for
+        committed tokens grows to a multiple of `step`, that for a step to what is needed; neither
+        becomes less. Buffers are copied only when one of them grows.
         """
         uncounted = sum(path.length for path in self._paths)
         capacity = self.capacity
         needed = self._offset + tokens + uncounted
         if needed > capacity:
             capacity = -(-needed // self._step) * self._step
-        self._resize(max(scratch + uncounted, self.scratch), capacity)
+        self._grow(max(scratch + uncounted, self.scratch), capacity)
 
     def drop_paths(self) -> None:
         """Forget the accepted paths that are not counted yet: they are of a step that was
@@ -242,7 +247,9 @@ class TreeCache(RowsCache):
     def commit(
         self, lower_path: mx.array, upper_path: mx.array, split: int, count: mx.array
     ) -> None:
-        """Take the accepted path's rows, which `advance` writes behind the committed tokens.
+        """Keep the rows of an accepted path, which `advance` writes behind the committed tokens.
+
+        The path is the newest of `paths` then; `offset` stays as it is.
 
         Pruning numbers the nodes anew half-way up, so the same path has two sets of indices.
 
@@ -250,7 +257,10 @@ class TreeCache(RowsCache):
             lower_path: [P] rows of the accepted nodes in layers before `split`.
             upper_path: [P] the same nodes' rows from layer `split` on.
             split: the first layer after pruning.
-            count: [1] how many of the P rows count.
+            count: [1] how many of the P rows count, from the first on.
+
+        Raises:
+            ValueError: the two paths are of different lengths.
         """
         expect_shape("upper path", upper_path, lower_path.shape[0])
         known: PathIndices = {}
@@ -261,14 +271,15 @@ class TreeCache(RowsCache):
         self._paths.append(Path(rows, count, lower_path.shape[0]))
 
     def advance(self, num_tokens: int) -> None:
-        """Commit `num_tokens` rows: of the oldest path, or of those that were appended where there
-        is none.
+        """Commit the first `num_tokens` rows of the oldest path, and take it off `paths`.
+
+        Where there is no path, those that were written through `append_view` are committed.
 
         What it writes must not be evaluated together with a step that was built before: that
         one still reads the buffers. The next step's evaluation does it.
 
         Raises:
-            ValueError: there is no room for so many tokens.
+            ValueError: there is no room for so many tokens; nothing is changed then.
         """
         if self._offset + num_tokens > self.capacity:
             raise ValueError(
@@ -282,10 +293,11 @@ class TreeCache(RowsCache):
             self._offset += num_tokens
 
     def snapshot(self) -> TreeCache:
-        """A copy of what the cache holds now, to `restore` should the step built next not be run.
+        """Make a copy of what the cache holds now, to `restore` should the next step not be run.
 
-        Both share their arrays. MLX cannot write in place into what a copy holds: drop the copy
-        before evaluating.
+        What is done to this cache later does not change the copy; the masks are shared. Both share
+        their arrays. MLX cannot write in place into what a copy holds: drop the copy before
+        evaluating.
         """
         held = copy.copy(self)
         held._states = {layer: state.copy() for layer, state in self._states.items()}
@@ -293,18 +305,19 @@ class TreeCache(RowsCache):
         return held
 
     def restore(self, held: TreeCache) -> None:
-        """Become what `held` holds, a snapshot or another cache of this model; nothing of the
-        present is kept.
+        """Take over everything from `held`, a snapshot or another cache of the same model.
+
+        Nothing of the present is kept. `held` must not be used any more.
         """
         vars(self).update(vars(held))
 
     @classmethod
     def of_rows(cls, rows: Sequence[Rows]) -> TreeCache:
-        """A cache of L committed tokens, without scratch rows.
+        """A cache of L committed tokens, without scratch rows or free room.
 
         Args:
-            rows: by layer, its keys and values of the L tokens; their arrays become the cache's
-                own.
+            rows: for every layer, in order, its keys and values of the L tokens, L the same in all.
+                The cache takes over the arrays, and later writes into them.
         """
         cache = cls(len(rows))
         cache._states = {layer: AttentionState.of(own) for layer, own in enumerate(rows)}
@@ -320,10 +333,12 @@ class TreeCache(RowsCache):
         return [self._states[layer].committed(num_tokens) for layer in layers or self.layers]
 
     def fork(self, num_tokens: int) -> TreeCache:
-        """A cache of the first `num_tokens` committed tokens, which goes on by itself.
+        """A new cache of the first `num_tokens` committed tokens, without uncounted paths.
 
-        Both hold the same buffers, of which MLX makes a copy when one of them writes. Buffers that
-        are mostly something else are not held: a few rows are copied at once.
+        It goes on by itself; this one stays as it is. Both hold the same buffers, of which MLX
+        makes a copy when one of them writes. Where the tokens fill less than half of the buffers,
+        their rows alone are copied instead, and the new cache has neither scratch rows nor free
+        room.
 
         Raises:
             ValueError: `num_tokens` is not from 1 to the number of committed tokens.
@@ -351,7 +366,7 @@ class TreeCache(RowsCache):
         """Forget all but the first `num_tokens` committed tokens, and every uncounted path.
 
         Raises:
-            ValueError: there are fewer, or they cannot be cut back to so many.
+            ValueError: `num_tokens` is negative, or more than are committed.
         """
         if not 0 <= num_tokens <= self._offset:
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
@@ -374,16 +389,19 @@ class StreamCache(RowsCache):
     when it begins to follow, when the window moves, or when it has not followed for a while.
     """
 
-    def follow(self, cache: TreeCache, num_streams: int, first: int = 0) -> None:
-        """Take over what `cache` has committed, and its paths; the newest holds the streams' node.
+    def follow_tree_cache(self, cache: TreeCache, num_streams: int, first: int = 0) -> None:
+        """Take over the committed tokens of `cache`, and its uncounted paths.
 
-        Copies the layers' rows where it does not continue from the call before; else writes the new
-        tokens alone.
+        Where all that `cache` has committed is held here, or in the paths of the call before, only
+        those paths are written. Else, and where `first` has moved or more scratch rows are needed,
+        the committed rows of this cache's layers are copied anew, but for those from the first
+        `SINKS` up to `first`.
 
         Args:
-            cache: after `commit` of a step.
-            num_streams: G, the stream rows to come.
-            first: the first token behind the sinks that the streams see.
+            cache: of the same text, after `commit` of a step: its newest path ends with the
+                streams' node. It stays as it is.
+            num_streams: G, the stream rows that the second pass will have.
+            first: number of the first token behind the sinks that the streams see.
         """
         known = [path for path in self._paths if path.num_tokens is not None]
         held = self._skipped + self._offset + sum(path.num_tokens or 0 for path in known)
@@ -399,9 +417,9 @@ class StreamCache(RowsCache):
             for layer, own in zip(self.layers, rows, strict=True):
                 kept = tuple([drop_rows(array, SINKS, SINKS + skipped) for array in own])
                 self._states[layer] = AttentionState.of(kept)
-                self._states[layer].resize(self.scratch, self.capacity)
+                self._states[layer].grow(self.scratch, self.capacity)
         else:
-            self._resize(self.scratch, max(self.capacity, cache.capacity - skipped))
+            self._grow(self.scratch, max(self.capacity, cache.capacity - skipped))
             for path in known:
                 self._append_path(path)
         self._paths = list(cache.paths)

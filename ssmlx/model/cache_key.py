@@ -29,7 +29,11 @@ class CacheKey:
 
     @classmethod
     def of(cls, model: StreamFusedModel) -> CacheKey:
-        """The key of `model`. Computes digests of weights, so on the MLX thread alone."""
+        """The key of a model, as it answers now: with its LoRA on every row, if it has any.
+
+        Computes the digest of the base model's weights where it was not asked for before, so it has
+        to run on the thread that runs MLX.
+        """
         backbone = model.backbone
         kind = getattr(backbone.model, "model_type", type(backbone.model).__name__)
         return cls(

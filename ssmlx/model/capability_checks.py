@@ -17,10 +17,10 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from ..errors import InputError, first_line
 from .cache import TreeCache
 from .capabilities import Reason
-from .family import WINDOW_NAMES, cannot_draft
+from .family import WINDOW_NAMES, cannot_draft_error
 from .masks import WindowMasks
 from .metal import TreeMask, hook_layers
-from .modules import clone_sharing_arrays, replace_parts
+from .modules import clone_sharing_arrays, copy_with_parts
 from .shapes import to_float
 from .stages import Stages
 from .state_cache import StateCache
@@ -31,14 +31,17 @@ _CHECK_WINDOW = 4
 
 
 def check_stages(stages: Stages) -> None:
-    """Compare the logits of the stages with those of the model's own call.
+    """Check that the stages one by one give the logits that the model's own call gives.
 
-    Half of the tokens are appended to the cache, the other half run as the rows of one step.
+    Both run 6 tokens, or more than the longest window holds, on a copy in float32 whose windows are
+    made short where they can be. Of the stages, half of the tokens are appended to the cache, and
+    the other half run as the rows of one step. The model stays as it is. Waits for the device.
 
     Raises:
-        InputError: they differ by more than rounding explains.
+        InputError: some logits differ by more than rounding in the model's dtype explains, see
+            `_difference`. What the model's class raises is not caught.
     """
-    tried = _with_short_windows(stages)
+    tried = _float32_with_short_windows(stages)
     longest = max(window or 0 for window in tried.windows)
     tokens = mx.tile(mx.array(CHECK_TOKENS), 1 + longest // 6)[: None if longest else 6]
     caches: Any = make_prompt_cache(tried.parts.outer)
@@ -49,7 +52,7 @@ def check_stages(stages: Stages) -> None:
     own = mx.concatenate([tried.parts.outer(call[None], cache=caches)[0] for call in calls])
     difference = _difference(staged, own, tried.dtype)
     if difference is not None:
-        raise cannot_draft(
+        raise cannot_draft_error(
             stages.model,
             "embedding, layers, norm and head one by one give logits that differ by "
             f"{difference:.3g} from its own",
@@ -57,12 +60,17 @@ def check_stages(stages: Stages) -> None:
 
 
 def try_tree_masks(stages: Stages) -> bool:
-    """Whether every layer's attention takes a `metal.TreeMask`, tried on a few tokens.
+    """Find out by a few tokens whether every layer's attention takes a `metal.TreeMask`.
 
-    The attention function of their modules is replaced for it, for good; see `metal.hook_layers`.
+    The attention function of their modules is replaced for it, for good, where `metal.hook_layers`
+    can do so.
+
+    Returns:
+        Whether the logits under a `TreeMask` are those under a bool mask, but for rounding. False
+        too where a layer's attention cannot be hooked, or the call fails.
 
     Raises:
-        InputError: the kernel was asked for and cannot run these layers.
+        InputError: the kernel was asked for (attention=fused) and cannot run these layers.
     """
     tokens = mx.array(CHECK_TOKENS)
     if not hook_layers(stages.layers):
@@ -79,11 +87,15 @@ def try_tree_masks(stages: Stages) -> bool:
 
 
 def try_batches(stages: Stages) -> Reason:
-    """Why texts of different lengths disturb each other in one call; None where they do not.
+    """Find out by a few tokens why texts of different lengths cannot share a call.
 
-    Two texts run in one call, the shorter one padded, and each alone.
+    Two texts run in shared calls, the shorter one padded in front, and each alone.
+
+    Returns:
+        None where both give the same logits for the last token, but for rounding. Else the reason
+        in words: by how much they differ, or how the shared call failed.
     """
-    tried = _with_short_windows(stages)
+    tried = _float32_with_short_windows(stages)
     tokens = mx.array(CHECK_TOKENS)
     first = tokens.size // 2
     padding = mx.zeros(tokens.size // 2, tokens.dtype)
@@ -105,9 +117,11 @@ def try_batches(stages: Stages) -> Reason:
 
 
 def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx.Dtype) -> Reason:
-    """Why rejected tokens cannot be taken back from what a model without stages keeps of a text.
+    """Find out why rejected tokens cannot be taken back from what a model without stages keeps.
 
-    Chains are verified of which some and all tokens are accepted, in float32.
+    Chains of `CHECK_TOKENS` are verified, of which some and all tokens are accepted, on a copy in
+    float32, and the logits compared with those of one call on the whole text. The model stays as it
+    is.
 
     Args:
         model: as mlx-lm makes it; `recurrent.hook_recurrences` has seen it.
@@ -115,7 +129,8 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
         dtype: of its weights, for how far logits may differ by rounding.
 
     Returns:
-        The reason; None where they can be taken back.
+        The reason in words: by how much logits differ, or how a call failed, whatever was raised;
+        None where they can be taken back.
     """
     tried: Any = clone_sharing_arrays(model)
     for module in tried.modules():
@@ -139,11 +154,11 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
         known = mx.isfinite(expected) | (logits != expected)
         difference = _difference(mx.where(known, logits, 0), mx.where(known, expected, 0), dtype)
     except Exception as error:  # a class of mlx-lm's raises many kinds
-        return cannot_draft(model, first_line(error)).found
+        return cannot_draft_error(model, first_line(error)).found
     if difference is None:
         return None
     why = f"behind rejected tokens its logits differ by {difference:.3g} from a whole text's"
-    return cannot_draft(model, why).found
+    return cannot_draft_error(model, why).found
 
 
 def chain_logits(
@@ -152,12 +167,15 @@ def chain_logits(
     mask: mx.array | TreeMask | None = None,
     num_appended: int = 0,
 ) -> mx.array:
-    """Logits of a chain of tokens that run as the rows of one step, on a cache of its own.
+    """Logits of a text whose tokens run through the stages as the rows of one step.
+
+    The first of them may be appended before. All is kept in a new cache, which is dropped.
 
     Args:
         stages: of the model.
         tokens: [T] the text.
-        mask: which row of the step sees which key; causal unless given.
+        mask: which row of the step sees which key, [R, R + num_appended], R the rows of the step;
+            causal unless given. Layers with a window see less.
         num_appended: how many of the first tokens are appended to the cache before the step.
 
     Returns:
@@ -180,10 +198,12 @@ def chain_logits(
     return mx.concatenate([*found, stages.logits(hidden)])
 
 
-def _with_short_windows(stages: Stages) -> Stages:
-    """The same weights in float32, with windows of a few tokens where they can be set.
+def _float32_with_short_windows(stages: Stages) -> Stages:
+    """A copy of a model that computes in float32, with windows of `_CHECK_WINDOW` tokens.
 
-    Modules are copied and share their arrays: the model itself stays as it is.
+    Weights stay as they are stored; what the embedding looks up is cast, and all layers follow.
+    Only windows that the model or its decoder has as an integer attribute or setting are made
+    short. Modules are copied and share their arrays: the model itself stays as it is.
     """
     twin: Any = clone_sharing_arrays(stages.model)
     outer = getattr(twin, "language_model", twin)
@@ -196,7 +216,7 @@ def _with_short_windows(stages: Stages) -> Stages:
                 if isinstance(getattr(holder, name, None), int):
                     setattr(holder, name, _CHECK_WINDOW)
     if stages.dtype != mx.float32:
-        decoder.embed_tokens = replace_parts(decoder.embed_tokens, _embed_in_float32)
+        decoder.embed_tokens = copy_with_parts(decoder.embed_tokens, _embed_in_float32)
     return Stages(twin)
 
 
@@ -208,9 +228,10 @@ def _embed_in_float32(self: Any, tokens: mx.array) -> mx.array:
 
 
 def _difference(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> float | None:
-    """The largest difference between two logits; None where rounding in `dtype` explains it.
+    """The largest difference between two arrays of logits of one shape.
 
-    That is a thousandth of the largest logit in float32, and a tenth in shorter types.
+    None where rounding explains it: up to a thousandth of the largest expected logit's size (or of
+    1) where `dtype` is float32, and up to a tenth for other types. Waits for the device.
     """
     expected = expected.astype(mx.float32)
     difference = to_float(mx.abs(logits.astype(mx.float32) - expected).max())

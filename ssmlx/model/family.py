@@ -56,10 +56,16 @@ class Parts:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """The parts of a model whose layers run one by one.
+    """Find embedding, layers, windows, norm and head of a model, by the names of mlx-lm's classes.
+
+    Nothing is run: whether the parts put together are the model is for `check_stages` to say.
+
+    Args:
+        model: as `mlx_lm.load` returns it.
 
     Raises:
-        InputError: it lacks a part, or a layer keeps a state that cannot be cut back.
+        InputError: it has no layers, no token embedding or no final norm by the usual names, or a
+            layer keeps a state from which rejected tokens cannot be taken back.
     """
     outer = _language_model(model)
     decoder = _find_decoder(model)
@@ -81,10 +87,17 @@ def find_parts(model: nn.Module) -> Parts:
     )
 
 
-def whole_parts(model: nn.Module, vocab_size: int) -> Parts:
-    """The parts of a model that runs by its own call alone: `outer` is the model itself.
+def find_parts_without_stages(model: nn.Module, vocab_size: int) -> Parts:
+    """Find what is needed of a model that runs by its own call alone; refuses none.
 
-    The final norm is found where it can be, for the model's identity. No window is known.
+    Args:
+        model: as `mlx_lm.load` returns it.
+        vocab_size: V, which the parts are to have.
+
+    Returns:
+        Parts whose `outer` is the model itself, and whose `layers` are [] where it has none by that
+        name. No head and no window is named. `decoder` and `final_norm`, for the model's identity,
+        are None unless both are found and the model's settings say its vocabulary size.
     """
     any_model: Any = model
     outer = _language_model(model)
@@ -118,8 +131,11 @@ def model_type(model: nn.Module) -> str:
     return str(getattr(model, "model_type", type(model).__name__))
 
 
-def cannot_draft(model: nn.Module, why: str) -> InputError:
-    """The error that says `why` a model's layers cannot be run one by one; the caller raises it."""
+def cannot_draft_error(model: nn.Module, why: str) -> InputError:
+    """Make the error that says `why` a model's layers cannot be run one by one.
+
+    It names the model's type. The caller raises it.
+    """
     return InputError(
         f"the model type {model_type(model)!r} cannot draft for itself: {why}",
         expected="a decoder whose layers run one by one",
@@ -138,31 +154,44 @@ def _language_model(model: nn.Module) -> Any:
 
 
 def _find_decoder(model: nn.Module) -> Any:
-    """The module that has token embedding, layers and norm; raises InputError where none has."""
+    """Find the module of a model that has token embedding, layers and final norm.
+
+    Raises:
+        InputError: there is none by mlx-lm's usual names, or no `embed_tokens` in it, or the model
+            has no `layers`. The norm is not looked for.
+    """
     inner = getattr(_language_model(model), "model", None)
     decoder = getattr(inner, "decoder", inner)
     if decoder is None or not hasattr(model, "layers"):
-        raise cannot_draft(model, "it has no `model.layers`")
+        raise cannot_draft_error(model, "it has no `model.layers`")
     if not hasattr(decoder, "embed_tokens"):
-        raise cannot_draft(model, "it has no token embedding named `embed_tokens`")
+        raise cannot_draft_error(model, "it has no token embedding named `embed_tokens`")
     return decoder
 
 
 def _find_norm_name(model: nn.Module, decoder: Any) -> str:
-    """The attribute of `decoder` that is its final norm; raises InputError where it has none."""
-    for name in _NORM_NAMES:
-        if hasattr(decoder, name):
-            return name
-    raise cannot_draft(model, "it has no final norm")
-
-
-def _find_window(model: nn.Module, layer: int, cache: Any) -> int | None:
-    """Tokens that layer number `layer` sees, itself among them; None where it sees all.
+    """The name of the attribute of `decoder` that is its final norm.
 
     Args:
         model: named in the error.
-        layer: its number.
-        cache: mlx-lm's cache of that layer, which says what it sees.
+        decoder: as `_find_decoder` returns it.
+
+    Raises:
+        InputError: it has none of the usual names.
+    """
+    for name in _NORM_NAMES:
+        if hasattr(decoder, name):
+            return name
+    raise cannot_draft_error(model, "it has no final norm")
+
+
+def _find_window(model: nn.Module, layer: int, cache: Any) -> int | None:
+    """How many tokens a layer's rows see, a row's own among them; None where they see all.
+
+    Args:
+        model: named in the error.
+        layer: the layer's number, for the error.
+        cache: mlx-lm's empty cache of that layer: a rotating one tells of a window of its size.
 
     Raises:
         InputError: the cache is of a kind that follows no branches of a draft tree.
@@ -170,7 +199,7 @@ def _find_window(model: nn.Module, layer: int, cache: Any) -> int | None:
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return int(cache.max_size)
     if type(cache) is not KVCache:
-        raise cannot_draft(
+        raise cannot_draft_error(
             model,
             f"layer {layer} keeps its state in {type(cache).__name__}, which follows one text "
             "and no branches",

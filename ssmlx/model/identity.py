@@ -21,15 +21,16 @@ _DIGEST_VALUES = 64
 
 
 def digest_tensors(tensors: Iterable[tuple[str, mx.array]]) -> str:
-    """A digest of named arrays, which costs milliseconds: of names, shapes, dtypes, and some values
-    each.
+    """A quick digest of named arrays: of their names, shapes, dtypes, and about 64 values each.
+
+    The values stand at equal distances in the flattened array; of fewer than 128 all are taken. It
+    takes milliseconds, and waits for the device to compute the values.
 
     Args:
-        tensors: names and arrays; waits for the device to compute the values.
+        tensors: names and arrays; their order counts.
 
     Returns:
-        32 hexadecimal digits. Weights that differ only in values that are not looked at get the
-        same.
+        32 hexadecimal digits. Arrays that differ only in other values get the same.
     """
     samples = []
     for name, array in tensors:
@@ -56,15 +57,16 @@ class BaseIdentity:
     norm_probe: tuple[float, ...]
 
     @classmethod
-    def read(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
-        """The identity of the base model that a settings file was written for.
+    def from_settings(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
+        """The identity of the base model that a settings file names in its entry `base`.
 
         Args:
-            path: of the file, for the message.
-            values: its content, in which `base` has the fields.
+            path: of the file, for the message; it is not read.
+            values: its content, whose entry `base` is a mapping with exactly this class's fields.
 
         Raises:
-            InputError: `base` is missing, or a field is of another type.
+            InputError: `base` is missing or has other fields; a size is no int; or `norm_probe` is
+                no list of finite numbers.
         """
         base: Any = values.get("base")
         sizes = ("num_layers", "hidden_size", "vocab_size")
@@ -83,25 +85,27 @@ class BaseIdentity:
             ) from error
 
     def require_same(self, other: BaseIdentity, found: str, *, expected: str, do: str) -> None:
-        """Refuse something that was made for this model, when it is used with the model `other`.
+        """Raise an error unless `other` is the same base model, see `find_difference`.
 
         Args:
-            other: the model in use.
-            found: the subject and verb of the message, such as "the heads belong".
+            other: the identity of the model in use; this one's is what something was made for.
+            found: the beginning of the message, subject and verb, such as "the heads belong".
             expected: what was expected, for the message.
             do: what the user can do, for the message.
 
         Raises:
-            InputError: the models differ.
+            InputError: the models differ; the message names the first difference.
         """
-        difference = self.difference(other)
+        difference = self.find_difference(other)
         found += f" to another base model: this one has {difference}"
         require(difference is None, found, expected=expected, do=do)
 
-    def difference(self, other: BaseIdentity) -> str | None:
-        """The first difference of model `other`, in words; None if they are the same model.
+    def find_difference(self, other: BaseIdentity) -> str | None:
+        """Say in words what is other in the model `other`; None if they are the same model.
 
-        Norm weights may differ by 2 %, for precision.
+        The first difference of model type, number of layers, D, V and final norm. Each norm weight
+        may differ by 0.02, or by 2 % where it is larger than 1, for precision; their number may
+        not.
         """
         for name in ("model_type", "num_layers", "hidden_size", "vocab_size"):
             mine = getattr(self, name)

@@ -34,8 +34,9 @@ def run_rows_as_texts(layers: Iterable[Any]) -> None:
     """Let the latent attention among `layers` run the rows of a step as texts of one row each, in
     place.
 
-    Their attention modules get another class, whose call is their own for whatever is no step.
-    Other layers, and those that have it already, stay as they are.
+    Their attention modules get another class, a subclass of their own. Its call is their own
+    class's for whatever is no step of several rows. Layers without latent attention, and those that
+    have the class already, stay as they are.
     """
     for layer in layers:
         if is_latent(layer) and not isinstance(layer.self_attn, RowsAsTexts):
@@ -45,8 +46,11 @@ def run_rows_as_texts(layers: Iterable[Any]) -> None:
 
 
 def _run_each_row_as_a_text(own: Any) -> Callable[..., mx.array]:
-    """The call of an attention module that runs a step's rows as a batch of texts through `own`,
-    its class's call.
+    """Make the call of an attention module that runs a step's rows as a batch of texts.
+
+    It gives `own`, the `__call__` of the module's class, each of the R rows as a text of its own,
+    and returns [1, R, D]. One row, rows without a `LayerView` and tokens that are appended are
+    given to `own` as they come.
     """
 
     def call(attention: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
@@ -67,18 +71,22 @@ def _run_each_row_as_a_text(own: Any) -> Callable[..., mx.array]:
 
 
 def _positions_of_rows(offset: mx.array | Positions, rows: int) -> mx.array:
-    """[R] positions, R = `rows`, of an offset that has one for each row, or the first one's."""
+    """[R] the positions of R = `rows` rows.
+
+    `offset` has a position for each row; or one, that of the first row, which the others follow.
+    """
     array = offset.array if isinstance(offset, Positions) else offset
     return array if array.size == rows else array + indices(rows)
 
 
 def _update_and_fetch_texts(view: LayerView, rows: int) -> UpdateAndFetch:
-    """The update_and_fetch of a batch of texts of one row each, on the one cache that `view`
-    writes.
+    """Make the `update_and_fetch` of a batch of R = `rows` texts of one row each.
+
+    All write into the one cache that `view` writes, and read all of it.
 
     Returns:
-        Of latents and keys [R, 1, 1, Dh], R = `rows`: latents [R, 1, keys, Dh], and keys [1, 1,
-        keys, Dh].
+        A function of latents and rotated keys, each [R, 1, 1, its width], to those that attention
+        reads: latents [R, 1, keys, width], the same for every text, and keys [1, 1, keys, width].
     """
 
     def update_and_fetch(latent: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:

@@ -18,7 +18,7 @@ from .rope import Positions
 
 Rows = tuple[mx.array, ...]
 """Keys and values of R tokens in one layer: one array [2, Hkv, R, Dh] where both have one shape,
-else keys [1, H, R, Dh] and values [1, H, R, Dh], each of its own heads and width."""
+else keys [1, H, R, Dh] and values [1, H', R, Dh'], each of its own heads and width."""
 
 ValueMap = Callable[[mx.array], mx.array]
 """The values of a step's rows [1, Hkv, R, Dh], to those that attention sees."""
@@ -31,14 +31,20 @@ PathIndices = dict[tuple[int, ...], mx.array]
 
 
 def join_key_values(keys: mx.array, values: mx.array) -> Rows:
-    """Keys and values [1, H, R, Dh] in the form of a layer's buffers, see `Rows`."""
+    """Keys [1, H, R, Dh] and values [1, H', R, Dh'] in the form of a layer's buffers.
+
+    One array where both have one shape, else both: see `Rows`.
+    """
     if keys.shape == values.shape:
         return (mx.concatenate([keys, values], axis=0),)
     return keys, values
 
 
 def split_key_values(rows: Rows) -> tuple[mx.array, mx.array]:
-    """Keys [1, H, R, Dh] and values [1, H, R, Dh] out of the form of a layer's buffers."""
+    """The keys [1, H, R, Dh] and the values of `rows`: the reverse of `join_key_values`.
+
+    The values may have another number of heads and another width than the keys, see `Rows`.
+    """
     if len(rows) == 1:
         return rows[0][:1], rows[0][1:]
     keys, values = rows
@@ -51,7 +57,10 @@ def count_rows(rows: Rows) -> int:
 
 
 def drop_rows(array: mx.array, first: int, last: int) -> mx.array:
-    """`array` [B, H, R, Dh] without its rows from number `first` up to, not including, `last`."""
+    """`array` [B, H, R, Dh] without its rows from number `first` up to, not including, `last`.
+
+    `array` itself where `first` is `last`.
+    """
     if first == last:
         return array
     behind = array[:, :, last:]
@@ -69,9 +78,13 @@ class LayerView:
     update_and_fetch: UpdateAndFetch
 
     def hide_keys(self, first: int, last: int) -> LayerView:
-        """A view like this one, whose attention does not read the keys from `first` up to `last`.
+        """A view like this one, whose attention does not read some of the keys and their values.
 
-        They are still written. The view itself where `first` is `last`.
+        All rows are still written. The view itself is returned where `first` is `last`.
+
+        Args:
+            first: number of the first key that is left out, among those that attention reads.
+            last: number after the last one that is left out.
         """
         if first == last:
             return self
@@ -99,9 +112,9 @@ class LayerState(Protocol):
     def nbytes(self) -> int:
         """Bytes of everything that it holds."""
 
-    def resize(self, scratch: int, capacity: int) -> None:
+    def grow(self, scratch: int, capacity: int) -> None:
         """Have room for `scratch` rows of a step and its paths, and for `capacity` committed
-        tokens.
+        tokens; neither is less than before.
         """
 
     def step_view(
@@ -190,9 +203,16 @@ class AttentionState:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def resize(self, scratch: int, capacity: int) -> None:
-        """Change the room before and behind the committed rows; buffers are copied where it
-        grows."""
+    def grow(self, scratch: int, capacity: int) -> None:
+        """Make more room before the committed rows, `scratch`, and behind their first, `capacity`.
+
+        Neither may become less. Buffers are copied, with zeros in the new room; without buffers
+        only the numbers are kept.
+
+        Args:
+            scratch: S, rows of a step and of paths that are not committed yet.
+            capacity: most committed tokens.
+        """
         front = scratch - self._scratch
         back = capacity - self._capacity
         if front or back:
@@ -208,10 +228,18 @@ class AttentionState:
         paths: Sequence[Rows],
         map_values: ValueMap | None,
     ) -> LayerView:
-        """The cache object for a step's rows; arguments as in `LayerState`.
+        """The cache object for a step's rows.
 
-        When the layer runs, rows and paths are written at the end of the scratch, and attention
-        reads from there to the end of the committed tokens.
+        When the layer runs, its rows and behind them those of `paths` are written at the end of the
+        scratch, and attention reads from there to the end of the committed tokens. The layer's call
+        raises ValueError where the scratch is too small.
+
+        Args:
+            positions: rotary positions of the rows, as `rope.PositionedRope` takes them.
+            offset: L, committed tokens.
+            paths: what each path that is not committed yet left, the oldest first.
+            map_values: changes the rows' values, not those of paths, before they are written; None
+                for as they are.
         """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -230,8 +258,9 @@ class AttentionState:
     def append_view(self, offset: int) -> LayerView:
         """The cache object for tokens that follow `offset` committed ones.
 
-        When the layer runs, they are written behind these, and attention reads all committed
-        tokens.
+        When the layer runs, they are written behind these, and attention reads the committed tokens
+        and them, no scratch rows. The layer's call raises ValueError where there is no room for
+        them.
         """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -242,7 +271,17 @@ class AttentionState:
         return LayerView(offset, write)
 
     def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
-        """All P rows of `path`, those that do not count among them: a mask hides these."""
+        """Copy all P rows of `path` out of the buffers, those that do not count too: a mask hides
+        these.
+
+        Args:
+            path: [P] numbers among the rows of the step that ran last.
+            count: not used.
+            known: indices by path and buffer shape, read and filled in.
+
+        Returns:
+            The keys and values of the P rows.
+        """
         rows = []
         for buffer in self._buffers:
             shape = (*buffer.shape[:2], path.shape[0], buffer.shape[3])
@@ -253,7 +292,10 @@ class AttentionState:
         return tuple(rows)
 
     def commit(self, left: Rows, offset: int) -> None:
-        """Write all rows where there is room: those that do not count are free room again."""
+        """Write the rows `left` of a path behind `offset` committed tokens.
+
+        Rows that do not fit are dropped; those that do not count are free room again.
+        """
         room = self._capacity - offset
         self._write(self._scratch + offset, tuple([array[:, :, :room] for array in left]))
 
@@ -263,7 +305,7 @@ class AttentionState:
         return tuple([buffer[:, :, self._scratch : last] for buffer in self._buffers])
 
     def copy(self) -> AttentionState:
-        """A copy on the same arrays; what becomes of the one is not seen by the other."""
+        """A copy on the same contents; what is written to one of both does not change the other."""
         twin = copy.copy(self)
         # Arrays of their own, for `_write` changes the array objects.
         twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])
@@ -277,11 +319,12 @@ class AttentionState:
         """Nothing is done: rows behind the committed ones are free room."""
 
     def _write(self, first: int, rows: Rows) -> None:
-        """Write `rows` into the buffers from row number `first` on; the first call makes the
-        buffers.
+        """Write `rows` into the buffers from row number `first` on.
+
+        The first call makes the buffers, of zeros, in the shapes and dtypes of its rows.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: the rows do not fit, or `first` is negative; nothing is written.
         """
         last = first + count_rows(rows)
         size = self._scratch + self._capacity
@@ -293,7 +336,7 @@ class AttentionState:
             buffer[:, :, first:last] = array
 
     def _read(self, first: int, last: int) -> tuple[mx.array, mx.array]:
-        """Keys and values from row `first` up to `last`, as attention takes them."""
+        """Keys and values from row `first` up to, not including, `last`: slices of the buffers."""
         if len(self._buffers) == 1:
             (both,) = self._buffers
             return both[:1, :, first:last], both[1:, :, first:last]

@@ -38,11 +38,18 @@ class ScaledHead:
         return logits
 
 
-def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
-    """A linear layer or embedding with its weights quantised to `bits` bits (MLX's affine mode).
+def quantise_weights(layer: nn.Module, bits: int) -> nn.Module:
+    """Make a linear layer or embedding whose weights are quantised, in MLX's affine mode.
 
-    Groups are of 64 weights, or of 32. Returns `layer` itself where it is quantised already, or
-    where neither size divides its width.
+    Groups are of 64 weights, or of 32 where 64 does not divide the layer's width.
+
+    Args:
+        layer: an `nn.Linear` or `nn.Embedding`, quantised or not; it stays as it is.
+        bits: for each weight.
+
+    Returns:
+        The quantised layer; `layer` itself where it is quantised already, or where neither 64 nor
+        32 divides its width.
     """
     width = int(layer.weight.shape[-1])
     group_sizes = [size for size in (64, 32) if width % size == 0]
@@ -54,12 +61,18 @@ def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
 
 
 def select_rows(layer: nn.Module, tokens: mx.array) -> nn.Module:
-    """A copy of an LM head's layer with the rows of `tokens` [Vd] alone; LoRA is merged into them.
+    """Make a copy of an LM head's layer with some tokens' rows alone.
 
-    Its rows are copies, in the type and quantisation of `layer`.
+    Args:
+        layer: of one of `HEAD_KINDS`; it stays as it is.
+        tokens: [Vd] ids.
+
+    Returns:
+        A layer of Vd rows in the order of `tokens`, copies of the rows in their dtype and
+        quantisation. Of a layer with LoRA: a plain layer with LoRA merged in, not quantised.
     """
     if isinstance(layer, EmbeddingLora | RowLora):
-        return layer.rows(tokens)
+        return layer.merged_rows(tokens)
     rows = copy.copy(layer)
     for name in ("weight", "scales", "biases", "bias"):
         if layer.get(name) is not None:
@@ -75,11 +88,11 @@ def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
         tokens: [...] ids.
 
     Returns:
-        [..., D].
+        [..., D] in the order of `tokens`, without any bias.
     """
     weights: mx.array
     if isinstance(layer, EmbeddingLora | RowLora):
-        weights = layer.rows(tokens.flatten()).weight
+        weights = layer.merged_rows(tokens.flatten()).weight
         return mx.unflatten(weights, 0, tokens.shape)
     # A linear layer has its weights under an embedding's names.
     kind: Any = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
@@ -88,7 +101,10 @@ def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
 
 
 def head_bytes(head: LMHead | None) -> int:
-    """Bytes of the weights behind an LM head, such as `Backbone.draft_head` made; 0 for None."""
+    """Bytes of the parameters of an LM head's layer, such as `Backbone.draft_head` made.
+
+    0 for None. A head that is tied counts the whole embedding.
+    """
     layer = head_layer(head)
     arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
     return sum(array.nbytes for array in arrays)
@@ -100,6 +116,6 @@ def head_layer(head: LMHead | None) -> Any:
     return head.layer if isinstance(head, ScaledHead) else getattr(head, "__self__", head)
 
 
-def give_back(_self: nn.Module, hidden: mx.array, *_args: Any, **_named: Any) -> mx.array:
+def return_input(_self: nn.Module, hidden: mx.array, *_args: Any, **_named: Any) -> mx.array:
     """The call of a model's body that returns its input: of the model, its head is left."""
     return hidden

@@ -46,8 +46,9 @@ class RowScope(threading.local):
 
     @contextmanager
     def starting_at(self, row: int | None) -> Iterator[None]:
-        """Act on rows from number `row` on inside the `with` block, on this thread; on none where
-        None.
+        """Let LoRA act on rows from number `row` on inside the `with` block, on this thread alone.
+
+        On no row where `row` is None. Behind the block it acts as before, also after an error.
         """
         before = self.first
         self.first = row
@@ -98,9 +99,10 @@ def in_layer(path: str) -> bool:
 
 
 def split_layer_path(path: str) -> tuple[int, str]:
-    """The layer's number 22 and the path "mlp.up_proj" inside it, of "model.layers.22.mlp.up_proj".
+    """The number of the layer that a module is in, and the module's path inside the layer.
 
-    `in_layer(path)` must be true.
+    (22, "mlp.up_proj") of "model.layers.22.mlp.up_proj". `in_layer(path)` must be true, else an
+    AssertionError is raised.
     """
     match = _IN_A_LAYER.search(path)
     assert match is not None, path
@@ -112,15 +114,15 @@ def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: s
 
     Args:
         paths: of the linear modules of one layer.
-        names: whole paths, or their last parts; where empty, all are chosen.
+        names: whole paths, or their ends behind a "."; where empty, all are chosen.
         where: the layer, for the error, such as "layer 3".
         do: what the user can do, for the error.
 
     Returns:
-        The chosen paths, in the order of `paths`.
+        The chosen paths, in the order of `paths`, each once.
 
     Raises:
-        InputError: a name fits no path.
+        InputError: a name fits no path; the error lists the paths.
     """
 
     def is_named(path: str, name: str) -> bool:
@@ -139,16 +141,21 @@ def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: s
 def linear_paths(
     model: nn.Module, layers: Iterable[int], names: Sequence[str], do: str
 ) -> list[str]:
-    """Paths in `model` of the linear modules that LoRA is put on.
+    """Find the linear modules of some layers that have given names, to put LoRA on them.
 
     Args:
         model: an mlx-lm model.
         layers: numbers of the decoder layers.
-        names: modules inside a layer, as in `select_modules`.
+        names: modules inside a layer, whole paths or their ends, as in `select_modules`; where
+            empty, all linear modules of these layers.
         do: what the user can do, for the error.
 
+    Returns:
+        Their paths in `model`, such as "model.layers.22.mlp.up_proj", layer by layer in the order
+        of `layers`. Linear modules outside of layers and experts are never among them.
+
     Raises:
-        InputError: a name fits no module of some layer.
+        InputError: a name fits no linear module of some layer.
     """
     found: dict[int, dict[str, str]] = {layer: {} for layer in layers}
     for path, module in model.named_modules():
@@ -219,20 +226,24 @@ class RowLora(LoraLayer):
         return self.summand(x)
 
     def summand(self, x: mx.array) -> mx.array:
-        """The layer's output, before it is summed over ranks where its inputs are split.
+        """The layer's output with LoRA; of a layer whose inputs are split over ranks, a summand.
+
+        Where the scope's first row is None, LoRA acts on no row. Other rows than its own are
+        computed exactly as without LoRA, but for DoRA's gain.
 
         Args:
-            x: [..., R, in].
+            x: [..., R, in]; of several sequences the rows count as one, one after the other. Or
+                [in], a single row.
 
         Returns:
-            [..., R, out].
+            [..., R, out]; or [out].
         """
         first = self._scope.first
         if first is None:
             return self.base_product(x)
         if x.ndim == 1:  # a single row, as some experts are given
             return self.summand(x[None])[0]
-        rows, z = self._low_rank(x, first)
+        rows, z = self._multiply_by_a(x, first)
         y = self.base_product(rows)
         # A cast only in training, where LoRA stays in float32.
         b = self.lora_b.astype(x.dtype)
@@ -241,15 +252,21 @@ class RowLora(LoraLayer):
         return y if x.ndim == 2 else mx.unflatten(y, 0, x.shape[:-1])
 
     def base_product(self, x: mx.array) -> mx.array:
-        """[..., out] of `x` [..., in] without LoRA, with DoRA's gain."""
+        """[..., out] of `x` [..., in] without LoRA; where LoRA is DoRA, with its gain."""
         y: mx.array = self.linear(x)
         if "gain" in self:
             y = y * self.gain
         return y + self.offset if "offset" in self else y
 
-    def rows(self, tokens: mx.array) -> nn.Module:
-        """A plain layer with the rows (outputs) of `tokens` [Vd] alone, LoRA merged into them, not
-        quantised.
+    def merged_rows(self, tokens: mx.array) -> nn.Module:
+        """Make a plain linear layer of some of the outputs, with LoRA merged into their weights.
+
+        Args:
+            tokens: [Vd] numbers of the outputs.
+
+        Returns:
+            An `nn.Linear` of Vd outputs in this order, with their bias where the layer has one; not
+            quantised, its weights in the dtype of LoRA's factors.
         """
         weight = unpacked_weight(self.linear, tokens)
         if "gain" in self:
@@ -261,14 +278,16 @@ class RowLora(LoraLayer):
             layer.bias = self.linear.bias[tokens]
         return layer
 
-    def _low_rank(self, x: mx.array, first: int) -> tuple[mx.array, mx.array]:
-        """Flatten `x`, and multiply its rows from number `first` on by A.
+    def _multiply_by_a(self, x: mx.array, first: int) -> tuple[mx.array, mx.array]:
+        """Flatten `x` [..., in] to R rows, and multiply those from number `first` on by A.
+
+        Takes the product from `shared` where modules share one.
 
         Returns:
             [R, in] all rows, and [R - first, r] the products.
         """
         if self.shared is not None:
-            return self.shared.take(x, first, self.index)
+            return self.shared.take_product(x, first, self.index)
         rows = mx.flatten(x, 0, -2)
         return rows, (rows[first:] if first else rows) @ self.lora_a.astype(x.dtype)
 
@@ -308,7 +327,7 @@ class EmbeddingLora(LoraLayer):
         self.acts_on_head = weights.acts_on_head
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """[..., D] embeddings of `tokens` [...], with LoRA and DoRA's gain."""
+        """[..., D] embeddings of `tokens` [...] ids, with LoRA, and where it is DoRA its gain."""
         rows: mx.array = self.embedding(tokens)
         rows = rows + (self.scale * (self.lora_a[tokens] @ self.lora_b)).astype(rows.dtype)
         if "gain" not in self:
@@ -316,7 +335,10 @@ class EmbeddingLora(LoraLayer):
         return rows * (self.gain[tokens][..., None] if self.acts_on_head else self.gain)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Logits [..., V] of `x` [..., D], with LoRA only if `acts_on_head`."""
+        """Logits [..., V] of `x` [..., D], where the embedding is the LM head too.
+
+        With LoRA, or DoRA's gain, only if `acts_on_head`.
+        """
         logits: mx.array = self.embedding.as_linear(x)
         if not self.acts_on_head:
             return logits
@@ -324,11 +346,15 @@ class EmbeddingLora(LoraLayer):
         logits = logits + (self.scale * more).astype(logits.dtype)
         return logits * self.gain if "gain" in self else logits
 
-    def rows(self, tokens: mx.array) -> nn.Module:
-        """A plain embedding with the rows of `tokens` [Vd] alone, not quantised, as the LM head has
-        them.
+    def merged_rows(self, tokens: mx.array) -> nn.Module:
+        """Make a plain embedding of some tokens, with their rows as the LM head has them.
 
-        LoRA is merged into them only if `acts_on_head`.
+        Args:
+            tokens: [Vd] ids.
+
+        Returns:
+            An `nn.Embedding` of Vd rows in this order, LoRA or DoRA merged into them only if
+            `acts_on_head`; not quantised, in the dtype of LoRA's factors.
         """
         weight = unpacked_weight(self.embedding, tokens)
         if self.acts_on_head:
@@ -350,12 +376,15 @@ class ExpertsLora(LoraLayer):
         self.linear = linear
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """As mlx-lm's `SwitchLinear`, with LoRA added.
+        """Send each row through its expert, with the expert's LoRA, as mlx-lm's `SwitchLinear`.
 
         Args:
-            x: rows.
-            indices: the expert that each row goes to.
+            x: [..., R, in] rows, of any leading axes that broadcast against `indices`.
+            indices: [...] ints, the expert that each row goes to.
             sorted_indices: whether they are in ascending order.
+
+        Returns:
+            What the `SwitchLinear` returns for them, [..., R, out], with LoRA added to every row.
         """
         chosen: dict[str, Any] = {"rhs_indices": indices, "sorted_indices": sorted_indices}
         y: mx.array = self.linear(x, indices, sorted_indices=sorted_indices)
@@ -380,8 +409,11 @@ class SharedInput(threading.local):
         # what was given last, its rows, and the products that are still to be taken
         self._held: tuple[mx.array, int, mx.array, dict[int, mx.array]] | None = None
 
-    def take(self, x: mx.array, first: int, index: int) -> tuple[mx.array, mx.array]:
-        """The part of the product that belongs to module number `index`.
+    def take_product(self, x: mx.array, first: int, index: int) -> tuple[mx.array, mx.array]:
+        """Hand out the part of the product that belongs to module number `index`.
+
+        The product of all modules is computed for the first that asks, and kept for the others.
+        It is computed anew where `x` or `first` is another, or where the module has had its part.
 
         Args:
             x: [..., R, in] the rows; the same array object for all modules of a call.
@@ -401,10 +433,12 @@ class SharedInput(threading.local):
         return held[2], product
 
 
-def share_inputs(loras: Mapping[str, RowLora]) -> None:
-    """Let modules that a layer calls on the same rows share one product, in place.
+def share_products(loras: Mapping[str, RowLora]) -> None:
+    """Let modules that a layer calls on the same rows share one product with their A factors.
 
-    These are q, k and v projections, and gate and up projections, of one parent module.
+    These are q, k and v projections, and gate and up projections, of one parent module. They are
+    changed in place: each gets `shared` and its `index`, and its `lora_a` becomes a part of the
+    common matrix. Other modules stay as they are.
 
     Args:
         loras: by path in the model.
@@ -425,7 +459,10 @@ def share_inputs(loras: Mapping[str, RowLora]) -> None:
 
 
 def linear_shape(linear: nn.Module) -> tuple[int, int]:
-    """(out, in) of a linear layer, quantised or not, all ranks' parts of it together."""
+    """(out, in), the numbers of a linear layer's outputs and inputs, quantised or not.
+
+    Where the layer is split over ranks, those of all ranks together.
+    """
     out_size, in_size = linear.weight.shape
     if "scales" in linear:
         in_size = in_size * 32 // linear.bits
@@ -437,11 +474,16 @@ def linear_shape(linear: nn.Module) -> tuple[int, int]:
 
 
 def lora_shapes(layer: nn.Module | None, weights: LoraWeights) -> dict[str, tuple[int, ...]]:
-    """The shapes that LoRA of the rank of `weights` has on `layer`, by mlx-lm's names.
+    """The shapes that LoRA has to have to fit a layer, by mlx-lm's names.
+
+    Args:
+        layer: of the model, quantised or not, perhaps split over ranks (the shapes are those of the
+            whole); None where the model has none.
+        weights: only its rank, whether it is DoRA, and `acts_on_head` count.
 
     Returns:
-        "lora_a", "lora_b" and, for DoRA, "m", each with its shape; {} where LoRA cannot act on the
-        layer.
+        "lora_a", "lora_b" and, for DoRA, "m" (the magnitude), each with its shape; experts have no
+        "m". {} where LoRA cannot act on the layer, or it is None.
     """
     rank = weights.rank
     # mlx-lm's layers with a `to_lora` have LoRA of their own kind.
@@ -460,7 +502,13 @@ def lora_shapes(layer: nn.Module | None, weights: LoraWeights) -> dict[str, tupl
 
 
 def unpacked_weight(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
-    """A layer's weight in float32, dequantised; of the rows `rows` [n] alone, where given."""
+    """A layer's weight in float32, dequantised where it is quantised.
+
+    Args:
+        layer: linear, an embedding, or experts.
+        rows: [n] numbers of the rows (outputs, tokens or experts) that are wanted; all unless
+            given.
+    """
     parts: list[Any] = [layer.get(name) for name in ("weight", "scales", "biases")]
     if rows is not None:
         parts = [None if part is None else part[rows] for part in parts]
@@ -473,7 +521,10 @@ def unpacked_weight(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
 
 
 def _weight_with_lora(layer: nn.Module, weights: LoraWeights) -> mx.array:
-    """A layer's weight in float32 with scale * A B added; DoRA's norms are not applied."""
+    """A layer's weight with scale * A B added, in float32, dequantised; without DoRA's norms.
+
+    Its shape is that of the layer: [out, in], [V, D] of an embedding, [E, out, in] of experts.
+    """
     a, b = (array.astype(mx.float32) for array in (weights.a, weights.b))
     if isinstance(layer, EXPERTS):
         delta = b @ a
@@ -487,7 +538,9 @@ def _weight_with_lora(layer: nn.Module, weights: LoraWeights) -> mx.array:
 def dora_gain(layer: nn.Module, weights: LoraWeights) -> mx.array | None:
     """What DoRA multiplies each feature by: magnitude / norm of the weight with LoRA.
 
-    It is computed now: the unpacked weights of many layers would not fit into memory at once.
+    The norm is that of each row of the weight; of an embedding whose LoRA does not act on the head,
+    that of each column. It is computed here, and waited for: the unpacked weights of many layers
+    would not fit into memory at once.
 
     Returns:
         Float32 in the magnitude's shape; None where the weights have no magnitude (LoRA).
@@ -502,8 +555,15 @@ def dora_gain(layer: nn.Module, weights: LoraWeights) -> mx.array | None:
 
 
 def shard_lora(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
-    """This rank's part of the LoRA of a linear layer that is split over ranks; `weights` where it
-    is not.
+    """This rank's part of a layer's LoRA, where the layer is split over ranks.
+
+    Args:
+        weights: LoRA of the whole layer; no DoRA, whose magnitude would not be split.
+        linear: the layer, with this rank's part of its weight.
+
+    Returns:
+        A part of B where the layer's outputs are split, a part of A where its inputs are; `weights`
+        where the layer is not split.
     """
     if isinstance(linear, SPLIT_OUTPUTS):
         parts = mx.split(weights.b, linear.group.size(), axis=1)
@@ -515,8 +575,14 @@ def shard_lora(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
 
 
 def merge_lora(layer: nn.Module, weights: LoraWeights) -> nn.Module:
-    """A copy of a layer, which is not quantised, with LoRA or DoRA in its weight and the weight's
-    dtype.
+    """Make a copy of a layer with LoRA or DoRA merged into its weight.
+
+    Args:
+        layer: not quantised, one that `is_mergeable`; it stays as it is.
+        weights: LoRA of its shapes.
+
+    Returns:
+        The copy, whose weight has the dtype that it had; the other arrays are shared.
     """
     twin = copy.copy(layer)
     weight = _weight_with_lora(layer, weights)
@@ -530,8 +596,8 @@ def merge_lora(layer: nn.Module, weights: LoraWeights) -> nn.Module:
 def is_mergeable(layer: nn.Module, weights: LoraWeights) -> bool:
     """Whether LoRA on every row may be merged into a layer's weight.
 
-    The weight must not be quantised; an embedding, which may be the LM head too, takes LoRA that
-    acts on the head alone.
+    True for linear layers and experts that are not quantised. True for an embedding that is not
+    quantised where LoRA acts on the head too, as the weight may be the LM head's.
     """
     if isinstance(layer, nn.Embedding):  # which may be the head too
         return weights.acts_on_head
@@ -541,10 +607,14 @@ def is_mergeable(layer: nn.Module, weights: LoraWeights) -> bool:
 def wrap_with_lora(
     layer: nn.Module, weights: LoraWeights, scope: RowScope, dtype: mx.Dtype | None
 ) -> LoraLayer:
-    """A layer with LoRA beside its weight, of the class for its kind.
+    """Make the layer that has LoRA beside the weight of `layer`, of the class for its kind.
 
-    `scope` says which rows it acts on: of linear layers alone; embeddings and experts get it on
-    all.
+    Args:
+        layer: linear, an embedding, or experts, quantised or not; it is held, and stays as it is.
+        weights: LoRA of its shapes; this rank's part of it.
+        scope: which rows LoRA acts on. Only linear layers follow it: of embeddings and experts LoRA
+            acts on every row.
+        dtype: what the factors are cast to, that of activations; None keeps theirs.
     """
     if isinstance(layer, EMBEDDINGS):
         return EmbeddingLora(layer, weights, dtype)
@@ -561,7 +631,7 @@ def attach_lora(
     *,
     merge: bool,
     dtype: mx.Dtype,
-    fixed: bool = True,
+    shares_products: bool = True,
 ) -> dict[str, nn.Module]:
     """Put LoRA on modules of a model, in place.
 
@@ -572,15 +642,15 @@ def attach_lora(
         merge: add it into the weights of layers that are not quantised, which costs nothing per
             row: only for LoRA that acts on every row.
         dtype: of the activations; what is not merged is cast to it.
-        fixed: whether LoRA stays as it is; modules that are called on the same rows share a product
-            then. False in training.
+        shares_products: let modules that are called on the same rows share one product with A, see
+            `share_products`. False in training, where the factors change.
 
     Returns:
         The modules that were replaced, by path, untouched: while those of merged layers are kept,
         their weights are in memory twice.
 
     Raises:
-        KeyError: the model has no module at a path.
+        KeyError: the model has no module at a path; the model is as it was then.
     """
     modules = dict(model.named_modules())
     updates: dict[str, nn.Module] = {}
@@ -591,7 +661,7 @@ def attach_lora(
             updates[path] = merge_lora(layer, own)
         else:
             updates[path] = wrap_with_lora(layer, own, scope, dtype)
-    if fixed:
-        share_inputs({path: one for path, one in updates.items() if isinstance(one, RowLora)})
+    if shares_products:
+        share_products({path: one for path, one in updates.items() if isinstance(one, RowLora)})
     model.update_modules(tree_unflatten(list(updates.items())))
     return {path: modules[path] for path in lora}

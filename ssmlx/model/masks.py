@@ -15,19 +15,21 @@ from .shapes import evaluated, expect_shape, indices
 
 
 def stream_positions(node_positions: mx.array, num_streams: int) -> mx.array:
-    """[M * (1 + G)] positions of nodes and streams, nodes first: stream j of a node is j further
-    on.
+    """The positions in the text of nodes and their streams: stream j of a node is j further on.
 
-    `node_positions` are [M], `num_streams` is G.
+    Args:
+        node_positions: [M] int.
+        num_streams: G.
+
+    Returns:
+        [M * (1 + G)], the nodes first, then the streams node by node.
     """
     ahead = indices(1, num_streams + 1)
     return mx.concatenate([node_positions, (node_positions[:, None] + ahead).flatten()])
 
 
 def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
-    """[M * (1 + G), M * (1 + G)] bool: which row (first axis) sees which (eqs. 1 and 2).
-
-    `ancestors` [M, M] bool are `Tree.ancestors`.
+    """Which row of a step (first axis) sees which (Speculative Streaming, eqs. 1 and 2).
 
     A node sees its ancestors and itself. Stream j of a node sees what the node sees, and the
     node's streams 1 to j. No row sees another node's streams. With M = 2 (a root and its child)
@@ -40,6 +42,16 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
         s02  x       x   x
         s11  x   x           x
         s12  x   x           x   x
+
+    Args:
+        ancestors: [M, M] bool, `Tree.ancestors`.
+        num_streams: G; with 0, `ancestors` are returned.
+
+    Returns:
+        [M * (1 + G), M * (1 + G)] bool, the nodes first, then the streams node by node.
+
+    Raises:
+        ValueError: `ancestors` is not square.
     """
     num_nodes = ancestors.shape[0]
     expect_shape("ancestors", ancestors, num_nodes, num_nodes)
@@ -49,15 +61,21 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
     no_streams = mx.zeros((num_nodes, num_stream_rows), mx.bool_)
     node_rows = mx.concatenate([ancestors, no_streams], axis=1)
     of_owners = mx.repeat(ancestors, num_streams, axis=0)
-    stream_rows = mx.concatenate([of_owners, earlier_streams(num_streams, num_nodes)], axis=1)
+    stream_rows = mx.concatenate([of_owners, earlier_streams_mask(num_streams, num_nodes)], axis=1)
     return mx.concatenate([node_rows, stream_rows], axis=0)
 
 
 @lru_cache(maxsize=64)
-def earlier_streams(num_streams: int, num_nodes: int = 1) -> mx.array:
-    """[M * G, M * G] bool: which stream row sees which: its node's streams up to itself.
+def earlier_streams_mask(num_streams: int, num_nodes: int = 1) -> mx.array:
+    """Which stream row (first axis) sees which: a node's stream j sees its streams 1 to j.
 
-    Kept and shared.
+    Args:
+        num_streams: G.
+        num_nodes: M.
+
+    Returns:
+        [M * G, M * G] bool, streams node by node; evaluated, and the same array for the same
+        arguments.
     """
     row = indices(num_nodes * num_streams)
     owner = row // num_streams
@@ -73,29 +91,33 @@ Position = TypeVar("Position", int, mx.array)
 
 
 def window_start(position: Position, window: int) -> Position:
-    """The first token behind the sinks that streams of a node see.
+    """The number of the first token behind the sinks that streams of a node see.
 
-    That is half a window before the last multiple of half a window, so it moves seldom.
+    That is half a window before the last multiple of half a window up to the node, so it moves
+    seldom.
 
     Args:
         position: of the node, a number or an int array of any shape.
         window: tokens, as the adapter's settings say.
 
     Returns:
-        A position of the same kind; 0 near the text's beginning.
+        A position of the same kind and shape; 0 for positions below 2 * (`window` // 2).
     """
     half = window // 2
     start = (position // half - 1) * half
     return start * (start > 0)
 
 
-def in_window(visible: Any, columns: Any, firsts: Any) -> Any:
-    """The mask `visible` [..., R, C] bool, of MLX or NumPy, with what streams do not see hidden.
+def hide_outside_window(visible: Any, columns: Any, firsts: Any) -> Any:
+    """Hide from each row the columns before its window, but not the first `SINKS` tokens.
 
     Args:
-        visible: which row sees which column.
-        columns: [..., C] the position of each column.
-        firsts: [..., R] the first token behind the sinks that each row sees.
+        visible: [..., R, C] bool, of MLX or NumPy: which row sees which column.
+        columns: [..., C] the position in the text of each column.
+        firsts: [..., R] the first position of each row's window; 0 hides nothing from it.
+
+    Returns:
+        [..., R, C] bool: a new mask, of the same library.
     """
     columns = columns[..., None, :]
     return visible & ((columns < SINKS) | (columns >= firsts[..., None]))
@@ -144,17 +166,28 @@ class WindowMasks:
         self._made: dict[int, LayerMask] = {}
 
     def for_window(self, window: int | None) -> LayerMask:
-        """The mask of a layer that sees `window` tokens (None for all), made once for each
-        window."""
+        """The mask of a layer with a window, and the keys that it has no column for.
+
+        Args:
+            window: tokens that a row sees, itself among them; None for all.
+
+        Returns:
+            See `LayerMask`: the whole mask and no such keys (0, 0) where the window hides nothing;
+            else as `_make_mask`, made once for each window.
+        """
         if window is None:
             return self._whole, 0, 0
         if window not in self._made:
-            self._made[window] = self._make(window)
+            self._made[window] = self._make_mask(window)
         return self._made[window]
 
-    def _make(self, window: int) -> LayerMask:
-        """The mask of a window, and the keys left out; the whole mask where the window hides
-        nothing.
+    def _make_mask(self, window: int) -> LayerMask:
+        """Make the mask of a layer that sees `window` tokens.
+
+        Returns:
+            A bool array [R, keys], also where the whole mask is a `TreeMask`; and from which to
+            which number (not included) keys are left out, as the window hides them from all rows.
+            The whole mask, 0 and 0 where the window hides nothing from any row.
         """
         columns, dropped = self._cache.key_positions(self._rows, window)
         first = columns.size + dropped - self._cache.offset
@@ -172,7 +205,8 @@ class CausalMasks:
     Args:
         count: R, tokens that are appended.
         offset: L, tokens before them.
-        dense: whether arrays are needed; else the mask may be "causal", or None for a single token.
+        dense: whether several tokens need an array; else their mask may be the word "causal". The
+            mask of a single token is always None.
     """
 
     def __init__(self, count: int, offset: int, *, dense: bool) -> None:
@@ -181,8 +215,15 @@ class CausalMasks:
         self._dense = dense
 
     def for_window(self, window: int | None) -> LayerMask:
-        """The mask of a layer that sees `window` tokens (None for all), and the keys that it leaves
-        out.
+        """The mask of a layer with a window, and the keys that it has no column for.
+
+        Args:
+            window: tokens that a row sees, itself among them; None for all.
+
+        Returns:
+            The mask: None for a single token; a bool array [R, keys] where `dense` is set or the
+            window hides keys from some row that others see; else "causal". And 0 and a number: the
+            keys from the first up to that number are left out, as the window hides them from all.
         """
         known = self._offset if window is None else min(self._offset, window - 1)
         if self._count == 1:
@@ -223,20 +264,23 @@ class StepMasks:
     def step_mask(
         self, visible: mx.array, cache: Columns, key: object, takes_bits: Callable[[], bool]
     ) -> mx.array | TreeMask:
-        """The mask of a step, as `Stages.run` takes it; it grows with the cache's capacity.
+        """The mask of a step over [its own rows | uncounted paths | committed tokens].
 
         Args:
             visible: [R, R] bool, which of the step's rows sees which of them.
             cache: that the rows stand in.
-            key: names the content of `visible`; None if it may differ every time.
-            takes_bits: whether the model's layers take a `TreeMask`; asked only if the kernel is
-                on.
+            key: an object that stands for the content of `visible`: the same object, the same
+                content. None if the content may differ every time.
+            takes_bits: says whether the model's layers take a `TreeMask`; called only if the fused
+                kernel is on.
 
         Returns:
-            A `TreeMask` where the fused kernel is on and the layers take it; else as `mask`.
+            A `TreeMask` where the fused kernel is on and the layers take it; else what `mask`
+            returns.
 
         Raises:
-            InputError: attention=fused, and the layers do not take a `TreeMask`.
+            InputError: attention=fused was chosen, and the kernel is off or the layers do not take
+                a `TreeMask`.
         """
         takes_bits_here = metal.is_on() and takes_bits()
         require(
@@ -251,10 +295,20 @@ class StepMasks:
         return TreeMask(columns, lambda: self.mask(visible, cache, key))
 
     def mask(self, visible: mx.array, cache: Columns, key: object) -> mx.array:
-        """[R, R + paths + L] bool, a view of a kept buffer: it holds until the next mask of its
-        size.
+        """The mask of a step as a bool array, whatever the kernel.
 
-        The arguments are those of `step_mask`.
+        Its first columns are written into a kept buffer, but not where `key` is the object that the
+        last mask of this size had and no path is uncounted. The longest unused buffers are dropped
+        beyond `max_sizes`.
+
+        Args:
+            visible: [R, R] bool, which of the step's rows sees which of them.
+            cache: that the rows stand in.
+            key: an object that stands for the content of `visible`; None if that may differ.
+
+        Returns:
+            [R, R + paths + L] bool, a view of the kept buffer: it holds until the next mask of its
+            size.
         """
         if paths := cache.path_masks(visible.shape[0]):
             key = None

@@ -9,13 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 
-def replace_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
-    """A copy of `module` on the same arrays, with some attributes replaced.
+def copy_with_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
+    """Make a shallow copy of a module, with some attributes replaced.
 
     Args:
-        module: stays as it is.
-        call: becomes the copy's `__call__`, where given: the copy gets a subclass of its class.
-        parts: the attributes.
+        module: stays as it is; the copy shares its arrays and its other submodules.
+        call: a function of the module and its arguments, which becomes the copy's `__call__` where
+            given: the copy gets a subclass of its class.
+        parts: the new values, by attribute.
     """
     twin = copy.copy(module)
     kind = type(module)
@@ -44,8 +45,14 @@ def clone_sharing_arrays(model: nn.Module) -> nn.Module:
 
 
 def _clone(value: Any, copies: dict[int, Any]) -> Any:
-    """`value` with the modules in it copied; `copies` has the copies so far, by `id` of the
-    original.
+    """Copy `value` with all modules in it, also those in lists, tuples and dictionaries.
+
+    Anything else, arrays among it, is returned as it is.
+
+    Args:
+        value: a module, a container, or anything else.
+        copies: the modules' copies so far, by `id` of the original; new ones are added, so that a
+            module that is met again has one copy.
     """
     if isinstance(value, nn.Module):
         if id(value) not in copies:

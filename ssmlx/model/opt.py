@@ -74,7 +74,16 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(size, size)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """[B, R, D] of `x` [B, R, D]; `mask` and `cache` as mlx-lm's attention takes them."""
+        """Attention of rows over themselves and what the cache holds.
+
+        Args:
+            x: [B, R, D].
+            mask: as mlx-lm's `scaled_dot_product_attention` takes it.
+            cache: one of mlx-lm's for this layer; gets the rows' keys and values. None for none.
+
+        Returns:
+            [B, R, D].
+        """
         batch, length, _ = x.shape
 
         def heads(y: mx.array) -> mx.array:
@@ -126,14 +135,14 @@ class Decoder(nn.Module):
         return self.final_layer_norm
 
     def embed_at(self, tokens: mx.array, positions: mx.array) -> mx.array:
-        """Embed tokens with their learned positions.
+        """Embed tokens, and add the learned embeddings of their positions.
 
         A draft tree may reach beyond the last position; such tokens are never part of an answer,
-        and get the last one. Padding stands before the first, at -1.
+        and get the last position's. Padding stands before the first, at -1, as do lower positions.
 
         Args:
-            tokens: [B, R].
-            positions: [B, R] or [R].
+            tokens: [B, R] ids.
+            positions: [B, R] or [R] int, from 0 at the text's first token.
 
         Returns:
             [B, R, D].
@@ -144,8 +153,17 @@ class Decoder(nn.Module):
         return embedded + of_positions
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        """[B, R, D] normed hidden states of `tokens` [B, R]; `cache` has one entry for each
-        layer."""
+        """Run tokens through embedding, layers and final norm.
+
+        Args:
+            tokens: [B, R] ids.
+            cache: one of mlx-lm's caches, or None, for each layer; gets the tokens' keys and
+                values, and its offset says where the tokens stand. None for a text that begins
+                here.
+
+        Returns:
+            [B, R, D] last hidden states, behind the final norm.
+        """
         cache = cache or [None] * len(self.layers)
         offset = mx.array(0 if cache[0] is None else cache[0].offset)
         hidden = self.embed_at(tokens, mx.arange(tokens.shape[1]) + offset[..., None])
@@ -184,10 +202,16 @@ class Model(nn.Module):
         return logits
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Rename a checkpoint's weights to this model's names.
+        """Rename a checkpoint's weights to this model's names; mlx-lm calls it while it loads.
 
-        Some checkpoints are of the model without its head: their names lack "model.". A stored LM
-        head, which is the embedding, is dropped.
+        Some checkpoints are of the model without its head: "model." is put before names that begin
+        with "decoder.". `lm_head.weight`, which is the embedding, is dropped.
+
+        Args:
+            weights: arrays by name; it stays as it is.
+
+        Returns:
+            A new dictionary of the same arrays.
         """
         return {
             f"model.{name}" if name.startswith("decoder.") else name: array

@@ -30,11 +30,11 @@ def launched_group() -> Group | None:
 
 
 def shard(model: nn.Module, group: Group) -> None:
-    """Keep this rank's part of an mlx-lm model, in place.
+    """Split an mlx-lm model over ranks: it keeps this rank's part of its weights, in place.
 
     Args:
-        model: its weights may not be read yet.
-        group: the ranks.
+        model: its weights need not have been computed yet.
+        group: the ranks, this process among them.
 
     Raises:
         InputError: mlx-lm cannot split such models, or this one into so many parts.
@@ -64,8 +64,14 @@ def shard(model: nn.Module, group: Group) -> None:
 
 
 def partial_product(linear: nn.Module, x: mx.array) -> mx.array:
-    """[..., out] this rank's summand of a layer whose inputs are split over ranks, without its
-    bias.
+    """What this rank adds to the output of a layer whose inputs are split over ranks.
+
+    Args:
+        linear: of `SPLIT_INPUTS`, quantised or not.
+        x: [..., in / ranks] this rank's part of the inputs.
+
+    Returns:
+        [..., out], not summed over ranks, without the bias.
     """
     if isinstance(linear, nn.ShardedToAllLinear):
         return x @ linear.weight.T
@@ -74,9 +80,16 @@ def partial_product(linear: nn.Module, x: mx.array) -> mx.array:
 
 
 def sum_over_ranks(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
-    """Sums of all ranks' arrays, each in its own shape and dtype.
+    """Sum each array over all ranks, which call this with arrays of the same shapes and dtypes.
 
     They are sent as one message: sums must come in one order on every rank.
+
+    Args:
+        arrays: this rank's; one or more.
+        group: the ranks.
+
+    Returns:
+        The sums, on every rank, in the order, shapes and dtypes of `arrays`.
     """
     flat = mx.concatenate([array.flatten() for array in arrays])
     flat = mx.distributed.all_sum(flat, group=group)
@@ -86,7 +99,15 @@ def sum_over_ranks(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
 
 
 def from_rank0(arrays: Sequence[mx.array], group: Group | None) -> list[mx.array]:
-    """Rank 0's values of `arrays`, on every rank; `arrays` themselves where `group` is None."""
+    """Give every rank the values that `arrays` have on rank 0.
+
+    Args:
+        arrays: this rank's; every rank calls this with the same shapes and dtypes.
+        group: the ranks; None where there is one process, whose own arrays are returned.
+
+    Returns:
+        Arrays of the same order, shapes and dtypes; lazy.
+    """
     if group is None:
         return list(arrays)
     if group.rank() > 0:

@@ -58,7 +58,10 @@ class Recurrence:
     _signature: _Signature
 
     def state_behind(self, count: int) -> mx.array | None:
-        """The state behind the first `count` rows; None where there was none before the first."""
+        """The state behind the first `count` rows, by running the recurrence over them again.
+
+        With `count` 0 the state before the call: None before a text's first token.
+        """
         if count == 0:
             return self._arguments.get(self._signature.state)  # type: ignore[no-any-return]
         axis = self._signature.axis
@@ -86,9 +89,12 @@ _here = threading.local()  # `recording`: where this thread notes what is given,
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Note what recurrences and convolutions are given on this thread.
+    """Note what recurrences and convolutions are given on this thread inside the `with` block.
 
-    Those of models that `hook_recurrences` has seen.
+    Those of models that `hook_recurrences` has seen. A block inside of another ends both.
+
+    Yields:
+        The recording, empty at first.
     """
     found = Recording()
     _here.recording = found
@@ -103,10 +109,11 @@ def _current() -> Recording | None:
 
 
 def hook_recurrences(model: nn.Module) -> None:
-    """Let the recurrences and convolutions of `model` be noted by `recording`.
+    """Let the recurrences and convolutions of `model` be noted by `recording`, for good.
 
-    The modules' convolutions get another class, and the functions that they call are replaced in
-    mlx-lm's files. Whoever else calls these notices nothing.
+    Its `nn.Conv1d` modules get another class. The functions of `RECURRENCES` are replaced, for the
+    whole process, in the Python files of the classes of all its modules. Outside of `recording`
+    both compute what they did. What was changed before stays as it is.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv1d) and not hasattr(module, _HOOKED):
@@ -121,7 +128,10 @@ def hook_recurrences(model: nn.Module) -> None:
 
 @cache
 def _noting_convolution(kind: type[nn.Conv1d]) -> type[nn.Conv1d]:
-    """A class like `kind` that notes its input."""
+    """Make a subclass of `kind` that notes the input of each call while `recording`.
+
+    The same class is returned for the same `kind`.
+    """
 
     def call(self: nn.Conv1d, x: mx.array) -> mx.array:
         noted = _current()
@@ -135,7 +145,7 @@ def _noting_convolution(kind: type[nn.Conv1d]) -> type[nn.Conv1d]:
 def _noting_recurrence(
     function: Callable[..., tuple[mx.array, mx.array]], signature: _Signature
 ) -> Callable[..., tuple[mx.array, mx.array]]:
-    """`function`, which notes what it is given."""
+    """Make a function like `function` that notes each call and its state while `recording`."""
     parameters = inspect.signature(function)
 
     @wraps(function)

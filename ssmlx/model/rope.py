@@ -19,9 +19,10 @@ class Positions:
         self._tables: dict[tuple[object, ...], tuple[mx.array, mx.array]] = {}
 
     def tables(self, rope: Any, rows: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """Cosines and signed sines of the rows' rotary angles, kept by rope.
+        """Cosines and signed sines of the rows' rotary angles.
 
-        They are read off the vector (1, 0) of each pair as `rope` turns it.
+        They are read off the vector (1, 0) of each pair as `rope` turns it, and kept: computed once
+        for all layers whose rope has the same dims, base and scale.
 
         Args:
             rope: an `nn.RoPE` that pairs feature i with i + Dh / 2 (not `traditional`).
@@ -29,7 +30,8 @@ class Positions:
             dtype: of the result.
 
         Returns:
-            [R, Dh] what a feature is multiplied by, and [R, Dh] what its partner is.
+            [R, Dh] what each feature is multiplied by, and [R, Dh] what its partner is multiplied
+            by, in the sum that is the rotated feature.
         """
         key = (rope.dims, rope.base, rope.scale, rows, dtype)
         if key not in self._tables:
@@ -68,12 +70,13 @@ class PositionedRope(nn.Module):
         self.rope = rope
 
     def __call__(self, x: mx.array, offset: int | mx.array | Positions = 0) -> mx.array:
-        """Rotate queries or keys.
+        """Rotate queries or keys by their rows' positions in the text.
 
         Args:
             x: [B, H, R, Dh].
-            offset: the first row's position, a number or [1], or [B] where B is not 1; or
-                positions [R], where B is 1; or [B, R].
+            offset: the first row's position, which the others follow: a number or [1] for all
+                texts, or [B] where B is not 1. Or the position of every row: [R] where B is 1, or
+                [B, R]. `Positions` stand for their array; on the CPU their tables are used.
 
         Returns:
             The same shape.

@@ -38,14 +38,22 @@ def to_list(array: mx.array) -> list[Any]:
     return cast("list[Any]", array.tolist())
 
 
-def expect_shape(what: str, array: mx.array, *shape: int | None) -> None:
-    """Raise ValueError, which names `what`, unless `array` has `shape`; None stands for any
-    size."""
+def expect_shape(name: str, array: mx.array, *shape: int | None) -> None:
+    """Check that `array` has as many dimensions as `shape`, and each of its sizes.
+
+    Args:
+        name: what the array is; the error begins with it.
+        array: it is not computed.
+        shape: the sizes in order; None stands for any size.
+
+    Raises:
+        ValueError: another shape.
+    """
     found = array.shape
     if len(found) != len(shape) or any(
         want is not None and have != want for have, want in zip(found, shape, strict=True)
     ):
-        raise ValueError(f"{what} has shape {found}, expected {shape}")
+        raise ValueError(f"{name} has shape {found}, expected {shape}")
 
 
 def evaluated(array: mx.array) -> mx.array:

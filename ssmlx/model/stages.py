@@ -19,10 +19,10 @@ from .cache import TreeCache
 from .family import Parts, find_parts
 from .latent import run_rows_as_texts
 from .layer_state import LayerView
-from .lm_head import LMHead, ScaledHead, give_back
+from .lm_head import LMHead, ScaledHead, return_input
 from .masks import CausalMasks, WindowMasks
 from .metal import TreeMask, calls_attention
-from .modules import replace_parts
+from .modules import copy_with_parts
 from .rope import PositionedRope, Positions
 
 Tapped = dict[int, mx.array | None]
@@ -58,8 +58,8 @@ class Stages:
     def refresh_parts(self) -> None:
         """Find the parts of `model` again, after some of its modules were exchanged.
 
-        Layers with latent attention get another class, in place. Short calls find out what the
-        model does before its layers and behind its head.
+        Sets `parts`. Layers with latent attention get another class, in place. Calls on two tokens
+        find out what the model does before its layers and behind its head.
 
         Raises:
             InputError: the model lacks a part, or a layer keeps a state that cannot be cut back.
@@ -67,7 +67,7 @@ class Stages:
         self.parts = find_parts(self.model)
         run_rows_as_texts(self.parts.layers)
         self._takes_named_masks = calls_attention(self.parts.layers)
-        self._find_ends()
+        self._probe_embedder_and_head()
 
     @property
     def args(self) -> Any:
@@ -118,7 +118,7 @@ class Stages:
                 read them.
 
         Returns:
-            [1, R, D], scaled where the model scales embeddings.
+            [1, R, D], changed as the model does before its layers, such as scaled.
 
         Raises:
             ValueError: the model embeds positions, and none are given.
@@ -155,10 +155,10 @@ class Stages:
             first: number of the first layer.
             last: number after the last layer.
             mask: which of the R rows sees which key.
-            views: for each of these layers the cache object that it is handed; it writes the
-                rows' keys and values.
+            views: for each of these layers, in order, the cache object that it is handed; it
+                writes the rows' keys and values. As many layers run as there are views.
             tapped: for those of its keys that are among these layers, set to the input of that
-                layer, [B, R, D].
+                layer, [B, R, D]; no key is added.
 
         Returns:
             [B, R, D] the output of the last of these layers, before the final norm.
@@ -194,15 +194,17 @@ class Stages:
     @property
     def lm_head(self) -> LMHead:
         """Normed hidden states [..., D] to logits [..., V], scaled and capped as the model does."""
-        return self._head_with_rows(None)
+        return self._head_with_layer(None)
 
     def append(self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None) -> mx.array:
         """Run tokens through all layers and commit them to the cache.
 
+        Each sees the tokens before it, as its layers' windows allow.
+
         Args:
             tokens: [R] that follow what the cache holds.
             cache: gets their keys and values; paths that it has not counted yet are dropped.
-            tapped: by layer, set to the input [1, R, D] of that layer.
+            tapped: by layer, set to the input [1, R, D] of that layer; no key is added.
 
         Returns:
             [1, R, D] last hidden states, before the final norm.
@@ -228,11 +230,15 @@ class Stages:
         return self.embed(mx.array([0]), mx.array([0]))
 
     def _query_scale(self, hidden: mx.array, offset: int | mx.array | Positions) -> mx.array:
-        """[B, 1, R, 1] what queries are multiplied by, by their position (Ministral, Mistral 4).
+        """What a model that scales queries multiplies them by (Ministral, Mistral 4).
 
         Args:
-            hidden: [B, R, D] the rows, for B, R and the dtype.
-            offset: their positions [R], or the first one's, which the others follow.
+            hidden: [B, R, D] the rows; R and the dtype are read off it.
+            offset: their positions, [R], or [B] where R is 1; or the first one's, a number or [1],
+                which the others follow.
+
+        Returns:
+            [B, 1, R, 1] in the dtype of `hidden`; B is 1 where all texts have the same positions.
         """
         if isinstance(offset, Positions):
             offset = offset.array
@@ -247,27 +253,34 @@ class Stages:
         scale: mx.array = scale_at(1, positions, beta, original_length).astype(hidden.dtype)
         return scale.reshape(-1, 1, hidden.shape[1], 1)
 
-    def _head_with_rows(self, rows: Any) -> LMHead:
-        """The LM head, with the layer `rows` in the place of its own unless that is None.
+    def _head_with_layer(self, replacement: Any) -> LMHead:
+        """The LM head, on the layer `replacement` in the place of its own; on its own where None.
 
-        `rows` has a row for each token that is scored, and is of the kind of the model's: an
-        embedding where the head is tied, else a linear layer.
+        `replacement` has a row for each token that is scored, and is of the kind of the model's:
+        an embedding where the head is tied, else a linear layer. The model stays as it is.
+
+        Returns:
+            A function of normed hidden states [..., D] to logits [..., number of rows]: the layer
+            itself, an embedding's `as_linear`, or a `ScaledHead` where the model scales or caps
+            logits.
         """
         head = self.parts.head
-        layer = rows or (self.parts.decoder.embed_tokens if head is None else head)
+        layer = replacement or (self.parts.decoder.embed_tokens if head is None else head)
         if not self._changes_logits:
             plain: LMHead = layer.as_linear if head is None else layer
             return plain
         body = {} if head is not None else {"embed_tokens": layer}
         parts = {} if head is None else {"lm_head": layer}
         outer = self.parts.outer
-        parts["model"] = replace_parts(outer.model, give_back, **body)
-        return ScaledHead(layer, replace_parts(outer, **parts))
+        parts["model"] = copy_with_parts(outer.model, return_input, **body)
+        return ScaledHead(layer, copy_with_parts(outer, **parts))
 
-    def _find_ends(self) -> None:
-        """Find out by a call what the model does before its layers and behind its LM head.
+    def _probe_embedder_and_head(self) -> None:
+        """Find out, on two tokens, what the model does before its layers and behind its head.
 
-        Sets `_embedder` and `_changes_logits`. A model that embeds positions does neither.
+        Sets `_embedder` to the decoder without its layers where that gives something else than the
+        embedding's rows, else to None; and `_changes_logits` to whether the model's logits are
+        something else than its head's. A model that embeds positions is not tried: None and False.
         """
         self._embedder = None
         self._changes_logits = False
@@ -275,7 +288,7 @@ class Stages:
             return
         tokens = mx.array([[1, 2]])
         no_norm = {self.parts.norm_name: nn.Identity()}
-        embedder = replace_parts(self.parts.decoder, layers=[], **no_norm)
+        embedder = copy_with_parts(self.parts.decoder, layers=[], **no_norm)
         embedded = embedder(tokens, cache=[_NoCache()] * len(self.layers))
         plain = self.token_embeddings(tokens)
         self._embedder = None if mx.array_equal(embedded, plain) else embedder
@@ -295,8 +308,9 @@ def make_ropes_take_positions(stages: Stages) -> list[tuple[Any, nn.Module]]:
     """Wrap every layer's rotary embedding, in place, so that each row may have its own position.
 
     Returns:
-        For each that was wrapped, the attention module and the rotary embedding that it had. None
-        are in a model that embeds positions, or where they are wrapped already.
+        For each that was wrapped, the attention module and the rotary embedding that it had. Empty
+        for a model that embeds positions; layers whose rotary embedding is wrapped already, or that
+        have none as `self_attn.rope`, are left out.
     """
     found: list[tuple[Any, nn.Module, PositionedRope]] = []
     for layer in [] if stages.embeds_positions else stages.layers:

@@ -95,7 +95,13 @@ class _StateSources:
         self._num_rows = num_rows
 
     def find(self, state: mx.array | None) -> StateBehind:
-        """How to get `state` behind fewer rows; to be asked for the states in the caches' order.
+        """Say how to get a state behind fewer rows; asked once for each, in the caches' order.
+
+        Args:
+            state: an array that a cache holds behind the call; None, which stays None.
+
+        Returns:
+            A function of the number of rows to the state behind so many.
 
         Raises:
             ValueError: it comes from nothing that was recorded.
@@ -145,7 +151,15 @@ class StateCache(TreeCache):
         """Does nothing: mlx-lm's caches grow by themselves."""
 
     def append(self, model: ModelCall, tokens: mx.array) -> mx.array:
-        """Run `tokens` [R] through the model and commit them; returns the logits [1, R, V]."""
+        """Run tokens through the model and commit them, once rejected tokens are taken back.
+
+        Args:
+            model: of these caches.
+            tokens: [R] that follow the committed ones.
+
+        Returns:
+            [1, R, V] logits.
+        """
         self._take_back_rejected()
         logits = model(tokens[None], cache=self._caches)
         self._offset += tokens.shape[0]
@@ -156,7 +170,8 @@ class StateCache(TreeCache):
 
         Args:
             model: of these caches; `recurrent.hook_recurrences` has seen it.
-            tokens: [R], two or more.
+            tokens: [R], two or more, that follow the committed ones: the newest token, then drafted
+                ones.
 
         Returns:
             [1, R, V] logits.
@@ -175,7 +190,9 @@ class StateCache(TreeCache):
         return logits
 
     def advance(self, num_tokens: int) -> None:
-        """Commit the first `num_tokens` of the chain that was verified last.
+        """Commit the first `num_tokens` of the chain that was verified last; reject the others.
+
+        The caches still hold the rejected ones until they are used next.
 
         Raises:
             ValueError: it has not so many, or is committed already.
@@ -250,7 +267,11 @@ class StateCache(TreeCache):
         return self._chain is not None and self._chain.start <= num_tokens <= self._offset
 
     def _restore(self, num_tokens: int) -> None:
-        """Set the caches to a marked place, to the beginning, or, where all keep rows, anywhere."""
+        """Set the caches to what the first `num_tokens` committed tokens left.
+
+        That is a marked place or the beginning; any place where all layers keep the rows of the
+        whole text. `offset` stays as it is.
+        """
         self._take_back_rejected()
         if num_tokens == 0:
             self._caches = self._make_caches()

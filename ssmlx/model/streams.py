@@ -22,8 +22,8 @@ from .lora import RowScope
 from .masks import (
     SINKS,
     WindowMasks,
-    earlier_streams,
-    in_window,
+    earlier_streams_mask,
+    hide_outside_window,
     stream_positions,
     stream_visibility,
     window_start,
@@ -66,9 +66,11 @@ class StreamWeights:
     condition: Condition | None = None  # on the tokens drafted before, None where there is none
 
     @property
-    def trained(self) -> list[mx.array]:
-        """Every trained array, always in the same order; the draft vocabulary's ids are not among
-        them.
+    def trainable_arrays(self) -> list[mx.array]:
+        """Every array that training changes, always in the same order.
+
+        Stream embeddings, the low-rank maps, and the condition's, as far as there are any; the
+        draft vocabulary's ids are not among them.
         """
         low_rank = (self.init, self.root_init, self.prune)
         maps = [array for m in low_rank if m is not None for array in (m.a, m.b)]
@@ -79,7 +81,7 @@ class StreamWeights:
     @property
     def num_parameters(self) -> int:
         """Trained numbers beside LoRA."""
-        return sum(array.size for array in self.trained)
+        return sum(array.size for array in self.trainable_arrays)
 
 
 class ValueRotation:
@@ -99,26 +101,26 @@ class ValueRotation:
         self._sin = evaluated(mx.sin(angles))
 
     def __call__(self, values: mx.array, num_nodes: int, num_streams: int) -> mx.array:
-        """Rotate the values of stream rows among those of a step.
+        """Rotate the values of stream rows among those of a step; nodes' values stay as they are.
 
         Args:
-            values: [1, Hkv, M * (1 + G), Dh], nodes first.
+            values: [1, Hkv, M * (1 + G), Dh], nodes first, then streams node by node.
             num_nodes: M.
-            num_streams: G; with 0, `values` are returned.
+            num_streams: G, at most as many as this was made for; with 0, `values` are returned.
 
         Returns:
-            The same shape; nodes' values as they are.
+            The same shape and dtype.
         """
         if num_streams == 0:
             return values
-        turned = self.turn(values[:, :, num_nodes:], num_streams)
+        turned = self.rotate_streams(values[:, :, num_nodes:], num_streams)
         return mx.concatenate([values[:, :, :num_nodes], turned], axis=2)
 
-    def turn(self, values: mx.array, num_streams: int | None = None) -> mx.array:
-        """Rotate the values of stream rows.
+    def rotate_streams(self, values: mx.array, num_streams: int | None = None) -> mx.array:
+        """Rotate the values of stream rows, those of stream j by j times the step.
 
         Args:
-            values: [B, Hkv, M * G, Dh], node by node.
+            values: [B, Hkv, M * G, Dh] of stream rows alone, node by node.
             num_streams: G; as many as this was made for unless given.
 
         Returns:
@@ -241,9 +243,11 @@ class StreamFusedModel:
         return self.config.insertion_layer if self.config else self.num_layers
 
     def make_cache(self, scratch: int = 0) -> TreeCache:
-        """An empty cache for one text; of a model without stages, one of its own kinds.
+        """Make an empty cache for one text: a `StateCache` for a model without stages.
 
-        `scratch` is S, the most rows that a step will have, where that is known.
+        Args:
+            scratch: S, the most rows that a step will have, where that is known; the cache makes
+                more room when a step needs it. Not used for a model without stages.
         """
         if not self.backbone.capabilities.has("stages"):
             return StateCache(self.backbone.make_model_cache)
@@ -252,7 +256,13 @@ class StreamFusedModel:
     def node_rows(self, tree: Tree, cache: TreeCache) -> NodeRows:
         """Positions and mask of the nodes of `tree`, without streams.
 
-        The mask is written into a buffer of `cache`, and holds until its next one.
+        Args:
+            tree: N nodes.
+            cache: holds the tokens before the root. The mask is written into one of its buffers,
+                and holds until its next mask of the same size.
+
+        Raises:
+            InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
         """
         key = tree.topology
         takes_bits = self._takes_bits
@@ -267,12 +277,17 @@ class StreamFusedModel:
 
         Args:
             tokens: [R] that follow what the cache holds.
-            cache: gets their keys and values.
-            tapped: by layer, set to the input [1, R, D] of that layer.
+            cache: gets their keys and values; paths that it had not counted yet are dropped.
+            tapped: by layer, set to the input [1, R, D] of that layer; other layers are not added.
 
         Returns:
-            [1, R, D] last hidden states, and [1, R, D] those before the insertion layer; without
-            streams, the last ones twice.
+            [1, R, D] last hidden states before the final norm, and [1, R, D] the input of the
+            insertion layer; the last ones twice without streams, or where that is the first layer.
+            Of a model without stages twice its logits [1, R, V].
+
+        Raises:
+            InputError: taps are asked of a model without stages.
+            ValueError: a key of `tapped` is no layer's number.
         """
         split = self.insertion_layer
         tapped = {} if tapped is None else tapped
@@ -311,20 +326,33 @@ class StreamFusedModel:
         return self.backbone.run(hidden, 0, self.insertion_layer, nodes.mask, views, tapped)
 
     def early_exit_logits(self, hidden: mx.array) -> mx.array:
-        """[R, V] early-exit logits H(o(M_l)) of `hidden` [1, R, D] (section 3.2.3)."""
+        """Logits from half-way up, H(o(M_l)) (Speculative Streaming, section 3.2.3).
+
+        The early-exit adapter's output is added to the states before final norm and LM head. The
+        model must have such an adapter (`StreamWeights.prune`).
+
+        Args:
+            hidden: [1, R, D] the input of the insertion layer.
+
+        Returns:
+            [R, V].
+        """
         assert self.streams is not None and self.streams.prune is not None
         return self.backbone.logits(hidden + self.streams.prune(hidden))
 
     def condition_logits(self, normed: mx.array, previous: mx.array, tokens: mx.array) -> mx.array:
-        """What the token before adds to a stream's draft logits, see `condition`.
+        """What the token before a drafted token adds to its logit, see `condition`.
+
+        The model must have a condition (`is_conditional`).
 
         Args:
-            normed: [..., D] rows of streams behind the final norm.
-            previous: [..., K'] tokens that may stand before.
-            tokens: [..., K] tokens whose logits are wanted.
+            normed: [..., D] last hidden states of streams behind the final norm.
+            previous: [..., K'] ids of tokens that may stand before the stream's own.
+            tokens: [..., K] ids of the stream's tokens whose logits are wanted.
 
         Returns:
-            [..., K', K] to add to the logits of `tokens`, for each token before.
+            [..., K', K] to add to the logits of `tokens`, for each token before; scaled as the
+            model scales its logits.
         """
         assert self.streams is not None and self.streams.condition is not None
         condition = self.streams.condition
@@ -336,29 +364,34 @@ class StreamFusedModel:
         return scores if scale == 1.0 else scale * scores
 
     def root_states(self, roots: mx.array, last_hidden: mx.array) -> mx.array:
-        """[B, M, 2 D] the input of `StreamWeights.root_init`: embedding of the root, and normed
-        state.
+        """What streams that start from the root are told: the input of `StreamWeights.root_init`.
 
         Args:
-            roots: [B, M] the token behind each node.
-            last_hidden: [B, M, D] the nodes' last hidden states.
+            roots: [B, M] ids: the token behind each node, the next tree's root.
+            last_hidden: [B, M, D] the nodes' last hidden states, before the final norm.
+
+        Returns:
+            [B, M, 2 D]: the root's embedding, of RMS 1, then the state behind the final norm; in
+            the dtype of the latter.
         """
         normed = self.backbone.final_norm(last_hidden)
         embedded = scale_to_unit_rms(self.backbone.token_embeddings(roots))
         return mx.concatenate([embedded.astype(normed.dtype), normed], axis=-1)
 
     def insert(self, hidden: mx.array, num_streams: int, known: mx.array | None = None) -> mx.array:
-        """Put the streams' rows behind the nodes' rows, started as in eq. 3.
-
-        Where values are rotated, every stream of a node starts alike.
+        """Put the streams' rows behind the nodes' rows (Speculative Streaming, eq. 3).
 
         Args:
-            hidden: [1, M, D] the nodes before the insertion layer.
-            num_streams: G; with 0, `hidden` is returned.
-            known: [1, M, 2 D] the nodes' `root_states`, where streams start from them too.
+            hidden: [1, M, D] the nodes' rows, as they enter the insertion layer.
+            num_streams: G, at most as many as were trained; with 0, `hidden` is returned.
+            known: [1, M, 2 D] the nodes' `root_states`, where streams start from the root too; else
+                not used.
 
         Returns:
-            [1, M * (1 + G), D].
+            [1, M * (1 + G), D] the nodes' rows, then what `start_streams` returns.
+
+        Raises:
+            ValueError: the streams start from the root too, and `known` is None.
         """
         if num_streams == 0:
             return hidden
@@ -367,7 +400,20 @@ class StreamFusedModel:
     def start_streams(
         self, hidden: mx.array, num_streams: int, known: mx.array | None = None
     ) -> mx.array:
-        """[B, M * G, D] the streams' rows alone; arguments as in `insert`, for a batch of B.
+        """The streams' rows as they enter the insertion layer (Speculative Streaming, eq. 3).
+
+        Stream j of a node starts as f(h) + P_j, h the node's row; f is the identity where none was
+        trained. Without stream embeddings P, as where values are rotated, all streams of a node
+        start alike. `root_init` of `known` is added where streams start from the root too.
+
+        Args:
+            hidden: [B, M, D] the nodes' rows, as they enter the insertion layer.
+            num_streams: G, at most as many as were trained.
+            known: [B, M, 2 D] the nodes' `root_states`, where streams start from the root too; else
+                not used.
+
+        Returns:
+            [B, M * G, D] in the dtype of `hidden`, node by node.
 
         Raises:
             ValueError: the streams start from the root too, and `known` is None.
@@ -404,23 +450,27 @@ class StreamFusedModel:
 
         Args:
             rows: [1, M * (1 + G), D] of the M nodes and their streams, as `insert` gives them.
-            tree: the nodes that are left.
+            tree: the M nodes that are left after pruning.
             cache: holds the tokens before them; gets the rows' keys and values as scratch rows.
             num_streams: G, at most as many as were trained.
-            nodes: this tree's `node_rows`, where they are known.
+            nodes: this tree's `node_rows`, where they are known; used only where G is 0.
             starts: [M] the first token behind the sinks that each node's streams see; what
-                `window_start` says of the root's position unless given.
+                `window_start` says of the root's position unless given. Nodes see the whole text.
             tapped: by layer, set to the input [1, M * (1 + G), D] of that layer.
 
         Returns:
             [1, M * (1 + G), D] last hidden states, before the final norm.
+
+        Raises:
+            ValueError: `rows` are not as many.
+            InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
         """
         num_nodes = tree.num_nodes
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
         if num_streams == 0:
             nodes = nodes or self.node_rows(tree, cache)
             views = [cache.view(n, nodes.positions) for n in self._upper_layers]
-            return self._run_upper(rows, nodes.mask, views, None, tapped)
+            return self._run_upper_layers(rows, nodes.mask, views, None, tapped)
         positions = Positions(stream_positions(tree.depths + cache.length, num_streams))
         rotate = None
         if self.rotation is not None:
@@ -445,15 +495,20 @@ class StreamFusedModel:
             columns = mx.concatenate([own, *later, committed])
             dense = cache.upper_masks.mask(visible, cache, tree.topology)
             firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
-            mask = in_window(dense, columns, firsts)
+            mask = hide_outside_window(dense, columns, firsts)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         by_layer = self._mask_by_layer(mask, positions, rows.shape[1], cache)
-        return self._run_upper(rows, by_layer, views, num_nodes, tapped)
+        return self._run_upper_layers(rows, by_layer, views, num_nodes, tapped)
 
     def window_start(self, cache: TreeCache, position: int | None = None) -> int:
-        """The first token behind the sinks that streams of a node at `position` see.
+        """The number of the first token behind the sinks that streams of a node see.
 
-        `position` is the end of the committed tokens unless given.
+        Args:
+            cache: of the text.
+            position: of the node in the text; unless given the number of committed tokens.
+
+        Returns:
+            See `masks.window_start`, with the window of the adapter's settings.
         """
         assert self.config is not None
         position = cache.offset if position is None else position
@@ -468,30 +523,38 @@ class StreamFusedModel:
         num_streams: int,
         known: mx.array | None = None,
     ) -> mx.array:
-        """[1, G, D] last hidden states of the streams of the last accepted node alone (eq. 2).
+        """Run the streams of the last accepted node alone through the upper layers (eq. 2).
 
-        What `upper` computes for them beside every node's, in a pass of its own after the tree
-        is verified.
+        They see what `upper` lets them see: it runs those of every node in the pass that verifies
+        the tree, this a pass of its own behind that one.
 
         Args:
-            hidden: [1, M, D] the nodes before the insertion layer.
-            last: [1] the last accepted node.
+            hidden: [1, M, D] the nodes' rows, as they entered the insertion layer.
+            last: [1] the number of the last accepted node.
             position: [1] its position in the text.
-            cache: of the layers from `insertion_layer` on; it followed this step's `commit`, from
-                `window_start` on.
+            cache: of the layers from `insertion_layer` on, after its `follow_tree_cache` behind
+                this step's `commit`, from `window_start` on; gets the streams' keys and values as
+                scratch rows.
             num_streams: G, at most as many as were trained.
-            known: [1, 1, 2 D] that node's `root_states`, where streams start from them too.
+            known: [1, 1, 2 D] that node's `root_states`, where streams start from the root too.
+
+        Returns:
+            [1, G, D] last hidden states of its streams, before the final norm.
+
+        Raises:
+            ValueError: the streams start from the root too, and `known` is None.
+            InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
         """
         rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams, known)
         positions = Positions(position + indices(1, 2))
-        visible = earlier_streams(num_streams)
+        visible = earlier_streams_mask(num_streams)
         mask = cache.upper_masks.step_mask(visible, cache, num_streams, self._takes_bits)
         rotate = None
         if self.rotation is not None:
-            rotate = partial(self.rotation.turn, num_streams=num_streams)
+            rotate = partial(self.rotation.rotate_streams, num_streams=num_streams)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         by_layer = self._mask_by_layer(mask, positions, num_streams, cache)
-        return self._run_upper(rows, by_layer, views, 0)
+        return self._run_upper_layers(rows, by_layer, views, 0)
 
     def _mask_by_layer(
         self, mask: mx.array | TreeMask, positions: Positions, num_rows: int, cache: RowsCache
@@ -508,7 +571,7 @@ class StreamFusedModel:
     def _upper_layers(self) -> range:
         return range(self.insertion_layer, self.num_layers)
 
-    def _run_upper(
+    def _run_upper_layers(
         self,
         rows: mx.array,
         mask: Mask,
@@ -516,10 +579,18 @@ class StreamFusedModel:
         first_stream: int | None,
         tapped: Tapped | None = None,
     ) -> mx.array:
-        """Run `rows` through the upper layers, LoRA on those from `first_stream` on; on none where
-        None.
+        """Run rows through the layers from the insertion layer on.
 
-        LoRA of scope "all" acts on every row, whatever `first_stream` is.
+        Args:
+            rows: [1, R, D].
+            mask: which of them sees which key.
+            views: the cache objects of these layers.
+            first_stream: number of the first row that LoRA of scope "streams" acts on; None for no
+                row. LoRA of scope "all" acts on every row anyway.
+            tapped: by layer, set to the input [1, R, D] of that layer.
+
+        Returns:
+            [1, R, D] last hidden states, before the final norm.
         """
         layers = self._upper_layers
         if self._scope.first == 0:  # LoRA acts on every row

@@ -105,19 +105,28 @@ class Tree:
         return self.topology.ancestors if self.topology else _ancestors(self.paths)
 
     def path_sums(self, edges: mx.array) -> mx.array:
-        """[N] the sum of `edges` over each node's path, the root's left out.
+        """Sum a value over each node's path from the root, the root's own value left out.
 
-        `edges` are [N], one value a node, such as its log probability given its parent.
+        Args:
+            edges: [N] one value a node, such as its log probability given its parent.
+
+        Returns:
+            [N] the sums, each with the node's own value; 0 for the root.
         """
         fixed = self.topology
         below_root = fixed.below_root if fixed else _below_root(self.paths, self.depths)
         return mx.where(below_root, edges[self.paths], 0.0).sum(axis=1)
 
     def select(self, keep: mx.array) -> Tree:
-        """The tree of some nodes, which are numbered anew in the same order.
+        """A new tree of some of the nodes, which are numbered from 0 up in the same order.
 
         Args:
-            keep: [M] node numbers, ascending; every ancestor of a kept node must be among them.
+            keep: [M] node numbers, ascending; every ancestor of a kept node must be among them,
+                which is not checked.
+
+        Returns:
+            The tree of M nodes. It has no `topology`; as many levels in `paths` as this one; and
+            `num_internal` M, as any of its nodes may have children.
         """
         is_on_path = self.paths[keep][:, :, None] == keep
         paths = is_on_path.argmax(axis=-1).astype(mx.int32)
@@ -144,27 +153,41 @@ def _below_root(paths: mx.array, depths: mx.array) -> mx.array:
 
 
 def top_nodes(scores: mx.array, count: int) -> mx.array:
-    """[count] the numbers of the best of `scores` [N], ascending; all N where `count` is N or
-    more."""
+    """Find the nodes of the highest scores.
+
+    Args:
+        scores: [N] one for each node.
+        count: how many nodes are wanted, at least 1.
+
+    Returns:
+        [count] int32 node numbers, ascending, so not in the order of their scores; all N numbers
+        where `count` is N or more. Which of equal scores are taken is left open.
+    """
     if count >= scores.shape[0]:
         return indices(scores.shape[0])
     others = scores.shape[0] - count
     return mx.sort(mx.argpartition(scores, others)[others:]).astype(mx.int32)
 
 
-def clip_edges(logprobs: mx.array) -> mx.array:
-    """`logprobs` in float32, clipped to a range below 0: so a child always scores below its
-    parent."""
+def clip_logprobs(logprobs: mx.array) -> mx.array:
+    """`logprobs` in float32, clipped to `MIN_EDGE_LOGPROB` to `MAX_EDGE_LOGPROB`, both below 0.
+
+    So a child's path sum is always below its parent's, and never -inf.
+    """
     return mx.clip(logprobs.astype(mx.float32), MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
 
 
 def topology_of_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
-    """The topology of a tree whose nodes are given by their ranks.
+    """Build the topology of a tree whose nodes are given by the ranks on their paths.
 
     Args:
-        ranks: for each node the ranks of the candidates on its path, from () for the root on,
-            breadth first; every node's parent must be among them.
-        num_candidates: K, candidates of each stream.
+        ranks: for each of the N nodes, the rank (from 0, the best) of the candidate at each depth
+            of its path; () for the root, which is the first. Breadth first. Every node's parent
+            must be among them, else a KeyError is raised.
+        num_candidates: K, candidates of each stream; more than every rank.
+
+    Returns:
+        The topology, in which node number i is `ranks[i]`.
     """
     index = {path: node for node, path in enumerate(ranks)}
     depths = np.array([len(path) for path in ranks], np.int32)
@@ -183,26 +206,32 @@ def topology_of_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topo
 
 @lru_cache(maxsize=64)
 def full_topology(width: int, levels: int) -> Topology:
-    """The tree in which every node has `width` children, down to `levels` levels below the root.
+    """The topology in which every node has `width` children, `levels` levels deep below the root.
 
-    It has 1 + k + ... + k^levels nodes. Kept and shared.
+    It has 1 + width + ... + width^levels nodes. K is `width`. The same object is returned for the
+    same arguments.
     """
     ranks = [path for depth in range(levels + 1) for path in product(range(width), repeat=depth)]
     return topology_of_paths(ranks, width)
 
 
 @lru_cache(maxsize=64)
-def contender_topology(size: int, width: int | None, levels: int) -> Topology:
-    """The nodes among which the best `size` are, whatever the probabilities turn out to be.
+def topology_of_possible_nodes(size: int, width: int | None, levels: int) -> Topology:
+    """The topology of all nodes that may be among the best `size`, whatever the probabilities are.
 
     A node is outscored by every node whose ranks are all at least as good, at its own depth and
     above. Counting itself, depth d holds (r_1 + 1) ... (r_d + 1) of those; with more than
     `size` of them in all, the node cannot be chosen.
 
     Args:
-        size: nodes of the tree, the root included.
+        size: nodes of the tree that is chosen later, the root included.
         width: most children of a node; None for any number.
         levels: levels below the root.
+
+    Returns:
+        A topology of `size` nodes or more, or of fewer where `width` and `levels` allow no more.
+        Its K is `width`, at most `size` - 1 and at least 1. The same object is returned for the
+        same arguments.
     """
     limit = max(1, min(width or size - 1, size - 1))
     ranks: list[tuple[int, ...]] = []
@@ -219,19 +248,22 @@ def contender_topology(size: int, width: int | None, levels: int) -> Topology:
 
 
 @lru_cache(maxsize=64)
-def comb_topology(width: int, levels: int) -> Topology:
-    """A chain of each level's first candidate, with the level's other `width` - 1 candidates as
-    leaves.
+def chain_with_siblings_topology(width: int, levels: int) -> Topology:
+    """The topology of a chain that has siblings at every level.
+
+    Each of the `levels` levels below the root has `width` nodes, candidates 0 to `width` - 1 of
+    that level, all of them children of the level above's candidate 0. So N = 1 + levels * width,
+    and K is `width`. The same object is returned for the same arguments.
     """
     ranks = [(0,) * depth + (rank,) for depth in range(levels) for rank in range(width)]
     return topology_of_paths([(), *ranks], width)
 
 
 def draft_topology(config: TreeConfig, num_streams: int) -> Topology:
-    """The topology whose nodes are filled from the streams' candidates.
+    """The topology whose nodes are filled with the streams' candidates.
 
-    Of kind "full" it is the tree itself; else `contender_topology`, of which the best nodes are
-    kept.
+    Of kind "full" it is the drafted tree's own. Else it is
+    `topology_of_possible_nodes`, of whose nodes the drafted tree keeps the best.
 
     Args:
         config: kind, size and width of the tree.
@@ -243,12 +275,20 @@ def draft_topology(config: TreeConfig, num_streams: int) -> Topology:
     if config.kind == "full":
         config.num_nodes(num_streams)
         return full_topology(config.full_width, num_streams)
-    return contender_topology(config.size, config.width, num_streams)
+    return topology_of_possible_nodes(config.size, config.width, num_streams)
 
 
-def num_candidates(config: TreeConfig, num_streams: int, *, conditional: bool) -> int:
-    """K, how many candidates of each stream a tree is grown from; more where they are
-    `conditional`.
+def count_candidates(config: TreeConfig, num_streams: int, *, conditional: bool) -> int:
+    """K, how many of each stream's likeliest tokens `grow_tree` has to be given.
+
+    Args:
+        config: kind, size and width of the tree.
+        num_streams: G, levels below the root.
+        conditional: whether candidates are scored given the token before them. K is `RESCORED`
+            then, or a full tree's width where that is larger; else `draft_topology`'s K.
+
+    Raises:
+        InputError: a full tree would be too large; not checked where `conditional`.
     """
     if not conditional:
         return draft_topology(config, num_streams).num_candidates
@@ -263,7 +303,7 @@ def root_tree(root: mx.array) -> Tree:
 
 def chain_tree(tokens: mx.array) -> Tree:
     """The tree in which each of `tokens` [N] is the one child of the token before it."""
-    chain = comb_topology(1, tokens.shape[0] - 1)
+    chain = chain_with_siblings_topology(1, tokens.shape[0] - 1)
     return Tree(tokens, chain.depths, chain.paths, chain.num_internal, chain)
 
 
@@ -274,58 +314,77 @@ def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: Tree
     the product of its streams' probabilities along the path.
 
     Args:
-        root: [1] the newest token.
-        tokens: [G, K] each stream's candidates, best first, K =
-            `draft_topology(...).num_candidates`.
-        logprobs: [G, K] theirs; or [G, K, K] given the token before, see `grow_conditional`.
+        root: [1] int32 the newest token.
+        tokens: [G, K] each stream's candidates, best first, K as `count_candidates` gives it.
+        logprobs: [G, K] their log probabilities; or [G, K, K] where they depend on the token
+            before, see `grow_conditional_tree`, which draws the tree then.
         config: kind, size and width of the tree.
+
+    Returns:
+        The tree, stream j's candidates at depth j: of kind "full" every node; else the `size` nodes
+        (root included) of the highest scores, or fewer where there are no more.
+
+    Raises:
+        ValueError: [G, K] candidates of another K.
+        InputError: a full tree would be too large.
     """
     if logprobs.ndim == 3:
-        return grow_conditional(root, tokens, logprobs, config)
+        return grow_conditional_tree(root, tokens, logprobs, config)
     topology = draft_topology(config, tokens.shape[0])
     size = topology.num_nodes if config.kind == "full" else config.size
-    return best_tree(root, tokens, logprobs, topology, size)
+    return grow_best_tree(root, tokens, logprobs, topology, size)
 
 
-def best_tree(
+def grow_best_tree(
     root: mx.array, tokens: mx.array, logprobs: mx.array, topology: Topology, size: int
 ) -> Tree:
-    """The likeliest nodes of a topology, filled from candidates as in `grow_tree`.
+    """Fill a topology with candidates, and keep the likeliest nodes.
 
     Args:
-        root: [1] the newest token.
-        tokens: [G, K] candidates.
-        logprobs: [G, K] theirs.
-        topology: of all nodes that may be chosen.
-        size: most nodes, the root included; where there are no more, all are kept.
+        root: [1] int32 the newest token.
+        tokens: [G, K] each stream's candidates, best first; stream j's are the nodes at depth j.
+        logprobs: [G, K] their log probabilities; a node's score is their sum along its path.
+        topology: of all nodes that may be chosen; its K is that of `tokens`.
+        size: most nodes, the root included.
+
+    Returns:
+        The tree of the best `size` nodes; where the topology has no more than that, of all its
+        nodes, with the topology itself.
+
+    Raises:
+        ValueError: `tokens` has another K than the topology.
     """
     expect_shape("candidates", tokens, tokens.shape[0], topology.num_candidates)
     node_tokens = mx.concatenate([root, take(tokens.flatten(), topology.slots)])
     tree = Tree(node_tokens, topology.depths, topology.paths, topology.num_internal, topology)
     if topology.num_nodes <= size:
         return tree
-    edges = take(clip_edges(logprobs).flatten(), topology.edge_slots)
+    edges = take(clip_logprobs(logprobs).flatten(), topology.edge_slots)
     return tree.select(top_nodes(tree.path_sums(edges), size))
 
 
-def grow_conditional(
+def grow_conditional_tree(
     root: mx.array, tokens: mx.array, logprobs: mx.array, config: TreeConfig
 ) -> Tree:
-    """Draft a tree from candidates that are scored given the token before them.
+    """Draft a tree from candidates whose log probabilities depend on the token before them.
 
     Of kind "best" it is a beam search, exact among the candidates: no child outscores its parent,
     so that of the best nodes at most `size` - d are d levels below the root, all of them among the
     children of such nodes above.
 
     Args:
-        root: [1] the newest token.
-        tokens: [G, K] each stream's candidates.
-        logprobs: [G, K, K] of each candidate (last axis) given each of the stream before; those of
-            the first stream given the root, in any row.
+        root: [1] int32 the newest token.
+        tokens: [G, K] each stream's candidates, in any order.
+        logprobs: [G, K, K] of each candidate (last axis) given each candidate of the stream before
+            (middle axis). Of the first stream row 0 is read: given the root.
         config: kind, size and width of the tree.
 
     Returns:
-        The tree; the root alone where there are no streams, or the size is 1.
+        Of kind "full" the tree in which every node has its best `full_width` candidates as
+        children, or all K where there are fewer. Else the `size` nodes (root included) of the
+        largest sums of log probabilities, no node with more than `width` children; fewer nodes
+        where there are no more. The root alone where G is 0, or where the kind is "best" and the
+        size 1.
     """
     levels, count = tokens.shape
     width = min(count, config.full_width if config.kind == "full" else config.width or count)
@@ -338,28 +397,31 @@ def grow_conditional(
         return _full_conditional_tree(
             root, tokens, _best_children(logprobs, width), full_topology(width, levels)
         )
-    nodes, depths, paths, ancestors = _beam(root, tokens, logprobs, levels, config.size, width)
+    nodes, depths, paths, ancestors = _search_beam(
+        root, tokens, logprobs, levels, config.size, width
+    )
     tree = Tree(nodes, depths, paths, nodes.size)
     vars(tree)["ancestors"] = ancestors
     return tree
 
 
 @mx.compile
-def _beam(
+def _search_beam(
     root: mx.array, tokens: mx.array, logprobs: mx.array, levels: int, size: int, width: int
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The beam search of `grow_conditional`, of kind "best".
+    """Find the best `size` nodes by a beam search, for `grow_conditional_tree`.
 
     Args:
-        root: [1].
-        tokens: [G, K].
-        logprobs: [G, K, K].
-        levels: G, levels below the root.
-        size: nodes of the tree.
-        width: most children of a node.
+        root: [1] int32 the newest token.
+        tokens: [G, K] candidates.
+        logprobs: [G, K, K] of each candidate (last axis) given each of the stream before.
+        levels: levels below the root, at most G; the search uses the first so many streams.
+        size: nodes of the tree, the root included.
+        width: most children of a node, at most K.
 
     Returns:
-        Tokens [N], depths [N], paths [N, P] and ancestors [N, N] of the tree.
+        Tokens [N], depths [N], paths [N, P] and ancestors [N, N] of the tree, breadth first; N is
+        `size`, or fewer where `width` and `levels` allow no more.
     """
     count = tokens.shape[1]
     children = []
@@ -367,7 +429,7 @@ def _beam(
         ranked = _best_children(logprobs, width)
         logprobs = mx.take_along_axis(logprobs, ranked, axis=-1)
         children = _split_levels(ranked)
-    edges = _split_levels(clip_edges(logprobs))
+    edges = _split_levels(clip_logprobs(logprobs))
     layout = _beam_layout(levels, size, count, width)
     chosen = [layout.nodes[:1]]
     slots = [layout.nodes[:1]]
@@ -393,27 +455,31 @@ def _beam(
 
 
 def _best_children(logprobs: mx.array, width: int) -> mx.array:
-    """[G, K, width] the columns of the best of each row of `logprobs` [G, K, K], best first."""
+    """[G, K, width] the columns of the `width` largest values in each row of `logprobs` [G, K, K],
+    the largest first.
+    """
     if width == 1:
         return mx.argmax(logprobs, axis=-1, keepdims=True)
     return mx.argsort(-logprobs, axis=-1)[:, :, :width]
 
 
 def _split_levels(array: mx.array) -> list[mx.array]:
-    """The rows of an array, as a list: brackets would gather them."""
+    """The parts of an array along its first axis, as a list: brackets would gather them."""
     return [one.squeeze(0) for one in mx.split(array, array.shape[0])]
 
 
 def _full_conditional_tree(
     root: mx.array, tokens: mx.array, ranked: mx.array, topology: Topology
 ) -> Tree:
-    """The tree in which every node has its best children.
+    """The full tree in which every node's children are its best candidates given its token.
 
     Args:
-        root: [1].
+        root: [1] the newest token.
         tokens: [G, K] candidates.
-        ranked: [G, K, width] each candidate's best children, as `_best_children` gives them.
-        topology: the full tree of that width; its levels may be fewer than G.
+        ranked: [G, K, width] the columns of the best candidates of each stream, given each
+            candidate of the stream before, as `_best_children` gives them.
+        topology: the full tree of that width; its levels may be fewer than G, and the streams
+            behind them are not used.
     """
     slots = indices(1)
     nodes = [root]
@@ -440,8 +506,19 @@ class _BeamLayout:
 
 @lru_cache(maxsize=64)
 def _beam_layout(levels: int, size: int, num_candidates: int, width: int) -> _BeamLayout:
-    """The layout of a beam of `levels` levels, `size` nodes and `width` children; kept and
-    shared."""
+    """The layout of a beam search, before tokens are known: how many nodes each depth keeps.
+
+    Depth d keeps `size` - d nodes, or all children of depth d - 1 where these are fewer.
+
+    Args:
+        levels: levels below the root.
+        size: nodes of the tree that is chosen from the beam, the root included.
+        num_candidates: K, candidates of each stream.
+        width: most children of a node.
+
+    Returns:
+        Evaluated arrays; the same object for the same arguments.
+    """
     counts = [1]
     for level in range(levels):
         counts.append(min(size - 1 - level, counts[-1] * width))

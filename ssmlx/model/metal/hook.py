@@ -86,10 +86,11 @@ class TreeMask:
 
 
 def calls_attention(layers: Iterable[Any]) -> bool:
-    """Whether the attention of all `layers` can be hooked.
+    """Whether the attention of all `layers` can be hooked, see `hook_layers`.
 
-    That is so where the call of each `self_attn` uses mlx-lm's `scaled_dot_product_attention` under
-    that name, as a global of its own file.
+    That is so where the class of each layer's `self_attn` has a Python `__call__` that uses a
+    global `scaled_dot_product_attention` of its own file, as mlx-lm's classes do. Nothing is
+    changed or run. True where there are no layers.
     """
     calls: list[Any] = [type(getattr(layer, "self_attn", None)).__call__ for layer in layers]
     codes = (getattr(call, "__code__", None) for call in calls)
@@ -100,13 +101,14 @@ def calls_attention(layers: Iterable[Any]) -> bool:
 
 
 def hook_layers(layers: Iterable[Any]) -> bool:
-    """Let the attention of `layers` take a `TreeMask`.
+    """Let the attention of `layers` take a `TreeMask` as its mask.
 
-    The attention function that their modules call is replaced, in place and for good; masks of
-    other kinds go to the original.
+    In the Python files of their attention classes, the global `scaled_dot_product_attention` is
+    replaced for the whole process, for good, and once: other models of the same classes are changed
+    too. Masks of other kinds go to the original.
 
     Returns:
-        Whether all layers can: those that `calls_attention`. Nothing is replaced where not.
+        Whether all layers can, see `calls_attention`. Nothing is replaced where one cannot.
     """
     layers = list(layers)
     if not calls_attention(layers):
@@ -120,7 +122,12 @@ def hook_layers(layers: Iterable[Any]) -> bool:
 
 
 def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """A function like mlx-lm's attention `original`, which also takes a `TreeMask` as its mask."""
+    """Make a function like mlx-lm's attention `original` that also takes a `TreeMask` as its mask.
+
+    Under a `TreeMask` it runs the fused kernel where `division_for` gives a division and there are
+    no attention sinks (the argument `sinks`); else `original` with the mask's dense form. Any other
+    mask goes to `original` as it came.
+    """
 
     @wraps(original)
     def attention(
@@ -144,18 +151,22 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
 
 
 def division_for(queries: mx.array, keys: mx.array) -> Division | None:
-    """How the fused kernel is to compute an attention, or that MLX's own is to.
+    """Decide whether the fused kernel computes an attention, and how it divides the work.
+
+    With "auto" the kernel is used where a trial at such a shape found it right and clearly faster;
+    a shape without a trial is noted for `time_pending_shape`. With "fused" the trial is made here,
+    and the kernel is used where its values are right, however fast it is.
 
     Args:
-        queries: [1, H, R, Dh].
-        keys: [1, Hkv, C + L, Dh].
+        queries: [1, H, R, Dh]; only its shape and dtype count.
+        keys: [1, Hkv, C + L, Dh]; only its shape counts.
 
     Returns:
-        The kernel's division; None for MLX's own attention. With "auto" that is so until
-        `time_pending_shape` has compared both, for which the shape is noted here.
+        The kernel's division; None for MLX's own attention, also where the kernel is off.
 
     Raises:
-        InputError: with "fused", a shape or GPU that the kernel cannot do.
+        InputError: with "fused", a shape that the kernel cannot do, or a GPU where its values are
+            not right.
     """
     if not is_on():
         return None
@@ -190,10 +201,11 @@ def trials() -> Mapping[Bucket, Trial]:
 
 
 def time_pending_shape() -> None:
-    """Compare the kernel with MLX's attention at one shape that `division_for` noted; does
-    nothing if there is none.
+    """Compare the kernel with MLX's attention at the shape that `division_for` noted last.
 
-    For a moment when nobody waits: it takes some 50 ms, and longer where the kernel is compiled.
+    The result is kept in `trials`, and the shape is no longer noted. Does nothing where no shape is
+    noted or the kernel is off. For a moment when nobody waits: it takes some 50 ms, and longer
+    where the kernel is compiled.
     """
     if _wanted and is_on():
         bucket, shape = _wanted.popitem()
@@ -201,9 +213,13 @@ def time_pending_shape() -> None:
 
 
 def _record_trial(bucket: Bucket, shape: AttentionShape, division: Division) -> Trial:
-    """Try the kernel at `shape`, and keep the result for its bucket.
+    """Try the kernel at `shape`, and keep the result in `trials` for its bucket.
 
-    After one trial whose values differed the kernel is not tried again: the result says so.
+    Where any trial before did not agree, the kernel is not tried: the result is one that does not
+    agree.
+
+    Returns:
+        The result.
     """
     failed = any(not trial.agrees for trial in _trials.values())
     found = Trial(agrees=False) if failed else try_kernel(shape, division)

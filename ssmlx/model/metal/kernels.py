@@ -103,9 +103,10 @@ class Kernel:
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are three kernels, for good)
     def build(self) -> Callable[..., list[mx.array]]:
-        """MLX's callable for the kernel, kept.
+        """Make MLX's callable for the kernel, or return the one that was made before.
 
-        Keys and values are read where they lie: arrays need not be contiguous.
+        It takes the fields of `Call` as keyword arguments. Inputs are read where they lie: they
+        need not be contiguous.
         """
         built = mx.fast.metal_kernel(
             name=self.name,
@@ -146,13 +147,14 @@ def run_on_metal(kernel: Kernel, call: Call) -> list[mx.array]:
 
 
 def pack_bits(visible: mx.array) -> mx.array:
-    """A mask as bits: bit j of word w is set where a row sees key 32 * w + j.
+    """Pack a mask into bits: bit j of word w is set where a row sees key 32 * w + j.
 
     Args:
         visible: [R, C] bool; keys behind the first C are committed tokens, which every row sees.
 
     Returns:
-        [R, W] uint32; bits behind the first C are set.
+        [R, W] uint32; bits behind the first C are set. W is C / 32 rounded up, or more, so that
+        R * W is at least 8.
     """
     rows, columns = visible.shape
     words = max(ceil_div(columns, TILE_KEYS), ceil_div(_MIN_WORDS, rows))
@@ -172,16 +174,22 @@ def attend(
     division: Division,
     run: Run | None = None,
 ) -> mx.array:
-    """[1, H, R, Dh] attention of a step's rows.
+    """Compute the attention of a step's rows with the fused kernel, lazily.
+
+    Where the division splits the keys, a second kernel merges the parts.
 
     Args:
         queries: [1, H, R, Dh] of any strides.
         keys, values: [1, Hkv, C + L, Dh], slices of a cache: elements of a key side by side, the
             other strides and the offset multiples of 4. The rows see of the first C keys what
             `bits` says, and all the others.
-        bits: [R, W] uint32, `pack_bits`.
-        scale: of the scores.
-        run: what runs the kernels; Metal unless given.
+        bits: [R, W] uint32, as `pack_bits` makes them.
+        scale: factor of the scores, before the softmax.
+        division: how the kernel divides its work.
+        run: what runs the kernels, a function as `run_on_metal`; that unless given.
+
+    Returns:
+        [1, H, R, Dh] in the dtype of the queries.
     """
     run = run or run_on_metal
     dtype, (_, num_heads, num_rows, head_size) = queries.dtype, queries.shape
