@@ -28,6 +28,7 @@ from .loading.attach import attach_adapter, default_adapter
 from .loading.load import load
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, resolve_adapter
 from .model.cache import TreeCache
+from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, adapter_template, encode_turns, prompt_tokens
@@ -54,16 +55,17 @@ class Engine:
     Args:
         model: as `ssmlx.load` takes it.
         adapters: bundled adapters, folders or Hub names of others, to load now; any other one is
-            loaded when it is first asked for. The first of them is the default; without any it is
-            "auto": what a chat finds for the model, see `ssmlx.load`. "none" is the base alone.
+            loaded when it is first asked for. "none" is the base alone.
+        adapter: the adapter of answers that name none, loaded now too. Unless given it is the first
+            of `adapters`; without any it is "auto": what a chat finds for the model, see
+            `ssmlx.load`.
         merge_lora: as `ssmlx.load` does. That takes memory for every such adapter, as large as
             the layers that it changes; False, the default, takes a little time a step instead.
         prompt_cache: prompts that were processed, to be shared; of 1 GiB in memory unless given.
         memory_gb: GiB beside the weights that the texts of answers may take at once, running ones
             and those that are kept; two thirds of what the weights leave unless given. What is
             kept goes before an answer is refused.
-        loading: dtype, draft_head, group, cache_dir, offline and progress, as `ssmlx.load` takes
-            them.
+        dtype, draft_head, group, cache_dir, offline, progress: as `ssmlx.load` takes them.
 
     Raises:
         InputError: something given is missing, broken, or does not fit the rest.
@@ -74,16 +76,30 @@ class Engine:
         model: str | Path = DEFAULT_MODEL,
         adapters: Sequence[str | Path] = (),
         *,
+        adapter: str | Path | None = None,
         merge_lora: bool = False,
         prompt_cache: PromptCache | None = None,
         memory_gb: float | None = None,
-        **loading: Any,
+        dtype: str = "auto",
+        draft_head: str = "auto",
+        group: Group | None = None,
+        cache_dir: str | Path | None = None,
+        offline: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         check_memory(memory_gb)
-        own, self.tokenizer = load(model, merge_lora=merge_lora, **loading)
+        own, self.tokenizer = load(
+            model,
+            dtype=dtype,
+            merge_lora=merge_lora,
+            draft_head=draft_head,
+            group=group,
+            cache_dir=cache_dir,
+            offline=offline,
+            progress=progress,
+        )
         self._merge_lora = merge_lora
-        names = ("cache_dir", "offline", "progress")
-        self._fetch = Fetch(**{name: loading[name] for name in names if name in loading})
+        self._fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
         self._base = own.backbone.base()
         self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
         self._loading = threading.Lock()
@@ -92,9 +108,10 @@ class Engine:
         if own.config is not None:  # a fused folder brings its own streams
             self._models[_OWN] = own
         self._automatic: tuple[str, Path | None] | None = None
-        self._default = str(adapters[0]) if adapters else AUTO_ADAPTER
-        for adapter in adapters:
-            self.model(adapter)
+        named = [*adapters] if adapter is None else [adapter, *adapters]
+        self._default = str(named[0]) if named else AUTO_ADAPTER
+        for one in named:
+            self.model(one)
         limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
         self.memory_pool = MemoryPool(limit)
         self.prompt_cache.count_in(self.memory_pool)

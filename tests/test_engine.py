@@ -496,6 +496,22 @@ def test_the_default_adapter_is_the_bundled_chat_where_it_belongs(base, tmp_path
         assert engine.model().num_streams > 0 and engine.model() is engine.model("chat")
 
 
+def test_an_engines_adapter_is_the_one_that_answers_have(base, folders):
+    for given, wanted in (
+        ({"adapter": folders["all"]}, "all"),
+        ({"adapter": folders["all"], "adapters": [folders["streams"]]}, "all"),
+        ({"adapter": "none", "adapters": [folders["streams"]]}, "none"),
+        ({"adapters": [folders["streams"], folders["all"]]}, "streams"),
+    ):
+        with ssmlx.Engine(str(base), dtype="float32", **given) as engine:
+            assert engine.default_adapter == folders[wanted]
+            assert engine.model() is engine.model(folders[wanted])
+            named = {*given.get("adapters", ()), given.get("adapter", "none"), "none"}
+            assert set(engine.adapters) == named
+    with pytest.raises(TypeError, match="drafter"):
+        ssmlx.Engine(str(base), drafter="streams")
+
+
 LEAVES = """
 import sys
 sys.path.insert(0, {tests!r})
