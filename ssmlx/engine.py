@@ -4,7 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
@@ -35,9 +35,16 @@ from .prompts import Message, Tools, adapter_template, encode_turns, prompt_toke
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig
 
-_OWN = "own"  # streams, of a fused folder
 Question = str | Sequence[int] | Sequence[Message]
 """A user's text, the turns of a chat, or the tokens of a prompt."""
+
+
+@dataclass(frozen=True)
+class _LoadedAdapter:
+    """The base with an adapter, or alone."""
+
+    name: str  # by which it was first asked for
+    model: StreamFusedModel
 
 
 class Engine:
@@ -101,15 +108,17 @@ class Engine:
         self._merge_lora = merge_lora
         self._fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
         self._base = own.backbone.base()
-        self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
-        self._loading = threading.Lock()
+        alone = _LoadedAdapter(NO_ADAPTER, StreamFusedModel(self._base))
+        self._loaded: dict[Path | None, _LoadedAdapter] = {None: alone}  # by resolved folder
+        self._folders: dict[str | Path, Path | None] = {}  # by name: what it was found to be
+        self._with_own_streams = own if own.config is not None else None  # of a fused folder
+        self._automatic: tuple[str, Path | None] | None = None
+        self._loading = threading.Lock()  # of all of these
+        self._is_closed = False
         self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
-        if own.config is not None:  # a fused folder brings its own streams
-            self._models[_OWN] = own
-        self._automatic: tuple[str, Path | None] | None = None
         named = [*adapters] if adapter is None else [adapter, *adapters]
-        self._default = str(named[0]) if named else AUTO_ADAPTER
+        self._default = named[0] if named else AUTO_ADAPTER
         for one in named:
             self.model(one)
         limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
@@ -137,53 +146,77 @@ class Engine:
                 closed.
         """
         asked = self._default if adapter is None else adapter
-        name = str(asked)
+        self._check_open()
         folder = None
-        is_new = name not in self._models and name != AUTO_ADAPTER
-        if self._models and is_new:  # to fetch one keeps nobody else waiting
-            folder = resolve_adapter(asked, self._fetch)
+        if asked != AUTO_ADAPTER:  # to fetch one keeps nobody else waiting
+            is_known = asked in self._folders
+            folder = self._folders[asked] if is_known else resolve_adapter(asked, self._fetch)
         with self._loading:
-            require(
-                bool(self._models),
-                "the engine is closed",
-                expected="an open one",
-                do="make a new `ssmlx.Engine`",
-            )
-            if name == AUTO_ADAPTER:
-                name, folder = self._find_automatic_adapter()
-            if name not in self._models:
-                assert folder is not None
-                loaded = load_adapter(folder)
-                self._models[name] = attach_adapter(self._base, loaded, merge_lora=self._merge_lora)
-            return self._models[name]
+            self._check_open()  # it may have been closed meanwhile
+            if asked == AUTO_ADAPTER:
+                if self._with_own_streams is not None:
+                    return self._with_own_streams
+                return self._load_adapter(*self._find_automatic_adapter())
+            model = self._load_adapter(str(asked), folder)
+            if isinstance(asked, str):
+                self._folders[asked] = folder
+            return model
+
+    def _load_adapter(self, name: str, folder: Path | None) -> StreamFusedModel:
+        """The base with the adapter of `folder`, alone if that is None; loaded unless it is there.
+
+        `name` is what `adapters` calls it from then on. Under the lock.
+        """
+        key = None if folder is None else folder.resolve()
+        if folder is not None and key not in self._loaded:
+            model = attach_adapter(self._base, load_adapter(folder), merge_lora=self._merge_lora)
+            self._loaded[key] = _LoadedAdapter(name, model)
+        return self._loaded[key].model
 
     def _find_automatic_adapter(self) -> tuple[str, Path | None]:
-        """The name and the folder of the adapter that "auto" means; looked for once.
-
-        The folder is None for the base alone and for a fused folder's own streams.
-        """
+        """The name and the folder of the adapter that "auto" means for a model without streams of
+        its own; looked for once. The folder is None for the base alone. Under the lock."""
         if self._automatic is None:
-            if _OWN in self._models:
-                self._automatic = _OWN, None
-            else:
-                base = self._models[NO_ADAPTER]
-                self._automatic = default_adapter(base) or (NO_ADAPTER, None)
+            found = default_adapter(self._loaded[None].model)
+            self._automatic = found or (NO_ADAPTER, None)
         return self._automatic
+
+    def _check_open(self) -> None:
+        """Raise InputError where the engine is closed."""
+        require(
+            not self._is_closed,
+            "the engine is closed",
+            expected="an open one",
+            do="make a new `ssmlx.Engine`",
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, and answers no more."""
+        return self._is_closed
 
     @property
     def default_adapter(self) -> str | None:
         """The adapter that answers have where nothing is asked for, "none" for the base alone, None
-        for the model's own streams."""
+        for the model's own streams.
+
+        Raises:
+            InputError: it has to be looked for, and the engine is closed.
+        """
         if self._default != AUTO_ADAPTER:
-            return self._default
+            return str(self._default)
         with self._loading:
+            self._check_open()
+            if self._with_own_streams is not None:
+                return None
             name, _ = self._find_automatic_adapter()
-        return None if name == _OWN else name
+            return name
 
     @property
     def adapters(self) -> list[str]:
-        """The adapters that are loaded, "none" for the base alone."""
-        return list(self._models)
+        """The adapters that are loaded, by the names that they were first asked for by, and "none"
+        for the base alone; nothing of a closed engine."""
+        return [one.name for one in list(self._loaded.values())]
 
     def stream(
         self,
@@ -417,7 +450,7 @@ class Engine:
     def _track_open(self, opened: Answer[Any] | ChatSession) -> None:
         """Have `close` close `opened`; close it now if the engine is closed. On the MLX thread."""
         self._open.add(opened)
-        if not self._models:
+        if self._is_closed:
             opened.close()
 
     def _model_for_swap(self, adapter: str | Path | None) -> StreamFusedModel:
@@ -430,9 +463,11 @@ class Engine:
         if is_forked():
             return
         with self._loading:
-            if not self._models:
+            if self._is_closed:
                 return
-            self._models = {}
+            self._is_closed = True
+            self._loaded = {}
+            self._with_own_streams = None
             self._batches = self._new_batches()  # those that there are know models
             del self._base
         for opened in run(lambda: list(self._open)):

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -510,6 +511,37 @@ def test_an_engines_adapter_is_the_one_that_answers_have(base, folders):
             assert set(engine.adapters) == named
     with pytest.raises(TypeError, match="drafter"):
         ssmlx.Engine(str(base), drafter="streams")
+
+
+def test_an_adapter_is_loaded_once_however_it_is_spelled(base, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDERS", (tmp_path / "bundled",))
+    bundled = write_tiny_adapter(tmp_path / "bundled" / "chat", base, scope="streams")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with ssmlx.Engine(str(base), dtype="float32") as engine:
+        chat = engine.model("chat")
+        assert engine.model(bundled) is engine.model() is chat
+        mine = write_tiny_adapter(here / "chat", base, template="w5 {prompt} w6")
+        spellings = (Path("chat"), "./chat", str(mine), mine, here / ".." / "here" / "chat")
+        (own,) = {engine.model(one) for one in spellings}
+        assert own is not chat is engine.model("chat")
+        assert engine.adapters == ["none", "chat", "chat"]
+        for one in ("own", Path("none"), Path("auto")):
+            assert "no" in refusal(engine.model, one)
+
+
+def test_a_fused_folders_own_streams_are_the_default_and_no_adapter(base, tmp_path):
+    from test_swap import fuse
+
+    with ssmlx.Engine(str(fuse(base, tmp_path / "fused")), dtype="float32") as engine:
+        assert engine.model() is engine.model("auto") and engine.model().num_streams > 0
+        assert engine.model("none").num_streams == 0
+        assert (engine.default_adapter, engine.adapters) == (None, ["none"])
+        assert "no adapter folder own" in refusal(engine.model, "own")
+    assert engine.is_closed and engine.adapters == []
+    for ask in (engine.model, partial(engine.model, "none"), lambda: engine.default_adapter):
+        assert "the engine is closed" in refusal(ask)
 
 
 LEAVES = """

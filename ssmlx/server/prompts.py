@@ -119,7 +119,7 @@ class PromptReader:
 
     def check_open(self) -> None:
         """Raises HTTPException where the server is being stopped."""
-        if not self.engine.adapters:
+        if self.engine.is_closed:
             raise STOPPED
 
     def _tokens(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
