@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -195,6 +196,32 @@ def test_the_longest_unused_goes_first_and_may_still_be_in_use():
     warm(tiny, model, a[:30])
     warm(tiny, model, b)
     assert tiny.take(model, a[:30])[1] == 29 and tiny.take(model, b)[1] == 0
+
+
+class _CountedSlowly:
+    """Earlier answers; while they are counted, `task` has a tenth of a second on another thread."""
+
+    def __init__(self, task):
+        self._task = task
+
+    @property
+    def nbytes(self):
+        thread = threading.Thread(target=self._task)
+        thread.start()
+        thread.join(0.1)
+        return 5
+
+
+def test_answers_of_another_model_may_begin_while_bytes_are_counted():
+    prompts = PromptCache()
+    added = []
+    prompts._answers["any model"] = _CountedSlowly(
+        lambda: added.append(prompts.answers(model_of()))
+    )
+    assert prompts.nbytes == 5  # a dictionary that grows while it is read raises
+    assert prompts.answers(model_of()) is prompts.answers(model_of())
+    del prompts._answers["any model"]
+    assert [prompts.answers(model_of())] == added
 
 
 def test_what_another_extends_is_dropped_and_bytes_are_those_held():

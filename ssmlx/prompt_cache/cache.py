@@ -139,7 +139,9 @@ class PromptCache:
 
         Made where there are none. On the MLX thread.
         """
-        return self._answers.setdefault(CacheKey.of(model), EarlierAnswers())
+        key = CacheKey.of(model)
+        with self._lock:
+            return self._answers.setdefault(key, EarlierAnswers())
 
     def flush(self) -> None:
         """Write to the folder what is not there yet. What cannot be written is logged.
@@ -200,7 +202,8 @@ class PromptCache:
     def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
         """`put` on the MLX thread; also counts earlier answers anew in the pool."""
         key = CacheKey.of(model)
-        answers = self._answers.get(key)
+        with self._lock:
+            answers = self._answers.get(key)
         if self._pool is not None and answers is not None:
             self._pool.keep(answers, answers.nbytes)
         tokens = tokens[: cache.offset]
