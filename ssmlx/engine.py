@@ -68,7 +68,9 @@ class Engine:
             `ssmlx.load`.
         merge_lora: as `ssmlx.load` does. That takes memory for every such adapter, as large as
             the layers that it changes; False, the default, takes a little time a step instead.
-        prompt_cache: prompts that were processed, to be shared; of 1 GiB in memory unless given.
+        prompt_cache: prompts that were processed, to be shared, also with other engines; one of the
+            engine's own, of 1 GiB in memory, unless given. One that is given stays as it is when
+            the engine closes, and is only written to its folder.
         memory_gb: GiB beside the weights that the texts of answers may take at once, running ones
             and those that are kept; two thirds of what the weights leave unless given. What is
             kept goes before an answer is refused.
@@ -116,14 +118,17 @@ class Engine:
         self._loading = threading.Lock()  # of all of these
         self._is_closed = False
         self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
+        self._is_own_cache = prompt_cache is None
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
+        # Those that count in the memory pool; whoever made them may drop them.
+        self._counted: weakref.WeakSet[PromptCache] = weakref.WeakSet()
         named = [*adapters] if adapter is None else [adapter, *adapters]
         self._default = named[0] if named else AUTO_ADAPTER
         for one in named:
             self.model(one)
         limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
         self.memory_pool = MemoryPool(limit)
-        self.prompt_cache.count_in(self.memory_pool)
+        self._count_prompts(self.prompt_cache)
         self._batches = self._new_batches()
         self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
         run(self._wiring.__enter__)
@@ -133,6 +138,16 @@ class Engine:
         batches = Batches(self.memory_pool.make_room)
         self.memory_pool.share(batches)
         return batches
+
+    def _count_prompts(self, kept: PromptCache) -> None:
+        """Count what `kept` has in the memory pool until `close`; nothing in a closed engine."""
+
+        def counted() -> None:
+            if not self._is_closed:
+                self._counted.add(kept)
+                kept.count_in(self.memory_pool)
+
+        run(counted)
 
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
@@ -268,7 +283,7 @@ class Engine:
             """Encode the question and begin the answer, on the MLX thread."""
             prompt = self._encode_question(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            kept.count_in(self.memory_pool)
+            self._count_prompts(kept)
             segments = self._segments(
                 model, prompt, config, loaded, kept, mask, shares_prompt, joins_prompt
             )
@@ -377,7 +392,7 @@ class Engine:
         finally:
             holding.release()
         if kept is not None:
-            kept.count_in(self.memory_pool)
+            self._count_prompts(kept)
             kept.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
@@ -458,8 +473,12 @@ class Engine:
         return self.model(NO_ADAPTER if adapter is None else adapter)
 
     def close(self) -> None:
-        """Cancel what is open, write the prompt cache to its folder if it has one, and free the
-        memory. Chats of this engine answer no more. In a forked process it does nothing."""
+        """Cancel what is open, and free the memory. Chats of this engine answer no more.
+
+        Prompt caches that were given to the engine or to its answers are written to their folders,
+        if they have one, and keep what they have in memory; they no longer count in the engine's
+        memory bound. In a forked process `close` does nothing.
+        """
         if is_forked():
             return
         with self._loading:
@@ -472,7 +491,11 @@ class Engine:
             del self._base
         for opened in run(lambda: list(self._open)):
             opened.close()
-        self.prompt_cache.close()
+        if self._is_own_cache:
+            self.prompt_cache.close()
+        for kept in run(lambda: list(self._counted)):
+            kept.flush()
+            kept.count_out(self.memory_pool)
         run(lambda: self._wiring.__exit__(None, None, None))
         # What transformers imports late leaves circles that hold the frames of `load`.
         gc.collect()

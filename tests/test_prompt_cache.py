@@ -198,30 +198,25 @@ def test_the_longest_unused_goes_first_and_may_still_be_in_use():
     assert tiny.take(model, a[:30])[1] == 29 and tiny.take(model, b)[1] == 0
 
 
-class _CountedSlowly:
-    """Earlier answers; while they are counted, `task` has a tenth of a second on another thread."""
-
-    def __init__(self, task):
-        self._task = task
-
-    @property
-    def nbytes(self):
-        thread = threading.Thread(target=self._task)
-        thread.start()
-        thread.join(0.1)
-        return 5
-
-
 def test_answers_of_another_model_may_begin_while_bytes_are_counted():
     prompts = PromptCache()
-    added = []
-    prompts._answers["any model"] = _CountedSlowly(
-        lambda: added.append(prompts.answers(model_of()))
-    )
+    model = model_of()
+
+    class CountedSlowly:
+        """Earlier answers that leave another thread time to begin some while they are counted."""
+
+        begins = threading.Thread(target=lambda: run(lambda: prompts.answers(model)))
+
+        @property
+        def nbytes(self):
+            self.begins.start()
+            self.begins.join(0.1)
+            return 5
+
+    prompts._answers["of any model"] = CountedSlowly()
     assert prompts.nbytes == 5  # a dictionary that grows while it is read raises
-    assert prompts.answers(model_of()) is prompts.answers(model_of())
-    del prompts._answers["any model"]
-    assert [prompts.answers(model_of())] == added
+    CountedSlowly.begins.join()
+    assert len(prompts._answers) == 2
 
 
 def test_what_another_extends_is_dropped_and_bytes_are_those_held():

@@ -63,7 +63,8 @@ class PromptCache:
 
     Args:
         max_bytes: of the prompts in memory, buffers with their free room counted whole. The
-            longest unused goes first. None for no bound but that of the engine that it serves.
+            longest unused goes first. None for no bound but that of the engine that it serves, of
+            several the first that is not closed.
             The latest answers of each model are beside them, in 8 MB at most.
         folder: where prompts are kept that other processes may use too, in files that their
             owner alone can read; None for memory alone. Prompts are written when they leave the
@@ -79,7 +80,7 @@ class PromptCache:
         max_disk_bytes: int = 2**32,
     ) -> None:
         self.max_bytes = max_bytes
-        self._pool: MemoryPool | None = None  # of the first engine that uses it
+        self._pools: list[MemoryPool] = []  # of the engines that use it; it counts in the first
         self._folder = (
             None if folder is None else PromptFolder(Path(folder).expanduser(), max_disk_bytes)
         )
@@ -124,15 +125,49 @@ class PromptCache:
         run(lambda: self._put(model, tuple(tokens), cache))
 
     def count_in(self, pool: MemoryPool) -> None:
-        """Count the prompts in `pool` from now on, unless they count in a pool already."""
+        """Count what is kept in `pool`, until `count_out`.
+
+        Where it counts in another pool already, it counts in this one when that is left.
+        """
 
         def counted() -> None:
-            if self._pool is None:
-                self._pool = pool
-                for entry in list(self._entries):
-                    pool.keep(entry, entry.nbytes)
+            if pool not in self._pools:
+                self._pools.append(pool)
+                if pool is self._pool:
+                    self._count_all(pool)
 
         run(counted)
+
+    def count_out(self, pool: MemoryPool) -> None:
+        """Count nothing in `pool` any more, but in the next that `count_in` was called with."""
+
+        def left() -> None:
+            if pool not in self._pools:
+                return
+            was_first = pool is self._pool
+            self._pools.remove(pool)
+            if was_first:
+                for one in self._all_kept():
+                    pool.forget(one)
+                if self._pool is not None:
+                    self._count_all(self._pool)
+
+        run(left)
+
+    @property
+    def _pool(self) -> MemoryPool | None:
+        """The pool that it counts in, if any. On the MLX thread."""
+        return self._pools[0] if self._pools else None
+
+    def _count_all(self, pool: MemoryPool) -> None:
+        """Count all that is kept in `pool`, which drops what does not fit. On the MLX thread."""
+        for one in self._all_kept():
+            pool.keep(one, one.nbytes)
+
+    def _all_kept(self) -> list[_Entry | EarlierAnswers]:
+        """The prompts, the longest unused first, and the answers that are in memory."""
+        with self._lock:
+            return [*self._entries, *self._answers.values()]
 
     def answers(self, model: StreamFusedModel) -> EarlierAnswers:
         """The earlier answers of models with the same key, which later ones may repeat.
