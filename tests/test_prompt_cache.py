@@ -527,12 +527,23 @@ def test_prompts_are_listed_and_purged(prompt_file, tmp_path, capsys):
     mine.write_bytes(prompt_file.read_bytes())
     assert caches.main(["list", str(tmp_path)]) == 0
     out = capsys.readouterr().out
+    assert caches.main([str(tmp_path)]) == 0 and capsys.readouterr().out == out
     assert "30 tokens of llama, 3 layers of 32, float32" in out
     assert "damaged" in out and "2 prompts" in out
     assert caches.main(["purge", str(tmp_path)]) == 0
     assert {*tmp_path.rglob("*")} == {mine, inner}
     assert caches.main(["list", str(tmp_path / "nowhere")]) == 2
     one_line(capsys.readouterr().err, "ssmlx.caches")
+    for act in ("list", "purge"):
+        assert caches.main([act]) == 2
+        assert f"{act} is no folder" in one_line(capsys.readouterr().err, "ssmlx.caches")
+
+
+def test_a_folder_of_prompts_is_always_named(capsys):
+    """Nothing keeps any unless it is given a folder."""
+    with pytest.raises(SystemExit, match="2"):
+        caches.main([])
+    assert "are required: FOLDER" in capsys.readouterr().err
 
 
 def generated(capsys, base, *args):
