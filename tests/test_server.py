@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+from dataclasses import replace
 from itertools import count
 from weakref import ref
 
@@ -21,6 +22,7 @@ from ssmlx.prompt_cache import PromptCache
 from ssmlx.server import __main__ as command
 from ssmlx.server.app import make_app
 from ssmlx.server.handler import Limits, RequestHandler
+from ssmlx.settings import PromptLookupConfig
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -136,6 +138,33 @@ def test_a_prediction_is_accepted_as_far_as_it_is_right(serve, stream):
     details = found[-1]["usage"]["completion_tokens_details"]
     assert said(found) == plain and details.pop("reasoning_tokens") == 0
     # Each call brings a token of its own, the prompt's nothing else; two are not in the answer.
+    right = details["accepted_prediction_tokens"]
+    assert 3 <= right <= LENGTH - 2
+    assert details["rejected_prediction_tokens"] == LENGTH + 2 - right
+
+
+@pytest.mark.parametrize("shape", [{}, {"decoding": "speculative"}])
+def test_a_prediction_is_drafted_as_the_servers_drafter_says(engine, serve, shape, monkeypatch):
+    """By its settings, and counted, also where prompt lookup was asked for by name."""
+    lookup = PromptLookupConfig(num_draft_tokens=3, ngram=2)
+    own = {"drafter": "prompt-lookup", "prompt_lookup": lookup, "deterministic": True}
+    client = client_of(serve(ssmlx.GenerateConfig(max_tokens=LENGTH, **own, **shape)))
+    seen = []
+    stream = engine.stream
+
+    def spy(tokens, config, **more):
+        seen.append(config)
+        return stream(tokens, config, **more)
+
+    monkeypatch.setattr(engine, "stream", spy)
+    plain = said(reply(client, chat()))
+    (*_, found) = reply(client, chat(prediction={"type": "content", "content": f"{plain} w1 w2"}))
+    assert said([found]) == plain
+    before, config = seen
+    assert before.prompt_lookup == lookup
+    assert replace(config.prompt_lookup, reference=()) == lookup
+    assert len(config.prompt_lookup.reference) == LENGTH + 2
+    details = found["usage"]["completion_tokens_details"]
     right = details["accepted_prediction_tokens"]
     assert 3 <= right <= LENGTH - 2
     assert details["rejected_prediction_tokens"] == LENGTH + 2 - right

@@ -106,7 +106,9 @@ class PromptLookupDrafter:
             alone, which are expected to follow the prompt as the answer does.
         earlier: look up in these earlier answers in place of the text itself.
         end_tokens: each of them ends a draft.
-        name: the drafter's name in draft shapes and statistics.
+
+    Attributes:
+        name: the drafter's name in draft shapes and statistics, by what it looks up in.
     """
 
     needs = Needs(host_tokens=True, text=True)
@@ -119,18 +121,19 @@ class PromptLookupDrafter:
         *,
         earlier: EarlierAnswers | None = None,
         end_tokens: Collection[int] = (),
-        name: str = NAME,
     ) -> None:
-        self.name = name
-        self.largest = DraftShape(name, padded_size(config.size), config.num_draft_tokens)
-        self._config = config
-        self._end_tokens = frozenset(end_tokens)
+        self.name = NAME
         self.source: OwnText | OtherText = OwnText()
         if earlier is not None:
+            self.name = EARLIER_ANSWERS
             self.source = OtherText(earlier.index)
         elif config.reference:
+            self.name = EXPECTED
             overlap = min(CONTEXT_TOKENS, config.ngram)
             self.source = OtherText(TextIndex(), config.reference, overlap)
+        self.largest = DraftShape(self.name, padded_size(config.size), config.num_draft_tokens)
+        self._config = config
+        self._end_tokens = frozenset(end_tokens)
         self._offer: ChainOffer | None = None
         self._is_offer_known = False  # until the text goes on
 

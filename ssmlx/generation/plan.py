@@ -9,7 +9,7 @@ from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
 from ..decoding.loop import CallCounts, Stops, never_stops, plain_decode, speculative_decode
 from ..decoding.sampling import Sampling, TokenLogprobs
-from ..drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
+from ..drafters.lookup import NAME, PromptLookupDrafter
 from ..drafters.registry import (
     DrafterArgument,
     Loaded,
@@ -197,17 +197,18 @@ def _add_text_drafters(
     end_tokens: Collection[int],
 ) -> list[Drafter]:
     """`drafters` and those that look up in texts: in the text itself; in earlier answers, if there
-    are any and calls need not be the same on every run; in the settings' reference text, if any."""
-    found = {drafter.largest.drafter: drafter for drafter in drafters}
-    found[NAME] = PromptLookupDrafter(TEXT_CONFIG, end_tokens=end_tokens)
+    are any and calls need not be the same on every run; in the settings' reference text, if any.
+
+    They stand in the place of one of `drafters` that looks up in a text.
+    """
+    found = [one for one in drafters if not isinstance(one, PromptLookupDrafter)]
+    found.append(PromptLookupDrafter(TEXT_CONFIG, end_tokens=end_tokens))
     if earlier is not None and not config.deterministic:
-        found[EARLIER_ANSWERS] = PromptLookupDrafter(
-            TEXT_CONFIG, earlier=earlier, end_tokens=end_tokens, name=EARLIER_ANSWERS
-        )
+        found.append(PromptLookupDrafter(TEXT_CONFIG, earlier=earlier, end_tokens=end_tokens))
     if reference := config.prompt_lookup.reference:
         expected = replace(TEXT_CONFIG, reference=reference)
-        found[EXPECTED] = PromptLookupDrafter(expected, end_tokens=end_tokens, name=EXPECTED)
-    return list(found.values())
+        found.append(PromptLookupDrafter(expected, end_tokens=end_tokens))
+    return found
 
 
 def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:

@@ -17,7 +17,7 @@ from ..engine import Engine
 from ..generation.scoring import ScoredPrompt
 from ..model.streams import StreamFusedModel
 from ..prompts import chat_tokens, check_text, encode, encode_prompt
-from ..settings import GenerateConfig, PromptLookupConfig
+from ..settings import GenerateConfig
 from .calls import MAX_CALLS, tool_call_grammar
 from .grammars import grammar_mask
 from .logprobs import prompt_logprobs
@@ -111,7 +111,8 @@ class PromptReader:
             if ask.prediction:
                 check_text(ask.prediction)
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
-                config = replace(config, prompt_lookup=PromptLookupConfig(reference=text))
+                lookup = replace(config.prompt_lookup, reference=text)
+                config = replace(config, prompt_lookup=lookup)
             if ask.ignores_end:
                 ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
                 config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})
