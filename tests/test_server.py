@@ -13,6 +13,7 @@ pytest.importorskip("starlette")
 
 import httpx2 as httpx
 from real import exit_code, one_line, words, write_tiny_adapter
+from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
 import ssmlx
@@ -215,6 +216,12 @@ def test_a_closed_server_says_so_and_holds_no_weights(base):
     handler.close()
     for path in (CHAT, "/v1/messages", "/v1/messages/count_tokens"):
         assert client.post(path, json=chat(max_tokens=2)).status_code == 503
+    frames = []
+    for _ in range(3):
+        with pytest.raises(HTTPException, match="being stopped") as caught:
+            handler.reader.check_open()
+        frames.append(len(caught.traceback))
+    assert len(set(frames)) == 1, "an error that is shared keeps the frames of all who raised it"
     del engine
     gc.collect()
     assert weights() is None

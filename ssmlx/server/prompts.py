@@ -24,7 +24,11 @@ from .logprobs import prompt_logprobs
 from .requests import AnswerRequest, RequestError, check_field
 
 AGAIN = {"Retry-After": "1"}
-STOPPED = HTTPException(503, "the server is being stopped", AGAIN)
+
+
+def stopping_error() -> HTTPException:
+    """Make the error for an answer that the server's end leaves open (503)."""
+    return HTTPException(503, "the server is being stopped", AGAIN)
 
 
 @dataclass(eq=False)
@@ -121,7 +125,7 @@ class PromptReader:
     def check_open(self) -> None:
         """Raises HTTPException where the server is being stopped."""
         if self.engine.is_closed:
-            raise STOPPED
+            raise stopping_error()
 
     def _tokens(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
         """The tokens of a request's prompt: text, token ids, or turns under a chat template.
