@@ -234,10 +234,6 @@ class ChatSession:
             text: the message.
             progress: called with (tokens processed, tokens in all) while the prompt is processed.
 
-        Args:
-            text: the user's message.
-            progress: given (tokens processed, tokens in all) while the prompt is processed.
-
         Raises:
             InputError: the conversation no longer fits the context, or the last reply is still
                 open; the turn does not count.
