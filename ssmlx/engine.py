@@ -12,7 +12,14 @@ from typing import Any, Self, cast
 import mlx.core as mx
 
 from .answers import Answer, Prefilled, is_forked, run, wired_weights
-from .api import GenerationResponse, answer_segments, check_prompt, check_tokens, with_seed
+from .api import (
+    GenerationResponse,
+    GivenAnswer,
+    answer_segments,
+    check_prompt,
+    check_tokens,
+    with_seed,
+)
 from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
@@ -314,9 +321,8 @@ class Engine:
             cache, known = kept.take(model, prompt)
         keep = partial(kept.put, model, prompt, cache) if shares_prompt else None
 
-        def done(given: list[GenerationResponse]) -> None:
-            written = [*prompt, *(token for one in given for token in one.tokens)]
-            kept.put(model, written, cache)
+        def done(given: GivenAnswer) -> None:
+            kept.put(model, [*prompt, *given.tokens], cache)
 
         return answer_segments(
             model,

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from weakref import ref
 
 import mlx.core as mx
 import pytest
@@ -265,6 +266,23 @@ def test_nothing_is_computed_that_nobody_asks_for(engine, folders, monkeypatch):
         next(segments)
         time.sleep(0.05)
         assert len(steps) <= asked + 1
+
+
+def test_an_answer_keeps_none_of_the_segments_that_were_read(engine):
+    model = engine.model()
+    earlier = ssmlx.EarlierAnswers()
+    settings = {"max_tokens": LENGTH, "decoding": "plain"}
+    for opened in (
+        ssmlx.stream_generate(model, engine.tokenizer, PROMPT, **settings),
+        ssmlx.stream_generate(model, engine.tokenizer, PROMPT, earlier=earlier, **settings),
+        engine.stream(PROMPT, **settings),
+        engine.chat(**settings).reply("w1 w2"),
+    ):
+        read = [ref(next(opened)) for _ in range(LENGTH - 2)]
+        gc.collect()
+        assert [one() is None for one in read[:-1]] == [True] * (LENGTH - 3)
+        assert len(tokens_of(opened)) == 2
+    assert len(earlier.index.tokens) == 1 + len(PROMPT) + LENGTH
 
 
 def test_an_answer_has_one_reader_at_a_time(engine, folders):
