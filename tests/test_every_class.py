@@ -212,7 +212,7 @@ SCALED_BY_LENGTH = {"hunyuan_v1_dense", "internlm3", "llama"}  # their rotary em
 IN_THE_DEFAULT_TIER = {*SCALED_BY_LENGTH, "phixtral", "plamo2", "plamo3", "youtu_llm"}
 
 
-def classes():
+def classes(in_the_default_tier=frozenset(IN_THE_DEFAULT_TIER)):
     """The names of mlx-lm's files that hold a model's class."""
     folder = Path(mlx_lm.models.__file__).parent
     files = sorted(folder.glob("*.py"))
@@ -220,7 +220,7 @@ def classes():
         f.stem for f in files if re.search(r"^class Model\b|import Model\b", f.read_text(), re.M)
     ]
     return [
-        name if name in IN_THE_DEFAULT_TIER else pytest.param(name, marks=pytest.mark.long)
+        name if name in in_the_default_tier else pytest.param(name, marks=pytest.mark.long)
         for name in found
     ]
 
@@ -274,7 +274,7 @@ def test_what_mlx_lm_runs_decodes_to_the_same_tokens(name, tmp_path):
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", classes())
+@pytest.mark.parametrize("name", classes(in_the_default_tier={"llama"}))
 def test_the_text_drafts_for_what_keeps_rows_and_changes_nothing(name, sampling, tmp_path):
     """At every call, and as the controller decides: plain decoding's tokens."""
     if name in NOT_HERE:

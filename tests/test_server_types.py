@@ -31,7 +31,7 @@ ABSENT = {
     "moderation", "audio", "function_call", "conversation", "image", "input_transformations",
     "prompt", "prompt_cache_diagnostics", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "tool_usage", "access_programs", "safety_identifier", "user",
-    "audio_tokens", "image_tokens", "encode_user_text", "cache_write_tokens_details", "request_id",
+    "audio_tokens", "image_tokens", "text_tokens", "cache_write_tokens_details", "request_id",
     "obfuscation", "metadata", "agent", "caller", "namespace", "async_", "phase",
     # of a delta, which has what is new; of a message, where there is none
     "content", "refusal", "role", "tool_calls", "usage", "logprobs", "id", "type", "name",

@@ -35,8 +35,8 @@ class Positions:
         if key not in self._tables:
             halves = mx.repeat(mx.array([1, 0], dtype), rope.dims // 2)
             shape = (1, 1, rows) if self.array.size == 1 else (rows, 1, 1)
-            # Contiguous: MLX's CUDA kernel writes by its input's strides, which are 0 here.
-            vectors = mx.contiguous(mx.broadcast_to(halves, (*shape, rope.dims)))
+            # A tile is a copy: MLX's CUDA kernel writes by its input's strides, 0 of a broadcast.
+            vectors = mx.tile(halves, (rows, 1)).reshape(*shape, rope.dims)
             turned = rope(vectors, offset=self.array)
             cos, sin = mx.split(turned.reshape(rows, -1), 2, axis=-1)
             pair = mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)

@@ -121,6 +121,11 @@ class PromptCache:
         Nothing is added where an entry begins with these tokens already, or where the cache is of
         recurrent layers. Entries that the new one begins with are dropped; the longest unused leave
         the memory where there are more than `max_bytes`.
+
+        Args:
+            model: which the cache is of.
+            tokens: the prompt, or its beginning.
+            cache: what the model computed of `tokens`; it may hold more of a text behind them.
         """
         run(lambda: self._put(model, tuple(tokens), cache))
 
@@ -173,6 +178,9 @@ class PromptCache:
         """The earlier answers of models with the same key, which later ones may repeat.
 
         Made where there are none. On the MLX thread.
+
+        Args:
+            model: whose answers they are.
         """
         key = CacheKey.of(model)
         with self._lock:
