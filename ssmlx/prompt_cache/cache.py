@@ -133,6 +133,9 @@ class PromptCache:
         """Count what is kept in `pool`, until `count_out`.
 
         Where it counts in another pool already, it counts in this one when that is left.
+
+        Args:
+            pool: of an engine whose answers begin with these prompts.
         """
 
         def counted() -> None:
@@ -144,7 +147,11 @@ class PromptCache:
         run(counted)
 
     def count_out(self, pool: MemoryPool) -> None:
-        """Count nothing in `pool` any more, but in the next that `count_in` was called with."""
+        """Count nothing in `pool` any more, but in the next that `count_in` was called with.
+
+        Args:
+            pool: as `count_in` took it; nothing changes for another one.
+        """
 
         def left() -> None:
             if pool not in self._pools:
