@@ -252,7 +252,7 @@ def _parse_pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dic
             `ListedDrafter.keys` says.
 
     Returns:
-        Values by key, of these types.
+        Values by key, of the types that `shown` says.
 
     Raises:
         InputError: a key is unknown, repeated or without a value, or a value is of the wrong type.
@@ -272,7 +272,7 @@ def _parse_pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dic
 
 
 def _parse_value(found: str, shown: str, text: str) -> Any:
-    """Parse the value of one `key=value` word.
+    """Parse one value.
 
     Args:
         found: option and word, for messages.

@@ -79,9 +79,7 @@ class CallCounts:
 
         Args:
             drafter: name of the drafter that proposed the tree.
-            nodes: all nodes of the tree.
-            drafted: drafted tokens among them.
-            accepted: of these, tokens that the target accepted.
+            nodes, drafted, accepted: of this call, see `DraftCounts`.
         """
         before = self.drafts.get(drafter, DraftCounts())
         self.drafts[drafter] = DraftCounts(

@@ -274,7 +274,7 @@ def _find_loaded(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loa
     """The first of what was loaded that is for this drafter; None where it needs nothing.
 
     Raises:
-        InputError: it needs something, and what was loaded is for another drafter, or nothing was.
+        InputError: what it needs was not loaded, or was loaded for another drafter.
     """
     loader = registered.loader
     name = registered.name

@@ -146,7 +146,8 @@ def costs_line(
     with the milliseconds of a plain call if it was timed; or the line says that nothing was timed.
 
     Args:
-        costs: what was measured.
+        costs: what was measured. Those of the bucket of `context` tokens are shown, else of the
+            next shorter one that is known, and the milliseconds of a plain call if it was timed.
         drafter: its registered name.
         context: tokens that are committed.
         is_kept_as_rows: whether costs under `ROWS` are the drafter's where none has its name: those

@@ -10,7 +10,7 @@ from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
 from ..decoding.loop import CallCounts, Stops, never_stops, plain_decode, speculative_decode
 from ..decoding.sampling import Sampling, TokenLogprobs
-from ..drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
+from ..drafters.lookup import NAME, PromptLookupDrafter
 from ..drafters.registry import (
     DrafterArgument,
     Loaded,
@@ -212,17 +212,18 @@ def _add_text_drafters(
     """`drafters` and those that look up in texts, in a new list.
 
     In the text itself; in `earlier` answers, unless that is None or calls have to be the same on
-    every run; in the expected text, `config.prompt_lookup.reference`, if any. Each ends a draft
-    with an end token; with `is_chain` they propose chains alone.
+    every run; in the expected text, `config.prompt_lookup.reference`, if any. They stand in the
+    place of those of `drafters` that look up in a text. Each ends a draft with an end token; with
+    `is_chain` they propose chains alone.
     """
-    found = {drafter.largest.drafter: drafter for drafter in drafters}
+    found = [one for one in drafters if not isinstance(one, PromptLookupDrafter)]
     lookup = partial(PromptLookupDrafter, end_tokens=end_tokens, is_chain=is_chain)
-    found[NAME] = lookup(TEXT_CONFIG)
+    found.append(lookup(TEXT_CONFIG))
     if earlier is not None and not config.deterministic:
-        found[EARLIER_ANSWERS] = lookup(TEXT_CONFIG, earlier=earlier, name=EARLIER_ANSWERS)
+        found.append(lookup(TEXT_CONFIG, earlier=earlier))
     if reference := config.prompt_lookup.reference:
-        found[EXPECTED] = lookup(replace(TEXT_CONFIG, reference=reference), name=EXPECTED)
-    return list(found.values())
+        found.append(lookup(replace(TEXT_CONFIG, reference=reference)))
+    return found
 
 
 def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
