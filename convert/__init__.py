@@ -8,12 +8,12 @@ from ssmlx.errors import require
 
 
 def check_installed(names: Sequence[str], extra: str, install: str) -> None:
-    """Raise InputError where a package of an extra is not installed.
+    """Raise InputError for the first of some packages that is not installed; nothing is imported.
 
     Args:
-        names: of the packages.
-        extra: that brings them.
-        install: the command that installs it.
+        names: of the packages, as they are imported.
+        extra: of ssmlx that brings them, for the message.
+        install: the command that installs it, for the message.
     """
     for name in names:
         require(
@@ -25,4 +25,5 @@ def check_installed(names: Sequence[str], extra: str, install: str) -> None:
 
 
 def check_torch() -> None:
+    """Raise InputError, with the command to install it, where PyTorch is not installed."""
     check_installed(["torch"], "torch", 'pip install "ssmlx[torch]"')

@@ -23,7 +23,14 @@ FOLDER is written whole or not at all. Folders of scope "all" also load in mlx-l
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.convert`."""
+    """Parse the options of `python -m ssmlx.convert`.
+
+    --out and either --lora or --heads have to be given. A mistake ends the process with exit code
+    2.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(PROG, "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
     add_options(
         parser,
@@ -89,7 +96,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _has_format(file: Path, format: str) -> bool:
-    """Whether a JSON file is there, and has this text as its "format"."""
+    """Whether a file is a JSON object with this text as its "format".
+
+    False, too, where it is missing or cannot be read.
+    """
     try:  # a PyTorch checkpoint has settings of the same name
         return read_json(file, format).get("format") == format
     except InputError:
@@ -97,14 +107,21 @@ def _has_format(file: Path, format: str) -> bool:
 
 
 def _is_adapter(folder: Path) -> bool:
-    """Whether a folder has an adapter of this package's format."""
+    """Whether the settings file in a folder says that it is an adapter of this package.
+
+    False where there is no such file.
+    """
     from ssmlx.loading import adapter, names
 
     return _has_format(folder / names.CONFIG_FILE, adapter.FORMAT)
 
 
 def _check_target(out: Path) -> None:
-    """Raise InputError where --out exists, and is neither empty nor an adapter or heads of ours."""
+    """Raise InputError where --out exists and may not be replaced.
+
+    It may where it is an empty folder, an adapter of this package, or heads as this package writes
+    them.
+    """
     from ssmlx.drafters import heads
 
     is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
@@ -117,7 +134,11 @@ def _check_target(out: Path) -> None:
 
 
 def _check_source(args: argparse.Namespace) -> None:
-    """Raise InputError where a folder or file that the options name does not exist."""
+    """Raise InputError where the option names what does not exist.
+
+    With --heads that folder alone is looked for; else those of --lora, --task-lora and --streams
+    that were given. Whether a path is a file or a folder is not checked.
+    """
     for flag in ("heads",) if args.heads else ("lora", "task_lora", "streams"):
         path = getattr(args, flag)
         found = f"--{flag.replace('_', '-')} {path} does not exist"
@@ -126,16 +147,21 @@ def _check_source(args: argparse.Namespace) -> None:
 
 
 def _convert_heads(args: argparse.Namespace) -> None:
-    """Convert published drafting heads, write them to --out, and print what they are."""
+    """Convert published drafting heads into the folder --out, and say on standard error what they
+    are.
+
+    Raises:
+        InputError: an option is for streams alone, or the heads or the base model do not fit.
+    """
     from ssmlx.drafters.heads import write_heads
-    from ssmlx.loading.files import new_folder
+    from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base
     from ssmlx.loading.names import resolve_model
 
     from .formats.heads import convert_heads
 
     reject_options(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
-    with new_folder(args.out) as folder:
+    with atomic_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
         write_heads(folder, heads)
@@ -147,11 +173,18 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
 
 def _convert_streams(args: argparse.Namespace) -> None:
-    """Convert a checkpoint or an adapter to an adapter, or with --fuse to a model folder; print
-    what it is.
+    """Convert a checkpoint or an adapter into the folder --out, and say on standard error what it
+    is.
+
+    What is written is an adapter with weights of --dtype, or with --fuse a model folder. Without
+    --task-lora, the folder `task_lora` in that of --lora is taken, where it is there.
+
+    Raises:
+        InputError: a file is broken or does not fit, or --lora is an adapter already and an option
+            is for checkpoints alone.
     """
-    from ssmlx.loading.adapter import load_streams, write_adapter
-    from ssmlx.loading.files import new_folder
+    from ssmlx.loading.adapter import load_stream_adapter, write_adapter
+    from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base, load_tokenizer
     from ssmlx.loading.lora_files import num_parameters
     from ssmlx.loading.names import resolve_model
@@ -162,12 +195,12 @@ def _convert_streams(args: argparse.Namespace) -> None:
     task = args.task_lora
     if task is None and (args.lora / TASK_LORA).is_dir():
         task = args.lora / TASK_LORA
-    with new_folder(args.out) as folder:
+    with atomic_folder(args.out) as folder:
         path = resolve_model(args.base)
         backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
         if _is_adapter(args.lora):
             reject_options(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
-            adapter = load_streams(args.lora)
+            adapter = load_stream_adapter(args.lora)
         else:
             adapter = read_checkpoint(
                 args.lora,
@@ -197,7 +230,12 @@ def _convert_streams(args: argparse.Namespace) -> None:
 
 
 def convert_checkpoint(args: argparse.Namespace) -> None:
-    """Check the paths, then convert streams, or drafting heads where --heads is given."""
+    """Check that the sources exist and --out may be replaced, then convert heads where --heads is
+    given, else streams.
+
+    Raises:
+        InputError: a path or an option is refused, or what is converted is broken.
+    """
     _check_source(args)
     _check_target(args.out)
     (_convert_heads if args.heads else _convert_streams)(args)

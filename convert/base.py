@@ -23,7 +23,7 @@ import numpy as np
 from ssmlx.commands.options import make_parser, run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
-from ssmlx.loading.files import new_folder, read_tensors
+from ssmlx.loading.files import atomic_folder, read_tensors
 from ssmlx.loading.load import explain_load_errors
 
 from . import check_torch
@@ -39,15 +39,19 @@ _PACKING = ("group_size", "bits", "mode")
 def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     """Load a base model of transformers in float32 from a local folder.
 
+    No code of the folder is run, and nothing is downloaded.
+
     Args:
         path: a folder of Hugging Face's, or of mlx-lm with packed weights, which are dequantised.
         attn_implementation: "eager" or "sdpa".
 
     Returns:
-        The causal language model, in evaluation mode.
+        The causal language model, in evaluation mode, on the CPU.
 
     Raises:
-        InputError: the folder is broken, or lacks weights.
+        InputError: the folder cannot be loaded, has LoRA beside its weights, or lacks weights or
+            has some in another shape; of packed ones, spare ones are refused too. A missing LM head
+            is no fault where it is tied to the embedding.
     """
     import torch
 
@@ -80,7 +84,10 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Keep transformers from showing bars and warnings inside the block."""
+    """Keep transformers from showing warnings inside the block, and its bars from then on.
+
+    The level of its log is put back after the block; its progress bars stay off.
+    """
     from transformers.utils import logging  # takes seconds
 
     verbosity = logging.get_verbosity()
@@ -93,9 +100,18 @@ def _silence_transformers() -> Iterator[None]:
 
 
 def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Load a model whose weights transformers can read; return it and faults, in words.
+    """Load a model whose weights transformers can read.
 
-    transformers draws weights that it does not find: these are the faults.
+    Args:
+        folder: of the model.
+        options: "dtype" and "attn_implementation", as `from_pretrained` takes them.
+
+    Returns:
+        The model, in which transformers has drawn the weights that it did not find; and these
+        faults, in words: weights missing, or of another shape.
+
+    Raises:
+        InputError: the folder has an adapter_config.json, whose LoRA transformers would load too.
     """
     from transformers import AutoModelForCausalLM
 
@@ -119,8 +135,15 @@ def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str
 def _load_packed(
     folder: Path, quantization: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
-    """Build a model from its settings and mlx-lm's packed weights; return it and faults, in
-    words.
+    """Build a model from its config.json and mlx-lm's packed weights.
+
+    Args:
+        folder: of the model.
+        quantization: of that name in config.json.
+        options: "dtype" and "attn_implementation", as `from_config` takes them.
+
+    Returns:
+        The model; and its faults, in words: weights missing or spare.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -129,14 +152,18 @@ def _load_packed(
         if hasattr(config, name):
             delattr(config, name)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-    report = model.load_state_dict(_dequantised(folder, quantization), strict=False)
+    report = model.load_state_dict(_read_dequantised(folder, quantization), strict=False)
     faults = [f"lacks {name}" for name in report.missing_keys]
     return model, [*faults, *(f"holds an unknown {name}" for name in report.unexpected_keys)]
 
 
-def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weights of an mlx-lm folder in float32, by name, unpacked in float32
-    arithmetic.
+def _read_dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Read all weights of an mlx-lm folder into float32 tensors, by name; packed ones are
+    dequantised.
+
+    Args:
+        folder: whose files model*.safetensors are read.
+        quantization: of the model; a value under a module's path is that module's own.
     """
     import torch
 
@@ -167,10 +194,16 @@ def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, tor
 def write_safetensors(source: Path, target: Path) -> None:
     """Copy a model folder whose weights are .bin files, with safetensors in their place.
 
-    Names and dtypes stay. No pickled code is run.
+    Names and dtypes of the weights stay. Of the other files, settings and tokenizer are copied: see
+    `copy_settings`. No pickled code is run.
+
+    Args:
+        source: has config.json, and files pytorch_model*.bin.
+        target: a new folder, written whole or not at all.
 
     Raises:
-        InputError: there are no such files, they cannot be read, or `target` exists.
+        InputError: there are no such files, they cannot be read, `target` exists, or PyTorch is not
+            installed.
     """
     check_torch()
     from huggingface_hub import save_torch_state_dict
@@ -181,14 +214,23 @@ def write_safetensors(source: Path, target: Path) -> None:
         bool(pickles), f"{source} has no {PICKLES}", expected="such weights", do="check the path"
     )
     require(not target.exists(), f"{target} exists", expected="a new folder", do="choose another")
-    with new_folder(target) as folder:
+    with atomic_folder(target) as folder:
         parts = (load_pickle(pickle).items() for pickle in pickles)
         save_torch_state_dict(dict(chain.from_iterable(parts)), folder)
         copy_settings(source, folder)
 
 
 def copy_settings(source: Path, target: Path) -> None:
-    """Copy the settings and the tokenizer of a model folder, but no index of its weights."""
+    """Copy the settings and the tokenizer of a model folder into another, over files of the same
+    name.
+
+    These are all *.json, *.txt, *.jinja and tokenizer.model at its top, but no index of weights
+    (*.index.json).
+
+    Args:
+        source: the model folder.
+        target: a folder that exists.
+    """
     for pattern in ("*.json", "*.txt", "*.jinja", "tokenizer.model"):
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json"):
@@ -196,8 +238,9 @@ def copy_settings(source: Path, target: Path) -> None:
 
 
 def load_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a .bin file, by name, each with memory of its own; no pickled code is
-    run.
+    """Read the tensors of a .bin file, by name, on the CPU; no pickled code is run.
+
+    Types stay. Of tensors that share memory, all but the first are copied.
 
     Raises:
         InputError: the file cannot be read, or holds more than tensors.
@@ -222,7 +265,14 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `python -m ssmlx.convert.base`, and return its exit code."""
+    """Run `python -m ssmlx.convert.base`.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+
+    Returns:
+        The exit code, as `run_command` has it.
+    """
     description = "Write a model folder whose weights are .bin files with safetensors instead."
     epilog = "example:\n  python -m ssmlx.convert.base opt-125m opt-125m-safetensors"
     parser = make_parser(PROG, description, epilog)

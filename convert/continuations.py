@@ -42,7 +42,7 @@ COMPACT_AT = 0.125  # drop finished rows once they are this share of the batch
 
 
 class Continuation(NamedTuple):
-    """A model's answer: its tokens, and why it ended."""
+    """A model's answer: its token ids, and why it ended."""
 
     tokens: list[int]  # with the end token where there is one
     finish_reason: str  # "stop" at an end token, "length" where max_tokens came first
@@ -50,7 +50,11 @@ class Continuation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen, as `ssmlx.settings.SamplingConfig`, and when to stop."""
+    """How the next token is chosen, as `ssmlx.settings.SamplingConfig`, and when to stop.
+
+    `max_tokens` bounds an answer, its end token counted. `temp` 0 is greedy. Settings out of bounds
+    raise InputError.
+    """
 
     max_tokens: int = setting(160, least=1)
     temp: float = setting(0.0, least=0, smallest=MIN_TEMP, most=MAX_TEMP)
@@ -66,20 +70,22 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     end_tokens: Sequence[int],
-    stream: int = 0,
+    batch_number: int = 0,
 ) -> list[Continuation]:
     """Answer B prompts together; prompts are padded on the left.
 
+    Rows that have ended are dropped from the batch once they are an eighth of it.
+
     Args:
         model: a causal language model of transformers.
-        prompts: token ids.
-        sampling: temperature, top-p, seed and longest answer.
+        prompts: token ids of each, one or more.
+        sampling: temperature, top-p, seed and most tokens of an answer.
         end_tokens: ids that end an answer.
-        stream: number of the batch, which its noise depends on beside the seed, so that batches do
-            not depend on which ones ran before.
+        batch_number: the noise depends on this and on the seed, so that batches do not depend on
+            which ones ran before.
 
     Returns:
-        The answers, in the order of the prompts.
+        The answers, in the order of the prompts. An end token is the last of an answer's tokens.
 
     Raises:
         InputError: the model's logits have NaN.
@@ -93,7 +99,7 @@ def generate_batch(
     padded = [[*gap, *prompt] for gap, prompt in zip(gaps, prompts, strict=True)]
     tokens = torch.tensor(padded, device=device)  # [B, L]
     mask = torch.tensor([[*gap, *[1] * (longest - len(gap))] for gap in gaps], device=device)
-    generator = torch.Generator(device).manual_seed(sampling.seed * 1_000_003 + stream)
+    generator = torch.Generator(device).manual_seed(sampling.seed * 1_000_003 + batch_number)
     ends = torch.tensor(list(end_tokens), device=device)
     positions = mask.cumsum(1).sub(1).clamp(min=0)
     cache = DynamicCache()
@@ -139,8 +145,16 @@ def generate_batch(
 def choose_tokens(
     logits: torch.Tensor, sampling: Sampling, generator: torch.Generator
 ) -> torch.Tensor:
-    """Choose a token [B] for each row of float32 logits [B, V]: the likeliest, or by temperature
-    and top-p.
+    """Choose a token for each row: the likeliest at temperature 0, else drawn by temperature and
+    top-p.
+
+    Args:
+        logits: [B, V] float32.
+        sampling: its temperature and top-p are used.
+        generator: is drawn from, unless the temperature is 0.
+
+    Returns:
+        [B] token ids.
     """
     import torch
 
@@ -162,12 +176,13 @@ def grouped_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention of one new token a row, without a copy of keys for every query head.
+    """Compute attention, for one new token a row without a copy of keys for every query head.
 
-    On the CPU it is several times as fast as PyTorch's kernel, which prompts still go to.
+    On the CPU that is several times as fast as PyTorch's kernel, which computes where L is above 1.
+    It is of the form that transformers' `AttentionInterface` takes.
 
     Args:
-        module: the attention module.
+        module: the attention module, for PyTorch's kernel alone.
         query: [B, H, L, Dh].
         key: [B, Hkv, S, Dh].
         value: [B, Hkv, S, Dh].
@@ -202,11 +217,19 @@ def load_generator(
 ) -> tuple[Any, Any]:
     """Load the model and the tokenizer of a folder for `generate_batch`.
 
+    On the CPU the model is made to compute `grouped_attention`.
+
     Args:
-        path: the folder.
+        path: the model's folder.
         dtype: what the model computes in, such as "bfloat16".
         device: "auto", "cpu", "cuda" or "mps".
         lora: folder of LoRA that is added into the weights; None for none.
+
+    Returns:
+        The model of transformers, in evaluation mode, and mlx-lm's tokenizer.
+
+    Raises:
+        InputError: the model or the LoRA cannot be loaded, or there is no such device.
     """
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -230,9 +253,11 @@ def load_generator(
     return model, load_tokenizer(path, {})
 
 
-def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that end an answer: the tokenizer's and those of the model's settings,
-    ascending.
+def find_end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids that end an answer, ascending: the tokenizer's and those of the model's
+    generation settings.
+
+    Empty where neither has any.
     """
     own = model.generation_config.eos_token_id if model.generation_config else None
     own = own if isinstance(own, list) else [own]
@@ -240,7 +265,15 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Put prompts of similar length together: indices of each batch, the longest prompts first."""
+    """Put prompts of similar length together.
+
+    Args:
+        lengths: tokens of each prompt.
+        batch_size: prompts of a batch; the last batch may have fewer.
+
+    Returns:
+        The prompts' indices in each batch, the longest prompts first; of equal ones the first.
+    """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
@@ -253,11 +286,13 @@ def generate_all(
 ) -> list[Continuation]:
     """Answer every prompt in batches, keeping each finished batch in `part`.
 
+    A bar is shown on a terminal.
+
     Args:
         encoded: the prompts' tokens.
-        generate: answers a batch, given its prompts and its number.
+        generate: answers a batch, given its prompts and its number from 0 on.
         batch_size: prompts of a batch.
-        part: finished batches are read from it, and appended to it.
+        part: its finished batches are taken as they are; new ones are appended.
 
     Returns:
         The answers, in the order of the prompts.
@@ -277,7 +312,10 @@ def generate_all(
 
 
 def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompts in their order, each conversation once."""
+    """Return the prompts in their order, the first of each conversation only.
+
+    Two are the same where `prompt_key` says so.
+    """
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
         first.setdefault(prompt_key(prompt), prompt)
@@ -290,14 +328,21 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Tokenise prompts up to where the answer starts.
 
+    A chat template that asks for the date gets a fixed one, so that another day's run has the same
+    tokens.
+
     Args:
-        prompts: rows with "prompt" or "messages".
+        prompts: rows with "prompt" or "messages", and perhaps "tools".
         tokenizer: of the model.
         longest: most tokens of a prompt.
         template: text with `{prompt}`; None for the model's chat template.
 
+    Returns:
+        Token ids of each prompt, in their order.
+
     Raises:
-        InputError: there is no chat template, or a prompt is too long or cannot be tokenised.
+        InputError: there is no chat template, or a prompt is too long or cannot be tokenised; its
+            number is named, from 1 on.
     """
     require(
         template is not None or bool(tokenizer.chat_template),
@@ -322,14 +367,23 @@ def encode_prompts(
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write one JSON object a line, the file whole or not at all; its folder is made."""
+    """Write one JSON object a line, the file whole or not at all; missing folders above it are
+    made.
+    """
     text = "".join(json.dumps(row) + "\n" for row in rows)
     make_folder(path.parent)
     write_whole(path, text.encode())
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.convert.continuations`."""
+    """Parse the options of `python -m ssmlx.convert.continuations`.
+
+    --prompts (one file or several) and --out are required. A mistake ends the process with exit
+    code 2.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(PROG, "Let a model answer a file of prompts, in batches.", EPILOG)
     for flag, count in (("--prompts", "+"), ("--out", None)):
         told = {"metavar": "FILE", "help": "JSON lines"}
@@ -356,7 +410,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def add_generator_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a model that answers in batches: model, batch size, dtype and device."""
+    """Add the options of a model that answers in batches: --model, --batch-size, --dtype and
+    --device.
+    """
     told = "(default: %(default)s)"
     add_options(
         parser,
@@ -387,12 +443,18 @@ def check_batch_size(batch_size: int) -> None:
 def write_continuations(args: argparse.Namespace) -> None:
     """Answer the prompts of files with a model, and write prompts and answers to --out.
 
-    Finished batches are kept in OUT.part, which is read by the next run, and deleted at the end.
+    Prompts that come again are left out, unless --temp is above 0. Finished batches are kept in
+    OUT.part, which is read by the next run, and deleted at the end. How many answers and tokens
+    were written is said on standard error.
+
+    Raises:
+        InputError: an option is out of bounds, a prompt does not fit, OUT.part is another
+            command's, or the model cannot be loaded.
     """
     from ssmlx.loading.names import resolve_model
 
     check_torch()
-    from .reference.checkpoint import template_of
+    from .reference.checkpoint import read_template
 
     check_batch_size(args.batch_size)
     require(args.count >= 0, f"--count {args.count}", expected="0 or more", do="raise it")
@@ -404,7 +466,7 @@ def write_continuations(args: argparse.Namespace) -> None:
     found = f"--out {args.out} is a folder"
     require(not args.out.is_dir(), found, expected="a file", do="give the name of one in it")
     make_folder(args.out.parent)
-    template = None if args.lora is None else template_of(args.lora)
+    template = None if args.lora is None else read_template(args.lora)
     path = resolve_model(args.model)
     model, tokenizer = load_generator(path, args.dtype, args.device, args.lora)
     context = int(model.config.max_position_embeddings)
@@ -415,7 +477,7 @@ def write_continuations(args: argparse.Namespace) -> None:
         do="lower --max-tokens",
     )
     encoded = encode_prompts(prompts, tokenizer, context - args.max_tokens, template)
-    stop = end_tokens(model, tokenizer)
+    stop = find_end_tokens(model, tokenizer)
     part = PartFile(
         args.out.with_name(args.out.name + ".part"),
         {

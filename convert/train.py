@@ -43,7 +43,11 @@ DEFAULTS: dict[str, Any] = {
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.convert.train`."""
+    """Parse the options of `python -m ssmlx.convert.train`.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     description = "Train a model to draft for itself, in PyTorch."
     task_lora = "a checkpoint of this command with --num-streams 0: the LoRA of a task"
     parser = make_training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
@@ -52,8 +56,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = None) -> None:
-    """Add --device and --dtype to a trainer's options; and --cache-gb, where it keeps `cached` on
-    disk.
+    """Add a group with --device and --dtype to a trainer's options, and with --cache-gb where it is
+    asked for.
+
+    Args:
+        parser: is given the group.
+        cached: what the trainer may keep on disk, in words for the help of --cache-gb; None adds no
+            --cache-gb.
     """
     group = parser.add_argument_group("machine")
     add_options(
@@ -82,7 +91,12 @@ def train_streams(args: argparse.Namespace) -> None:
     """Train streams, LoRA and pruning adapter in PyTorch, as the options say, and write them to
     --out.
 
-    A stopped run goes on from its last saved state.
+    What is written is a checkpoint of `convert.train`, with the task's LoRA of --task-lora beside
+    it; with --train-only an adapter. A stopped run goes on from its last saved state.
+
+    Raises:
+        InputError: PyTorch is missing, options do not fit one another, or the model, the data or
+            --init cannot be used.
     """
     check_torch()
     options = read_run_options(args)
@@ -90,7 +104,7 @@ def train_streams(args: argparse.Namespace) -> None:
 
     import torch
 
-    from ssmlx.loading.adapter import load_streams
+    from ssmlx.loading.adapter import load_stream_adapter
     from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
     from ssmlx.training.job import prepare_job, run_to_end
@@ -99,14 +113,14 @@ def train_streams(args: argparse.Namespace) -> None:
 
     from .base import load_base
     from .reference.checkpoint import (
+        build_frozen_reference,
         copy_task_lora,
         initialise_from,
         load_fine_tuned,
         merge_lora,
-        reference_of,
         replace_trained_weights,
         save_reference,
-        train_part,
+        select_trained_part,
     )
     from .training.run import (
         TorchObjective,
@@ -119,7 +133,7 @@ def train_streams(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    start = add_new_weights(load_streams(args.init), train) if train.train_only else None
+    start = add_new_weights(load_stream_adapter(args.init), train) if train.train_only else None
     job, path = prepare_job(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []
@@ -130,9 +144,9 @@ def train_streams(args: argparse.Namespace) -> None:
     if start is None:
         model = build_model(base, job.config, train, job.draft_vocab).to(device)
     else:
-        model = reference_of(base, start).to(device)
+        model = build_frozen_reference(base, start).to(device)
         task = [folder_digest(args.init)]
-        train_part(model, train.train_only)
+        select_trained_part(model, train.train_only)
     if args.init is not None and start is None:
         initialise_from(model, args.init, has_task=args.task_lora is not None)
     freeze_base(model, dtype)
@@ -143,8 +157,10 @@ def train_streams(args: argparse.Namespace) -> None:
     lower_identity = job.lower_identity(args.dtype, *task)
 
     def write(validate: Validation) -> Path | None:
-        """Write the checkpoint, or where a part is trained, the adapter; return the adapter's
-        folder.
+        """Write the checkpoint to --out, or with --train-only the adapter, validated.
+
+        Returns:
+            The adapter's folder; None for a checkpoint, which is not validated here.
         """
         if start is not None:
             folder = options.out / TRAINED_FOLDER

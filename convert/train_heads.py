@@ -65,7 +65,11 @@ _SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights"
 
 
 def _switch(help: str) -> Any:
-    """Declare a setting that is off, and is an option without a value; `help` describes it."""
+    """Declare a field of `HeadSettings` that is off by default, and an option without a value.
+
+    Args:
+        help: describes it in the command's help.
+    """
     return field(default=False, metadata={"help": help})
 
 
@@ -74,7 +78,8 @@ class HeadSettings:
     """What is trained, beside the settings that all trainers share.
 
     `kind` is "medusa" or "mlp_speculator"; `inner_dim`, `tie_weights`, `scale_input` and `widths`
-    are those of `MlpSpeculatorConfig`.
+    are those of `MlpSpeculatorConfig`. Settings out of bounds, or that do not go with one another,
+    raise InputError.
     """
 
     kind: str
@@ -125,11 +130,19 @@ _DEFAULTS = {one.name: str(one.default or 0) for one in fields(HeadSettings)} | 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options. Those that only one kind has are None unless given."""
+    """Parse the options of `python -m ssmlx.convert.train_heads`.
+
+    Options whose default depends on the kind or the stage are None unless given.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(PROG, "Train drafting heads on a frozen model, in PyTorch.", EPILOG)
     parser.add_argument("--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="which heads")
     add_run_options(parser)
-    add_setting_options(parser, "heads", ("num_heads",), shown=_DEFAULTS, of=HeadSettings)
+    add_setting_options(
+        parser, "heads", ("num_heads",), shown=_DEFAULTS, settings_class=HeadSettings
+    )
     add_setting_options(parser, "draft vocabulary", ("draft_vocab_size",), shown=_DEFAULTS)
     add_options(
         parser.add_argument_group("model"),
@@ -141,9 +154,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--init", "FOLDER", "published heads to go on from, such as those of stage 1", Path),
     )
-    add_setting_options(parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, of=HeadSettings)
     add_setting_options(
-        parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, of=HeadSettings
+        parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, settings_class=HeadSettings
+    )
+    add_setting_options(
+        parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, settings_class=HeadSettings
     )
     shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
     add_setting_options(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)
@@ -151,15 +166,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
+def build_head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
     """Build the settings of the heads to train from the options.
 
     Args:
-        args: the command's options.
-        init: heads to go on from, whose number and widths are taken; None for new ones.
+        args: the command's options; those that were not given are None.
+        init: heads to go on from, whose number and shape are taken, and whose widths unless
+            --widths is given; None for new ones.
 
     Raises:
-        InputError: an option does not go with another.
+        InputError: an option is for the other kind, is out of bounds, would change the shape of
+            `init`, or is --stage 2 without `init`.
     """
     for kind in {*_ONLY} - {args.kind}:
         reject_options(args, _ONLY[kind], f"--kind {kind}")
@@ -179,7 +196,7 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
     return HeadSettings(kind=args.kind, **{**settings, "widths": tuple(settings["widths"])})
 
 
-def head_config(
+def build_head_config(
     settings: HeadSettings, vocab_size: int, width: int, draft_vocab_size: int
 ) -> HeadConfig:
     """Return the settings that new heads of a kind are built from.
@@ -188,7 +205,7 @@ def head_config(
         settings: of the training.
         vocab_size: V, of the base model.
         width: D, its hidden size.
-        draft_vocab_size: Vd; 0 for none.
+        draft_vocab_size: Vd, how many tokens heads guess among; 0 for all V.
     """
     from ssmlx.drafters.medusa import MedusaConfig
     from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
@@ -216,25 +233,32 @@ def head_config(
 def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
     """Read the options, the data and the heads to go on from.
 
+    Where no option says otherwise, batch size, learning rate and longest example have other
+    defaults in stage 2 than in stage 1.
+
     Returns:
-        The job, the base model's folder, what is trained, and the heads to go on from or None.
+        The job, the base model's folder, what is trained, and the heads to go on from or None. The
+        job has their draft vocabulary where there are such heads.
 
     Raises:
-        InputError: something is missing, or does not fit.
+        InputError: --init holds heads of another kind, a line of train.jsonl has no tokens of an
+            answer in stage 2, or options or files are broken or do not fit.
     """
     from ssmlx.prompts import read_lines
-    from ssmlx.training.job import prepare_job, read_base
+    from ssmlx.training.job import prepare_job, read_base_settings
 
     from .formats.heads import load_published
 
     options = read_run_options(args)
     init = None
     if args.init is not None:
-        init = load_published(args.init, read_base(resolve_model(options.model))["vocab_size"])
+        init = load_published(
+            args.init, read_base_settings(resolve_model(options.model))["vocab_size"]
+        )
         kind = init.config.kind
         found = f"--init {args.init} is a {kind}"
         require(kind == args.kind, found, expected=args.kind, do="give heads of one kind")
-    settings = head_settings(args, init)
+    settings = build_head_settings(args, init)
     vocab = None if init is None or init.draft_vocab is None else init.draft_vocab.numpy()
     if settings.stage == 2:
         path = options.data / "train.jsonl"
@@ -265,7 +289,12 @@ def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, Hea
 def train_heads(args: argparse.Namespace) -> None:
     """Train Medusa heads or an MLP speculator, as the options say, and write them to --out.
 
-    A stopped run goes on from its last saved state.
+    They are written in the form in which their kind is published. A stopped run goes on from its
+    last saved state.
+
+    Raises:
+        InputError: PyTorch is missing, options do not fit one another, or model, data or heads
+            cannot be used.
     """
     check_torch()
     import torch
@@ -287,7 +316,7 @@ def train_heads(args: argparse.Namespace) -> None:
     lm_head = frozen.base.lm_head.weight.detach().clone()
     if init is None:
         vocab_size, width = lm_head.shape
-        config = head_config(settings, vocab_size, width, train.draft_vocab_size or 0)
+        config = build_head_config(settings, vocab_size, width, train.draft_vocab_size or 0)
         model = build_heads(config, job.draft_vocab, train.seed, lm_head)
     else:
         model = init

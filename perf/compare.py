@@ -21,12 +21,12 @@ from ssmlx.report import Columns, table
 
 from .run import show
 from .run.experiment import differing_systems, run_result, task_result
-from .run.options import add_experiment_options, check_counts, experiment_of, split_name
-from .run.results import RESULTS, readable_result
+from .run.options import add_experiment_options, build_experiment, check_counts, split_name
+from .run.results import RESULTS, explain_broken_result
 from .run.show import Row, draw
 from .run.statistics import estimate
 from .run.target import MLX_LM, PLAIN
-from .run.tasks import TASKS, data_file, differences, figures, read_examples
+from .run.tasks import TASKS, data_file, mean_scores, read_examples, score_differences
 
 PROG = "perf.compare"
 EPILOG = """examples:
@@ -66,7 +66,7 @@ NOTES = (
 )
 
 
-def report(result: Row) -> str:
+def format_report(result: show.Result) -> str:
     """Format a result: the tables of README.md, then notes about each task."""
     lead = f"{show.heading(result)}. {_timing_text(result)}."
     tables = [table for task in result["tasks"] for table in _tables(task)]
@@ -75,8 +75,9 @@ def report(result: Row) -> str:
 
 
 def _tables(task: Row) -> list[str]:
-    """The tables of a task: speed, prices, categories. Results of earlier versions have no
-    prices."""
+    """Return a task's tables as Markdown: speed, prices, and two for its categories. Results of
+    earlier versions have no prices.
+    """
     tables = [_task_table(task)]
     if "price" in task["systems"][0]:
         tables.append(f"**{task['task']}, prices**\n\n{_price_table(task['systems'])}")
@@ -87,14 +88,20 @@ def _tables(task: Row) -> list[str]:
 
 
 def _price_and_watch_cell(name: str) -> show.Cell:
-    """Make a cell with a speed-up by price, and by watched time in brackets."""
+    """Make a cell with a ratio by price, and by watched time in brackets; "-" where there is no
+    ratio.
+
+    Args:
+        name: of the ratio, such as "over_plain".
+    """
     watched = f"latency_{name}"
 
     def cell(row: Row) -> str:
+        """Return the text of the cell for a system's row."""
         if row["price"][name] is None:
             return "-"
-        price = show.interval(row["price"][name], 3)
-        return f"{price} ({show.interval(row[watched], 3)})"
+        price = show.interval_text(row["price"][name], 3)
+        return f"{price} ({show.interval_text(row[watched], 3)})"
 
     return cell
 
@@ -102,12 +109,12 @@ def _price_and_watch_cell(name: str) -> show.Cell:
 _PRICES: Columns = {
     "price over plain (watched)": _price_and_watch_cell("over_plain"),
     "over the best fixed tree (watched)": _price_and_watch_cell("over_best_tree"),
-    "over the better of both": lambda row: show.interval(row["price"]["over_best"], 3),
+    "over the better of both": lambda row: show.interval_text(row["price"]["over_best"], 3),
 }
 
 
 def _price_table(rows: Sequence[Row]) -> str:
-    """The table of prices over plain decoding's and the best fixed tree's."""
+    """Return the table of prices against plain decoding's and the best fixed tree's."""
     price = rows[0]["price"]
     counted = f"answers of {price['least_tokens']} tokens or more"
     columns: Columns = {
@@ -115,16 +122,16 @@ def _price_table(rows: Sequence[Row]) -> str:
         **_PRICES,
         f"{counted} below {' and '.join(price['slower'])} of plain": _slower_text,
         "worst": lambda row: _two_digits(row["price"]["worst"]),
-        "calls priced by other places' and other rows' medians": _similar_text,
+        "calls priced by other places' and other rows' medians": _substituted_text,
     }
     return show.markdown_table(columns, rows)
 
 
 def _category_table(rows: Sequence[Row]) -> str:
-    """The table of a category's systems."""
+    """Return the table of one category's systems."""
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
-        "tokens per call": show.figure("tokens_per_call"),
+        "tokens per call": show.figure_cell("tokens_per_call"),
         "over mlx-lm": lambda row: _speedup_text(row, "latency_speedup"),
         **_PRICES,
     }
@@ -132,7 +139,7 @@ def _category_table(rows: Sequence[Row]) -> str:
 
 
 def _slower_text(row: Row) -> str:
-    """How many answers are slower than each limit, such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
+    """Say how many answers are slower than each limit, such as `2 (3.3 %) and 0 (0.0 %) of 60`."""
     price = row["price"]
     counts = [
         f"{count} ({100 * count / max(1, price['answers']):.1f} %)"
@@ -141,7 +148,7 @@ def _slower_text(row: Row) -> str:
     return f"{' and '.join(counts)} of {price['answers']}"
 
 
-def _similar_text(row: Row) -> str:
+def _substituted_text(row: Row) -> str:
     price = row["price"]
     return f"{price['without_place']} and {price['by_nearest_rows']} of {price['calls']}"
 
@@ -151,39 +158,47 @@ def _two_digits(value: float | None) -> str:
 
 
 def _task_table(task: Row) -> str:
-    """The table of a task's systems: speed, tokens per call, latency, memory, same tokens."""
+    """Return a task's heading and the table of its systems: speed, tokens per call, latency,
+    memory, same tokens.
+    """
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         "speed-up over mlx-lm": lambda row: _speedup_text(row, "speedup"),
-        "tokens per call": show.figure("tokens_per_call"),
+        "tokens per call": show.figure_cell("tokens_per_call"),
         "latency, ms (over mlx-lm)": lambda row: (
             f"{1e3 * row['latency_seconds']['value']:.0f} ({_speedup_text(row, 'latency_speedup')})"
         ),
         "target calls (draft model's)": _calls_text,
-        **show.metrics(task["figures"][:1]),
-        "extra parameters": show.number("extra_parameters", "0"),
+        **show.metric_cells(task["figures"][:1]),
+        "extra parameters": show.number_cell("extra_parameters", "0"),
         "peak memory beside the weights, MiB": lambda row: f"{row['peak_bytes'] / MIB:.1f}",
-        "same tokens as plain": show.same_text(task["prompts"]),
+        "same tokens as plain": show.same_tokens_cell(task["prompts"]),
     }
     return f"**{show.task_heading(task)}**\n\n{show.markdown_table(columns, task['systems'])}"
 
 
 def _speedup_text(row: Row, name: str) -> str:
-    """A row's speed-up over mlx-lm by the figure `name`; 1.00 for mlx-lm itself."""
+    """Format a row's speed-up over mlx-lm; 1.00 for mlx-lm itself, "-" where there is none.
+
+    Args:
+        row: of a system.
+        name: of the figure.
+    """
     if row["kind"] == "mlx-lm":
         return "1.00"
-    return "-" if row[name] is None else show.interval(row[name], 2)
+    return "-" if row[name] is None else show.interval_text(row[name], 2)
 
 
 def _calls_text(row: Row) -> str:
-    """Target calls for an answer, and a draft model's calls in brackets."""
+    """Return target calls for an answer, and a draft model's calls in brackets if there are any."""
     target, draft = (row[f"{kind}_calls_per_answer"]["value"] for kind in ("target", "draft"))
     return f"{target:.1f} ({draft:.1f})" if draft else f"{target:.1f}"
 
 
 def _task_notes(task: Row) -> list[str]:
-    """What to know about a task: systems left out, differences, learned costs, cut answers,
-    load."""
+    """Return notes about a task: systems left out, differences, learned costs, cut prompts and
+    answers, load.
+    """
     rows = task["systems"]
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
     for row in rows:
@@ -191,7 +206,9 @@ def _task_notes(task: Row) -> list[str]:
     for row in rows:
         over = row.get("speedup_over_draft_model")
         if over:
-            lines.append(f"{row['name']}: {show.interval(over, 2)} over the draft model's tokens/s")
+            lines.append(
+                f"{row['name']}: {show.interval_text(over, 2)} over the draft model's tokens/s"
+            )
     for row in rows:
         known = row.get("num_costs")
         if known is not None:
@@ -204,11 +221,15 @@ def _task_notes(task: Row) -> list[str]:
         lines.append(f"draft model: {1e3 * task['draft_call_seconds']:.1f} ms a call")
     cut = next(row["cut_at_max_tokens"] for row in rows if row["name"] == "plain")
     last = f"cut at {task['max_tokens']} tokens: {cut} of plain's answers"
-    return [*lines, *show.notes_of(task), last]
+    return [*lines, *show.measurement_notes(task), last]
 
 
 def difference_text(one: Row) -> str:
-    """Say where an answer differs from plain decoding's, and how close the two logits are there."""
+    """Say where an answer differs from plain decoding's, and how close the two logits are there.
+
+    Args:
+        one: as `describe_difference` returns it; prompt and token are shown from 1 on.
+    """
     place = f"prompt {one['prompt'] + 1} parts from plain at token {one['token'] + 1}"
     if one["gap"] is None:
         return place
@@ -216,8 +237,8 @@ def difference_text(one: Row) -> str:
     return f"{place}; the target's two logits are {one['gap']:.2g} apart{tie}"
 
 
-def _timing_text(result: Row) -> str:
-    """One sentence about intervals and repeats."""
+def _timing_text(result: show.Result) -> str:
+    """Return a clause about intervals and repeats, for the report's first line."""
     many = "s" if result["repeats"] > 1 else ""
     return (
         f"[95 % bootstrap intervals over prompts]; times are medians of {result['repeats']} "
@@ -225,21 +246,22 @@ def _timing_text(result: Row) -> str:
     )
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    own = experiment_of(args, "compare")
+def measure_task(args: argparse.Namespace) -> dict[str, Any]:
+    own = build_experiment(args, "compare")
     return run_result(own, args.model, [task_result(own.run())])
 
 
 def score_answer_files(args: argparse.Namespace) -> int:
-    """Score the answers in files, and compare each file with the first, prompt by prompt.
+    """Score the answers in the files of --answers, and compare each file with the first, prompt by
+    prompt.
 
-    Prints and saves score-TASK.
+    Prints the scores, and saves them in --out as score-TASK.json and .txt.
 
     Returns:
-        0.
+        0, the exit code.
 
     Raises:
-        InputError: a prompt has no reference, or a file lacks answers.
+        InputError: a prompt has no reference, a file lacks answers, or two files have one name.
     """
     task = TASKS[args.task]
     examples = read_examples(data_file(task, args.data, args.data_dir), task, args.count)
@@ -269,14 +291,18 @@ def score_answer_files(args: argparse.Namespace) -> int:
     rows = [
         {
             "name": name,
-            "figures": figures(task, examples, said),
-            "differences": differences(task, examples, said, texts[first]),
+            "figures": mean_scores(task, examples, said),
+            "differences": score_differences(task, examples, said, texts[first]),
         }
         for name, said in texts.items()
     ]
     result = {"task": task.name, "prompts": len(examples), "figures": own, "rows": rows}
-    lines = [f"{task.name}: {len(examples)} prompts [95 % intervals]", *show.notes_of(result), ""]
-    lines += table({"answers": lambda row: row["name"], **show.metrics(own)}, rows)
+    lines = [
+        f"{task.name}: {len(examples)} prompts [95 % intervals]",
+        *show.measurement_notes(result),
+        "",
+    ]
+    lines += table({"answers": lambda row: row["name"], **show.metric_cells(own)}, rows)
     for row in rows[1:]:
         for figure, gap in row["differences"].items():
             found = estimate(gap)
@@ -288,7 +314,14 @@ def score_answer_files(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `perf.compare`.
+
+    One of --task and --from is required; an option that would do nothing beside it ends the command
+    with exit code 2. --out becomes the usual folder where a task is measured or scored.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     saved = parser.add_mutually_exclusive_group(required=True)
     saved.add_argument(
@@ -324,7 +357,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_results(paths: Sequence[Path]) -> dict[str, Any]:
-    """Read saved results of different tasks as one result.
+    """Read saved results of different tasks as one result, their tasks in the order of the files.
 
     Raises:
         InputError: a file is broken, a task is there twice, or they were not measured in one way.
@@ -352,17 +385,17 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def _read_result(path: Path) -> dict[str, Any]:
-    """Read a saved result and check that it can be shown.
+    """Read a saved result, and check that it can be shown.
 
     Raises:
-        InputError: it lacks something.
+        InputError: it lacks something, or has systems of a kind that this version does not know.
     """
     result = read_json(path, "a result of perf.compare")
-    with readable_result(path, PROG):
+    with explain_broken_result(path, PROG):
         kinds = [{row["kind"] for row in task["systems"]} for task in result["tasks"]]
         if not kinds or not all({MLX_LM, PLAIN} <= one <= show.COLOURS.keys() for one in kinds):
             raise ValueError("no tasks, one without mlx-lm or plain, or an unknown kind of system")
-        report(result)
+        format_report(result)
         differing_systems(result)
     return result
 
@@ -373,11 +406,17 @@ def _settings(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """Measure, or read results, or score files; 1 if a lossless system's tokens differ."""
+    """Measure, read results, or score files, then print and save the outcome.
+
+    Without --out, a result that was read is only printed.
+
+    Returns:
+        The exit code: 1 if a lossless system's tokens differ, which standard error names; else 0.
+    """
     if args.task and args.answers:
         return score_answer_files(args)
-    result = measure(args) if args.task else read_results(args.saved)
-    text = report(result)
+    result = measure_task(args) if args.task else read_results(args.saved)
+    text = format_report(result)
     if args.out is None:
         print(text)
     else:

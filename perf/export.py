@@ -32,24 +32,27 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig
 
-from .run.results import RESULTS, readable_result
+from .run.results import RESULTS, explain_broken_result
 from .run.tasks import SQL
-from .run.timing import TimedAnswer, ssmlx_answer, timed_answer
+from .run.timing import TimedAnswer, ssmlx_answer, time_answer
 
 PROG = "perf.export"
 
 
-def device_placement(
+def count_by_device(
     plan: Any, operations: Iterable[Any]
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Count operations by the device that Core ML prefers for them.
+
+    Operations without a preference are not counted.
 
     Args:
         plan: a compute plan of coremltools.
         operations: of a function of the package.
 
     Returns:
-        (number of operations by device, share of the estimated cost by device)
+        The number of operations by device, such as "CPU" or "NeuralEngine"; and the share of the
+        estimated cost by device, empty where no cost is known.
     """
     counts: dict[str, int] = {}
     weights: dict[str, float] = {}
@@ -66,19 +69,26 @@ def device_placement(
     return counts, {device: weight / total for device, weight in weights.items() if total}
 
 
-def compute_plan(package: Path, compute_units: str) -> tuple[dict[str, int], dict[str, float]]:
-    """Return `device_placement` of a Core ML package's function `decode`."""
+def planned_devices(package: Path, compute_units: str) -> tuple[dict[str, int], dict[str, float]]:
+    """Return `count_by_device` of a Core ML package's function "decode"; on a Mac alone.
+
+    Args:
+        package: the .mlpackage.
+        compute_units: those that Core ML may use, such as "cpu-and-ne".
+    """
     import coremltools as ct
     from coremltools.models.compute_plan import MLComputePlan
 
     unit = getattr(ct.ComputeUnit, compute_units.upper().replace("-", "_"))
     compiled = ct.models.utils.compile_model(str(package))
     plan: Any = MLComputePlan.load_from_path(path=compiled, compute_units=unit)
-    return device_placement(plan, plan.model_structure.program.functions[DECODE].block.operations)
+    return count_by_device(plan, plan.model_structure.program.functions[DECODE].block.operations)
 
 
 def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
-    """Settings with which MLX drafts the same tree as an exported package."""
+    """Return settings with which MLX drafts the same tree, and prunes it alike, as an exported
+    package.
+    """
     pruned = manifest.num_kept < manifest.num_nodes
     return GenerateConfig(
         decoding="speculative",
@@ -92,12 +102,13 @@ def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
 def logit_gap(
     model: StreamFusedModel, prompt: Sequence[int], mine: TimedAnswer, theirs: TimedAnswer
 ) -> float:
-    """Return how much higher MLX's logit of its own token is, where two answers differ.
+    """Return how much higher MLX's logit of its own token is than of the package's, where two
+    answers first differ.
 
     Args:
         model: MLX's.
         prompt: token ids.
-        mine: an answer of the package.
+        mine: the package's answer.
         theirs: MLX's plain answer.
 
     Returns:
@@ -112,10 +123,19 @@ def logit_gap(
     return to_float(logits[theirs.tokens[where]] - logits[mine.tokens[where]])
 
 
-def compare(
+def compare_package(
     args: argparse.Namespace, folder: Path, mlx: tuple[StreamFusedModel, Any]
 ) -> list[dict[str, Any]]:
-    """Run an exported folder on the prompts and compare with MLX; a row for each compute unit."""
+    """Run an exported folder on the prompts, and compare its answers with MLX's.
+
+    Args:
+        args: of the command.
+        folder: the export.
+        mlx: model and tokenizer.
+
+    Returns:
+        A row for each choice of compute units; one for Core AI.
+    """
     manifest = exported.Manifest.read(folder)
     choices: Sequence[str | None] = [args.compute_units] if args.compute_units else COMPUTE_UNITS
     prompts: list[list[int]] = []
@@ -134,7 +154,7 @@ def compare(
         if units is not None:
             list(exported.stream_generate(package, prompts[0], max_tokens=1))  # warm-up
         answers = [
-            timed_answer(exported.stream_generate(package, prompt, max_tokens=args.max_tokens))
+            time_answer(exported.stream_generate(package, prompt, max_tokens=args.max_tokens))
             for prompt in prompts
         ]
         gaps = [
@@ -142,32 +162,35 @@ def compare(
             for prompt, mine, theirs in zip(prompts, answers, plain, strict=True)
             if mine.tokens != theirs.tokens
         ]
-        row = _row(folder, units, manifest, (answers, speculative, plain))
+        row = _figures_row(folder, units, manifest, (answers, speculative, plain))
         rows.append({**row, "largest_gap": round(max(gaps), 4) if gaps else None})
     return rows
 
 
-def _row(
+def _figures_row(
     folder: Path,
     units: str | None,
     manifest: exported.Manifest,
     sides: tuple[Sequence[TimedAnswer], ...],
 ) -> dict[str, Any]:
-    """The figures of a package on one runtime, as JSON values.
+    """Return the figures of a package on one runtime, as JSON values.
 
     Args:
         folder: of the package.
         units: compute units of Core ML; None for Core AI.
         manifest: of the package.
         sides: answers of the package, of MLX with the same tree, and of plain decoding. Figures by
-        call and by second are of these three, in order, and do not count prompts.
+            call and by second are of these three, in order; those by second do not count the
+            prompts and first tokens.
     """
     same = [(a, b) for a, b, c in zip(*sides, strict=True) if a.tokens == c.tokens]
     counts = [sum(len(a.tokens) for a in side) for side in sides]
     calls = [sum(a.target_calls for a in side) for side in sides]
     seconds = [sum(a.decode_seconds for a in side) for side in sides]
     is_core_ml = units is not None and sys.platform == "darwin"
-    planned = compute_plan(manifest.package(folder), units or "") if is_core_ml else ({}, {})
+    planned = (
+        planned_devices(manifest.checked_package(folder), units or "") if is_core_ml else ({}, {})
+    )
     return {
         "name": folder.name,
         "backend": "Core AI" if units is None else f"Core ML, {units}",
@@ -188,15 +211,22 @@ def _row(
 
 
 def package_figures(folder: Path) -> dict[str, Any]:
-    """The size in megabytes and the error of the weights, from an export's report."""
+    """Return the size in megabytes and the relative RMS error of the weights, from an export's
+    report.
+
+    The error is None where the report has none.
+
+    Raises:
+        InputError: the report is missing or broken.
+    """
     report = read_json(folder / REPORT, "the report of an export")
-    with readable_result(folder / REPORT, "ssmlx.export"):
+    with explain_broken_result(folder / REPORT, "ssmlx.export"):
         error = (report["weight_error"] or {}).get("relative_rms")
         return {"megabytes": round(report["package_bytes"] / 1e6, 1), "weight_error": error}
 
 
 def row_text(row: Mapping[str, Any]) -> str:
-    """Format a row as lines of text."""
+    """Format a row as lines of text: figures, rates, and operations by device."""
     error = row["weight_error"]
     gap = row["largest_gap"]
     rates = (
@@ -220,7 +250,11 @@ def row_text(row: Mapping[str, Any]) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `perf.export`; one folder or several are required.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(PROG, __doc__)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="an export")
     add_options(
@@ -242,11 +276,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _export(args: argparse.Namespace) -> int:
-    """Compare all packages, print and save; 1 if a float32 package's tokens differ."""
+    """Compare all packages with MLX, print the rows, and save them in perf's folder of results.
+
+    Returns:
+        The exit code: 1 if a float32 package's tokens differ from plain decoding's, else 0.
+    """
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     told = [(folder, package_figures(folder)) for folder in args.folders]
     mlx = load(args.model, adapter=args.adapter, dtype=args.dtype)
-    rows = [{**row, **own} for folder, own in told for row in compare(args, folder, mlx)]
+    rows = [{**row, **own} for folder, own in told for row in compare_package(args, folder, mlx)]
     make_folder(RESULTS)
     result = {"machine": describe_machine(), "rows": rows}
     print_and_save(result, RESULTS / "export", "\n".join(map(row_text, rows)))

@@ -18,12 +18,12 @@ from ssmlx.model.shapes import to_float
 from ssmlx.report import Columns
 
 from .compare import difference_text
-from .run.experiment import Experiment, Measured, differences_of, differing_systems, run_result
-from .run.options import add_experiment_options, add_out, check_counts, experiment_of
-from .run.show import Row, figure, heading, markdown_table, number
+from .run.experiment import Experiment, Measured, differing_systems, find_differences, run_result
+from .run.options import add_experiment_options, add_out, build_experiment, check_counts
+from .run.show import Result, Row, figure_cell, heading, markdown_table, number_cell
 from .run.statistics import Estimate, ratio
 from .run.target import MLX_LM, PLAIN, System
-from .run.tasks import differences, figures
+from .run.tasks import mean_scores, score_differences
 
 PROG = "perf.precision"
 TASKS = ("sql", "e2e", "chat")
@@ -45,13 +45,16 @@ Writes precision.json and .txt. Every answer is kept: a run that was stopped goe
 Exit code 1: answers part by more than rounding explains."""
 
 
-def experiments(args: argparse.Namespace) -> list[Experiment]:
-    """Make an experiment for each task and precision, without mlx-lm."""
+def build_experiments(args: argparse.Namespace) -> list[Experiment]:
+    """Make an experiment for each task and precision, without mlx-lm and without warming up.
+
+    On a CPU, products are rounded as a GPU rounds them.
+    """
     found = []
     for task in args.task:
         for dtype in args.dtype:
             own = argparse.Namespace(**{**vars(args), "task": task, "dtype": dtype})
-            whole = experiment_of(own, "precision")
+            whole = build_experiment(own, "precision")
             systems = [one for one in whole.systems if one.kind != MLX_LM]
             weights = replace(whole.weights, rounds=mx.default_device() == mx.cpu)
             found.append(replace(whole, weights=weights, systems=systems, warm_up=0))
@@ -59,7 +62,7 @@ def experiments(args: argparse.Namespace) -> list[Experiment]:
 
 
 def precision_result(measured: Measured) -> dict[str, Any]:
-    """The result of one task and precision, as JSON values."""
+    """Return the result of one task and precision, as JSON values."""
     plan = measured.experiment
     weights = measured.experiment.weights
     assert plan.task is not None
@@ -72,18 +75,18 @@ def precision_result(measured: Measured) -> dict[str, Any]:
         "prompts": len(plan.examples),
         "max_tokens": plan.systems[0].config.max_tokens,
         "load": measured.load,
-        "one_pass": asdict(one_pass_differences(measured)),
-        "systems": [_row(measured, one) for one in plan.systems],
+        "one_pass": asdict(count_one_pass_differences(measured)),
+        "systems": [_system_row(measured, one) for one in plan.systems],
     }
 
 
-def one_pass_differences(measured: Measured) -> Estimate:
+def count_one_pass_differences(measured: Measured) -> Estimate:
     """Count tokens of plain decoding that one pass over the whole answer chooses differently.
 
     That is what rounding alone does when a pass has another number of rows.
 
     Returns:
-        Differences in 1,000 tokens.
+        Differences in 1,000 tokens, with their interval over prompts.
     """
     others = []
     lengths = []
@@ -96,9 +99,12 @@ def one_pass_differences(measured: Measured) -> Estimate:
     return ratio(others, lengths)
 
 
-def _row(measured: Measured, system: System) -> dict[str, Any]:
-    """A system's figures: tokens up to the first difference, differences in 1,000, and the
-    metric."""
+def _system_row(measured: Measured, system: System) -> dict[str, Any]:
+    """Return a system's figures, as JSON values: tokens compared, differences in 1,000 of them, and
+    the metric.
+
+    Tokens of an answer are compared up to its first difference from plain decoding's.
+    """
     task = measured.experiment.task
     examples = measured.experiment.examples
     assert task is not None
@@ -106,7 +112,7 @@ def _row(measured: Measured, system: System) -> dict[str, Any]:
     plain = measured.first(PLAIN)
     texts = [one.text for one in own]
     expected = [one.text for one in plain]
-    found = differences_of(measured, system) or []
+    found = find_differences(measured, system) or []
     compared = [len(one.answer.tokens) for one in own]
     parted = [0] * len(own)
     for one in found:
@@ -124,18 +130,20 @@ def _row(measured: Measured, system: System) -> dict[str, Any]:
         "differences": found,
         "tokens": sum(len(one.answer.tokens) for one in own),
         "target_calls": sum(one.answer.target_calls for one in own),
-        "metric": _metric_of(figures(task, examples, texts)),
-        "metric_less_plain": _metric_of(differences(task, examples, texts, expected)),
+        "metric": _shown_metric(mean_scores(task, examples, texts)),
+        "metric_less_plain": _shown_metric(score_differences(task, examples, texts, expected)),
     }
 
 
-def _metric_of(values: Row) -> Any:
+def _shown_metric(values: Row) -> Any:
     """The one of a task's figures that is shown; None where it has none."""
     return next((values[name] for name in METRICS if name in values), None)
 
 
-def report_rows(result: Row) -> list[dict[str, Any]]:
-    """The rows of the table: each part's systems but plain decoding, with the part's values."""
+def report_rows(result: Result) -> list[dict[str, Any]]:
+    """Return the rows of the table: each part's systems but plain decoding, with the part's values
+    and plain decoding's metric.
+    """
     return [
         {**part, **row, "plain": part["systems"][0]["metric"]}
         for part in result["tasks"]
@@ -145,7 +153,9 @@ def report_rows(result: Row) -> list[dict[str, Any]]:
 
 
 def _gap_text(row: Row) -> str:
-    """Median and largest gap of logits where answers differ, and its share of the logit."""
+    """Return median and largest gap of logits where answers differ, and the largest share of the
+    logit; "-" without any.
+    """
     found = [one for one in row["differences"] if one["gap"] is not None]
     if not found:
         return "-"
@@ -158,17 +168,17 @@ COLUMNS: Columns = {
     "task, precision": lambda row: f"{row['task']}, {row['dtype']}",
     "decoding": lambda row: f"`{row['name']}`",
     "same answers": lambda row: f"{row['same_as_plain']} of {row['prompts']}",
-    "compared tokens": number("compared"),
-    "divergences per 1,000": figure("per_thousand", 1),
-    "by one pass": figure("one_pass", 1),
+    "compared tokens": number_cell("compared"),
+    "divergences per 1,000": figure_cell("per_thousand", 1),
+    "by one pass": figure_cell("one_pass", 1),
     "gap of logits, median and largest": _gap_text,
-    "metric, %": figure("metric", 1),
-    "plain's": figure("plain", 1),
-    "difference": figure("metric_less_plain", 1),
+    "metric, %": figure_cell("metric", 1),
+    "plain's": figure_cell("plain", 1),
+    "difference": figure_cell("metric_less_plain", 1),
 }
 
 
-def report(result: Row) -> str:
+def format_report(result: Result) -> str:
     """Format the result: a heading, the table, and a line for each difference."""
     notes = [
         f"{row['task']}, {row['dtype']}, {row['name']}: {difference_text(one)}"
@@ -181,17 +191,25 @@ def report(result: Row) -> str:
 
 
 def _precision(args: argparse.Namespace) -> int:
-    """Measure, print and save; 1 if a difference is more than rounding explains."""
-    plans = experiments(args)
+    """Measure all tasks and precisions, print the report, and save it.
+
+    Returns:
+        The exit code: 1 if a difference is more than rounding explains, else 0.
+    """
+    plans = build_experiments(args)
     parts = [precision_result(plan.run()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
     result = {**run_result(plans[0], args.model, parts), "dtype": dtypes}
-    print_and_save(result, args.out / "precision", report(result))
+    print_and_save(result, args.out / "precision", format_report(result))
     return 1 if differing_systems(result) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and measure; returns the exit code."""
+    """Run `perf.precision`, and return its exit code.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
     add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)

@@ -50,11 +50,16 @@ MODULES = {"ssmlx": "ssmlx.server", "mlx-lm": "mlx_lm.server"}
 START = 180.0  # seconds that a server may take to start
 BEFORE = 6  # tokens of an answer before the long prompt arrives
 Row = Mapping[str, Any]
+Result = Mapping[str, Any]
 
 
 @dataclass
-class Heard:
-    """An answer as a client received it: when each chunk came, and how many tokens."""
+class ReceivedAnswer:
+    """An answer as a client received it: when it was asked for, when each chunk of text came, and
+    how many tokens.
+
+    Times are those of `time.perf_counter`, in seconds.
+    """
 
     asked: float = field(default_factory=time.perf_counter)
     times: list[float] = field(default_factory=list)  # of each chunk of text
@@ -66,7 +71,7 @@ class Heard:
         return self.times[0] - self.asked
 
 
-Ask = Callable[..., Heard]
+Ask = Callable[..., ReceivedAnswer]
 """A prompt and the most tokens to an answer; and what is told the chunks so far."""
 
 
@@ -75,16 +80,19 @@ def ask_server(
     model: str,
     prompt: str,
     max_tokens: int,
-    tell: Callable[[int], object] = lambda count: None,
-) -> Heard:
-    """Send one chat to a server and read its stream.
+    on_chunk: Callable[[int], object] = lambda count: None,
+) -> ReceivedAnswer:
+    """Send one chat to a server, read its stream to the end, and time it.
 
     Args:
         address: http://HOST:PORT.
         model: name for the request.
         prompt: the user's message.
         max_tokens: of the answer.
-        tell: called after each chunk of text with the number of chunks so far.
+        on_chunk: called after each chunk of text with the number of chunks so far.
+
+    Returns:
+        The answer; one without text has the time of its end.
 
     Raises:
         InputError: the server does not answer.
@@ -93,7 +101,7 @@ def ask_server(
         "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
         "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    heard = Heard()
+    received = ReceivedAnswer()
     headers = {"Content-Type": "application/json"}
     address = f"{address}/v1/chat/completions"
     data = json.dumps(body).encode()
@@ -106,34 +114,37 @@ def ask_server(
     with reply:
         for line in reply:
             chunk = json.loads(line[6:]) if line.startswith(b"data: {") else {"choices": ()}
-            heard.tokens = (chunk.get("usage") or {}).get("completion_tokens", heard.tokens)
+            received.tokens = (chunk.get("usage") or {}).get("completion_tokens", received.tokens)
             if any(one["delta"].get("content") for one in chunk["choices"]):
-                heard.times.append(time.perf_counter())
-                tell(len(heard.times))
-    heard.times = heard.times or [time.perf_counter()]
-    return heard
+                received.times.append(time.perf_counter())
+                on_chunk(len(received.times))
+    received.times = received.times or [time.perf_counter()]
+    return received
 
 
-def ask_engine(engine: ssmlx.Engine, prompt: str, max_tokens: int) -> Heard:
-    """Answer one chat with an engine in this process."""
-    heard = Heard()
+def ask_engine(engine: ssmlx.Engine, prompt: str, max_tokens: int) -> ReceivedAnswer:
+    """Answer one chat with an engine in this process, and time its segments."""
+    received = ReceivedAnswer()
     for segment in engine.stream([{"role": "user", "content": prompt}], max_tokens=max_tokens):
-        heard.times.append(time.perf_counter())
-        heard.tokens += len(segment.tokens)
-    return heard
+        received.times.append(time.perf_counter())
+        received.tokens += len(segment.tokens)
+    return received
 
 
 @contextmanager
-def serving(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
-    """Start a server and yield a function that asks it; the server ends with the block.
+def running_server(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
+    """Start a server, wait until it answers, and yield a function that asks it.
+
+    The function takes a prompt, the most tokens, and perhaps `on_chunk`, see `ask_server`. The
+    server is ended with the block.
 
     Args:
         name: a key of `MODULES`.
-        folder: of the weights; its log is written there.
+        folder: of the weights; the server's log is written there.
         adapter: for ssmlx's server.
 
     Raises:
-        InputError: it did not start.
+        InputError: it did not start within three minutes.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -161,14 +172,20 @@ def serving(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
 
 
 def _is_up(address: str) -> bool:
-    """Whether a server answers at /health."""
+    """Whether a server answers at /health with status 200."""
     with suppress(OSError), urlopen(f"{address}/health") as reply:
         return bool(reply.status == 200)
     return False
 
 
 def write_weights(model: str, dtype: str, folder: Path) -> None:
-    """Write a model folder with weights in `dtype` that both servers can load."""
+    """Write a model folder with weights in `dtype` that both servers can load.
+
+    Args:
+        model: a folder, a Hub name or an alias.
+        dtype: one of `FLOATS`.
+        folder: to write into; it exists.
+    """
     base = resolve_model(model)
     modules, settings = load_weights_as(dtype, base)
     save_model(folder, modules)
@@ -178,55 +195,70 @@ def write_weights(model: str, dtype: str, folder: Path) -> None:
         shutil.copy(path, folder)
 
 
-def ask_all_at_once(ask: Ask, prompts: list[str], max_tokens: int) -> tuple[float, list[Heard]]:
-    """Ask all prompts at the same time; return the seconds for all, and the answers."""
+def ask_all_at_once(
+    ask: Ask, prompts: list[str], max_tokens: int
+) -> tuple[float, list[ReceivedAnswer]]:
+    """Ask all prompts at the same time, each on a thread of its own.
+
+    Returns:
+        The seconds until the last answer ended, and the answers in the order of the prompts.
+    """
     with ThreadPoolExecutor(len(prompts)) as pool:
         started = time.perf_counter()
-        heard = list(pool.map(lambda prompt: ask(prompt, max_tokens), prompts))
-        return time.perf_counter() - started, heard
+        received = list(pool.map(lambda prompt: ask(prompt, max_tokens), prompts))
+        return time.perf_counter() - started, received
 
 
-def load_row(system: str, count: int, rounds: list[tuple[float, list[Heard]]]) -> Row:
-    """Figures of one system under a number of requests at once, as a row.
+def concurrency_row(
+    system: str, count: int, rounds: list[tuple[float, list[ReceivedAnswer]]]
+) -> Row:
+    """Return the figures of one system under a number of requests at once.
+
+    Seconds to the first token are percentiles over all answers; "each" is the median seconds
+    between tokens.
 
     Args:
         system: its name.
         count: requests at once.
-        rounds: (seconds, answers) of each round.
+        rounds: seconds and answers of each round.
     """
-    heard = [one for _, some in rounds for one in some]
-    p50, p95 = np.percentile([one.first for one in heard], [50, 95])
-    tokens = sum(one.tokens for one in heard)
-    each = median((one.times[-1] - one.times[0]) / max(1, one.tokens - 1) for one in heard)
+    received = [one for _, some in rounds for one in some]
+    p50, p95 = np.percentile([one.first for one in received], [50, 95])
+    tokens = sum(one.tokens for one in received)
+    each = median((one.times[-1] - one.times[0]) / max(1, one.tokens - 1) for one in received)
     speed = tokens / sum(seconds for seconds, _ in rounds)
     row = {"system": system, "open": count, "tokens": tokens, "tokens_per_second": speed}
     return {**row, "first_p50": float(p50), "first_p95": float(p95), "each": each}
 
 
-def delay_rows(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
+def measure_delay(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
     """Measure how a long prompt delays the tokens of another answer that is being written.
 
     Args:
         system: its name.
         ask: asks it.
         prompt: of the answer that is delayed.
-        count: tokens of the long prompt.
+        count: words of the long prompt, about its tokens.
 
     Returns:
-        One row; none if the answer ended before the long prompt was sent.
+        One row, with seconds between chunks before and beside the long prompt; none if the answer
+        ended before the long prompt was sent.
     """
     pieces = ceil(count / PREFILL_STEP_SIZE)
-    others = list[Future[Heard]]()
+    others = list[Future[ReceivedAnswer]]()
     with ThreadPoolExecutor(1) as pool:
 
-        def tell(chunks: int) -> None:
+        def send_long_prompt(chunks: int) -> None:
+            """Send the long prompt from another thread, once, when the answer has `BEFORE`
+            chunks.
+            """
             if chunks == BEFORE:
                 others.append(pool.submit(ask, " word" * count, 1))
 
-        heard = ask(prompt, 4 * BEFORE + 2 * pieces, tell)
-    if len(heard.times) <= BEFORE:
+        received = ask(prompt, 4 * BEFORE + 2 * pieces, send_long_prompt)
+    if len(received.times) <= BEFORE:
         return []
-    gaps = [b - a for a, b in pairwise(heard.times)]
+    gaps = [b - a for a, b in pairwise(received.times)]
     first = others[0].result().first
     usual = median(gaps[: BEFORE - 1])
     longest = max(gaps[BEFORE - 1 :])
@@ -234,8 +266,8 @@ def delay_rows(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
     return [{"system": system, "prompt_tokens": count, **times}]
 
 
-def report(result: Row) -> str:
-    """Format the result as text: a table of loads and one of delays."""
+def format_report(result: Result) -> str:
+    """Format the result as text: a table by number of requests and one of delays."""
 
     def columns(names: Mapping[str, str]) -> Columns:
         return {head: partial(cell, name) for head, name in names.items()}
@@ -278,7 +310,7 @@ def report(result: Row) -> str:
 
 
 def _serving(args: argparse.Namespace) -> int:
-    """Measure both servers, print and save."""
+    """Measure both servers and an engine, print the report, and save it; return 0."""
     make_folder(args.out)
     examples = [json.loads(line) for line in DATA.read_text().splitlines()]
     prompts = cycle(one["prompt"] for one in examples if "prompt" in one)
@@ -288,7 +320,7 @@ def _serving(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(dir=args.out)))
         write_weights(args.model, args.dtype, folder)
-        systems = {n: stack.enter_context(serving(n, folder, args.adapter)) for n in MODULES}
+        systems = {n: stack.enter_context(running_server(n, folder, args.adapter)) for n in MODULES}
         engine = stack.enter_context(ssmlx.Engine(folder, [args.adapter]))
         alone: dict[str, Ask] = {**systems, "ssmlx.generate": partial(ask_engine, engine)}
         for ask in alone.values():
@@ -299,19 +331,23 @@ def _serving(args: argparse.Namespace) -> int:
                 asked = [next(upcoming) for _ in range(count)]
                 for name, found in rounds.items():
                     found.append(ask_all_at_once(alone[name], asked, args.max_tokens))
-            rows += [load_row(name, count, found) for name, found in rounds.items()]
+            rows += [concurrency_row(name, count, found) for name, found in rounds.items()]
         prompt = next(upcoming)
         delays = [
-            row for n, ask in systems.items() for row in delay_rows(n, ask, prompt, args.long)
+            row for n, ask in systems.items() for row in measure_delay(n, ask, prompt, args.long)
         ]
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "max_tokens")}
     result = {"machine": describe_machine(), "load": load, **names, "rows": rows, "delays": delays}
-    print_and_save(result, args.out / "serving", report(result))
+    print_and_save(result, args.out / "serving", format_report(result))
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and measure; returns the exit code."""
+    """Run `perf.serving`, and return its exit code.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(PROG, __doc__)
     add_base(parser)
     add_options(

@@ -33,7 +33,12 @@ Segment = TypeVar("Segment")
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Stands for a segment where a turn processed a piece of the prompt and gave no text."""
+    """Stands for a segment where a turn processed a piece of the prompt and gave no text.
+
+    Attributes:
+        done: tokens that were processed so far.
+        total: tokens to process in all.
+    """
 
     done: int  # tokens
     total: int
@@ -49,6 +54,8 @@ def is_forked() -> bool:
 
 def claim_process() -> None:
     """Note that MLX computes in this process from now on, so that none forked from it may.
+
+    To be called before MLX computes anything; as often as wanted.
 
     Raises:
         InputError: it is itself forked from one in which MLX has computed, and would wait for ever
@@ -73,7 +80,7 @@ class _Task(Generic[Result]):
     device: mx.Device  # the default one of whoever asks
 
     def do(self) -> None:
-        """Call it, and put its result or its error into the future."""
+        """Call it, and put its result, or any exception that it raises, into the future."""
         try:
             result = self.call()
         except BaseException as error:
@@ -101,9 +108,14 @@ class _MlxThread:
         return threading.current_thread() is self._thread
 
     def submit(self, task: Callable[[], Result]) -> Future[Result]:
-        """Have `task` done; returns at once, with a future of its result or its error.
+        """Have `task` done behind those that were asked for before; returns at once.
 
-        The error is an InputError in a forked process, and a RuntimeError when Python is ending.
+        It is done on the default device that the calling thread has now. The first task starts the
+        thread.
+
+        Returns:
+            A future of its result or its error. The error is an InputError in a forked process, and
+            a RuntimeError when Python is ending; the task is not done then.
         """
         future: Future[Result] = Future()
         try:
@@ -120,7 +132,7 @@ class _MlxThread:
         return future
 
     def _start(self) -> None:
-        """Start the thread, once, and have open answers closed when Python ends."""
+        """Start the thread, unless it was, and have open answers closed when Python ends."""
         with self._starting:
             if self._thread is None:
                 # A daemon, for Python waits for any other thread before `atexit` runs.
@@ -129,7 +141,8 @@ class _MlxThread:
                 atexit.register(self._stop)
 
     def _work(self) -> None:
-        """Do tasks for ever, each on the default device of whoever asked."""
+        """Do tasks for ever, each on the default device of whoever asked; cancelled ones are left
+        out."""
         while True:
             task = self._tasks.get()
             if mx.default_device() != task.device:
@@ -139,8 +152,11 @@ class _MlxThread:
             del task  # or its arrays would wait for the next one
 
     def _stop(self) -> None:
-        """Close what is open, and begin nothing more. The thread stays, and waits: as a thread
-        ends, what MLX keeps for it asks for Python, which may be gone by then."""
+        """When Python ends: close what is open, wait for that, and take no more tasks.
+
+        Does nothing in a forked process. The thread stays, and waits: as a thread ends, what MLX
+        keeps for it asks for Python, which may be gone by then.
+        """
         if is_forked():
             return
         closing = self.submit(self._close_open)
@@ -181,9 +197,10 @@ class _SegmentSource(Generic[Segment]):
         self.is_over = False
 
     def take(self) -> Segment | Prefilled | None:
-        """Compute the next segment; None where the answer is over.
+        """Compute and return the next segment; None where the answer is over. On the MLX thread.
 
-        An error, or a segment with a finish reason, ends the answer: its generator is closed.
+        An error, which is raised, or a segment with a finish reason ends the answer: its generator
+        is closed at once.
         """
         if self.is_over:
             return None
@@ -200,7 +217,7 @@ class _SegmentSource(Generic[Segment]):
         return segment
 
     def close(self) -> None:
-        """End the answer, and run what its generator does at its end."""
+        """End the answer, and run what its generator does at its end. On the MLX thread."""
         self.is_over = True
         _mlx_thread.open.discard(self)
         self._segments.close()
@@ -230,9 +247,9 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         """Begin nothing yet: a segment is computed when it is asked for.
 
         Args:
-            segments: computes the segments; touched by the MLX thread alone.
+            segments: computes the segments; touched by the MLX thread alone. A generator.
             progress: called with (tokens processed, tokens in all) while the prompt is processed,
-                on the thread that reads.
+                on the thread that reads; None for nothing.
         """
         self._source = _SegmentSource(segments)
         self._progress = progress
@@ -247,12 +264,21 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         return self._source.is_over
 
     def cancel(self) -> Future[None]:
-        """Stop the answer after the call that runs now, wherever it is; does not wait for it."""
+        """Stop the answer after the call that runs now, wherever it is; does not wait for it.
+
+        Reading ends at once. Segments that were not read are lost.
+
+        Returns:
+            A future that is done when the answer has ended.
+        """
         self._requested = None
         return _cancel(self._source)
 
     def close(self) -> None:
-        """Cancel the answer, and wait until what it leaves behind can be used."""
+        """Cancel the answer, and wait until its end was run and its cache can be used.
+
+        In a forked process it does nothing.
+        """
         if is_forked():
             return
         if _mlx_thread.is_current:
@@ -261,7 +287,11 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
             self.cancel().result()
 
     async def aclose(self) -> None:
-        """As `close`."""
+        """Cancel the answer, and await its end; the end comes too where the awaiting task is
+        cancelled.
+
+        In a forked process it does nothing.
+        """
         if is_forked():
             return
         # Who is cancelled waits no longer, but the answer ends.
@@ -283,7 +313,12 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         return self
 
     def __next__(self) -> Segment:
-        """Wait for the next segment; pieces of the prompt go to `progress` meanwhile."""
+        """Wait for the next segment; pieces of the prompt go to `progress` meanwhile.
+
+        Raises:
+            StopIteration: the answer is over.
+            RuntimeError: another thread or task is reading it.
+        """
         with self._exclusive_reading():
             while True:
                 if _mlx_thread.is_current:
@@ -302,7 +337,12 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         return self
 
     async def __anext__(self) -> Segment:
-        """Await the next segment; pieces of the prompt go to `progress` meanwhile."""
+        """Await the next segment; pieces of the prompt go to `progress` meanwhile.
+
+        Raises:
+            StopAsyncIteration: the answer is over.
+            RuntimeError: another thread or task is reading it.
+        """
         with self._exclusive_reading():
             while True:
                 asked = self._request_segment()
@@ -324,9 +364,10 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     def _keep_request_if_interrupted(
         self, asked: Future[Segment | Prefilled | None]
     ) -> Iterator[None]:
-        """While its reader waits for `asked`: forget the request when it is read or has failed.
+        """While its reader waits for `asked` in the block: forget the request when the block ends.
 
-        Where the reader is interrupted instead, it is kept, and the next reader gets its segment.
+        Where the reader is interrupted instead, the request is kept, and the next reader gets its
+        segment. An error of the segment itself is no interruption. All exceptions go on.
         """
         try:
             yield
@@ -343,7 +384,11 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
     @contextmanager
     def _exclusive_reading(self) -> Iterator[None]:
-        """Raise RuntimeError where another thread or task is reading the answer already."""
+        """Let nobody else read the answer inside the block.
+
+        Raises:
+            RuntimeError: another thread or task is reading it already.
+        """
         if not self._reading.acquire(blocking=False):
             raise RuntimeError("this answer is being read already, by another thread or task")
         try:
@@ -353,7 +398,11 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
 
 def _cancel(source: _SegmentSource[Any]) -> Future[None]:
-    """End an answer at once for its readers, and have it closed behind the call that runs now."""
+    """End an answer at once for its readers, and have it closed behind the call that runs now.
+
+    Returns:
+        A future that is done when it is closed.
+    """
     source.is_over = True
     return _mlx_thread.submit(source.close)
 
@@ -364,9 +413,10 @@ _limit_before = 0
 
 @contextmanager
 def wired_weights() -> Iterator[None]:
-    """Keep the weights in memory that macOS would page out, as mlx-lm does while it generates.
+    """Keep macOS from paging out MLX's memory in the block, up to the bytes that it recommends.
 
-    On the MLX thread alone. Of blocks that overlap, the last one to end sets the limit back.
+    As mlx-lm does while it generates. On the MLX thread alone; does nothing where there is no
+    Metal. Of blocks that overlap, the last one to end waits for the GPU and sets the limit back.
     """
     global _num_wired, _limit_before
     if not mx.metal.is_available():

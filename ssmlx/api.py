@@ -116,9 +116,11 @@ class AnswerText:
         self.ended_by: str | None = None
 
     def add(self, token: int) -> bool:
-        """Append the next token; returns whether the text has a stop string now.
+        """Append the next token; returns whether a stop string begins in the text that is not given
+        out.
 
-        Of several the one that begins first counts.
+        Of several the one that begins first counts, and is kept in `ended_by`. Text that the
+        tokenizer may still change counts as it would be now.
         """
         self._text += self._detokenizer.add(token)
         if self._stop:
@@ -131,10 +133,11 @@ class AnswerText:
             self._end = None if self.ended_by is None else found[self.ended_by]
         return self._end is not None
 
-    def segment(self, *, is_last: bool) -> str:
-        """Take out the text that is certain since the last segment; with `is_last`, all of it.
+    def take_segment(self, *, is_last: bool) -> str:
+        """Take out and return the text that is certain since the last segment; with `is_last`, all
+        of it.
 
-        It ends where a stop string begins.
+        It ends where a stop string begins, which is never given out.
         """
         if is_last:
             self._text += self._detokenizer.held_back_text()
@@ -181,19 +184,30 @@ class StopChecker:
     _asked: tuple[list[int], FinishReason | None] | None = None  # what `cut` will tell
 
     def ends_answer(self, step: list[int]) -> bool:
-        """Whether the answer ends within `step`, the tokens that `cut_step` gets next."""
-        self._asked = self._take(step)
+        """Whether the answer ends within `step`, the tokens that `cut_step` gets next.
+
+        They are counted, and their text taken, now; `cut_step` only tells then.
+        """
+        self._asked = self._take_until_end(step)
         return self._asked[1] is not None
 
     def cut_step(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The tokens of `step` that belong to the answer, and why it ends with them; None where it
-        does not."""
-        taken = self._asked or self._take(step)
+        """The tokens of `step` that belong to the answer, and why it ends with them.
+
+        The reason is None where it does not end. They are counted, and their text taken, unless
+        `ends_answer` was asked about them.
+        """
+        taken = self._asked or self._take_until_end(step)
         self._asked = None
         return taken
 
-    def _take(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Append the tokens of `step` to the answer up to where it ends; see `cut_step`."""
+    def _take_until_end(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Append the tokens of `step` to the answer up to where it ends.
+
+        Returns:
+            These tokens, the ending one included, and why the answer ends with them; None where it
+            does not. "stop" goes before "length", that before "context".
+        """
         for count, token in enumerate(step, 1):
             self.generated += 1
             if token in self.end_tokens or self.text.add(token):
@@ -216,7 +230,7 @@ def token_steps(
 ) -> Iterator[list[int]]:
     """Decode `prompt` without end, yielding the tokens of each call; nothing stops it.
 
-    MLX runs on the thread that reads, which has to be one and the same.
+    MLX runs on the thread that reads, which has to be one and the same. The plan is made now.
 
     Args:
         model, prompt, cache, context: see `decode_plan`.
@@ -228,7 +242,7 @@ def token_steps(
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
     """Raise InputError where `num_tokens` is 0, and ContextLengthError where a prompt of so many
-    leaves no room for an answer in the model's context."""
+    leaves no room for a token of an answer in the model's context, if that has a limit."""
     limit = model.backbone.context_length
     require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     if limit is not None and num_tokens >= limit:
@@ -236,7 +250,8 @@ def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
 
 
 def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:
-    """Raise InputError, naming the first, where `tokens` has an id outside the vocabulary."""
+    """Raise InputError where `tokens` has an id outside the vocabulary; the message names the
+    first."""
     size = model.backbone.vocab_size
     unknown = next((token for token in tokens if not 0 <= token < size), None)
     found = f"the prompt has the token {unknown}"
@@ -311,7 +326,7 @@ def stream_generate(
 
 
 def with_seed(config: GenerateConfig) -> GenerateConfig:
-    """`config` with a seed, if it samples and has none.
+    """`config` with a seed, if it samples (`temp` above 0) and has none; else as it is.
 
     The seed is drawn from MLX's random state of the calling thread, which changes; with
     `deterministic` it is 0.
@@ -391,7 +406,8 @@ def answer_segments(
     )
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
-        """Fields of a segment that the tokens do not say; memory only where it is the last."""
+        """Fields of a segment that its tokens do not say; memory only where `reason` says that it
+        is the last."""
         return {
             "peak_memory": mx.get_peak_memory() / 1e9,
             "draft_calls": plan.draft_calls,
@@ -402,7 +418,11 @@ def answer_segments(
         }
 
     def turns() -> Iterator[GenerationResponse | Prefilled]:
-        """Decode, and in the end keep what was learned and said, and call `done`."""
+        """Decode, a segment for each call, with weights wired.
+
+        In the end, also where it fails or is closed: compute the cache, keep what was learned, add
+        the answer to `earlier`, and call `done`.
+        """
         started = time.perf_counter()
         total = len(tokens) - 1
         given: list[GenerationResponse] = []
@@ -435,7 +455,11 @@ def answer_segments(
 
 
 def _token_ids(tokens: Any) -> list[int]:
-    """A list of ints from a sequence of token ids or an array of NumPy or MLX; else InputError."""
+    """A list of ints of a sequence of token ids, or of an array of NumPy or MLX.
+
+    Raises:
+        InputError: it is no such thing; the message calls it the prompt.
+    """
     try:
         return [index(one) for one in getattr(tokens, "tolist", lambda: tokens)()]
     except TypeError as error:
@@ -462,7 +486,8 @@ def build_responses(
         num_cached: tokens of the prompt that were cached.
         measured: called with a segment's finish reason, None before the last: its other fields.
         started: when the answer began, of `time.perf_counter`; now unless given.
-        recorded: log probabilities of the tokens, which `steps` appends; emptied at each segment.
+        recorded: log probabilities of the tokens, which `steps` appends; emptied behind each
+            segment but the last. None where segments have none.
     """
     started = first_done = time.perf_counter() if started is None else started
     for calls, step in enumerate(steps, 1):
@@ -470,7 +495,7 @@ def build_responses(
         first_done = now if calls == 1 else first_done
         step, reason = stop_checker.cut_step(step)
         yield GenerationResponse(
-            text=stop_checker.text.segment(is_last=reason is not None),
+            text=stop_checker.text.take_segment(is_last=reason is not None),
             tokens=tuple(step),
             finish_reason=reason,
             prompt_tokens=num_prompt,
@@ -498,7 +523,7 @@ def generate(
     verbose: bool = False,
     **more: Any,
 ) -> str:
-    """Generate an answer and return its whole text.
+    """Generate an answer, wait for it, and return its whole text.
 
     Args:
         model, tokenizer, prompt, config, more: as `stream_generate` takes them.
@@ -514,14 +539,18 @@ def generate(
         if verbose:
             print(last.text, end="", flush=True)
     if verbose and last is not None:
-        print(f"\n{summary(last)}")
+        print(f"\n{summary_line(last)}")
         if last.memory is not None:
             print(last.memory.line())
     return text
 
 
-def summary(response: GenerationResponse) -> str:
-    """One line about an answer, of its last segment: tokens, tokens/s, tokens per target call."""
+def summary_line(response: GenerationResponse) -> str:
+    """One line about an answer, of its last segment: tokens, tokens/s, tokens per target call.
+
+    Before these, whether typical acceptance made it lossy; behind them, whether `max_tokens` or the
+    model's context has cut it.
+    """
     parts = ["LOSSY (typical acceptance)"] if response.lossy else []
     parts += [
         f"{response.generation_tokens} tokens",
@@ -536,7 +565,8 @@ def summary(response: GenerationResponse) -> str:
 
 
 def drafts_line(response: GenerationResponse) -> str:
-    """One line about what was drafted for an answer, by drafter."""
+    """One line about what was drafted for an answer: for each drafter its tokens, calls, and
+    accepted tokens; or that nothing was."""
     parts = [
         f"{name} drafted {one.drafted} tokens in {one.calls} calls, {one.accepted} accepted"
         for name, one in response.drafts.items()
@@ -544,12 +574,16 @@ def drafts_line(response: GenerationResponse) -> str:
     return "; ".join(parts) or "nothing was drafted"
 
 
-def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
+def answer_record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
     """JSON values of a whole answer: its prompt, text, tokens and statistics.
 
     Args:
         prompt: as the user gave it.
         responses: all segments of the answer, one or more.
+
+    Returns:
+        An object for `--json`; "logprobs" only where there are any, "memory" None where the last
+        segment has none.
     """
     last = responses[-1]
     logprobs = [one for response in responses for one in response.logprobs or ()]

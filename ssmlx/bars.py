@@ -19,6 +19,8 @@ _TICK_SECONDS = 1.0
 def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
     """`items` as an iterable that draws a progress bar where bars are shown, else `items` itself.
 
+    The bar is wiped out at the end.
+
     Args:
         items: what is gone through.
         label: what stands before the bar.
@@ -35,7 +37,10 @@ def _behind_bar(items: Iterable[Any], label: str, settings: dict[str, Any]) -> I
 
 @contextmanager
 def busy(label: str) -> Iterator[None]:
-    """Show `label` and the time that the block has taken so far, where bars are shown."""
+    """Show `label` and the seconds that the block has taken so far, where bars are shown.
+
+    Nothing is drawn in the first `PATIENCE_SECONDS`; the line is wiped out at the end.
+    """
     if not shown.get():
         yield
         return
@@ -45,15 +50,18 @@ def busy(label: str) -> Iterator[None]:
 
 @contextmanager
 def _ticking(**settings: Any) -> Iterator[Any]:
-    """A tqdm bar that is drawn again every second, so that its time goes on between items.
+    """Yield a tqdm bar that a thread draws again every second, so that its time goes on between
+    items.
 
-    It appears after `PATIENCE_SECONDS`, and where standard error is no terminal not at all.
+    It appears after `PATIENCE_SECONDS`, and where standard error is no terminal not at all. It is
+    wiped out, and the thread ended, at the end of the block.
     """
     from huggingface_hub.utils import tqdm
 
     over = Event()
 
     def tick() -> None:
+        """Draw the bar after `PATIENCE_SECONDS`, and then every second, until the block is over."""
         wait = PATIENCE_SECONDS
         while not over.wait(wait):
             drawn.refresh()

@@ -21,11 +21,12 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 @lru_cache(maxsize=1)
 def prefer_openblas() -> bool:
-    """Load the system's OpenBLAS before MLX, so that MLX's CPU backend uses it. Once a process.
+    """Load the system's OpenBLAS before MLX, so that MLX's CPU backend uses it. On Linux alone.
 
     Returns:
         False on Linux where OpenBLAS is missing or cannot be loaded; True where it was loaded, on
-        other systems, and where MLX was imported before, when nobody can tell.
+        other systems, and where MLX was imported before, when nobody can tell. The first call's
+        answer is kept for the process.
     """
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return True
@@ -43,7 +44,9 @@ def prefer_openblas() -> bool:
 def this_machine() -> tuple[str, str]:
     """(the chip, on the CPU with the number of cores that MLX may use; what computes).
 
-    Such as ("Apple M4", "gpu"), or ("x86_64, 2 cores", "cpu, fast BLAS"). Found once a process.
+    Such as ("Apple M4", "gpu"), or ("x86_64, 2 cores", "cpu, fast BLAS"). By MLX's default device
+    when it is first called; found once a process. The cores are those that the process may run on,
+    or fewer where `OPENBLAS_NUM_THREADS` or `OMP_NUM_THREADS` says so.
     """
     import mlx.core as mx
 

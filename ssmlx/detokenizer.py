@@ -42,7 +42,11 @@ class Detokenizer:
         self._tokens: list[int] = []  # those behind the context
 
     def add(self, token: int) -> str:
-        """The text that the next token completes; it may be empty."""
+        """Take in the next token, and return the text that is certain now and was not given out.
+
+        It may be empty, as behind a token of a single byte. A token that the tokenizer lacks is
+        left out.
+        """
         name = self._token_name(token)
         if name is None:
             return ""
@@ -65,7 +69,11 @@ class Detokenizer:
         return self._decode([*self._context, *self._tokens])[self._given :]
 
     def _num_certain(self, text: str) -> int:
-        """How many characters of `text`, from its beginning, no later token can change."""
+        """How many characters of `text`, from its beginning, no later token can change.
+
+        Not certain are unfinished characters at its end, and, where the tokenizer cleans spaces or
+        marks line ends, what may become such a place.
+        """
         count = len(text.rstrip(_UNFINISHED))
         for is_held_back, pattern in (
             (self._is_cleaned, _TO_BE_CLEANED),
@@ -76,8 +84,11 @@ class Detokenizer:
         return count
 
     def _decoding_context(self, tokens: Sequence[int]) -> list[int]:
-        """The last `_CONTEXT` known ones of `tokens`, and more where these begin amid bytes of one
-        character."""
+        """The last `_CONTEXT` of `tokens` that the tokenizer has; more where these begin amid
+        bytes.
+
+        Then they begin where the run of byte tokens does, which may be one character.
+        """
         known = [token for token in tokens if self._token_name(token) is not None]
         first = max(0, len(known) - _CONTEXT)
         while first and _BYTE.fullmatch(self._token_name(known[first]) or ""):
@@ -89,8 +100,8 @@ class Detokenizer:
         return str(self._tokenizer.decode(tokens)) if tokens else ""
 
     def _token_name(self, token: int) -> str | None:
-        """What the tokenizer calls a token; None if it has no such token, as in vocabularies that
-        are padded."""
+        """What the tokenizer calls a token; None if it has no such token, as in padded
+        vocabularies."""
         try:
             name = self._tokenizer.convert_ids_to_tokens(token)
         except (IndexError, KeyError, ValueError, OverflowError):

@@ -91,10 +91,11 @@ def _gib(num_bytes: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line; its kind where it says nothing.
+    """What an exception says, in one line; the name of its class where it says nothing.
 
-    A first line that ends in a colon announces what stands below it: the first few of these are
-    named, and how many more there are. Those of a TypeError are signatures of functions.
+    A first line that ends in a colon announces what stands below it: the first `_MOST_NAMED` of
+    these lines are named, cut to 80 characters, and how many more there are. Not so of a TypeError,
+    whose lines are signatures of functions.
     """
     first, *below = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
     named = [line.rstrip(",.;")[:_MOST_LETTERS] for line in below if line]
@@ -128,8 +129,8 @@ def unwritable_error(
 
 
 @contextmanager
-def naming(path: object) -> Iterator[None]:
-    """Set `path` as the file name of an `OSError` from inside the block that has none.
+def name_file_in_os_errors(path: object) -> Iterator[None]:
+    """Set `path` as the file name of an `OSError` from inside the block that has none; it goes on.
 
     That of a write to a full disk has none, for example.
     """
@@ -142,7 +143,15 @@ def naming(path: object) -> Iterator[None]:
 
 
 def missing_package_error(what: str, error: Exception, extra: str) -> InputError:
-    """An InputError that `what` cannot be imported and which extra of ssmlx brings it."""
+    """An InputError that `what` cannot be imported, why, and which extra of ssmlx brings it.
+
+    To be raised by the caller.
+
+    Args:
+        what: the package, as a message calls it.
+        error: what importing it has raised.
+        extra: the extra's name, as `pip install "ssmlx[extra]"` takes it.
+    """
     return InputError(
         f"{what} cannot be imported ({first_line(error)})",
         expected=f"what the extra {extra} brings",

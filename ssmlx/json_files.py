@@ -16,8 +16,8 @@ from .errors import InputError, require
 def to_json(value: Any) -> Any:
     """JSON values of a settings object, of its fields and of theirs.
 
-    A field stands under its name, or under what its metadata has as "json". Sequences become lists;
-    other values stay as they are.
+    A field stands under its name, or under what its metadata has as "json". Tuples become lists,
+    mappings dicts; other values, such as numbers and None, stay as they are.
     """
     if is_dataclass(value):
         named = {one.metadata.get("json", one.name): one.name for one in fields(value)}
@@ -31,11 +31,14 @@ def from_json(kind: Any, value: Any) -> Any:
     """Build a value of the type `kind` from what `to_json` made of it.
 
     Args:
-        kind: a settings class, or an annotation of one of its fields.
+        kind: a settings class, or an annotation of one of its fields: of a union, the first member
+            and None; of a tuple, one type for all; or a mapping.
         value: JSON values. Fields that are missing have their defaults; unknown ones are left out.
+            Numbers and texts are converted by int, float or str.
 
     Raises:
-        TypeError, ValueError, AttributeError: it is broken.
+        TypeError, ValueError, AttributeError: it is broken. Settings classes that check themselves
+            raise InputError, a ValueError.
     """
     if is_dataclass(kind):
         hints = get_type_hints(kind)
@@ -55,7 +58,11 @@ def from_json(kind: Any, value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text; whatever is wrong with it, deep nesting too, is a `ValueError`."""
+    """Parse a JSON text, as text or bytes.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deeply.
+    """
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -63,10 +70,15 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_text(path: Path, *, expected: str, do: str) -> str:
-    """Read the UTF-8 text of a file or a pipe, without a byte-order mark.
+    r"""Read the UTF-8 text of a file or a pipe, without a byte-order mark; line ends become "\n".
+
+    Args:
+        path: the file.
+        expected: what a message says was expected.
+        do: what a message says is to be done.
 
     Raises:
-        InputError: it cannot be read or is not UTF-8; `expected` and `do` are the message's words.
+        InputError: it cannot be read or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -83,8 +95,12 @@ def read_text(path: Path, *, expected: str, do: str) -> str:
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """Read the JSON object in a file.
 
+    Args:
+        path: the file, of UTF-8.
+        what: a message's words for what it should hold.
+
     Raises:
-        InputError: there is none that can be read; `what` is the message's word for the file.
+        InputError: the file cannot be read, or holds no JSON, or another value than an object.
     """
     text = read_text(path, expected=what, do="check the path, or convert again")
     try:

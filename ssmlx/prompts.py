@@ -51,7 +51,8 @@ def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
 
     Returns:
         The object of each line that is not blank, with "prompt" or "messages" and whatever else it
-        holds. A last turn of the assistant's, as training data has it, is left out of "messages".
+        holds. "messages" are normalised (see `normalise_turns`), and a last turn of the
+        assistant's, as training data has it, is left out of them.
 
     Raises:
         InputError: there are no prompts, or a line is none; the message names the line.
@@ -71,7 +72,15 @@ def read_lines(
 ) -> list[tuple[int, str]]:
     """(number from 1, text) of each line of a UTF-8 file that is not blank.
 
-    An InputError where the file cannot be read says what was `expected` and to check `option`.
+    Lines end at line feeds and carriage returns alone.
+
+    Args:
+        path: the file.
+        option: what to check, if it cannot be read.
+        expected: what a message says was expected.
+
+    Raises:
+        InputError: the file cannot be read.
     """
     text = read_text(path, expected=expected, do=f"check {option}")
     # JSON allows line separators inside texts that str.splitlines would cut at.
@@ -79,7 +88,22 @@ def read_lines(
 
 
 def _checked_prompt(line: str, where: str) -> dict[str, Any]:
-    """The object of one line, without a last answer; InputError, naming `where`, if it is none."""
+    """Parse and check a line of a file of prompts.
+
+    It has to be an object with either "prompt", a text, or "messages" of roles in `ROLES`, whose
+    last turn, but for an answer to it, is the user's or a tool's. The user's last text must not be
+    blank.
+
+    Args:
+        line: JSON.
+        where: the file and the line, which begin each message.
+
+    Returns:
+        The object; its "messages" are normalised, and without a last turn of the assistant's.
+
+    Raises:
+        InputError: it is no such object.
+    """
     expected = 'an object such as {"prompt": "..."}'
     do = "correct the line"
     try:
@@ -121,7 +145,11 @@ def normalise_turns(messages: Any, found: str = "these turns") -> list[dict[str,
 
     Args:
         messages: what should be turns.
-        found: how an InputError begins where it is not.
+        found: how the message of an InputError begins.
+
+    Raises:
+        InputError: it is no sequence of objects with a role, and a content of text or parts of
+            text; or None, beside tool calls.
     """
     require(
         isinstance(messages, Sequence) and all(map(_is_turn, messages)),
@@ -133,7 +161,10 @@ def normalise_turns(messages: Any, found: str = "these turns") -> list[dict[str,
 
 
 def _is_turn(turn: Any) -> bool:
-    """Whether `turn` has a role, and a content of text or, beside tool calls, None."""
+    """Whether `turn` is an object with a role and a content.
+
+    The content is a text, a sequence of parts of type text, or None or missing beside tool calls.
+    """
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         return False
     content = turn.get("content")
@@ -153,7 +184,10 @@ def _content_parts(content: Any) -> Sequence[Any]:
 
 
 def _normalise_turn(turn: Message) -> dict[str, Any]:
-    """See `normalise_turns`; `turn` is one, by `_is_turn`."""
+    """A copy of a turn: its content as one text, and the arguments of its tool calls as objects.
+
+    `turn` is one, by `_is_turn`.
+    """
     content = turn.get("content")
     text = "" if content is None else "".join(part["text"] for part in _content_parts(content))
     plain = {**turn, "content": text}
@@ -163,7 +197,10 @@ def _normalise_turn(turn: Message) -> dict[str, Any]:
 
 
 def _normalise_tool_call(call: Any) -> Any:
-    """A tool call whose arguments are an object, where OpenAI's form has them as its JSON."""
+    """A tool call whose arguments are an object, where OpenAI's form has them as its JSON.
+
+    What is no call of that form, or whose arguments are no JSON, is returned as it is.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -205,6 +242,9 @@ def encode_prompt(
             nor template arguments.
         tokenizer: the model's.
         template, template_args: see `prompt_tokens`.
+
+    Raises:
+        InputError: see `encode_with_template`.
     """
     if template is None and not (prompt.get("tools") or template_args):  # which are a chat's
         template = adapter_template(model)
@@ -222,10 +262,19 @@ def encode_with_template(
     template: str | None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The tokens of a prompt under a given template, or the model's own where that is None.
+    """The tokens of a prompt under a given template, up to where the answer starts.
+
+    Args:
+        prompt: a mapping with "prompt", a text, or "messages"; and "tools", if there are any.
+        tokenizer: the model's.
+        template: "chat", "raw", or a text with `{prompt}`, as `prompt_tokens` takes it. None for
+            the model's chat template; without one, the text as it is. Of several turns, under a
+            text with `{prompt}`, only the last may be encoded, see `encode_turns`; "raw" is
+            refused.
+        template_args: for the chat template.
 
     Raises:
-        InputError: the prompt is broken, or the template cannot be used for several turns.
+        InputError: the prompt is broken, or one blank text, or the template cannot be used for it.
     """
     messages = normalise_turns(as_messages(prompt))
     more: Any = {"tools": prompt.get("tools"), "template_args": template_args}
@@ -247,8 +296,13 @@ def encode_turns(
 
     Under an adapter's own `template`, which has `{prompt}`, only the user's last turn is encoded
     where `is_single_turn` says so: such an adapter was trained on single prompts, and answers worse
-    behind other turns. Else all turns, under the model's chat template; `more` are `chat_tokens`'
-    arguments.
+    behind other turns. Else all turns, under the model's chat template.
+
+    Args:
+        messages: the turns.
+        tokenizer: the model's.
+        template: the adapter's; None, or one without `{prompt}`, for the chat template.
+        more: other arguments of `chat_tokens`, such as `tools`.
     """
     if template is not None and is_single_turn(messages, template, **more):
         asked = normalise_turns(messages[-1:])[0]["content"]
@@ -257,10 +311,13 @@ def encode_turns(
 
 
 def is_single_turn(messages: Sequence[Message], template: str | None, **more: Any) -> bool:
-    """Whether a model is shown the user's last turn alone.
+    """Whether a model is shown the user's last turn alone, under an adapter's own template.
 
     True where `template` has `{prompt}`, all turns are the user's or the assistant's, the last one
     is the user's and alone or behind an answer, and none of `more` (tools, arguments) is given.
+
+    Raises:
+        InputError: a turn is none; only where `template` has `{prompt}` and `more` is empty.
     """
     if template is None or "{prompt}" not in template or any(more.values()):
         return False
@@ -292,7 +349,8 @@ def chat_tokens(
         Token ids, the template's special ones included.
 
     Raises:
-        InputError: there is no template, or it refuses the turns, or reads no such arguments.
+        InputError: there is no template, or it refuses the turns, takes too long, or reads no such
+            arguments; or a turn is none, or is not Unicode.
     """
     require(
         tokenizer.has_chat_template,
@@ -329,8 +387,9 @@ class ChatFrame:
 def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
     """Find the tokens that the chat template puts between an answer and the next user's turn.
 
-    They are split behind the last end token and the blanks that follow it. Empty where there is no
-    template, or it refuses a user's, an assistant's and a user's turn.
+    They are split behind the last end token and the blank tokens that follow it; white space at
+    their end is left out. Both halves are empty where there is no template, or it refuses a user's,
+    an assistant's and a user's turn.
     """
     if not tokenizer.has_chat_template:
         return ChatFrame()
@@ -357,9 +416,11 @@ def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
 
 
 def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) -> None:
-    """Raise InputError where a name of `given` is not read by the chat template.
+    """Raise InputError where the chat template does not read a name of `given`.
 
-    Jinja is silent about such names, and they would be ignored.
+    Jinja is silent about such names, and they would be ignored. A name is read where it stands in
+    the template's text as a word; of a template that is code, all are. Refused, too, are the
+    arguments of `apply_chat_template` itself, but for tools and documents.
     """
     text = getattr(tokenizer, "chat_template", None)
     for name in given:
@@ -403,9 +464,18 @@ def prompt_tokens(
 def encode_user_text(
     text: str, tokenizer: TokenizerWrapper, template: str | None, **more: Any
 ) -> list[int]:
-    """The tokens of one question; `more` are `tools` and `template_args`.
+    """The tokens of one question of the user's, up to where the answer starts.
 
-    See `prompt_tokens`; but a `template` of None is the chat template, or raw where there is none.
+    Args:
+        text: the question.
+        tokenizer: the model's.
+        template: "chat", "raw", or a text with `{prompt}`; None for chat, or raw where the model
+            has no chat template.
+        more: `tools` and `template_args`, for the chat template.
+
+    Raises:
+        InputError: the text is blank or not Unicode, the template is none of these, or `more` holds
+            anything for another template than the chat's.
     """
     require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
     if template is None:
@@ -432,8 +502,10 @@ def encode_user_text(
 def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     """Tokens of `text`, with the special tokens that the tokenizer adds, such as a start token.
 
-    None are added where the text begins with the start token already. InputError where the text is
-    not Unicode.
+    None are added where the text begins with the start token's text already.
+
+    Raises:
+        InputError: the text is not Unicode.
     """
     check_text(text)
     bos = tokenizer.bos_token
@@ -442,8 +514,11 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def check_text(text: str) -> None:
-    """Raise InputError where `text` has a stray byte or half of a surrogate pair, which tokenizers
-    refuse."""
+    """Raise InputError where `text` has half of a surrogate pair, such as for a byte that is no
+    UTF-8.
+
+    Tokenizers refuse it. The message says where the first one stands.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -455,7 +530,7 @@ def check_text(text: str) -> None:
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+    """How many tokens two sequences begin with in common; 0 to the length of the shorter."""
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return index

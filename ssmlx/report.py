@@ -10,10 +10,13 @@ Columns = Mapping[str, Callable[[Any], str]]
 """By the head of a column, a function from a row's value to the text of its cell."""
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells as lines of equal columns: the first one flush left, the others right.
 
-    There is one row or more, all with as many cells.
+    Two spaces stand between columns; none at the end of a line.
+
+    Args:
+        rows: one or more, all with as many cells.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
@@ -32,11 +35,15 @@ def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
 def table(columns: Columns, rows: Iterable[Any], more: Sequence[Sequence[str]] = ()) -> list[str]:
     """The lines of a text table: the heads of `columns`, a line for each of `rows`, and below them
     `more`, rows of finished cells."""
-    return aligned([list(columns), *cells(columns, rows), *more])
+    return align_rows([list(columns), *cells(columns, rows), *more])
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure of `width` by `height` inches, which opens no window."""
+    """An empty matplotlib figure of `width` by `height` inches, which opens no window.
+
+    Raises:
+        ImportError: there is no matplotlib.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -45,14 +52,22 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def every_pair(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple[str, str]]:
+def cycle_pairs(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (colour, style) without end: all colours in the first style, then in the next; and
     from the first again after the last."""
     return cycle((colour, style) for style in styles for colour in colours)
 
 
-def finish(figure: Any, caption: str, path: Path) -> None:
-    """Write a figure to `path`, with a caption below unless that is empty, and light axes."""
+def save_figure(figure: Any, caption: str, path: Path) -> None:
+    """Write a figure to `path`, at 150 dots an inch, with light axes; an older file is replaced.
+
+    Its axes lose their top and right edges and get a grid. The format is that of the path's suffix.
+
+    Args:
+        figure: of `new_figure`; it is changed.
+        caption: what stands below, broken into lines; "" for nothing.
+        path: the file.
+    """
     if caption:
         width = int(15.5 * figure.get_figwidth())
         figure.supxlabel(fill(caption, width), x=0.01, ha="left", fontsize=8)

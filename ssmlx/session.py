@@ -61,11 +61,11 @@ class Comparison:
 
     Attributes:
         same_tokens: whether all of them are the same, token for token.
-        speculative: the last response of a drafting answer.
-        plain: the last response of a plain one.
+        speculative: the last response of the last drafting answer.
+        plain: the last response of the last plain one.
         ratios: seconds of a whole plain answer over those of the drafting one next to it, a pair
             each.
-        divergence: where an answer parts from plain decoding's; None where all are the same.
+        divergence: where an answer parts from the first plain one; None where all are the same.
     """
 
     same_tokens: bool
@@ -138,15 +138,20 @@ class ChatSession:
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
-        """Forget the conversation; `system` becomes the system prompt.
+        """Forget the conversation, and empty its cache; `system` becomes the system prompt, None
+        for none.
+
+        The totals, the settings and what a shared prompt cache has stay.
 
         Raises:
-            InputError: `system` is not Unicode text; the conversation stays.
+            InputError: `system` is not Unicode text, a reply is still open, or the session is
+                closed; the conversation stays.
         """
         check_text(system or "")
 
         def anew() -> None:
-            """Begin a new conversation, on the MLX thread."""
+            """Begin a new conversation, unless a reply is open or the session closed; on the MLX
+            thread."""
             self._check_idle()
             self.system = system
             self.messages: list[Message] = []
@@ -157,16 +162,20 @@ class ChatSession:
         run(anew)
 
     def _empty_cache(self) -> None:
-        """Drop the cache, the last answer's memory and, unless they are shared, earlier answers."""
+        """Drop the cache, the last answer's memory figures and earlier answers.
+
+        Of earlier answers, those of a shared prompt cache stay, and are taken for the model of now.
+        """
         self.free_memory()
         shared = self._prompts
         self._earlier = EarlierAnswers() if shared is None else shared.answers(self.model)
         self._memory: Memory | None = None
 
     def free_memory(self) -> None:
-        """Drop the key/value cache, to free its memory. Between replies alone.
+        """Drop the key/value cache, to free its memory, and count it in the pool no longer.
 
-        The next reply processes the conversation anew, but for what the prompt cache has of it.
+        Between replies alone. The next reply processes the conversation anew, but for what the
+        prompt cache has of it.
         """
         self._cache = self.model.make_cache()
         self._cached_tokens: list[int] = []
@@ -188,14 +197,17 @@ class ChatSession:
             adapter: as `ssmlx.swap_adapter` takes it.
 
         Raises:
-            InputError: the adapter cannot be had, or does not fit the model or the settings;
-                everything is as it was.
+            InputError: there is no such adapter, it does not fit the model or the chat's settings,
+                a reply is still open, or the session is closed; everything is as it was.
         """
         run(self._check_idle)
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
         def go_on() -> None:
-            """Check that a plan can be made, then take the model over, on the MLX thread."""
+            """Check that the chat's settings fit `swapped`, then take it over with an empty cache.
+
+            On the MLX thread.
+            """
             self._check_idle()
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
@@ -214,7 +226,8 @@ class ChatSession:
         return self._cached_tokens, self._cache
 
     def resume(self, tokens: Sequence[int], cache: TreeCache) -> None:
-        """Replace the session's cache by `cache`, which holds `tokens`.
+        """Replace the session's cache by `cache`, which holds `tokens`; nothing is checked or
+        copied.
 
         The next reply reuses as many of these as its prompt begins with.
         """
@@ -237,13 +250,14 @@ class ChatSession:
             progress: called with (tokens processed, tokens in all) while the prompt is processed.
 
         Raises:
-            InputError: the conversation no longer fits the context, or the last reply is still
-                open; the turn does not count.
+            InputError: the conversation no longer fits the context, the last reply is still open,
+                or the session is closed; the turn does not count.
         """
         config = with_seed(self.config)
 
         def opened() -> Answer[GenerationResponse]:
-            """Begin the reply, on the MLX thread."""
+            """Check that no reply is open, then begin this one; on the MLX thread. Nothing is
+            decoded yet."""
             self._check_idle()
             answer = Answer(self._segments(text, config), progress)
             self._reply = weakref.ref(answer)
@@ -252,10 +266,15 @@ class ChatSession:
         return run(opened)
 
     def close(self) -> None:
-        """Cancel the reply that is open, and free the cache; the session answers no more."""
+        """Cancel the reply that is open, wait for its end, and free the cache; the session answers
+        no more.
+
+        A second time, and in a forked process, it does nothing.
+        """
 
         def closed() -> None:
-            """Close the open reply, then drop cache and model, on the MLX thread."""
+            """Close the open reply, if there is one, then drop cache and model, once; on the MLX
+            thread."""
             reply = self._reply()
             if reply is not None:
                 reply.close()
@@ -277,8 +296,11 @@ class ChatSession:
         )
 
     def _check_idle(self) -> None:
-        """Raise InputError where a reply is open, as two would write the same cache and history,
-        or the session is closed. On the MLX thread, behind what a cancelled reply still writes."""
+        """Raise InputError where the session is closed, or a reply is open.
+
+        Two would write the same cache and history. On the MLX thread, behind what a cancelled reply
+        still writes.
+        """
         self._check_open()
         reply = self._reply()
         require(
@@ -291,9 +313,19 @@ class ChatSession:
     def _segments(
         self, text: str, config: GenerateConfig
     ) -> Iterator[GenerationResponse | Prefilled]:
-        """Begin the answer to `text` behind what is cached of the conversation; its segments.
+        """Begin the answer to `text` behind what is cached of the conversation; returns its
+        segments.
 
-        The longer of the session's own cache and what the prompt cache has is gone on from.
+        The longer of the session's own cache and what the prompt cache has is gone on from; its
+        rows behind that are taken back now. The message joins `messages` when the first segment is
+        asked for. On the MLX thread.
+
+        Args:
+            text: the user's message.
+            config: settings, a seed included if it samples.
+
+        Raises:
+            InputError: the prompt does not fit, or the settings cannot be followed.
         """
         question: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, question])
@@ -313,12 +345,14 @@ class ChatSession:
             decode = self._pool.within_limit(decode_plan)
 
         def done(given: list[GenerationResponse]) -> None:
-            """Keep the answer in the conversation and what it computed in the caches; with none
-            `given`, take the question back."""
+            """Keep the answer in the conversation and what it computed in the caches.
+
+            Where none was given out, the user's message is taken out of the conversation.
+            """
             if given:
                 said = "".join(one.text for one in given)
                 self.messages.append({"role": "assistant", "content": said})
-                self._count(given[-1], reused)
+                self._add_to_totals(given[-1], reused)
             else:  # stopped before the first token: the turn does not count
                 self.messages.pop()
             # What was written is in the cache, as far as it got.
@@ -363,8 +397,11 @@ class ChatSession:
         """The tokens of `turns` under the chat's template."""
         return encode_turns(turns, self.tokenizer, adapter_template(self.model), **self._template)
 
-    def _count(self, last: GenerationResponse, reused: int) -> None:
-        """Add an answer to the totals, by its last segment; `reused` prompt tokens were cached."""
+    def _add_to_totals(self, last: GenerationResponse, reused: int) -> None:
+        """Add an answer to the totals by its last segment, whose memory figures are kept.
+
+        `reused` tokens of its prompt were cached.
+        """
         totals = self.totals
         totals.reused_tokens += reused
         totals.answers += 1
@@ -376,16 +413,18 @@ class ChatSession:
         self._memory = last.memory
 
     def compare(self, progress: Progress | None = None) -> Comparison:
-        """Answer the last message again, drafting (A) and plain (B), in turns A B B A A B B A.
+        """Answer the last user's message again, drafting (A) and plain (B), in turns A B B A A B B
+        A.
 
-        Where the chat decodes plainly, drafting is asked for. Sampled answers get the same seed.
+        Where the chat decodes plainly by its settings, A asks for speculation. Sampled answers get
+        the same seed. Each processes the whole prompt anew.
 
         Args:
-            progress: given (answers done, answers in all).
+            progress: called with (answers done, answers in all).
 
         Returns:
-            Whether all answers are the same, and how much faster drafting was. The conversation
-            and its cache stay as they are.
+            Whether all answers are the same, and how much faster drafting was. The conversation and
+            its cache stay as they are.
 
         Raises:
             InputError: nothing was said yet, or the chat is closed.

@@ -49,7 +49,9 @@ MAX_BIAS = 10_000
 
 
 class ListedDrafter(NamedTuple):
-    """What is known of a drafter before its file is imported."""
+    """What is known of a drafter before its file is imported: the file, and the keys that --drafter
+    takes.
+    """
 
     module: str  # of `ssmlx.drafters`, which registers it
     keys: str  # what --drafter takes behind its name, with the defaults: a line of `--help`
@@ -72,7 +74,9 @@ MAX_EDGE_LOGPROB = -1e-3
 
 
 def decoding_name(text: str) -> str:
-    """The present name of a decoding: "speculative" was called "streaming" once."""
+    """Return the present name of a decoding: "speculative" for "streaming", its earlier name; other
+    texts as they are.
+    """
     return _EARLIER_NAMES.get(text, text)
 
 
@@ -95,7 +99,12 @@ class Allowed:
     option: str | None = None
 
     def holds(self, value: Any, *, whole: bool) -> bool:
-        """Whether a value is allowed; `whole` asks for a whole number. bool is no number."""
+        """Whether a value is allowed. NaN and infinity are not, and bool is no number.
+
+        Args:
+            value: of any type.
+            whole: whether it has to be a whole number; not asked where there are `choices`.
+        """
         if self.choices:
             return value in self.choices
         if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
@@ -106,7 +115,7 @@ class Allowed:
         return inside and is_finite and not 0 < number < self.smallest
 
     def text(self) -> str:
-        """What is allowed, for messages and help, such as "1 to 256" or "one of a, b"."""
+        """Say what is allowed, for messages and help, such as "1 to 256" or "one of a, b"."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.smallest:
@@ -128,7 +137,8 @@ def setting(default: Any = MISSING, help: str = "", **allowed: Any) -> Any:
 
     Args:
         default: its default; without one, the field is required.
-        help: what `--help` says of it.
+        help: what `--help` says of it; a field without one is no option where options are made of
+            fields.
         allowed: fields of `Allowed`, which `check_settings` checks.
 
     Returns:
@@ -138,7 +148,7 @@ def setting(default: Any = MISSING, help: str = "", **allowed: Any) -> Any:
 
 
 def check_settings(config: Any, *, found: str = "{option}", do: str | None = None) -> None:
-    """Check every field of a settings object that `setting` made.
+    """Check every field of a settings object that `setting` made; other fields are passed over.
 
     The annotation decides the type: with "int" in it a whole number, for a tuple or sequence every
     item is checked, and None is allowed if "None" is in it.
@@ -150,7 +160,7 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
         do: what to do about it; None says to choose an allowed value.
 
     Raises:
-        InputError: a field has a value that is not allowed.
+        InputError: a field has a value that is not allowed; the first one is named.
     """
     for one in fields(config):
         allowed: Allowed | None = one.metadata.get("allowed")
@@ -219,6 +229,11 @@ class StreamConfig:
     tokens_per_call: Mapping[int, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is not allowed, or does not go with
+        another.
+
+        The names of `tokens_per_call` become numbers, sorted.
+        """
         do = "check the checkpoint's streams_config.json"
         check_settings(self, found="{name} is {value!r}", do=do)
         template = self.prompt_template
@@ -247,7 +262,7 @@ class StreamConfig:
         ):
             require(ok, found, expected=expected, do=do)
         # JSON's names are texts.
-        object.__setattr__(self, "tokens_per_call", _curve_of(self.tokens_per_call))
+        object.__setattr__(self, "tokens_per_call", _check_curve(self.tokens_per_call))
 
     @property
     def has_embeddings(self) -> bool:
@@ -259,10 +274,10 @@ class StreamConfig:
         return self.num_layers - self.num_msa_layers
 
     def usable_streams(self, asked: int | None) -> int:
-        """G, the number of streams to use: `asked`, or all for None.
+        """Return G, the number of streams to use: `asked`, or all for None.
 
         Raises:
-            InputError: it is not from 1 to the number that was trained.
+            InputError: it is not from 1 to the number that was trained, also where that is 0.
         """
         streams = self.num_streams if asked is None else asked
         require(
@@ -275,7 +290,7 @@ class StreamConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StreamConfig:
-        """Build from JSON values; unknown keys are ignored.
+        """Build from JSON values; unknown keys are ignored, and missing ones get their defaults.
 
         Raises:
             InputError: a required key is missing, or a value is not allowed.
@@ -301,17 +316,19 @@ class StreamConfig:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values; `tokens_per_call` only if it is known."""
+        """Return the settings as JSON values by name; `tokens_per_call` only if it is known."""
         unknown = ["tokens_per_call"] if self.tokens_per_call is None else []
         return {name: value for name, value in vars(self).items() if name not in unknown}
 
 
-def _curve_of(values: Any) -> dict[int, float] | None:
-    """Check `tokens_per_call` and return it sorted, with numbers for JSON's text keys; None for
-    None.
+def _check_curve(values: Any) -> dict[int, float] | None:
+    """Check `tokens_per_call`, and return it sorted by nodes, with numbers for JSON's text keys.
+
+    Args:
+        values: a mapping; None gives None.
 
     Raises:
-        InputError: it is no mapping of 2 or more nodes to 1 or more tokens.
+        InputError: it is empty, or no mapping of 2 or more nodes to 1 or more tokens.
     """
     if values is None:
         return None
@@ -354,12 +371,17 @@ class TreeConfig:
         check_settings(self)
 
     def no_wider_than(self, num_tokens: int) -> TreeConfig:
-        """The same tree with at most `num_tokens` children a level, as many as can be drafted."""
+        """Return the same tree with at most `num_tokens` children a level, as many as can be
+        drafted.
+
+        Its `width` is a number, also where this one's is None.
+        """
         width = self.full_width if self.kind == "full" else self.width or num_tokens
         return replace(self, width=min(width, num_tokens))
 
     def num_nodes(self, num_streams: int) -> int:
-        """N, the nodes of a drafted tree, the root included.
+        """Return N, the nodes of a drafted tree, the root included: `size` for "best", all for
+        "full".
 
         Args:
             num_streams: G, levels below the root.
@@ -390,8 +412,8 @@ class PruneConfig:
 
     Attributes:
         kind: "off"; "budget", which keeps the `keep` nodes with the largest early-exit path
-        probability, a fixed shape; "threshold", the paper's rule, which keeps every node whose
-        edges all have at least probability `threshold`.
+            probability, a fixed shape; "threshold", the paper's rule, which keeps every node whose
+            edges all have at least probability `threshold`.
         keep: M, nodes that a budget keeps, the root included.
         threshold: least early-exit probability of a child given its parent.
     """
@@ -442,6 +464,9 @@ class LookaheadConfig:
     pool_from_prompt: bool = True
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is not allowed, or all make more than
+        `MAX_TREE_NODES` nodes a step.
+        """
         check_settings(self, found='--drafter "lookahead {option}"')
         nodes = 1 + (self.window + self.guesses) * (self.ngram - 1)
         require(
@@ -475,8 +500,7 @@ class SpeculatorTreeConfig:
     Attributes:
         widths: branches at each stage, as many stages as are given; None for the speculator's own.
         candidates: k, the likeliest whole paths, which are kept with the nodes on them; None for
-            the
-        speculator's own, unless `size` is given.
+            the speculator's own, unless `size` is given.
         size: the likeliest nodes to keep instead, the root included.
     """
 
@@ -485,6 +509,9 @@ class SpeculatorTreeConfig:
     size: int | None = setting(None, least=1, most=MAX_TREE_NODES, option="size={}")
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is not allowed, or both `candidates` and
+        `size` are given.
+        """
         check_settings(self, found='--drafter "mlp-speculator {option}"')
         require(
             self.candidates is None or self.size is None,
@@ -500,8 +527,8 @@ class AcceptanceConfig:
 
     Attributes:
         kind: "exact", if it is the target's own token: the answer's distribution is the target's.
-        "typical", if the target finds it likely enough (Medusa, section 3.3.1): LOSSY, the
-        answer is no longer distributed as the target's.
+            "typical", if the target finds it likely enough (Medusa, section 3.3.1): LOSSY, the
+            answer is no longer distributed as the target's.
         epsilon: the probability that typical acceptance asks for, at most.
         delta: it asks for delta * exp(-entropy) if that is less than epsilon.
     """
@@ -563,6 +590,10 @@ class SamplingConfig:
     logprobs: int | None = setting(None, least=0, most=MAX_LOGPROBS)
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is not allowed.
+
+        A `logit_bias` may be -inf, which forbids the token.
+        """
         check_settings(self)
         biases: Any = self.logit_bias or {}
         found = f"logit_bias is {quoted(biases)}"
@@ -581,7 +612,9 @@ class SamplingConfig:
 
     @property
     def context_size(self) -> int:
-        """How many recent tokens a token's penalties depend on; 0 without penalties."""
+        """How many recent tokens a token's penalties depend on: the longest context of those that
+        are on; 0 without penalties.
+        """
         sizes = [
             getattr(self, f"{name}_context_size")
             for name in ("repetition", "presence", "frequency")
@@ -591,8 +624,10 @@ class SamplingConfig:
 
 
 @cache
-def _parts(config: type) -> dict[str, tuple[type, ...]]:
-    """The fields of a settings class that hold settings objects, with the classes allowed there."""
+def _settings_fields(config: type) -> dict[str, tuple[type, ...]]:
+    """Return the fields of a settings class that hold settings objects, with the classes allowed
+    there, NoneType among them.
+    """
     kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(config).items()}
     return {name: own for name, own in kinds.items() if any(map(is_dataclass, own))}
 
@@ -650,10 +685,16 @@ class GenerateConfig(SamplingConfig):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        """Check every setting; raise InputError where one is not allowed, or does not go with
+        another.
+
+        `decoding` gets its present name, and `stop`, which may also be one text or None, becomes a
+        tuple.
+        """
         if isinstance(self.decoding, str):
             object.__setattr__(self, "decoding", decoding_name(self.decoding))
         super().__post_init__()
-        for name, kinds in _parts(GenerateConfig).items():
+        for name, kinds in _settings_fields(GenerateConfig).items():
             part = getattr(self, name)
             require(
                 isinstance(part, kinds),
@@ -694,7 +735,8 @@ class GenerateConfig(SamplingConfig):
     def with_default_shape(self) -> GenerateConfig:
         """Return the settings with defaults for tree, pruning and schedule where they are None.
 
-        With a shape given, no controller decides: drafts are the same on every machine.
+        With a shape given, no controller decides: drafts are the same on every machine. These
+        settings stay as they are.
         """
         return replace(
             self,

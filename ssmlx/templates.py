@@ -31,7 +31,7 @@ _day: ContextVar[datetime | None] = ContextVar("day", default=None)
 
 
 def _require_within_bounds(ok: bool, what: str) -> None:
-    """Raise an InputError that says `what` the template does, unless `ok`."""
+    """Raise an InputError unless `ok`, which says that the template does `what`, and the bounds."""
     require(
         ok,
         f"the model's chat template {what}",
@@ -41,14 +41,14 @@ def _require_within_bounds(ok: bool, what: str) -> None:
 
 
 def _check_deadline() -> None:
-    """Raise InputError behind the deadline of the `bounded_rendering` around, if there is one."""
+    """Raise InputError if there is a `bounded_rendering` around whose deadline has passed."""
     deadline = _deadline.get()
     is_in_time = deadline is None or time.monotonic() < deadline
     _require_within_bounds(is_in_time, f"takes more than {MAX_SECONDS:.0f} s")
 
 
 def _until_deadline(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield `items`, looking at the deadline before each."""
+    """Yield `items`; InputError where the deadline has passed before one of them."""
     for item in items:
         _check_deadline()
         yield item
@@ -58,6 +58,8 @@ class _DeadlineLoops(NodeTransformer):
     """Puts a filter on what every loop of a template goes over, which looks at the deadline."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        """Put the filter on what a loop goes over, here and in all nodes below; returns `node`,
+        changed."""
         super().generic_visit(node, *args, **kwargs)
         if isinstance(node, nodes.For):
             given: Any = node.iter
@@ -70,7 +72,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     @classmethod
     def like(cls, other: ImmutableSandboxedEnvironment) -> "_Sandbox":
-        """A bounded copy of `other`, with its globals and filters, and `strftime_now`."""
+        """A bounded copy of `other`, with its globals and filters, and `strftime_now`; `other`
+        stays.
+
+        `strftime_now` gives the day of `frozen_date` inside its block, else now.
+        """
         own = object.__new__(cls)
         own.__dict__.update(other.__dict__, globals={**other.globals})
         own.globals["strftime_now"] = lambda form: (_day.get() or datetime.now()).strftime(form)
@@ -82,7 +88,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return bounded
 
     def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
-        """Join what a template writes; InputError behind `MAX_CHARS` or the deadline."""
+        """Join what a template writes, `pieces`, into one text.
+
+        Raises:
+            InputError: it has more than `MAX_CHARS`, or the deadline passes meanwhile.
+        """
         kept = []
         size = 0
         for piece in _until_deadline(pieces):
@@ -118,7 +128,8 @@ chat_template_utils._compile_jinja_template = _compile
 def frozen_date() -> Iterator[None]:
     """Give templates that ask for the date 1 January 2026 inside the block.
 
-    So that a run that goes on another day has the same prompts.
+    So that a run that goes on another day has the same prompts. Only templates that are rendered
+    under `bounded_rendering` are told so.
     """
     token = _day.set(datetime(2026, 1, 1))
     try:
@@ -131,9 +142,14 @@ def frozen_date() -> Iterator[None]:
 def bounded_rendering(turns: str) -> Iterator[None]:
     """Bound what chat templates that are rendered inside the block may take.
 
+    In the block transformers compiles templates for the bounded sandbox; the time counts from now.
+
+    Args:
+        turns: a message's words for what is rendered, such as "these turns".
+
     Raises:
-        InputError: a template takes more than `MAX_SECONDS` or `MAX_CHARS`, or raises any error,
-            which is said to be against `turns`, the message's words for what is rendered.
+        InputError: a template takes more than `MAX_SECONDS` or `MAX_CHARS`, or the block raises any
+            other Exception; an InputError goes on as it is.
     """
     token = _deadline.set(time.monotonic() + MAX_SECONDS)
     try:

@@ -17,7 +17,7 @@ import numpy as np
 from coremltools.converters.mil.mil.types import builtin_to_string
 
 from convert.export.compression import load_program
-from ssmlx.exported.backends import FUNCTIONS, Backend, CarriedCache, CoreMLState
+from ssmlx.exported.backends import FUNCTIONS, Backend, CarriedCacheBackend, CoreMLStateBackend
 from ssmlx.exported.manifest import Manifest
 
 State = dict[str, np.ndarray]
@@ -333,5 +333,5 @@ def interpreted_backend(package: Path, manifest: Manifest) -> Backend:
     functions = load_functions(package)
     assert set(functions) == set(FUNCTIONS)
     if manifest.cache == "state":
-        return CoreMLState(functions)
-    return CarriedCache(lambda name, inputs: functions[name].predict(inputs), manifest)
+        return CoreMLStateBackend(functions)
+    return CarriedCacheBackend(lambda name, inputs: functions[name].predict(inputs), manifest)

@@ -259,7 +259,7 @@ def head_start(condition: Condition, rng: random.Random) -> CostTable:
     table = CostTable()
     if condition.read is not None:
         extras = {n: condition.cost(n) - 1 for n in SEEDED_SIZES}
-        table.seed(
+        table.set_head_start(
             {
                 ("streams", n): 1
                 + extra * condition.read * max(0.4, rng.gauss(1, condition.noise / 2))

@@ -24,15 +24,15 @@ from ssmlx.commands.options import file_error
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.attach import adapters_for, default_adapter
 from ssmlx.loading.files import PartFile, exclusive_folder, folder_digest
-from ssmlx.loading.found import PAYS, runs, runs_for
+from ssmlx.loading.found import PAYS, find_runs, read_runs
 from ssmlx.loading.load import load_base
-from ssmlx.loading.names import adapters_home, own_adapters, resolve_adapter
+from ssmlx.loading.names import adapters_home, adapters_made_here, resolve_adapter
 from ssmlx.loading.weights import weights_digest
 from ssmlx.training import adapt, adapt_check, adapt_plan, adapt_run, answers, record, sizing
 from ssmlx.training.adapt_run import AdaptOptions, Amounts
 from ssmlx.training.answers import BatchResponder, NumberedPrompt
 from ssmlx.training.config import RunOptions, TrainConfig
-from ssmlx.training.job import read_base, stream_config
+from ssmlx.training.job import make_stream_config, read_base_settings
 
 LENGTH = 12
 AMOUNTS = Amounts(
@@ -97,14 +97,14 @@ def test_a_packed_model_drafts_for_itself_afterwards(packed):
     assert "plan: 26 answers" in said and "of 2 answers the same" in said
     assert "GiB of memory" in said
     # By itself, and by its name; of no other model's folder.
-    (run,) = runs_for(packed, "x").fitting
+    (run,) = find_runs(packed, "x").fitting
     assert (run.name, run.adapter, run.is_finished, run.hours) == ("mine", folder, True, 1.0)
     other = shutil.copytree(folder.parent, folder.parents[1] / "other")
-    assert list(own_adapters()) == [run.name for run in runs()] == ["mine", "other"]
+    assert list(adapters_made_here()) == [run.name for run in read_runs()] == ["mine", "other"]
     os.utime(other / "adapter" / "streams_config.json")
-    assert list(own_adapters()) == [run.name for run in runs()] == ["other", "mine"]
+    assert list(adapters_made_here()) == [run.name for run in read_runs()] == ["other", "mine"]
     (other / "plan.json").write_text("[]")  # somebody else's
-    assert list(own_adapters()) == [run.name for run in runs()] == ["mine"]
+    assert list(adapters_made_here()) == [run.name for run in read_runs()] == ["mine"]
     shutil.rmtree(other)
     figures = json.loads((folder / "figures.json").read_text())
     figures["figures"] |= {"speed_up": 1.5, "text_speed_up": 1.0}  # whatever they were here
@@ -142,8 +142,8 @@ def test_streams_are_learned_for_the_model_as_a_lora_tunes_it(packed, tmp_path):
             asked = answer(one, tokenizer, row["prompt_tokens"], max_tokens=len(told))
             learned[one] += asked[0] == told
     assert learned[tuned] > 2 and learned[plain] == 0
-    assert runs_for(packed, str(packed)).fitting == () and default_adapter(plain) is None
-    assert own_adapters() == {"mine": folder} and "mine" in adapters_for(plain)
+    assert find_runs(packed, str(packed)).fitting == () and default_adapter(plain) is None
+    assert adapters_made_here() == {"mine": folder} and "mine" in adapters_for(plain)
     # Nothing goes on that was made with another LoRA, or without one.
     other = write_lora(tmp_path / "other", packed, keys=keys, seed=1)
     for adapter in (other, None):
@@ -205,9 +205,9 @@ def test_streams_get_the_layers_that_should_be_fastest():
 def test_candidates_are_timed_with_the_base_left_as_it_is(packed, tmp_path):
     backbone, _ = load_base(packed, "float32")
     run = RunOptions(data=tmp_path, out=tmp_path, model=str(packed), template=None)
-    base = {**read_base(packed), "num_hidden_layers": 4}
+    base = {**read_base_settings(packed), "num_hidden_layers": 4}
     before = backbone.digest
-    found = sizing.time_candidates(backbone, base, run, range(3, 40), seconds=0)
+    found = sizing.time_candidate_layers(backbone, base, run, range(3, 40), seconds=0)
     assert {*found} == {*sizing.candidate_layers(4)}
     assert all(costs[2] > 0 for costs in found.values())
     assert backbone.digest == before
@@ -232,13 +232,13 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
         how = "plain" if config.decoding == "plain" else config.drafter
         return adapt_check.TimedAnswer([3, 4], 2, seconds[how])
 
-    monkeypatch.setattr(adapt_check, "timed_answer", timed)
+    monkeypatch.setattr(adapt_check, "time_answer", timed)
     folder, said = adapted(packed)
     assert "; 3.00 times plain decoding's speed (1.50 by prompt lookup alone) on 2 prompts" in said
     use_it = f"use it: python -m ssmlx.chat --model {packed}"
     assert said.splitlines()[-1] == use_it
-    (run,) = runs()
-    assert run.speed_up == 3.0 and runs_for(packed, "x").chosen.name == "mine"
+    (run,) = read_runs()
+    assert run.speed_up == 3.0 and find_runs(packed, "x").chosen.name == "mine"
     before = folder_digest(folder)
     again = adapted(packed)[1].splitlines()
     assert again[0].startswith("mine is finished, after ") and again[1:] == [use_it]
@@ -255,7 +255,7 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
         "; 1.50 times plain decoding's speed (1.50 by" in said and said.splitlines()[-1] == nothing
     )
     assert "goes on with mine, where all answers and all training are kept" in said
-    assert runs_for(packed, "x").chosen is None and adapted(packed)[1].splitlines()[-1] == nothing
+    assert find_runs(packed, "x").chosen is None and adapted(packed)[1].splitlines()[-1] == nothing
     assert folder_digest(folder) == before
 
 
@@ -277,7 +277,7 @@ def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch)
     assert adapt_run.find_run_folder(replace(options, seed=1)) == adapters_home() / "copy"
     folder, said = adapted(copy)
     assert "goes on with mine, where 26 answers, and step 3 of 12 of the training are" in said
-    (run,) = runs()
+    (run,) = read_runs()
     assert (run.model, run.model_folder, run.is_finished) == (str(copy), copy, True)
     log = record.read_record(folder.parent / "round-1" / "log.jsonl")
     assert [entry["step"] for entry in log] == list(range(13))
@@ -458,7 +458,7 @@ def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
     assert "prompt 2 of your files: " in refused(capsys, *model, "--data", tmp_path / "own.jsonl")
     recurrent = write_family(tmp_path / "lfm2", "lfm2")
     assert "cannot draft for itself" in refused(capsys, "--model", recurrent)
-    assert own_adapters() == {} and not list((tmp_path / "cache").rglob("plan.json"))
+    assert adapters_made_here() == {} and not list((tmp_path / "cache").rglob("plan.json"))
     adapted(packed)
     capsys.readouterr()
     own = [*model, "--name", "mine"]
@@ -469,9 +469,9 @@ def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
 
 def test_memory_decides_how_many_go_at_a_time():
     peaks = {1: 100, 3: 300}
-    assert sizing._largest_fitting((16, 8, 4), peaks, 900, "training") == (8, 800)
+    assert sizing._largest_fitting_batch((16, 8, 4), peaks, 900, "training") == (8, 800)
     with pytest.raises(ssmlx.InputError, match="training takes"):
-        sizing._largest_fitting((16, 8, 4), peaks, 300, "training")
+        sizing._largest_fitting_batch((16, 8, 4), peaks, 300, "training")
 
 
 def test_weights_are_unpacked_where_there_is_room(packed, tmp_path):
@@ -481,7 +481,7 @@ def test_weights_are_unpacked_where_there_is_room(packed, tmp_path):
     assert sizing.choose_frozen_dtype(packed, settings, 6 * size) == "stored"
     plain = {**settings, "quantization": None, "text_config": None}
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    assert sizing.choose_frozen_dtype(packed, read_base(tmp_path), 6 * size) == "auto"
+    assert sizing.choose_frozen_dtype(packed, read_base_settings(tmp_path), 6 * size) == "auto"
 
 
 def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
@@ -499,7 +499,7 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     )
     responder = BatchResponder(backbone.model, ssmlx.load(base)[1], 1)
     settings = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 64}
-    config = stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
+    config = make_stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
     rates = sizing.measure_rates(backbone, config, train, responder, 64, answer_tokens, 2**33)
     assert rates.batch_size == 16 and rates.answers_at_once == 32
     assert min(rates.answer_tokens_per_second, rates.train_seconds_per_token) > 0

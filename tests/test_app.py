@@ -290,8 +290,8 @@ def test_the_window_streams_answers(window, monkeypatch, tiny):
     seen: list[str] = []
 
     async def act(app):
-        say = app._say
-        monkeypatch.setattr(app, "_say", lambda text: (seen.append(text), say(text)))
+        say = app._append_text
+        monkeypatch.setattr(app, "_append_text", lambda text: (seen.append(text), say(text)))
         assert (app.status.text, app.ask_button.enabled) == ("Ready", True)
         for adapter in window.ADAPTERS:
             app.adapter.value = adapter

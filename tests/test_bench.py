@@ -11,7 +11,7 @@ from tiny import FakeClock, make_model
 from perf.bench import __main__ as bench
 from perf.bench import machine
 from perf.bench.__main__ import Part, Rounds, measure_context, part_deadlines, run_rounds
-from perf.bench.report import report
+from perf.bench.report import format_report
 from perf.run.tasks import Example
 from perf.run.timing import TimedAnswer
 from ssmlx.model import metal
@@ -106,7 +106,7 @@ def parts_of(folders):
 
 
 def loaded(folders):
-    experiment = bench.experiment_of(parts_of(folders)[1], folders / "base", "float32")
+    experiment = bench.build_experiment(parts_of(folders)[1], folders / "base", "float32")
     return experiment, *experiment.load()
 
 
@@ -135,8 +135,8 @@ def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     assert run_bench(folders, tmp_path / "out", monkeypatch) == 0
     said = capsys.readouterr().out
     result = json.loads((tmp_path / "out" / "bench.json").read_text())
-    assert (tmp_path / "out" / "bench.txt").read_text() == report(result) + "\n"
-    assert report(result) in said and result["left_out"] == []
+    assert (tmp_path / "out" / "bench.txt").read_text() == format_report(result) + "\n"
+    assert format_report(result) in said and result["left_out"] == []
     assert [task["prompts"] for task in result["answers"]] == [2, 2]
     assert [task["scope"] for task in result["answers"]] == ["all", "streams"]
     assert [one["tokens"] for one in result["contexts"]] == [8, 24]
@@ -145,7 +145,7 @@ def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     assert "is written in place" in said and str(folders) not in said
     assert launches["paused_seconds"] > 0 and launches["straight_peak"] >= 0
     found = {**launches, "straight_peak": launches["paused_peak"] + 2**30}
-    assert "is COPIED" in report({**result, "launches": found})
+    assert "is COPIED" in format_report({**result, "launches": found})
     assert "reads 1 times a step" in said and launches["reads"] == 1
     assert rows["rows"][0] == rows["ratios"][0] == 1 and rows["bits"] == 32
     assert len(rows["ratios"]) == len(rows["rows"]) and min(rows["seconds"], default=0) > 0
@@ -156,9 +156,9 @@ def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     assert rows[2]["peak_bytes"] > rows[1]["peak_bytes"] > 0 and rows[2]["speedup"]["low"] > 0
     assert result["weights"] == "float32"  # auto on the CPU
     learned = [["plain calls a call, by nodes", "4"], ["streams, from 0 tokens on", "1.75"]]
-    assert "calls with streams" in (text := report({**result, "learned": learned}))
+    assert "calls with streams" in (text := format_report({**result, "learned": learned}))
     assert text.splitlines().count("streams, from 0 tokens on     1.75") == 1
-    assert "has learned" not in report({**result, "learned": []})
+    assert "has learned" not in format_report({**result, "learned": []})
 
 
 def test_what_there_is_no_time_for_is_left_out_and_told(folders, tmp_path, monkeypatch, capsys):

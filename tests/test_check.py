@@ -254,6 +254,6 @@ def test_a_head_start_is_worth_less_than_what_answers_taught(base, adapter, time
     assert known.costs.plain_seconds(0) == 0.02
     assert Learned(known.path).costs.frozen(0).known[("streams", 4)] == (1.5, 0.5)
     known.costs.learn(("streams", 4), 0, 1.7)
-    found = head_start.seed_costs(model, [3, 4, 5], (2, 4), seconds=0)
+    found = head_start.time_and_store_costs(model, [3, 4, 5], (2, 4), seconds=0)
     assert found == {2: 1.25, 4: known.costs.frozen(0).calls(("streams", 4))}
     assert found[4] > COSTS[4]

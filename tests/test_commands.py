@@ -300,7 +300,7 @@ def test_text_goes_to_stdout_and_the_quiet_line_to_stderr(run, adapter):
 def test_verbose_shows_what_was_learned(run, loaded, adapter):
     model, _ = loaded[str(adapter)]
     known, prior = learned_of(model)
-    known.costs.seed({("streams", 2): 1.25, ("streams", 4): 1.75})
+    known.costs.set_head_start({("streams", 2): 1.25, ("streams", 4): 1.75})
     known.costs.learn_plain(0, [0.5] * 3)
     prior.learn("streams", 0, 50.0, 100.0)
     share = prior.ratio("streams", 0)

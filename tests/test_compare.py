@@ -14,11 +14,11 @@ from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
 from perf import compare
-from perf.compare import draw, report
+from perf.compare import draw, format_report
 from perf.run import experiment as figures
 from perf.run import options, show, target
 from perf.run.experiment import Experiment, Measured
-from perf.run.options import SYSTEMS, experiment_of, parse_systems
+from perf.run.options import SYSTEMS, build_experiment, parse_systems
 from ssmlx.decoding import call
 from ssmlx.drafters.heads import write_heads
 from ssmlx.generation.learned import _BY_PATH
@@ -106,7 +106,7 @@ def saved(tmp_path: Path, name: str = "out/compare") -> dict:
 
 
 def experiment(argv: list[str]) -> Experiment:
-    return experiment_of(compare.parse_args(argv), "compare")
+    return build_experiment(compare.parse_args(argv), "compare")
 
 
 def rows_of(result: dict) -> dict[str, dict]:
@@ -148,7 +148,7 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     assert rows["plain"]["weight_bytes"] == 0 < rows["plain"]["peak_bytes"]
     assert all(row["peak_bytes"] > row["weight_bytes"] for row in rows.values())
     # And what is said of it.
-    assert (tmp_path / "out" / "compare.txt").read_text() == out == report(result) + "\n"
+    assert (tmp_path / "out" / "compare.txt").read_text() == out == format_report(result) + "\n"
     assert "power: " in out and "fewer than 30 prompts" in out and "load: " in out
     draw(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
@@ -413,7 +413,7 @@ def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
     order = [int(token) for token in mx.argsort(-logits)]
     close = min(range(real.VOCAB - 1), key=lambda i: float(logits[order[i]] - logits[order[i + 1]]))
     for pair, tie in (((order[close], order[close + 1]), True), ((order[0], order[-1]), False)):
-        found = figures.difference(measured, 0, [pair[0]], [pair[1]])
+        found = figures.describe_difference(measured, 0, [pair[0]], [pair[1]])
         assert (found["token"], found["near_tie"]) == (0, tie)
         assert found["gap"] == pytest.approx(abs(float(logits[pair[0]] - logits[pair[1]])))
         row = {"name": "x", "kind": "streams", "differences": [found]}
@@ -421,9 +421,9 @@ def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
         assert failed == ([] if tie else ["sql, x"])
     exact = replace(plan, weights=replace(plan.weights, dtype="float32"))
     pair = [order[close]], [order[close + 1]]
-    found = figures.difference(replace(measured, experiment=exact), 0, *pair)
+    found = figures.describe_difference(replace(measured, experiment=exact), 0, *pair)
     assert found["near_tie"] is (found["gap"] == 0)
-    assert figures.difference(measured, 0, [1, 2], [1])["gap"] is None
+    assert figures.describe_difference(measured, 0, [1, 2], [1])["gap"] is None
 
 
 def test_the_published_tables_are_those_of_the_saved_result(capsys):
@@ -442,7 +442,7 @@ def test_results_of_several_tasks_are_shown_as_one(tmp_path, capsys):
     joined = tmp_path / "new" / "joined"
     assert compare.main(["--from", *files, "--out", str(joined)]) == 0
     assert json.loads((joined / "compare.json").read_text()) == whole
-    assert capsys.readouterr().out == report(whole) + "\n"
+    assert capsys.readouterr().out == format_report(whole) + "\n"
     assert compare.main(["--from", *files, files[0]]) == 2
     assert "holds sql, and so does" in real.one_line(capsys.readouterr().err, "perf.compare")
     for settings in ({"dtype": "float16"}, {"machine": {**whole["machine"], "memory": "1 GiB"}}):

@@ -34,7 +34,7 @@ from tiny import (
 )
 
 import ssmlx
-from ssmlx.api import stream_generate, summary, token_steps
+from ssmlx.api import stream_generate, summary_line, token_steps
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
@@ -80,7 +80,7 @@ from ssmlx.settings import (
     SamplingConfig,
     TreeConfig,
 )
-from ssmlx.training.guesses import guesses_along
+from ssmlx.training.guesses import compute_guesses
 
 # --- acceptance and pruning, against walks and sums in plain Python ---
 
@@ -633,21 +633,21 @@ def test_a_replay_knows_the_window_at_every_place(root):
     chain = TreeConfig(kind="full", width=1)
     prompt = [3, 1, 7, 7, 5, 9, 2, 6, 5, 7, 7, 3, 5, 8]
     answer = first_tokens(plain_decode(model, prompt, model.make_cache()), 12)[0]
-    guesses = guesses_along(model, prompt, answer, 2)
+    guesses = compute_guesses(model, prompt, answer, 2)
     for place in range(9):
         drafter = Recorder(model, chain, 3)
         text = [*prompt, *answer[:place]]
         first_tokens(speculative_decode(model, text, model.make_cache(), drafters=[drafter]), 1)
         chain_tokens = drafter.trees[0][0].tolist()
         assert chain_tokens == [answer[place], *guesses.tokens[place, :, 0]]
-    everything = guesses_along(make_model(adapter=root), prompt, answer, 2)
+    everything = compute_guesses(make_model(adapter=root), prompt, answer, 2)
     assert (everything.tokens != guesses.tokens).any()
 
 
 def test_streams_that_start_from_the_root_guess_otherwise_and_by_themselves():
     plain, rooted = (make_model(adapter={"root_init_rank": rank}) for rank in (0, 3))
     answer, lengths, trees = drafted(rooted, "second-pass", tree=PAIR[1])
-    guesses = [guesses_along(model, PROMPT, answer, 6) for model in (plain, rooted)]
+    guesses = [compute_guesses(model, PROMPT, answer, 6) for model in (plain, rooted)]
     assert (guesses[0].tokens != guesses[1].tokens).any() and max(lengths) > 1
     for place, (tokens, _) in zip(np.cumsum(lengths) - 1, trees, strict=True):
         ranked = (mx.array(array[place]) for array in (guesses[1].tokens, guesses[1].logprobs))
@@ -966,8 +966,8 @@ def test_copies_are_of_the_whole_text(context, monkeypatch):
         seen.append((text._tokens[NGRAM - 1 :], last))
         return look_up(text, last, count)
 
-    look_up = TextOnDevice.continuation
-    monkeypatch.setattr(TextOnDevice, "continuation", noted)
+    look_up = TextOnDevice.find_continuations
+    monkeypatch.setattr(TextOnDevice, "find_continuations", noted)
     cache = model.make_cache()
     drafter = StreamDrafter(model, PAIR[1], model.num_streams)
     prefill(model, PROMPT, cache)
@@ -1273,7 +1273,7 @@ def test_typical_acceptance_says_that_it_is_lossy():
         config = GenerateConfig(temp=1.0, seed=1, max_tokens=40, acceptance=acceptance)
         *_, last = stream_generate(model, make_tokenizer(), PROMPT, config)
         calls[acceptance.kind] = last.target_calls
-        assert summary(last).startswith("LOSSY") == last.lossy == (acceptance is lossy)
+        assert summary_line(last).startswith("LOSSY") == last.lossy == (acceptance is lossy)
     assert calls["typical"] < calls["exact"]
     with pytest.raises(InputError, match="greedy decoding has no use for"):
         GenerateConfig(acceptance=lossy)

@@ -170,9 +170,9 @@ def test_the_text_of_steps_is_that_of_tokens(tokenizer):
         for start in range(0, len(tokens), size := rng.randint(1, 5)):
             for token in tokens[start : start + size]:
                 assert not text.add(token)
-            joined += text.segment(is_last=False)
+            joined += text.take_segment(is_last=False)
             assert whole(tokenizer, tokens).startswith(joined)
-        assert joined + text.segment(is_last=True) == whole(tokenizer, tokens)
+        assert joined + text.take_segment(is_last=True) == whole(tokenizer, tokens)
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "spm", "bytes"])

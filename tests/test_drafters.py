@@ -35,12 +35,18 @@ from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
 from ssmlx.decoding.sampling import GREEDY, filter_logprobs, log_softmax
 from ssmlx.drafters import copies as text_copies
 from ssmlx.drafters import draft_model
-from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice, count_copy_hits, mix_copies
+from ssmlx.drafters.copies import (
+    NGRAM,
+    Copies,
+    TextOnDevice,
+    count_copy_hits_and_trials,
+    mix_copies,
+)
 from ssmlx.drafters.draft_model import (
     DraftCache,
     DraftModel,
     DraftModelDrafter,
-    check_vocabulary,
+    check_same_vocabulary,
 )
 from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.heads import attach_heads, write_heads
@@ -53,7 +59,7 @@ from ssmlx.drafters.streams import TEXT_TOKENS, DraftVocab, StreamDrafter
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
-from ssmlx.loading.load import carries_heads
+from ssmlx.loading.load import has_medusa_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora
@@ -283,7 +289,7 @@ def test_a_trie_merges_what_is_equal():
     assert trie.add([1, 2, 4]) == 4
     assert trie.add([1, 2, 3]) == 3
     assert trie.add([5], 1) == 5
-    tree, index = trie.tree(4)
+    tree, index = trie.to_tree(4)
     assert tree.tokens.tolist() == [9, 1, 2, 5, 3, 4, PAD_TOKEN, PAD_TOKEN]
     assert tree.depths.tolist() == [0, 1, 2, 2, 3, 3, 1, 1]
     assert tree.parents.tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
@@ -299,7 +305,7 @@ def test_a_trie_merges_what_is_equal():
 def test_padding_is_never_kept_before_a_node():
     trie = Trie(0, 8)
     trie.add([1, 2, 3, 4])
-    tree, _ = trie.tree(5)
+    tree, _ = trie.to_tree(5)
     assert tree.num_nodes == 8
     edges = transition_logprobs(tree, mx.zeros((4, VOCAB)))
     kept = surviving_nodes(tree, edges, PruneConfig(kind="budget", keep=5))
@@ -420,7 +426,7 @@ def test_what_followed_the_longest_last_words_at_their_newest_place(words):
         for start in (len(text), rng.randint(1, len(text))):
             # What lies behind the newest token is another call's, and is not looked at.
             last = mx.array([start - 1, 0])
-            found = buffer.continuation(last, 7).tolist()
+            found = buffer.find_continuations(last, 7).tolist()
             assert found == [looked_up(text[:start], 7), [PAD_TOKEN] * 7], text[:start]
 
 
@@ -480,7 +486,9 @@ def test_copies_are_trusted_by_what_they_foretold():
         ([PAD_TOKEN] * 3, [3, 2, 5], [0.0] * 3, 0),
     ]
     for copied, said, shares, count in cases:
-        found = count_copy_hits(tokens, mx.log(mx.array(probs)), mx.array(copied), mx.array(said))
+        found = count_copy_hits_and_trials(
+            tokens, mx.log(mx.array(probs)), mx.array(copied), mx.array(said)
+        )
         assert np.allclose(found[0], shares, atol=1e-6)
         assert found[1].tolist() == [1.0] * count + [0.0] * (3 - count)
     # A call shows as much as it accepted, and the word that put it right.
@@ -488,13 +496,15 @@ def test_copies_are_trusted_by_what_they_foretold():
     guesses = (tokens, mx.log(mx.array(probs)))
     for place, text, accepted in [(4, [3], 0), (5, [2, 5, 5], 1), (7, [7], 0)]:
         copies.mix_into_guesses(guesses, *(mx.array(one) for one in (text, [accepted], [place])))
-    assert np.allclose(copies._copy_counts - text_copies.initial_copy_counts(), [[1, 1], [2, 1]])
+    assert np.allclose(
+        copies._hits_and_trials - text_copies.initial_hits_and_trials(), [[1, 1], [2, 1]]
+    )
     # What was guessed before a hole is no guess of what stands behind it.
-    shown = copies._copy_counts
+    shown = copies._hits_and_trials
     copies.follow([3, 2], 8)
     copies.mix_into_guesses(guesses, *(mx.array(one) for one in ([5], [0], [10])))
-    assert np.array_equal(copies._copy_counts, shown)
-    assert copies._text.continuation(mx.array([10]), 3)[0].tolist() == [7, 3, 2]
+    assert np.array_equal(copies._hits_and_trials, shown)
+    assert copies._text.find_continuations(mx.array([10]), 3)[0].tolist() == [7, 3, 2]
 
 
 def test_replays_trust_copies_by_what_was_said_before():
@@ -505,18 +515,20 @@ def test_replays_trust_copies_by_what_was_said_before():
     tokens = np.stack([rng.permutation(6)[:4] for _ in range(21)]).reshape(7, 3, 4).astype(np.int32)
     logprobs = np.log(rng.dirichlet(np.ones(4), (7, 3, 4)).astype(np.float32))
     found = mix_copies_along(prompt, answer, tokens, logprobs)
-    told = text_copies.initial_copy_counts()
+    told = text_copies.initial_hits_and_trials()
     text = TextOnDevice(prompt + answer)
     shown = []
     for place in range(7):
-        copied = text.continuation(mx.array([5 + place]), 3)[0]
+        copied = text.find_continuations(mx.array([5 + place]), 3)[0]
         guesses = mx.array(tokens[place]), mx.array(logprobs[place]), copied
         for level, before in enumerate(shown[-2:][::-1]):
             told = told + mx.stack([before[:, n] * (n == level) for n in range(2)], axis=1)
         for one, expected in zip(found, mix_copies(*guesses, told), strict=True):
             assert np.allclose(one[place], expected, atol=1e-5)
-        shown.append(count_copy_hits(*guesses, mx.array([*answer[place + 1 :], -2, -2, -2][:3])))
-    assert told[1].tolist() != text_copies.initial_copy_counts()[1].tolist()
+        shown.append(
+            count_copy_hits_and_trials(*guesses, mx.array([*answer[place + 1 :], -2, -2, -2][:3]))
+        )
+    assert told[1].tolist() != text_copies.initial_hits_and_trials()[1].tolist()
 
 
 def test_streams_go_on_with_a_copy_as_far_as_they_reach():
@@ -537,7 +549,9 @@ def test_heads_that_guess_as_the_target_does_foresee_what_it_draws(kind, monkeyp
     monkeypatch.setattr(Backbone, "logits", lambda _, rows, *head: mx.repeat(row, rows.shape[1], 0))
     monkeypatch.setattr(MedusaHeads, "medusa_logits", lambda *_: mx.repeat(row, LEVELS, 0))
     monkeypatch.setattr(
-        MlpSpeculator, "stage", lambda _, n, state, last: (state, mx.repeat(row, last.shape[0], 0))
+        MlpSpeculator,
+        "run_stage",
+        lambda _, n, state, last: (state, mx.repeat(row, last.shape[0], 0)),
     )
     settings = {**CHAIN, "heads": make_heads(kind, model.backbone)}
     sampling = {"temp": 0.7, "seed": 4}
@@ -760,7 +774,7 @@ def test_vocabularies_are_padded_to_sizes_of_their_own(sizes, settings):
     wide = {"draft": DraftModelConfig(num_draft_tokens=3, width=min(sizes))}
     tokens, lengths = written(model, PROMPT, 40, draft_model=draft, **wide, **settings)
     assert tokens == expected and len(lengths) < 40
-    logits = DraftCache(draft).logits(mx.array(PROMPT))
+    logits = DraftCache(draft).append_and_get_logits(mx.array(PROMPT))
     assert logits.shape == (1, sizes[0]) and mx.isfinite(logits).sum().item() == min(sizes)
 
 
@@ -782,12 +796,12 @@ def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch)
 def test_another_vocabulary_is_refused():
     draft = DraftModel(make_base(), "--draft-model x")
     tokenizer = make_tokenizer()
-    check_vocabulary(draft, make_tokenizer(), tokenizer, VOCAB)
-    check_vocabulary(draft, tokenizer, tokenizer, VOCAB + 1)
+    check_same_vocabulary(draft, make_tokenizer(), tokenizer, VOCAB)
+    check_same_vocabulary(draft, tokenizer, tokenizer, VOCAB + 1)
     with pytest.raises(InputError, match="a vocabulary of 13 tokens; expected the target's 12"):
-        check_vocabulary(draft, tokenizer, tokenizer, VOCAB - 1)
+        check_same_vocabulary(draft, tokenizer, tokenizer, VOCAB - 1)
     with pytest.raises(InputError, match="another token map: 1 tokens differ, such as 'w13'"):
-        check_vocabulary(draft, make_tokenizer(VOCAB + 1), tokenizer, VOCAB)
+        check_same_vocabulary(draft, make_tokenizer(VOCAB + 1), tokenizer, VOCAB)
 
 
 SMALL = {"num_hidden_layers": 1}  # What is tested is the drafting.
@@ -982,7 +996,7 @@ def test_a_session_reuses_its_caches(base, loaded, folders, kind):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, sharded):
     folder = shutil.copytree(base, tmp_path / "medusa2")
-    assert not carries_heads(folder)
+    assert not has_medusa_heads(folder)
     heads = random_heads("medusa", loaded[0].backbone)
     carried = {f"medusa_head.{name}": array for name, array in heads.tensors.items()}
     weights = mx.load(str(base / "model.safetensors"))
@@ -995,7 +1009,7 @@ def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, s
         files = {"model.safetensors": weights | carried}
     for file, tensors in files.items():
         mx.save_safetensors(str(folder / file), tensors)
-    assert carries_heads(folder)
+    assert has_medusa_heads(folder)
     model, _ = ssmlx.load(str(folder), adapter="none", dtype="float32")
     prompt = [9, 30, 21]
     assert plain(model, prompt, 12) == plain(loaded[0], prompt, 12)

@@ -18,7 +18,7 @@ from convert.export.export import build_graphs, build_reference, make_manifest
 from convert.export.parts import Head
 from convert.export.settings import ExportConfig
 from ssmlx.errors import InputError
-from ssmlx.exported.decode import SlotCache, decode_inputs, prefill
+from ssmlx.exported.decode import SlotCache, build_decode_inputs, prefill
 from ssmlx.loading import load as loading
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import TreeConfig
@@ -172,7 +172,7 @@ def one_step(folders, profile):
     backend = TorchBackend(graphs)
     cache = SlotCache(backend.make_state(), manifest.num_slots)
     prefill(backend, manifest, PROMPT[:-1], cache)
-    inputs = decode_inputs(TREE, cache.free(manifest.num_nodes), cache, manifest)
+    inputs = build_decode_inputs(TREE, cache.find_free_slots(manifest.num_nodes), cache, manifest)
     return manifest, backend.predict("decode", inputs, cache.state)
 
 
@@ -229,8 +229,8 @@ def test_a_rejected_nodes_slot_can_be_used_again(tmp_path):
     answers = []
     for cache in (clean, dirty):
         prefill(backend, manifest, PROMPT[:-1], cache)
-        slots = cache.free(manifest.num_nodes)
-        inputs = decode_inputs(TREE, slots, cache, manifest)
+        slots = cache.find_free_slots(manifest.num_nodes)
+        inputs = build_decode_inputs(TREE, slots, cache, manifest)
         answers.append(backend.predict("decode", inputs, cache.state))
     for name, expected in answers[0].items():
         assert np.allclose(answers[1][name], expected, atol=1e-5), name
@@ -256,14 +256,14 @@ def test_a_head_in_pieces_is_the_whole_head(channels_first):
     hidden = rows.t()[None, :, None] if channels_first else rows[None]
     head = Head(weight, bias, channels_first=channels_first, piece=16)
     logits = rows @ weight.t() + bias
-    assert head.choose(hidden).tolist() == logits.argmax(dim=-1).tolist()
-    assert torch.allclose(head.log_total(hidden), logits.logsumexp(dim=-1), atol=1e-5)
+    assert head.likeliest(hidden).tolist() == logits.argmax(dim=-1).tolist()
+    assert torch.allclose(head.logsumexp(hidden), logits.logsumexp(dim=-1), atol=1e-5)
     tokens, logprobs = head.rank(hidden, 20)
     expected = logits.log_softmax(dim=-1).topk(20)
     assert torch.equal(tokens.long(), expected.indices)
     assert torch.allclose(logprobs, expected.values, atol=1e-5)
     drafted = torch.tensor([3, 49, 0, 7, 7])
-    found = head.logit_of(rows, drafted)
+    found = head.token_logits(rows, drafted)
     assert torch.allclose(found, logits[torch.arange(5), drafted], atol=1e-5)
 
 

@@ -261,7 +261,7 @@ def test_operations_and_cost_are_counted_by_device():
     )
     costs = [("GPU", 3.0), ("CPU", 1.0), ("GPU", None), ("constant", None)]
     expected = ({"GPU": 2, "CPU": 1}, {"GPU": 0.75, "CPU": 0.25})
-    assert perf_export.device_placement(plan, costs) == expected
+    assert perf_export.count_by_device(plan, costs) == expected
 
 
 @pytest.mark.parametrize(("profile", "kinds"), [
@@ -287,7 +287,7 @@ def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kind
         model = whole if kind == "none" else compression.compress(whole, kind, graph)
         merge_functions({"decode": model}, package)
         size = (package / "Data/com.apple.CoreML/weights/weight.bin").stat().st_size
-        return size, compression.weight_error(package, expected)
+        return size, compression.measure_weight_error(package, expected)
 
     size, exact = measured("none")
     assert exact.relative_rms < 3e-4

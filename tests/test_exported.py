@@ -11,8 +11,8 @@ from tiny import make_tokenizer
 from ssmlx import exported
 from ssmlx.errors import InputError
 from ssmlx.exported.api import ExportedModel, stream_generate
-from ssmlx.exported.backends import CarriedCache, CoreMLState, coreml_backend
-from ssmlx.exported.decode import MASKED, SlotCache, decode_inputs, speculative_decode
+from ssmlx.exported.backends import CarriedCacheBackend, CoreMLStateBackend, coreml_backend
+from ssmlx.exported.decode import MASKED, SlotCache, build_decode_inputs, speculative_decode
 from ssmlx.exported.manifest import Manifest, TreeShape, package_digest
 from ssmlx.model.tree import draft_topology, grow_tree, root_tree
 from ssmlx.settings import TreeConfig
@@ -97,11 +97,11 @@ def make_model(right: int = STREAMS, **changes) -> ExportedModel:
 
 def test_rejected_slots_are_free_again_and_committed_ones_are_not():
     cache = SlotCache(None, 6)
-    assert cache.free(4).tolist() == [0, 1, 2, 3]
+    assert cache.find_free_slots(4).tolist() == [0, 1, 2, 3]
     cache.commit(np.array([2, 0]), [7, 8])
-    assert cache.offset == 2 and cache.free(4).tolist() == [1, 3, 4, 5]
+    assert cache.offset == 2 and cache.find_free_slots(4).tolist() == [1, 3, 4, 5]
     with pytest.raises(InputError, match=r"2 tokens are in a context of 6.*room for 5"):
-        cache.free(5)
+        cache.find_free_slots(5)
 
 
 def test_a_row_sees_what_is_committed_and_its_ancestors():
@@ -115,7 +115,7 @@ def test_a_row_sees_what_is_committed_and_its_ancestors():
     cache = SlotCache(None, 6)
     cache.commit(np.array([4, 1]), [7, 8])
     visible = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 1]], bool)
-    mask = cache.mask(np.array([0, 2, 5]), visible)
+    mask = cache.build_mask(np.array([0, 2, 5]), visible)
     seen = [[1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 1, 0], [0, 1, 0, 0, 1, 1]]
     assert mask.shape == (1, 1, 3, 6)
     assert np.array_equal(mask[0, 0], np.where(np.array(seen, bool), 0, MASKED))
@@ -123,7 +123,9 @@ def test_a_row_sees_what_is_committed_and_its_ancestors():
 
 def test_nodes_that_fill_up_see_themselves_alone_and_have_no_depth():
     cache = SlotCache(None, SLOTS)
-    inputs = decode_inputs(root_tree(mx.array([9])), cache.free(NODES), cache, make_manifest())
+    inputs = build_decode_inputs(
+        root_tree(mx.array([9])), cache.find_free_slots(NODES), cache, make_manifest()
+    )
     assert inputs["tokens"].tolist() == [9, 0, 0, 0, 0, 0]
     assert inputs["depths"].tolist() == [0, -1, -1, -1, -1, -1]
     assert np.array_equal(inputs["ancestors"], np.eye(NODES))
@@ -224,7 +226,7 @@ def test_carried_caches_are_inputs_and_outputs():
         outputs = {"last": np.zeros(1), "keys_00_new": written, "values_00_new": -written}
         return outputs if function == "decode" else {}
 
-    backend = CarriedCache(call, make_manifest())
+    backend = CarriedCacheBackend(call, make_manifest())
     state = backend.make_state()
     for count in (1, 2):
         assert set(backend.predict("decode", {"tokens": np.zeros(1)}, state)) == {"last"}
@@ -240,7 +242,7 @@ def test_core_ml_keeps_one_state_for_both_functions():
             state["writes"] += 1
             return {"writes": np.array([state["writes"]])}
 
-    backend = CoreMLState({"prefill": Model(), "decode": Model()})
+    backend = CoreMLStateBackend({"prefill": Model(), "decode": Model()})
     state = backend.make_state()
     found = [backend.predict(name, {}, state)["writes"][0] for name in ("prefill", "decode")]
     assert found == [1, 2]
@@ -268,7 +270,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
     written = json.loads((folder / "manifest.json").read_text())
     assert written["format"] == "ssmlx-export/2" and written["cache_names"][0] == "keys_00"
     assert set(written["tree"]) == {"num_candidates", "size", "width", "is_conditional"}
-    assert read.package(folder) == folder / "model.mlpackage"
+    assert read.checked_package(folder) == folder / "model.mlpackage"
 
 
 @pytest.mark.parametrize("tree", [

@@ -18,12 +18,12 @@ import ssmlx
 from ssmlx import bars
 from ssmlx.blas import this_machine
 from ssmlx.commands import adapters, chat, check, drafting, generate
-from ssmlx.errors import naming
+from ssmlx.errors import name_file_in_os_errors
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import names, weights
 from ssmlx.loading.attach import default_adapter
 from ssmlx.loading.files import exclusive_folder, folder_digest, write_whole
-from ssmlx.loading.found import PAYS, runs, runs_for
+from ssmlx.loading.found import PAYS, find_runs, read_runs
 from ssmlx.loading.names import adapters_home, resolve_adapter
 from ssmlx.loading.weights import weights_digest
 from ssmlx.training import sizing
@@ -183,7 +183,7 @@ def test_it_is_found_in_a_copy_and_in_every_type_and_not_for_other_weights(base,
     assert ssmlx.load(tuned, adapter="mine", dtype="float32")[0].num_streams > 0
     shutil.rmtree(copy)
     moved = shutil.move(shutil.copytree(base, tmp_path / "a"), tmp_path / "b")
-    assert [run.name for run in runs_for(moved, "b").fitting] == ["mine"]
+    assert [run.name for run in find_runs(moved, "b").fitting] == ["mine"]
 
 
 def test_other_weights_in_the_same_folder_are_told_in_a_line(base, tmp_path, caplog):
@@ -210,7 +210,7 @@ def test_the_newest_that_pays_here_is_taken(base, monkeypatch):
     ):
         path = make_run(base, name, figures=figures) / "streams_config.json"
         os.utime(path, (number, number))
-    assert [run.name for run in runs()] == ["elsewhere", "slow", "old"]
+    assert [run.name for run in read_runs()] == ["elsewhere", "slow", "old"]
     assert default_adapter(plain)[0] == "elsewhere"
     shutil.rmtree(adapters_home() / "elsewhere")
     assert default_adapter(plain)[0] == "old"
@@ -239,7 +239,7 @@ def test_what_is_broken_is_none(base):
         whole.replace("1.0", '"x"'),
     ):
         plan.write_text(broken)
-        assert default_adapter(plain) is None and runs() == []
+        assert default_adapter(plain) is None and read_runs() == []
     plan.write_text(whole)
     machine = ", ".join(this_machine())
     for broken in (
@@ -319,16 +319,16 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     plain = ssmlx.load(base, dtype="float32")[0]
     adapt = f"python -m ssmlx.adapt --model {base}"
     first, second = lines_of(plain, "none")
-    assert first == f"no adapter: {make_plan(plain).decision()}"
+    assert first == f"no adapter: {make_plan(plain).decision_line()}"
     assert second == f"faster: {adapt}, which says within minutes what that would bring here"
     # By what rows alone cost, which a chat times: a pass of one of four layers comes to them.
     costs = sizing.learned_of(plain)[0].costs
-    costs.seed({("rows", 4): 1.1})
+    costs.set_head_start({("rows", 4): 1.1})
     usual = 1 + sizing.candidate_layers(4)[1] * (sizing._USUAL_TOKENS[4] - 1)
     second_pass = costs.frozen(0).calls(("rows", 5)) / 4 + 0.05
     assert sizing.forecast_speedup(plain) == pytest.approx(usual / (1.1 + second_pass))
     # Once calls with untrained streams were timed, by these.
-    costs.seed({("untrained streams in 1 layers", 4): 1.1})
+    costs.set_head_start({("untrained streams in 1 layers", 4): 1.1})
     assert lines_of(plain, "none")[1].endswith(
         f"{adapt}, which should bring some {usual / 1.1:.1f} times plain decoding's speed here"
     )
@@ -500,7 +500,7 @@ def test_a_full_disk_is_told_by_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError) as caught:
         write_whole(tmp_path / "a.json", b"{}")
     assert caught.value.filename == str(tmp_path / "a.json")
-    with pytest.raises(OSError) as caught, naming("b"):
+    with pytest.raises(OSError) as caught, name_file_in_os_errors("b"):
         raise OSError(errno.ENOENT, "No such file", "c")
     assert caught.value.filename == "c"
 

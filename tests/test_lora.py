@@ -29,7 +29,7 @@ from tiny import assert_close, mlx_lm_tokens
 
 import ssmlx
 from ssmlx.commands import chat, check, generate
-from ssmlx.loading.adapter import Adapter, load_adapter, load_streams, write_adapter
+from ssmlx.loading.adapter import Adapter, load_adapter, load_stream_adapter, write_adapter
 from ssmlx.loading.attach import attach_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.loading.lora_files import unify_rank_and_scale
@@ -470,7 +470,7 @@ def test_ssmlx_and_mlx_lm_read_what_is_written_beside_streams(family, tmp_path):
     lora = load_adapter(write_lora(tmp_path / "one", base, num_layers=3)).lora
     (tmp_path / "both").mkdir()
     write_adapter(tmp_path / "both", replace(make_adapter(base, scope="streams"), lora=lora))
-    again = load_streams(tmp_path / "both")
+    again = load_stream_adapter(tmp_path / "both")
     assert again.lora.keys() == lora.keys() and again.task_lora is again.lora
     model, _ = ssmlx.load(base, adapter=tmp_path / "both")
     assert_close(logits(model), mlx_lm_logits(base, tmp_path / "both"), TOLERANCE)

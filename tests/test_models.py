@@ -23,7 +23,7 @@ from tiny import assert_close, first_tokens, slow
 from convert import base as convert_base
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference
-from convert.reference.format import LoraSettings, read_stream_config, stream_settings
+from convert.reference.format import LoraSettings, read_stream_config, stream_settings_json
 from convert.reference.model import StreamFusedReference, rotate_values
 from ssmlx.api import token_steps
 from ssmlx.errors import InputError
@@ -426,7 +426,7 @@ def test_settings_survive_both_files(tmp_path):
     read = StreamConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert (read, read.tokens_per_call) == (config, curve)
     path = tmp_path / "streams_config.json"
-    path.write_text(json.dumps(stream_settings(config)))
+    path.write_text(json.dumps(stream_settings_json(config)))
     assert read_stream_config(path) == config
     assert read_stream_config(path).tokens_per_call == curve
     assert "tokens_per_call" not in oracle.stream_config(**ROTATION).to_dict()

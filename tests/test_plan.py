@@ -93,7 +93,7 @@ class Steady:
 def test_a_plan_asks_whatever_controller_it_has(model):
     plan = replace(make_plan(model), controller=Steady())
     assert plan.expected_call == (3.0, 1.5)
-    assert "2.00 times plain decoding" in plan.decision()
+    assert "2.00 times plain decoding" in plan.decision_line()
     replace(plan, learned=None).finish()
     assert not plan.controller.finished
     plan.finish()
@@ -103,7 +103,7 @@ def test_a_plan_asks_whatever_controller_it_has(model):
 def test_nothing_drafts_where_plain_decoding_is_asked_for():
     plan = make_plan(make_model(), decoding="plain")
     assert plan.controller == Never() and not plan.drafters and plan.scratch == 0
-    assert plan.decision().startswith("plain decoding")
+    assert plan.decision_line().startswith("plain decoding")
 
 
 def test_what_is_loaded_drafts(model):

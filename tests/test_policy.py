@@ -295,7 +295,7 @@ def test_a_machine_whose_calls_are_dear_is_probed_within_bounds():
 def test_a_head_start_that_is_far_too_dear_is_found_out():
     """Its probes risk more than the bank ever has."""
     table = CostTable()
-    table.seed(dict.fromkeys([("streams", nodes) for nodes in (2, 4, 8, 16)], 9.0))
+    table.set_head_start(dict.fromkeys([("streams", nodes) for nodes in (2, 4, 8, 16)], 9.0))
     prior = AcceptancePrior()
     calls = []
     for answer in range(12):
@@ -373,7 +373,7 @@ def test_costs_between_measured_counts_are_interpolated():
 
 def test_one_surprise_moves_what_no_answer_has_taught():
     table = CostTable()
-    table.seed({("streams", nodes): 3.0 for nodes in (4, 8, 16)})
+    table.set_head_start({("streams", nodes): 3.0 for nodes in (4, 8, 16)})
     table.learn(("streams", 8), 0, 2.0)
     assert [table.frozen(0).calls(("streams", nodes)) for nodes in (4, 8, 16)] == [2.0, 2.0, 2.0]
     table.learn(("streams", 4), 0, 2.2)
@@ -389,7 +389,7 @@ def test_one_answer_moves_a_learned_cost_by_a_quarter_at_most():
 
 def test_a_head_start_does_not_undo_what_was_learned():
     table = known_table()
-    table.seed({("streams", 16): 4.0})
+    table.set_head_start({("streams", 16): 4.0})
     assert table.frozen(0).calls(("streams", 16)) == pytest.approx(2.12, abs=0.01)
 
 
@@ -524,10 +524,10 @@ def test_acceptance_starts_with_the_prior_and_follows_the_text():
     counted = AnswerAcceptance(prior.ratio("streams", 0))
     assert counted.ratio == pytest.approx(0.6, abs=0.03)
     for _ in range(60):
-        counted.count(2.0, 1.8)
+        counted.add_counts(2.0, 1.8)
     followed = counted.ratio
     assert followed > 0.95
-    counted.count_plain_tokens(200)
+    counted.decay_by_plain_tokens(200)
     assert counted.ratio < 0.8
 
 

@@ -36,7 +36,7 @@ from ssmlx.commands import caches, chat, generate
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
 from ssmlx.loading.attach import attach_adapter, swap_adapter
-from ssmlx.loading.files import clear_leftovers
+from ssmlx.loading.files import delete_unfinished_files
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache_key import CacheKey
 from ssmlx.model.streams import StreamFusedModel
@@ -476,7 +476,7 @@ def test_a_killed_writer_leaves_whole_files_alone(tmp_path, point):
     assert len(left) == 1
     for path in tmp_path.iterdir():
         os.utime(path, (1, 1))
-    clear_leftovers(tmp_path)
+    delete_unfinished_files(tmp_path)
     assert set(snapshot(tmp_path)) - set(before) == left  # it is being written
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -17,7 +17,7 @@ from test_continuations import greedy, make_model, make_tokenizer
 
 from convert.training.run import TorchTrainer
 from examples.recipes import chat_prompts, comparison, e2e_prompts
-from examples.recipes.e2e_prompts import PROG, main, parse_attributes, spell
+from examples.recipes.e2e_prompts import PROG, format_attributes, main, parse_attributes
 from ssmlx.errors import InputError
 from ssmlx.loading.files import PartFile
 from ssmlx.training import questions
@@ -80,7 +80,7 @@ def test_a_seed_gives_the_same_prompts(task, tmp_path):
 def test_other_texts_are_refused(text):
     with pytest.raises(InputError):
         parse_attributes(text)
-    assert spell(parse_attributes(TRAIN[1])) == TRAIN[1]
+    assert format_attributes(parse_attributes(TRAIN[1])) == TRAIN[1]
 
 
 def test_bad_input_is_told_in_one_line(task, tmp_path, capsys):
@@ -107,11 +107,11 @@ def test_more_values_come_half_of_the_time_and_never_a_held_out_name(task, value
 
 def test_splits_share_no_hand_written_prompt_and_no_list_item():
     lists = questions.split_lists()
-    written = questions.write_shipped_prompts(0)
-    assert written == questions.write_shipped_prompts(0)
+    written = questions.draw_shipped_prompts(0)
+    assert written == questions.draw_shipped_prompts(0)
     text = "\n".join(written["train"]).encode()
     assert hashlib.blake2b(text, digest_size=8).hexdigest() == "b5dd4f46a5f2fe90"
-    other = questions.write_shipped_prompts(1)["train"]
+    other = questions.draw_shipped_prompts(1)["train"]
     assert other != written["train"]
     assert not {*map(questions.normalise_prompt, other)} & {
         *map(questions.normalise_prompt, written["test"])
@@ -129,7 +129,7 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
 def test_lists_that_run_out_say_so():
     lists = {"templates": ["Hi."], "plain": ["a b"]}
     with pytest.raises(InputError, match="the lists give 2 different prompts"):
-        questions.write_prompts(lists, 3, random.Random(0))
+        questions.draw_prompts(lists, 3, random.Random(0))
 
 
 def test_a_prompt_that_stands_alone():
@@ -159,7 +159,8 @@ def test_sampled_prompts_are_kept_for_their_model(tmp_path, monkeypatch):
     texts = iter(("text 1", "text 2"))
     monkeypatch.setattr(chat_prompts, "sample_prompts", lambda *_, **__: [next(texts)])
     asked = [chat_prompts.parse_args(["--out", str(tmp_path), "--model", name]) for name in "aba"]
-    assert [chat_prompts._sample(args, None, None)[0][-1] for args in asked] == ["1", "2", "1"]
+    found = [chat_prompts._read_or_sample_prompts(args, None, None)[0][-1] for args in asked]
+    assert found == ["1", "2", "1"]
 
 
 def test_sampled_prompts_go_to_one_split_each(monkeypatch):
@@ -167,17 +168,17 @@ def test_sampled_prompts_go_to_one_split_each(monkeypatch):
     monkeypatch.setattr(chat_prompts, "COUNTS", dict.fromkeys(questions.SPLITS, counts))
     start = "one two three four five six seven eight"
     found = ["known text", f"{start} nine", f"{start} ten", *(f"text {n}" for n in range(5))]
-    splits = chat_prompts.sampled_prompts(found, {"train": ["Known text!"]})
+    splits = chat_prompts.split_sampled_prompts(found, {"train": ["Known text!"]})
     assert splits["test"] == [f"{start} nine", "text 0"]
     assert splits["train"] == ["text 3", "text 4"]
     with pytest.raises(InputError, match="5 of 6 sampled"):
-        chat_prompts.sampled_prompts(found[:6], {"train": []})
+        chat_prompts.split_sampled_prompts(found[:6], {"train": []})
 
 
 def test_two_turn_chats_hold_the_models_own_answer():
     model = make_model()
     tokenizer = TokenizerWrapper(make_tokenizer())
-    chats = chat_prompts.two_turn_chats(model, tokenizer, ["w1", "w2 w3"], ["w5", "w6"], 1)
+    chats = chat_prompts.make_two_turn_chats(model, tokenizer, ["w1", "w2 w3"], ["w5", "w6"], 1)
     prefix = tokenizer.apply_chat_template(
         [{"role": "user", "content": "w2 w3"}], add_generation_prompt=True, return_dict=False
     )
@@ -189,9 +190,9 @@ def test_two_turn_chats_hold_the_models_own_answer():
 
 
 def test_a_cut_answer_ends_with_a_sentence():
-    assert chat_prompts.whole_sentences("One. Two costs 3.5 and") == "One."
-    assert chat_prompts.whole_sentences("- one\n- two\n- thr") == "- one\n- two"
-    assert chat_prompts.whole_sentences("no end") == "no end"
+    assert chat_prompts.cut_to_whole_sentences("One. Two costs 3.5 and") == "One."
+    assert chat_prompts.cut_to_whole_sentences("- one\n- two\n- thr") == "- one\n- two"
+    assert chat_prompts.cut_to_whole_sentences("no end") == "no end"
 
 
 def stopping(real, every, calls):
@@ -227,7 +228,9 @@ def test_a_comparison_is_made_again_however_often_it_stops(
         argv = ["--data-dir", str(data), "--out", str(out), "--max-steps", "2", "--only", "e2e"]
         assert comparison.main([*argv, "--only", "e2e/prompts"]) == 0  # in a process of its own
         with monkeypatch.context() as patch:
-            patch.setattr(comparison, "take", lambda words: import_module(words[0]).main(words[1:]))
+            patch.setattr(
+                comparison, "run_module", lambda words: import_module(words[0]).main(words[1:])
+            )
             for owner, name in ((TorchTrainer, "advance"), (PartFile, "append")):
                 patch.setattr(owner, name, stopping(getattr(owner, name), every, calls))
             while code := comparison.main(argv):
@@ -242,7 +245,7 @@ def test_a_comparison_is_made_again_however_often_it_stops(
     assert all(one["finished"] is one["name"].startswith("e2e/") for one in told["steps"])
     digest = hashlib.sha256(files["e2e/own/train.jsonl"]).hexdigest()
     assert told["files"]["OUT/e2e/own/train.jsonl"] == digest
-    monkeypatch.setattr(comparison, "take", None)  # nothing is taken again
+    monkeypatch.setattr(comparison, "run_module", None)  # nothing is taken again
     assert comparison.main(argv) == 0 and comparison.main([*argv, "--max-steps", "3"]) == 2
     for changed in (out / "e2e/own/train.jsonl", data / "e2e/train.jsonl"):
         changed.write_text(changed.read_text() + "\n")
@@ -268,7 +271,7 @@ def test_the_manifest_of_the_comparison_holds():
         made.append(words[words.index("--out") + 1])
         for word in (word for word in words if word.startswith("OUT/")):
             assert any(one.startswith(word) or word.startswith(one) for one in made)
-    comparison.check_equal(steps)
+    comparison.check_equal_training(steps)
     steps[-3].command += " --epochs 9"
     with pytest.raises(InputError, match=r"epochs 9\.0"):
-        comparison.check_equal(steps)
+        comparison.check_equal_training(steps)

@@ -10,7 +10,7 @@ from ssmlx.api import token_steps
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig, TreeConfig
 from ssmlx.training import replay
-from ssmlx.training.guesses import guesses_along
+from ssmlx.training.guesses import compute_guesses
 
 PROMPT = [3, 1, 4, 1, 5]
 LENGTH = 60
@@ -47,7 +47,7 @@ def guesser(request):
 def guesses(guesser):
     config = GenerateConfig(decoding="plain")
     steps = token_steps(guesser, PROMPT, guesser.make_cache(), config)
-    return guesses_along(guesser, PROMPT, first_tokens(steps, LENGTH)[0], 64)
+    return compute_guesses(guesser, PROMPT, first_tokens(steps, LENGTH)[0], 64)
 
 
 SHAPES = [  # nodes, streams, schedule

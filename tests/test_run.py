@@ -17,7 +17,7 @@ from perf import serving
 from perf.run import results, tasks
 from perf.run import target as targets
 from perf.run.experiment import speedup_figures
-from perf.run.price import best_tree, kinds_of, price_answers, price_figures
+from perf.run.price import best_tree, call_kinds, price_answers, price_figures
 from perf.run.results import AnswerStore, Kept, files_version
 from perf.run.statistics import Estimate, mean, median_ratio, paired_difference, ratio, speedup
 from perf.run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
@@ -102,9 +102,9 @@ def test_spec_bench_asks_first_turns_by_category(tmp_path):
 
 
 def test_a_long_prompt_keeps_its_beginning_and_its_end():
-    assert tasks.cut_in_the_middle([1, 2, 3], 3) == [1, 2, 3]
-    assert tasks.cut_in_the_middle([1, 2, 3, 4, 5, 6], 4) == [1, 2, 5, 6]
-    assert tasks.cut_in_the_middle([1, 2, 3, 4, 5, 6], 3) == [1, 5, 6]
+    assert tasks.leave_out_middle([1, 2, 3], 3) == [1, 2, 3]
+    assert tasks.leave_out_middle([1, 2, 3, 4, 5, 6], 4) == [1, 2, 5, 6]
+    assert tasks.leave_out_middle([1, 2, 3, 4, 5, 6], 3) == [1, 5, 6]
 
 
 def test_an_interval_has_the_width_that_theory_gives_and_is_the_same_in_every_run():
@@ -163,7 +163,7 @@ def answer_of_calls(*calls: tuple[int, float], prefill: float = 1.0, tokens: int
 
 def test_the_kinds_of_calls():
     def kinds(system, *rows):
-        found = kinds_of(system, answer_of_calls(*((one, 1.0) for one in rows)).calls)
+        found = call_kinds(system, answer_of_calls(*((one, 1.0) for one in rows)).calls)
         return [(one.drafter, one.rows, one.place) for one in found]
 
     streams = kinds(STREAMS, 1, 1, 6, 6, 16, 1, 1)
@@ -182,7 +182,7 @@ def test_the_kinds_of_calls():
     assert [place for _, _, place in lookup] == ["first", "entry", "exit", "last"]
     assert {name for name, _, _ in lookup} == {"prompt-lookup"}
     (short, long) = (TimedCall(1, 1, context, 1.0) for context in (100, 4000))
-    assert [one.bucket for one in kinds_of(PLAIN, [short, long])] == [0, 3072]
+    assert [one.bucket for one in call_kinds(PLAIN, [short, long])] == [0, 3072]
 
 
 def priced(**answers):
@@ -340,7 +340,7 @@ def test_all_systems_write_the_same_with_the_same_arrays(folders, scope, base, d
     # A drafter that is named drafts at every call.
     assert {call.rows for call in answers[2].calls} == {16}
     assert target.weights.scope == scope and {2, 3} <= target.tokenizer.eos_token_ids
-    with target.endless():
+    with target.without_end_tokens():
         assert target.tokenizer.eos_token_ids == set() and not streams.config.end_token_ids
     assert streams.config.end_token_ids == (3,)
 
@@ -377,9 +377,9 @@ def test_an_answer_that_ends_too_soon_tells_no_delay(chunks):
         times = [float(count) for count in range(1, min(chunks, max_tokens) + 1)]
         for count in range(len(times)):
             tell(count + 1)
-        return serving.Heard(asked=0.0, times=times)
+        return serving.ReceivedAnswer(asked=0.0, times=times)
 
-    rows = serving.delay_rows("ssmlx", ask, "hello", 4000)
+    rows = serving.measure_delay("ssmlx", ask, "hello", 4000)
     assert [row["longest"] for row in rows] == [1.0] * (chunks > serving.BEFORE)
 
 

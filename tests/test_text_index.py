@@ -53,7 +53,7 @@ def test_the_first_match_is_the_longest_then_the_newest(seed):
     for token in random_text(rng, 120):
         index.extend([token])
         expected = searched(index.tokens, index.tokens)
-        found = next(index.matches(index.tokens), None)
+        found = next(index.find_matches(index.tokens), None)
         if not expected:
             assert found is None
             continue
@@ -72,31 +72,31 @@ def test_another_text_is_looked_up_as_it_would_be_behind_a_boundary(seed):
     text = random_text(rng, 30)
     apart = TextIndex(tokens)
     together = TextIndex([*tokens, BOUNDARY, *text])
-    found = list(apart.matches(text))
-    same = [one for one in together.matches(together.tokens) if one.end <= len(tokens)]
+    found = list(apart.find_matches(text))
+    same = [one for one in together.find_matches(together.tokens) if one.end <= len(tokens)]
     assert found[:1] == same[:1] or len(same) == 0
 
 
 def test_nothing_follows_beyond_a_text():
     index = TextIndex([1, 2, 3, BOUNDARY, 1, 2])
-    match = next(index.matches([5, 2]))
+    match = next(index.find_matches([5, 2]))
     assert match == Match(6, 1)
-    assert index.following(match, 5) == []
-    assert index.following(Match(2, 2), 5) == [3]
+    assert index.tokens_after(match, 5) == []
+    assert index.tokens_after(Match(2, 2), 5) == [3]
 
 
 def test_a_match_is_no_longer_than_asked_and_bounded():
     text = [7] * (3 * MAX_MATCH)
     index = TextIndex(text)
-    assert next(index.matches(text)).length == MAX_MATCH
-    assert next(index.matches(text, 2)).length == 2
-    assert list(TextIndex([1, 2]).matches([])) == []
+    assert next(index.find_matches(text)).length == MAX_MATCH
+    assert next(index.find_matches(text, 2)).length == 2
+    assert list(TextIndex([1, 2]).find_matches([])) == []
 
 
 def test_what_is_forgotten_is_found_no_more():
     index = TextIndex([1, 2, 3, BOUNDARY, 4, 5, 6])
     index.keep_last(3)
     assert index.tokens == [4, 5, 6]
-    assert next(index.matches([2]), None) is None
-    assert next(index.matches([5])) == Match(2, 1)
+    assert next(index.find_matches([2]), None) is None
+    assert next(index.find_matches([5])) == Match(2, 1)
     assert index.nbytes < TextIndex([1] * 7).nbytes

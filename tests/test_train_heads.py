@@ -23,7 +23,7 @@ from convert.formats.heads import DRAFT_VOCAB_FILE, load_published
 from convert.reference.checkpoint import load_reference
 from convert.reference.heads import MlpSpeculatorReference
 from convert.train import main as train_streams
-from convert.train_heads import HeadSettings, head_config
+from convert.train_heads import HeadSettings, build_head_config
 from convert.training import heads as heads_training
 from convert.training.run import TorchTrainer
 from ssmlx.drafters.heads import load_heads
@@ -115,7 +115,7 @@ def head_objective(base, kind, vocab=None, alphas=(1.0, 0.5, 0.25), dtype=torch.
     settings = HeadSettings(kind=kind, num_heads=3, **shape)
     train = TrainConfig(num_streams=3, prune_rank=0, stream_weights=alphas, learning_rate=0.01)
     frozen = heads_training.load_frozen(base, None)
-    config = head_config(settings, real.VOCAB, real.WIDTH, 0 if vocab is None else len(vocab))
+    config = build_head_config(settings, real.VOCAB, real.WIDTH, 0 if vocab is None else len(vocab))
     model = heads_training.build_heads(config, vocab, 0, frozen.base.lm_head.weight)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -286,7 +286,7 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
     frozen = heads_training.load_frozen(base, lora)
     settings = HeadSettings(kind="medusa", num_heads=3)
     train = TrainConfig(num_streams=3, prune_rank=0)
-    config = head_config(settings, real.VOCAB, real.WIDTH, 0)
+    config = build_head_config(settings, real.VOCAB, real.WIDTH, 0)
     model = heads_training.build_heads(config, None, 0, frozen.base.lm_head.weight)
     objective = heads_training.HeadObjective(
         model, frozen, train, (), torch.device("cpu"), torch.float32

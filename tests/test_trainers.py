@@ -25,12 +25,12 @@ from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
 from convert.reference.checkpoint import (
+    build_frozen_reference,
     load_fine_tuned,
     load_reference,
     merge_lora,
-    reference_of,
     replace_trained_weights,
-    train_part,
+    select_trained_part,
 )
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
@@ -56,7 +56,7 @@ from ssmlx.settings import StreamConfig, TreeConfig
 from ssmlx.training import mlx_trainer
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, Packing, collate
-from ssmlx.training.guesses import guesses_along
+from ssmlx.training.guesses import compute_guesses
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
@@ -274,8 +274,8 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     train = replace(whole.objective.train, train_only="condition")
     adapter = whole.objective.model.adapter
     batch = some_batch(8, 97, packing)
-    model = reference_of(make_torch_base("Llama", attention="sdpa"), adapter)
-    train_part(model, "condition")
+    model = build_frozen_reference(make_torch_base("Llama", attention="sdpa"), adapter)
+    select_trained_part(model, "condition")
     cpu = torch.device("cpu")
     backbone = load_base(tmp_path / "base", "float32")[0]
     mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition"), train, vocab), 10)
@@ -310,7 +310,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
         first = batch.anchors[row, places.start]
         text = batch.tokens[row, batch.pads[row] : first + len(answer)].tolist()
         prompt = text[: len(text) + 1 - len(answer)]
-        along = guesses_along(fused, prompt, answer.tolist(), 16)
+        along = compute_guesses(fused, prompt, answer.tolist(), 16)
         assert (along.tokens == found.tokens).all()
         assert gap(along.logprobs, found.logprobs) < 1e-4
         ends.clear()

@@ -265,7 +265,7 @@ def test_a_record_drops_what_was_not_saved(tmp_path):
 
 
 def test_large_vocabularies_get_a_draft_vocabulary():
-    assert TrainConfig().sized(32768).draft_vocab_size == DRAFT_VOCAB_SIZE
-    assert TrainConfig().sized(32767).draft_vocab_size == 0
-    assert TrainConfig(num_streams=0).sized(49152).draft_vocab_size == 0
-    assert TrainConfig(draft_vocab_size=0).sized(49152).draft_vocab_size == 0
+    assert TrainConfig().with_draft_vocab_size(32768).draft_vocab_size == DRAFT_VOCAB_SIZE
+    assert TrainConfig().with_draft_vocab_size(32767).draft_vocab_size == 0
+    assert TrainConfig(num_streams=0).with_draft_vocab_size(49152).draft_vocab_size == 0
+    assert TrainConfig(draft_vocab_size=0).with_draft_vocab_size(49152).draft_vocab_size == 0

@@ -24,8 +24,16 @@ _PARTS = (
 
 
 def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Apply a linear module, also one of low rank or with LoRA, to [1, in, 1, R]: [1, out, 1,
-    R].
+    """Apply a linear module as a 1 x 1 convolution, also one of low rank or with LoRA.
+
+    LoRA of a `LoraLinear` is added only where its rows are streams.
+
+    Args:
+        module: with `weight` [out, in] and `bias`, or a `LowRank` or `LoraLinear`.
+        x: [1, in, 1, R].
+
+    Returns:
+        [1, out, 1, R].
     """
     if isinstance(module, LowRank):
         return convolve(module.lora_B, convolve(module.lora_A, x))
@@ -36,10 +44,15 @@ def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(norm: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Apply an RMSNorm module over axis `dim` of a tensor of four axes.
+    """Apply an RMSNorm module over axis `dim` of a tensor of four axes, whose shape stays.
 
     What is squared is divided by the largest magnitude first: hidden states of these models reach
     tens of thousands, and their squares exceed float16, which is all that the Neural Engine has.
+
+    Args:
+        norm: has `weight` and `variance_epsilon`.
+        x: of four axes.
+        dim: the axis of the features.
     """
     peak = x.abs().amax(dim=dim, keepdim=True).clamp(min=1e-3)
     mean = (x / peak).square().mean(dim=dim, keepdim=True)
@@ -50,15 +63,28 @@ def rms_norm(norm: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embeddings: x [1, heads, Dh, R] by tables [1, 1, Dh, R]."""
+    """Apply rotary embeddings, "rotate half", to queries or keys before attention.
+
+    Args:
+        x: [1, heads, Dh, R].
+        cos: [1, 1, Dh, R].
+        sin: likewise.
+    """
     half = x.shape[2] // 2
     turned = torch.cat([-x[:, :, half:], x[:, :, :half]], dim=2)
     return x * cos + turned * sin
 
 
-def turn_values(values: torch.Tensor, heads: int, step: float) -> torch.Tensor:
-    """Rotate the values [1, Hkv * Dh, 1, G] of a node's streams: stream j by j * `step` radians
-    (eq. 7).
+def rotate_stream_values(values: torch.Tensor, heads: int, step: float) -> torch.Tensor:
+    """Rotate the values of a node's G streams: those of stream j by j * `step` radians (eq. 7).
+
+    Args:
+        values: [1, Hkv * Dh, 1, G].
+        heads: Hkv.
+        step: radians.
+
+    Returns:
+        The same shape and type.
     """
     num_streams = values.shape[3]
     angles = step * torch.arange(1, num_streams + 1, dtype=torch.float32)
@@ -76,7 +102,7 @@ def attend(
     """Compute attention, each KV head broadcast over its query heads.
 
     Args:
-        query: [1, H, Dh, R].
+        query: [1, H, Dh, R], not scaled yet.
         keys: [1, Hkv * Dh, 1, keys].
         values: likewise.
         mask: [1, 1, R, keys], additive.
@@ -95,7 +121,11 @@ def attend(
 
 
 class AneProfile(Profile):
-    """A Llama, Mistral or Qwen decoder in channels-first layout, on the reference's weights."""
+    """A Llama, Mistral or Qwen decoder in channels-first layout, on the reference's modules and
+    weights.
+
+    Hidden states are [1, D, 1, R]; LM heads are multiplied in pieces of at most 16,384 rows.
+    """
 
     # the Neural Engine takes no wider tensor
     axis = 3
@@ -103,8 +133,11 @@ class AneProfile(Profile):
     linear_of = staticmethod(convolve)
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        """Check that the Neural Engine takes the layers and sizes; raise InputError where it does
-        not.
+        """Take the reference's parts, and check that the Neural Engine takes its layers and sizes.
+
+        Raises:
+            InputError: a layer is of another kind, or --context or the width of keys is no multiple
+                of 32.
         """
         _check_layers(model)
         super().__init__(model, sizes)
@@ -122,10 +155,15 @@ class AneProfile(Profile):
         self._tables = tuple(table.t().contiguous() for table in self.rotary)
 
     def cache_shape(self) -> tuple[int, ...]:
+        """Return [1, Hkv * Dh, 1, S], the shape of one layer's keys, and of its values."""
         return 1, self._kv_heads * self._width, 1, self.sizes.num_slots
 
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Run layers `first` to `last` - 1 on hidden states [1, D, 1, R]."""
+        """Run layers `first` to `last` - 1 on hidden states [1, D, 1, R]; return these, of the same
+        shape.
+
+        Nodes' keys and values are written into `rows.caches`.
+        """
         cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._tables)
         columns = torch.arange(self.sizes.num_slots, dtype=torch.int32)
         blend = None
@@ -136,7 +174,7 @@ class AneProfile(Profile):
             layer: Any = self.decoder.layers[index]
             normed = rms_norm(layer.input_layernorm, hidden, 1)
             query, keys, values = self._project(layer.self_attn, normed, cos, sin)
-            keys, values = self._visible(index, keys, values, rows, blend)
+            keys, values = self._visible_keys(index, keys, values, rows, blend)
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
             hidden = hidden + convolve(layer.self_attn.o_proj, mixed)
             normed = rms_norm(layer.post_attention_layernorm, hidden, 1)
@@ -148,8 +186,15 @@ class AneProfile(Profile):
     def _project(
         self, attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R] of [1, D, 1, R],
-        rotated.
+        """Return queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R].
+
+        Queries and keys are rotated, and normed first where the module has norms for them.
+
+        Args:
+            attention: a layer's attention module.
+            x: [1, D, 1, R], normed.
+            cos: [1, 1, Dh, R].
+            sin: likewise.
         """
         rows = x.shape[3]
         query = convolve(attention.q_proj, x).reshape(1, self._heads, self._width, rows)
@@ -160,7 +205,7 @@ class AneProfile(Profile):
         keys = rotate(keys, cos, sin).reshape(1, -1, 1, rows)
         return rotate(query, cos, sin), keys, convolve(attention.v_proj, x)
 
-    def _visible(
+    def _visible_keys(
         self,
         layer: int,
         keys: torch.Tensor,
@@ -170,8 +215,9 @@ class AneProfile(Profile):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values that the rows see.
 
-        Nodes write theirs into their slots of the cache, and see the slots; streams see the slots,
-        then one another.
+        Nodes write theirs into their slots of the cache, in place, and see the slots; streams see
+        the slots, then one another, and write nothing. Streams' values are rotated where the
+        settings say so.
 
         Args:
             layer: its number.
@@ -180,11 +226,15 @@ class AneProfile(Profile):
             rows: of the call.
             blend: nodes' slots as ones and zeros: [1, 1, R, S] which row goes to which slot, and
                 [1, 1, 1, S] which slots stay; None for streams.
+
+        Returns:
+            Keys and values, [1, Hkv * Dh, 1, S] each for nodes, [1, Hkv * Dh, 1, S + R] for
+            streams.
         """
         key_cache, value_cache = rows.caches[2 * layer : 2 * layer + 2]
         if blend is None:
             if self.config.rotation_step:
-                values = turn_values(values, self._kv_heads, self.config.rotation_step)
+                values = rotate_stream_values(values, self._kv_heads, self.config.rotation_step)
             return torch.cat([key_cache, keys], dim=3), torch.cat([value_cache, values], dim=3)
         placed, kept = blend
         for cache, new in ((key_cache, keys), (value_cache, values)):
@@ -197,7 +247,9 @@ class AneProfile(Profile):
 
 
 def _check_layers(model: StreamFusedReference) -> None:
-    """Raise InputError where a layer is of another kind than this profile computes."""
+    """Raise InputError for the first layer of another kind, or with other parts, than this profile
+    computes.
+    """
     for index, layer in enumerate(model.decoder.layers):
         found = dict(layer.named_modules())
         norms = (name for name in found if "norm" in name)

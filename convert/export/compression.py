@@ -25,8 +25,9 @@ MIN_WEIGHTS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class WeightError:
-    """How far stored weights are from the float32 ones, over all matrices of the function
-    "decode".
+    """How far stored weights are from the float32 ones, over all matrices of the function "decode".
+
+    Differences are in the weights' own unit, without sign.
     """
 
     matrices: int
@@ -44,15 +45,19 @@ class WeightError:
 
 
 def compress(model: Any, kind: str, graph: Graph) -> Any:
-    """Return the Core ML model of one function with its matrices compressed.
+    """Return a Core ML model with the matrices of the base model compressed; LoRA and streams stay.
 
     "int8" is symmetric with a scale for every output row; "int4" symmetric with a scale for every
     32 inputs of a row; "palettised" has 16 values for every 32 output rows, found by k-means.
+    Matrices of fewer than 2,048 weights stay.
 
     Args:
         model: converted from `graph`; one function, as a package of several is refused.
         kind: "int8", "int4" or "palettised".
         graph: tells which matrices are the base model's.
+
+    Raises:
+        InputError: coremltools is missing or does not work.
     """
     import_coremltools()
     with silence_output():
@@ -82,10 +87,15 @@ def compress(model: Any, kind: str, graph: Graph) -> Any:
 
 
 def compressible_weights(model: Any, graph: Graph) -> list[str]:
-    """Return the names of a Core ML model's constants that are matrices of the base model.
+    """Return the names of a Core ML model's constants that are matrices of the base model, each
+    once.
 
-    They are told by content: the profile `ane` does not name kernels after parameters. LoRA,
-    streams' own matrices, and small ones are left out.
+    They are found by content: the profile `ane` does not name kernels after parameters. Left out
+    are LoRA, the condition's matrices, and those of fewer than 2,048 weights.
+
+    Args:
+        model: converted from `graph`; its function "main" is looked at.
+        graph: whose parameters are looked for.
     """
     weights = [operation.weight for operation in _matrix_operations(model._mil_program)]
     large = [one for one in weights if one.val is not None and one.val.size >= MIN_WEIGHTS]
@@ -99,7 +109,10 @@ def compressible_weights(model: Any, graph: Graph) -> list[str]:
 
 
 def _named_matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a graph's matrices with their parameters' names; heads in their pieces."""
+    """Yield a graph's matrices [out, in] in NumPy, each with its parameter's name.
+
+    The pieces of both LM heads come last, all under the name "head".
+    """
     for name, parameter in graph.named_parameters():
         if parameter.dim() == 2:
             yield name, parameter.numpy()
@@ -109,7 +122,10 @@ def _named_matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _matrix_operations(program: Any, function: str = "main") -> Iterable[Any]:
-    """Return the last operation that multiplies by each weight of a program's function."""
+    """Return the operations of a program's function that multiply by a weight.
+
+    Where several multiply by a weight of one name, the last of them only.
+    """
     every = program.functions[function].operations
     return {one.weight.name: one for one in every if one.op_type in MATRIX_OPS}.values()
 
@@ -119,7 +135,12 @@ def expected_matrices(model: Any, graph: Graph) -> dict[str, np.ndarray]:
     output.
 
     It is the float32 matrix where the graph has it; what the converter has made by itself, such as
-    LoRA times its scale, is as in the uncompressed model.
+    LoRA times its scale, is as in the uncompressed model. Products whose weight is no constant are
+    left out.
+
+    Args:
+        model: converted from `graph`, not compressed yet; its function "main" is looked at.
+        graph: has the float32 matrices.
     """
     truth = {_content_digest(matrix): matrix for _, matrix in _named_matrices(graph)}
     found = {}
@@ -136,7 +157,11 @@ def _content_digest(weights: np.ndarray) -> str:
 
 
 def load_program(package: Path) -> Any:
-    """Read a saved Core ML package back as a program of MIL."""
+    """Read a saved Core ML package back as a program of MIL, its weights included.
+
+    Raises:
+        InputError: coremltools is missing or does not work.
+    """
     ct = import_coremltools()
     with silence_output():
         from coremltools.converters.mil.frontend.milproto.load import load
@@ -146,8 +171,15 @@ def load_program(package: Path) -> Any:
         return load(spec, spec.specificationVersion, str(weights))
 
 
-def weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
-    """Compare the matrices of a saved package's function "decode" with `expected_matrices`."""
+def measure_weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
+    """Compare the matrices of a saved package's function "decode" with what they should be.
+
+    Compressed weights are restored first. Products of two activations are passed over.
+
+    Args:
+        package: the .mlpackage.
+        expected: as `expected_matrices` returns it for that function.
+    """
     squares = total = worst = largest = 0.0
     matrices = count = 0
     for operation in _matrix_operations(load_program(package), DECODE):

@@ -25,13 +25,13 @@ from ssmlx.exported.api import peak_bytes
 from ssmlx.exported.backends import DECODE
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, package_digest
 from ssmlx.json_files import read_json
-from ssmlx.loading.adapter import StreamAdapter, load_streams
-from ssmlx.loading.files import new_folder
+from ssmlx.loading.adapter import StreamAdapter, load_stream_adapter
+from ssmlx.loading.files import atomic_folder
 from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
 
 from ..base import copy_settings, load_base
-from ..reference.checkpoint import reference_of
+from ..reference.checkpoint import build_frozen_reference
 from ..reference.model import StreamFusedReference
 from . import compression, packages
 from .ane import AneProfile
@@ -46,6 +46,8 @@ _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "tr
 class Report:
     """How large an exported package is, how far its weights are from the model's, and what making
     it took.
+
+    `str` gives it in a few lines.
     """
 
     package_bytes: int = 0  # size of the package
@@ -55,7 +57,11 @@ class Report:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the block, showing its name, and note the process's peak memory."""
+        """Time the block, showing its name, and note the process's peak memory after it.
+
+        Seconds go into `seconds` under the name, rounded to tenths; nothing is noted where the
+        block fails.
+        """
         from huggingface_hub.utils import tqdm
 
         started = time.perf_counter()
@@ -79,11 +85,17 @@ class Report:
 def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> Report:
     """Export a model with its streams into a folder, which is written whole or not at all.
 
+    The folder holds the package, manifest.json, report.json, and the model's settings and
+    tokenizer.
+
     Args:
         model: a folder, a Hub name or an alias.
         adapter: a name or folder; None for the streams of a fused model.
-        out: the folder; one that exists must be empty or an exported model.
+        out: the folder; one that exists must be empty or an exported model, which is replaced.
         config: how to export.
+
+    Returns:
+        The report, as it stands in report.json.
 
     Raises:
         InputError: a package is missing, something does not fit, or the folder cannot be written.
@@ -102,7 +114,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
             folder = resolve_model(model)
             own = adapter_for_export(folder, adapter)
             graphs = build_graphs(folder, own, config)
-        with new_folder(out) as work:
+        with atomic_folder(out) as work:
             package = work / PACKAGES[config.target]
             _write_package(graphs, config, package, report)
             copy_settings(folder, work)
@@ -127,8 +139,12 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
 def adapter_for_export(folder: Path, adapter: str | None) -> StreamAdapter:
     """Load the adapter of a name or folder, or else the streams of a fused model folder.
 
+    Args:
+        folder: of the model.
+        adapter: a name or folder; None for the streams in `folder`.
+
     Raises:
-        InputError: there are no streams.
+        InputError: there are no streams, or they cannot be loaded.
     """
     found = None if adapter is None else resolve_adapter(adapter)
     require(
@@ -137,14 +153,21 @@ def adapter_for_export(folder: Path, adapter: str | None) -> StreamAdapter:
         expected="--adapter, or a fused model folder",
         do="name an adapter or its folder",
     )
-    return load_streams(found or folder)
+    return load_stream_adapter(found or folder)
 
 
 def build_graphs(folder: Path, adapter: StreamAdapter, config: ExportConfig) -> tuple[Graph, Graph]:
-    """Build the functions "prefill" and "decode" of a base model's folder and an adapter.
+    """Build the functions "prefill" and "decode", in this order, of a base model and an adapter.
+
+    Both share one profile and so their weights, in float32.
+
+    Args:
+        folder: of the base model, in PyTorch's or mlx-lm's layout.
+        adapter: its streams and LoRA.
+        config: sizes and profile.
 
     Raises:
-        InputError: sizes, context or layers do not allow it.
+        InputError: sizes, context or layers do not allow it, or the adapter is another model's.
     """
     sizes = config.sizes(adapter.config, adapter.base.vocab_size)
     reference = build_reference(folder, adapter, sizes.num_streams)
@@ -159,8 +182,10 @@ def build_graphs(folder: Path, adapter: StreamAdapter, config: ExportConfig) -> 
 
 
 def make_manifest(graph: Graph, adapter: StreamAdapter, config: ExportConfig) -> Manifest:
-    """Return the manifest of an export, from its graph "decode"; names, digest and end tokens are
-    left empty.
+    """Return the manifest of an export, from its graph "decode".
+
+    Names of model and adapter, versions, digest and end tokens keep their defaults; the caller sets
+    them.
     """
     sizes = graph.profile.sizes
     carried = config.target == "coreml" and config.precision == "float32"
@@ -187,7 +212,13 @@ def _write_package(
 ) -> None:
     """Convert the graphs, compress them as `config` says, and write them as one package.
 
-    Stages and the weight error are noted in `report`.
+    Times of the stages are noted in `report`, and for Core ML the weight error.
+
+    Args:
+        graphs: "prefill" and "decode".
+        config: target, precision and compression.
+        package: the path to write.
+        report: is changed.
     """
     if config.target == "coreai":
         with report.stage("convert"):
@@ -208,11 +239,13 @@ def _write_package(
         packages.merge_functions(models, package)
     models.clear()
     with report.stage("compare weights"):
-        report.weight_error = compression.weight_error(package, expected)
+        report.weight_error = compression.measure_weight_error(package, expected)
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of Python, this package and those that it exports with, by name."""
+    """Return the versions of ssmlx, Python and the packages that exports use, by name; what is not
+    installed is left out.
+    """
     found = {"ssmlx": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -222,9 +255,17 @@ def _versions() -> dict[str, str]:
 
 def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> StreamFusedReference:
     """Load the PyTorch model of an adapter, in float32, with the first `num_streams` of its
-    streams.
+    streams; nothing of it is trained.
+
+    Args:
+        folder: of the base model.
+        adapter: streams and LoRA.
+        num_streams: at most as many as the adapter has.
+
+    Raises:
+        InputError: the base cannot be loaded, or is not the adapter's.
     """
-    model = reference_of(load_base(folder), adapter)
+    model = build_frozen_reference(load_base(folder), adapter)
     model.config = replace(model.config, num_streams=num_streams)
     if model.stream_embeddings is not None:
         first = model.stream_embeddings[:num_streams].detach()
@@ -233,8 +274,12 @@ def build_reference(folder: Path, adapter: StreamAdapter, num_streams: int) -> S
 
 
 def _check_context(model: StreamFusedReference, num_slots: int) -> None:
-    """Raise InputError where the model has no positions for the whole cache, or windows shorter
-    than it.
+    """Raise InputError where the model has fewer positions than the cache has slots, or a sliding
+    window shorter than it.
+
+    Args:
+        model: its settings and windows are looked at.
+        num_slots: S.
     """
     limit = getattr(model.base.config, "max_position_embeddings", None)
     what = f"--context {num_slots}"

@@ -25,7 +25,8 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention without copies of keys and values for every query head.
 
-    The query heads of a KV head become rows of one head.
+    The query heads of a KV head become rows of one head. It is of the form that transformers'
+    `AttentionInterface` takes.
 
     Args:
         module: the attention module.
@@ -52,13 +53,21 @@ def grouped_attention(
 class _SlotKeys:
     """The part of transformers' `Cache` that attention calls, for one layer and one call.
 
-    Nodes go to their slots, in place; streams are put behind the slots and are not kept.
+    Nodes' keys and values go to their slots of the layer's cache, in place; those of streams are
+    put behind the slots and are not kept.
     """
 
     def __init__(
         self, keys: torch.Tensor, values: torch.Tensor, rows: Rows, rotation_step: float
     ) -> None:
-        """Take the keys and values [1, Hkv, S, Dh] of a layer's cache, and the rows of the call."""
+        """Take a layer's cache, which `update` changes, and the rows of the call.
+
+        Args:
+            keys: [1, Hkv, S, Dh] of the layer's cache.
+            values: likewise.
+            rows: of the call; without slots they are streams.
+            rotation_step: radians by which streams' values are rotated (eq. 7); 0 for none.
+        """
         self._keys = keys
         self._values = values
         self._rows = rows
@@ -67,7 +76,16 @@ class _SlotKeys:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values that the rows may see, of [1, Hkv, R, Dh] new ones."""
+        """Return the keys and values that the new rows may see.
+
+        Args:
+            keys: [1, Hkv, R, Dh] of the new rows.
+            values: likewise.
+
+        Returns:
+            Keys and values, [1, Hkv, S, Dh] each for nodes, which were written into them,
+            [1, Hkv, S + R, Dh] for streams.
+        """
         if self._rows.slots is None:
             if self._rotation_step:
                 values = rotate_values(values, values.shape[2], self._rotation_step)
@@ -84,7 +102,9 @@ class GpuProfile(Profile):
     axis = 1
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        """Make the model's attention modules compute `grouped_attention`."""
+        """Take the reference's parts; its attention modules compute `grouped_attention` from then
+        on.
+        """
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 
@@ -94,13 +114,17 @@ class GpuProfile(Profile):
         model.base.set_attn_implementation("ssmlx_export")
 
     def cache_shape(self) -> tuple[int, ...]:
-        """Return [1, Hkv, S, Dh]."""
+        """Return [1, Hkv, S, Dh], the shape of one layer's keys, and of its values."""
         width = self.decoder.layers[0].self_attn.head_dim
         heads = self.base.config.num_attention_heads // self.groups
         return 1, heads, self.sizes.num_slots, width
 
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Run layers `first` to `last` - 1 on hidden states [1, R, D]."""
+        """Run layers `first` to `last` - 1 on hidden states [1, R, D]; return these, of the same
+        shape.
+
+        Nodes' keys and values are written into `rows.caches`.
+        """
         rotary = {}
         if self.rotary is not None:
             tables = tuple(table[rows.positions][None].to(hidden.dtype) for table in self.rotary)

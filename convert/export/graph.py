@@ -45,13 +45,14 @@ _IMPOSSIBLE = -1e4
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named input or output: int32, or of the graph's own precision."""
+    """A named input or output of a graph: "int" is int32, "float" the graph's own precision."""
 
     name: str
     shape: tuple[int, ...]
     kind: Literal["int", "float"] = "int"
 
     def zeros(self) -> torch.Tensor:
+        """Return zeros of the tensor's shape, int32 or float32."""
         return torch.zeros(self.shape, dtype=torch.int32 if self.kind == "int" else torch.float32)
 
 
@@ -59,6 +60,7 @@ class Graph(Module):
     """A function of the exported model: `forward(*inputs, *caches) -> outputs`.
 
     The caches are written in place: keys and values, layer by layer, each of `cache_shape`.
+    `caches` are their names: "keys_00", "values_00", "keys_01" and so on.
     """
 
     name: str
@@ -66,7 +68,9 @@ class Graph(Module):
     outputs: tuple[Tensor, ...]
 
     def __init__(self, profile: Profile, num_layers: int) -> None:
-        """Name the caches of `num_layers` layers, keys before values."""
+        """Take the profile, and name the caches of `num_layers` layers: of each its keys, then its
+        values.
+        """
         super().__init__()
         self.profile = profile
         self.num_layers = num_layers
@@ -91,7 +95,14 @@ class PrefillGraph(Graph):
         self.outputs = (Tensor("last_slot", (1,)),)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Write the tokens' keys and values into the caches; return the last slot [1]."""
+        """Write the tokens' keys and values into the caches; nothing is predicted.
+
+        Args:
+            tensors: tokens, positions and slots [T], mask [1, 1, T, S], then the caches.
+
+        Returns:
+            The last token's slot [1], alone: a converter wants an output.
+        """
         tokens, positions, slots, mask = tensors[:4]
         hidden = self.profile.embed(tokens, positions)
         self.profile.run(hidden, 0, self.num_layers, Rows(positions, slots, mask, tensors[4:]))
@@ -102,8 +113,7 @@ class PrefillGraph(Graph):
 class DecodeGraph(Graph):
     """Verifies a tree of N nodes, and drafts from the streams of the last accepted one.
 
-    `split` is the first layer with streams, `vocab` [Vd] the tokens that these draft from; None
-    for all.
+    The head of this file describes inputs and outputs.
     """
 
     name = DECODE
@@ -111,7 +121,14 @@ class DecodeGraph(Graph):
     def __init__(
         self, profile: Profile, num_layers: int, split: int, vocab: torch.Tensor | None
     ) -> None:
-        """Describe inputs and outputs, and make the mask among streams and their distances."""
+        """Describe inputs and outputs, and make the mask among streams and their distances.
+
+        Args:
+            profile: layers, heads and sizes.
+            num_layers: N.
+            split: the first layer with streams.
+            vocab: [Vd] the tokens that streams draft from; None for all.
+        """
         super().__init__(profile, num_layers)
         self.split = split
         sizes = profile.sizes
@@ -144,8 +161,10 @@ class DecodeGraph(Graph):
         )
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Verify the tree, prune it where asked for, and draft; inputs and outputs as the module
-        says.
+        """Verify the tree, prune it where asked for, and draft behind the last accepted node.
+
+        Inputs, then the caches, and outputs are as the head of this file says. Keys and values of
+        all nodes are written into the caches, in the upper layers those of the kept nodes alone.
         """
         profile = self.profile
         sizes = self.profile.sizes
@@ -155,39 +174,54 @@ class DecodeGraph(Graph):
         hidden = profile.run(hidden, 0, self.split, Rows(positions, slots, mask, caches))
         kept: tuple[torch.Tensor, ...] = ()
         if sizes.is_pruned:
-            edges = self._edges(hidden, tokens, parents)
+            edges = self._edge_logprobs(hidden, tokens, parents)
             keep = surviving_nodes(edges, depths, ancestors, sizes.num_kept)
             kept = (keep,)
-            hidden = profile.take(hidden, keep)
+            hidden = profile.take_rows(hidden, keep)
             tokens, positions, slots, depths = (x[keep] for x in (tokens, positions, slots, depths))
             mask = mask[:, :, keep]
             ancestors = ancestors[keep][:, keep]
             parents = (parents[keep][:, None] == keep).int().argmax(dim=-1).int()
         nodes = Rows(positions, slots, mask, caches)
         normed = profile.norm(profile.run(hidden, self.split, self.num_layers, nodes))
-        targets = profile.head.choose(normed)
+        targets = profile.head.likeliest(normed)
         last = last_accepted(tokens, targets, parents, depths, ancestors)
         root = targets[last]
-        known = None
+        root_inputs = None
         if profile.reference.root_init is not None:
-            known = profile.root_states(root, profile.take(normed, last))
-        started = profile.start_streams(profile.take(hidden, last), known)
-        return (targets, *kept, last, *self._draft(self._upper(started, nodes, last), root))
+            root_inputs = profile.root_states(root, profile.take_rows(normed, last))
+        started = profile.start_streams(profile.take_rows(hidden, last), root_inputs)
+        return (targets, *kept, last, *self._draft(self._run_streams(started, nodes, last), root))
 
-    def _edges(
+    def _edge_logprobs(
         self, hidden: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
     ) -> torch.Tensor:
-        """Return [N], the early-exit log probability of each node's token given its parent."""
-        profile = self.profile
-        inner = profile.take(hidden, torch.arange(profile.sizes.num_parents))
-        states = profile.exit_states(inner)
-        above = torch.minimum(parents, torch.tensor(profile.sizes.num_parents - 1))
-        total = profile.head.log_total(states)[above]
-        return profile.head.logit_of(profile.as_rows(states)[above], tokens) - total
+        """Return [N], the early-exit log probability of each node's token given its parent.
 
-    def _upper(self, started: torch.Tensor, nodes: Rows, last: torch.Tensor) -> torch.Tensor:
-        """Run the streams of node `last` through the top layers and the final norm (eqs. 1 and
-        2).
+        The root's own is without meaning.
+
+        Args:
+            hidden: of all nodes before the first layer with streams, in the profile's layout.
+            tokens: [N].
+            parents: [N].
+        """
+        profile = self.profile
+        inner = profile.take_rows(hidden, torch.arange(profile.sizes.num_parents))
+        states = profile.early_exit_states(inner)
+        above = torch.minimum(parents, torch.tensor(profile.sizes.num_parents - 1))
+        total = profile.head.logsumexp(states)[above]
+        return profile.head.token_logits(profile.as_rows(states)[above], tokens) - total
+
+    def _run_streams(self, started: torch.Tensor, nodes: Rows, last: torch.Tensor) -> torch.Tensor:
+        """Run the streams of node `last` through the top layers and the final norm (eqs. 1 and 2).
+
+        Args:
+            started: G stream rows, as `Profile.start_streams` gives them.
+            nodes: rows of the nodes that were kept.
+            last: [1] index of the node among these.
+
+        Returns:
+            The G streams' final-normed states, in the profile's layout.
         """
         profile = self.profile
         streams = self.profile.sizes.num_streams
@@ -200,8 +234,16 @@ class DecodeGraph(Graph):
     def _draft(
         self, streams: torch.Tensor, root: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the candidates of a node's streams and their log probabilities; `root` [1] is its
-        next token.
+        """Rank what a node's streams draft.
+
+        Args:
+            streams: final-normed states of its G streams, in the profile's layout.
+            root: [1] the token that the target chose behind the node.
+
+        Returns:
+            [G, K] tokens, best first; and their log probabilities [G, K], or with a condition
+            [G, K, K] given each candidate of the stream before, all the first stream's given
+            `root`.
         """
         profile = self.profile
         sizes = self.profile.sizes
@@ -215,15 +257,13 @@ class DecodeGraph(Graph):
         return tokens, logprobs
 
 
-class Converted(Module):
-    """A graph as a converter takes it.
-
-    Its caches are buffers of its own, which are state to a converter, or else inputs and outputs
-    behind the others.
+class ConvertibleGraph(Module):
+    """A graph in the form that a converter traces: its caches are buffers of its own, which are
+    state to a converter, or else inputs and outputs behind the others.
     """
 
     def __init__(self, graph: Graph, *, stateful: bool) -> None:
-        """Wrap a graph; `stateful` makes its caches buffers."""
+        """Wrap a graph; where `stateful`, its caches become buffers of zeros."""
         super().__init__()
         self.function = graph
         self.stateful = stateful
@@ -231,8 +271,14 @@ class Converted(Module):
             self.register_buffer(name, torch.zeros(graph.cache_shape))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the graph on its inputs, with the caches as buffers, or as inputs and outputs behind
-        the others.
+        """Run the graph on its inputs.
+
+        Args:
+            tensors: the graph's inputs; then, unless the caches are buffers, the caches.
+
+        Returns:
+            The graph's outputs; then, unless the caches are buffers, the caches, which were written
+            in place.
         """
         graph = self.function
         if self.stateful:
@@ -246,25 +292,28 @@ class Converted(Module):
 
 
 def surviving_nodes(
-    edges: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, keep: int
+    edges: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, num_kept: int
 ) -> torch.Tensor:
-    """Return [M] int32, the `keep` nodes of the largest path probability, ascending.
+    """Return [M] int32, the `num_kept` nodes of the largest path probability, ascending.
+
+    The root's path is the likeliest, so it is kept. An edge's log probability is cut to the bounds
+    that all drafting has (`MIN_EDGE_LOGPROB` to `MAX_EDGE_LOGPROB`).
 
     The rule of `ssmlx.decoding.prune.nodes_within_budget`, on fixed shapes.
 
     Args:
         edges: [N] early-exit log probability of each node given its parent.
-        depths: [N]; -1 for nodes that only fill up, which are kept last.
+        depths: [N]; 0 for the root, -1 for nodes that only fill up, which are kept last.
         ancestors: [N, N], 1 where the column's node is the row's or above it.
-        keep: M.
+        num_kept: M.
     """
     below_root = (depths > 0).to(edges.dtype)
     clipped = edges.clamp(MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB) * below_root
     idle = (depths < 0).to(edges.dtype)
     scores = (ancestors * clipped).sum(dim=-1) + _IMPOSSIBLE * idle
-    chosen = scores.topk(keep).indices.int()
+    chosen = scores.topk(num_kept).indices.int()
     # Ascending, by a sort of small whole numbers, which float16 holds exactly.
-    return -(-chosen.to(edges.dtype)).topk(keep).values.int()
+    return -(-chosen.to(edges.dtype)).topk(num_kept).values.int()
 
 
 def last_accepted(
@@ -274,14 +323,16 @@ def last_accepted(
     depths: torch.Tensor,
     ancestors: torch.Tensor,
 ) -> torch.Tensor:
-    """Return [1] int32, the deepest node whose whole path has the target's own tokens.
+    """Return [1] int32, the index of the deepest node whose whole path has the target's own tokens.
+
+    It is the root's where no draft is accepted.
 
     Args:
         tokens: [M] of the kept nodes.
         targets: [M] the target's token after each.
-        parents: [M].
-        depths: [M].
-        ancestors: [M, M].
+        parents: [M] each one's parent, as an index into these M.
+        depths: [M]; 0 for the root, -1 for nodes that only fill up.
+        ancestors: [M, M], 1 where the column's node is the row's or above it.
     """
     agrees = torch.logical_or(tokens == targets[parents], depths == 0)
     faults = (ancestors * torch.logical_not(agrees).to(ancestors.dtype)).sum(dim=-1)

@@ -17,7 +17,7 @@ import torch
 from ssmlx.errors import InputError, first_line, missing_package_error, require
 from ssmlx.exported.backends import NEW
 
-from .graph import Converted, Graph
+from .graph import ConvertibleGraph, Graph
 from .settings import ExportConfig
 
 # Kept in float32 by the profile `gpu`: squares of hidden states and sums of exponentials.
@@ -26,8 +26,9 @@ _WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"
 
 @contextlib.contextmanager
 def silence_output() -> Iterator[None]:
-    """Keep warnings, logs below errors, and both output streams from being shown inside the
-    block.
+    """Show nothing inside the block: no warnings, no logs below errors, and neither output stream.
+
+    What is printed there is lost. Afterwards logs are as they were before.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -44,7 +45,7 @@ def silence_output() -> Iterator[None]:
 
 
 def import_coremltools() -> Any:
-    """Import Core ML's converter.
+    """Import Core ML's converter, without what it prints, and return the module.
 
     Raises:
         InputError: it is not installed, or does not work with this NumPy.
@@ -64,7 +65,11 @@ def import_coremltools() -> Any:
 
 
 def import_coreai() -> Any:
-    """Import Core AI's converter; raise InputError where it is not installed."""
+    """Import Core AI's converter, and return the module `coreai_torch`.
+
+    Raises:
+        InputError: it is not installed.
+    """
     try:
         with silence_output():
             importlib.import_module("coreai")
@@ -76,7 +81,11 @@ def import_coreai() -> Any:
 
 @contextlib.contextmanager
 def explain_write_errors(target: Path) -> Iterator[None]:
-    """Turn a full or read-only disk in the block into an InputError of one line."""
+    """Turn every OSError and RuntimeError in the block into an InputError of one line: `target`
+    cannot be written.
+
+    They are how a full or read-only disk shows; the line gives the error's reason.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -92,12 +101,20 @@ def explain_write_errors(target: Path) -> Iterator[None]:
 def convert_graph(graph: Graph, config: ExportConfig) -> Any:
     """Convert one function to a Core ML model, its weights not compressed yet.
 
-    In float16 the cache is Core ML's state, which is float16 alone; in float32 the caches are
-    inputs, and outputs of the same name with `NEW` behind.
+    In float16 the cache is Core ML's state, which can only be float16; in float32 the caches are
+    inputs, and outputs of the same name with the suffix `NEW`. Nothing is shown, and the model is
+    not loaded into Core ML.
+
+    Args:
+        graph: "prefill" or "decode".
+        config: its precision and profile are used.
+
+    Raises:
+        InputError: coremltools is missing or does not work.
     """
     ct = import_coremltools()
     stateful = config.precision == "float16"
-    module = Converted(graph, stateful=stateful).eval()
+    module = ConvertibleGraph(graph, stateful=stateful).eval()
     examples = [tensor.zeros() for tensor in graph.inputs]
     examples += [] if stateful else [torch.zeros(graph.cache_shape) for _ in graph.caches]
     with silence_output(), torch.no_grad():
@@ -112,7 +129,12 @@ def convert_graph(graph: Graph, config: ExportConfig) -> Any:
 
 
 def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
-    """Return the inputs, outputs and states of a graph, as `ct.convert` takes them."""
+    """Return a graph's "inputs" and "outputs", and where `stateful` its "states", as `ct.convert`
+    takes them.
+
+    Floats are float16 where `stateful`, else float32; then the caches are inputs, and outputs with
+    the suffix `NEW`.
+    """
     kinds = {"int": np.int32, "float": np.float16 if stateful else np.float32}
     inputs = [ct.TensorType(t.name, shape=t.shape, dtype=kinds[t.kind]) for t in graph.inputs]
     outputs = [ct.TensorType(t.name, dtype=kinds[t.kind]) for t in graph.outputs]
@@ -128,8 +150,10 @@ def _tensor_types(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
 
 
 def _compute_precision(ct: Any, config: ExportConfig) -> Any:
-    """Return float32, float16, or for the profile `gpu` in float16 a choice by operation: squares
-    and sums of exponentials stay in float32.
+    """Return float32, float16, or for the profile `gpu` in float16 a choice by operation.
+
+    By that choice squares, sums of exponentials, logarithms and what is added to a mean stay in
+    float32.
     """
     if config.precision == "float32":
         return ct.precision.FLOAT32
@@ -137,7 +161,7 @@ def _compute_precision(ct: Any, config: ExportConfig) -> Any:
         return ct.precision.FLOAT16
 
     def fits(op: Any) -> bool:
-        """Whether an operation of the profile `gpu` may be done in float16."""
+        """Whether an operation of the profile `gpu` is to be done in float16."""
         if op.op_type == "add":
             given = [value.op for value in (op.x, op.y) if value.op is not None]
             return all(one.op_type != "reduce_mean" for one in given)
@@ -150,17 +174,24 @@ def _pass_pipeline(ct: Any) -> Any:
     """Return the converter's passes, with one of ours that saves a copy of the cache a layer.
 
     An assignment to a whole tensor is replaced by the new tensor. The pass that holds whole numbers
-    in 16 bits, where tokens overflow, is left out.
+    in 16 bits, where tokens overflow, is left out. The pass is registered with coremltools, over an
+    earlier one of its name.
     """
     with silence_output():
         from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
         from coremltools.converters.mil.mil.passes.pass_registry import register_pass
 
     class DropWholeUpdates(AbstractGraphPass):  # type: ignore[misc]  # mypy skips coremltools
-        """Replaces assignments to whole tensors by what is assigned."""
+        """A pass of the converter that replaces assignments to whole tensors by what is
+        assigned.
+        """
 
         def apply(self, prog: Any) -> None:
-            """Change every function of a program."""
+            """Drop the whole updates of every function of `prog`, in place.
+
+            An operation `slice_update` whose update has the shape of the whole tensor goes; the
+            update takes the place of its result.
+            """
             for block in prog.functions.values():
                 for op in list(block.operations):
                     if op.op_type == "slice_update" and op.x.shape == op.update.shape:
@@ -182,7 +213,14 @@ def _pass_pipeline(ct: Any) -> Any:
 
 
 def merge_functions(models: Mapping[str, Any], package: Path) -> None:
-    """Write models, by the names of their functions, as one package that has equal weights once.
+    """Write models as one package of several functions, which has equal weights once.
+
+    Each is first written into a temporary folder beside `package`, which is deleted. The last
+    function is the default.
+
+    Args:
+        models: Core ML models of one function each, by the function's name.
+        package: the path to write.
 
     Raises:
         InputError: the disk is full or read-only.
@@ -205,7 +243,8 @@ def merge_functions(models: Mapping[str, Any], package: Path) -> None:
 def write_coreai(graphs: Sequence[Graph], config: ExportConfig, package: Path) -> None:
     """Convert `graphs` with Core AI and write them as one package.
 
-    The cache is state in either precision; nothing is compressed.
+    The cache is state in either precision; nothing is compressed. The graphs' weights become those
+    of `config.precision`, in place.
 
     Raises:
         InputError: Core AI's converter is missing, or the disk is full or read-only.
@@ -216,7 +255,7 @@ def write_coreai(graphs: Sequence[Graph], config: ExportConfig, package: Path) -
     with silence_output(), torch.no_grad():
         conversion = converter(mode=converter.Mode.RELEASE)
         for graph in graphs:
-            module = Converted(graph, stateful=True).eval().to(dtype)
+            module = ConvertibleGraph(graph, stateful=True).eval().to(dtype)
             examples = [tensor.zeros() for tensor in graph.inputs]
             examples = [x.to(dtype) if x.is_floating_point() else x for x in examples]
             exported = torch.export.export(module, args=tuple(examples))

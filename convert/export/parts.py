@@ -35,9 +35,10 @@ class Rows:
 
 
 class Head(Module):
-    """Rows [V, D] of an LM head, multiplied in pieces of `piece` rows.
+    """Rows [V, D] of an LM head, multiplied in pieces of at most `piece` rows.
 
-    Hidden states are [1, R, D], or where `channels_first` [1, D, 1, R].
+    Hidden states are [1, R, D], or where `channels_first` [1, D, 1, R]. The rows may be those of a
+    draft vocabulary; a token is then its number in it.
     """
 
     def __init__(
@@ -48,15 +49,26 @@ class Head(Module):
         channels_first: bool,
         piece: int | None = None,
     ) -> None:
-        """Take the rows [V, D] and the bias [V] or None; `piece` None multiplies all at once."""
+        """Take the rows of an LM head, which get no gradients.
+
+        Args:
+            weight: [V, D].
+            bias: [V], or None.
+            channels_first: whether hidden states are [1, D, 1, R].
+            piece: most rows of a multiplication; None multiplies all at once.
+        """
         super().__init__()
         self.channels_first = channels_first
         self.piece = piece or weight.shape[0]
         self.weight = nn.Parameter(weight, False)
         self.bias = None if bias is None else nn.Parameter(bias, False)
 
-    def pieces(self, hidden: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the first token of each piece, and its logits [R, tokens of the piece]."""
+    def piece_logits(self, hidden: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Multiply hidden states by one piece of the head's rows after the other.
+
+        Yields:
+            The first token of each piece, and its logits [R, tokens of the piece].
+        """
         for first in range(0, self.weight.shape[0], self.piece):
             weight = self.weight[first : first + self.piece]
             bias = None if self.bias is None else self.bias[first : first + self.piece]
@@ -66,34 +78,45 @@ class Head(Module):
             else:
                 yield first, functional.linear(hidden, weight, bias)[0]
 
-    def choose(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [R] int32, the likeliest token of each row."""
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [R] int32, the likeliest token of each row; of equal ones the first."""
         found = [
             (logits.amax(dim=-1), logits.argmax(dim=-1).int() + first)
-            for first, logits in self.pieces(hidden)
+            for first, logits in self.piece_logits(hidden)
         ]
         if len(found) == 1:
             return found[0][1]
         best, tokens = (torch.stack(parts, dim=1) for parts in zip(*found, strict=True))
         return tokens.gather(1, best.argmax(dim=-1, keepdim=True))[:, 0]
 
-    def log_total(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logsumexp(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [R], the logarithm of the sum of the exponentials of all logits of each row."""
-        totals = [log_total(logits) for _, logits in self.pieces(hidden)]
-        return log_total(torch.cat(totals, dim=-1))[:, 0]
+        totals = [logsumexp(logits) for _, logits in self.piece_logits(hidden)]
+        return logsumexp(torch.cat(totals, dim=-1))[:, 0]
 
-    def logit_of(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return [m] logits: of each of `tokens` [m] for its own of `rows` [m, D]."""
+    def token_logits(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [m], the logit of one token for each row.
+
+        Args:
+            rows: [m, D] final-normed states.
+            tokens: [m], a row's own.
+        """
         logits = (rows * functional.embedding(tokens, self.weight)).sum(dim=-1)
         return logits if self.bias is None else logits + self.bias[tokens]
 
     def rank(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the `count` likeliest columns [R, count] int32, and log probabilities [R, count],
-        best first.
+        """Return the `count` likeliest tokens of each row.
+
+        Args:
+            hidden: final-normed states, in the head's layout.
+            count: at most V.
+
+        Returns:
+            [R, count] int32 tokens, best first; and their log probabilities [R, count] over all V.
         """
         best = []
         columns = []
-        for first, logits in self.pieces(hidden):
+        for first, logits in self.piece_logits(hidden):
             values, found = logits.topk(min(count, logits.shape[-1]), dim=-1)
             best.append(values)
             columns.append(found.int() + first)
@@ -102,42 +125,45 @@ class Head(Module):
         if len(best) > 1:
             logprobs, order = torch.cat(best, dim=-1).topk(count, dim=-1)
             tokens = torch.cat(columns, dim=-1).gather(1, order)
-        return tokens, logprobs - self.log_total(hidden)[:, None]
+        return tokens, logprobs - self.logsumexp(hidden)[:, None]
 
 
-def log_total(logits: torch.Tensor) -> torch.Tensor:
-    """Return [..., 1], the logarithm of the sum of exponentials over the last axis, without
-    float16's overflow.
+def logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    """Return [..., 1], the logarithm of the sum of exponentials over the last axis.
+
+    The sum is in float32, of exponentials of at most 1, so that float16 does not overflow.
     """
     peak = logits.amax(dim=-1, keepdim=True)
     return ((logits - peak).float().exp().sum(dim=-1, keepdim=True).log() + peak).to(peak.dtype)
 
 
-def renormalise_topk(logprobs: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+def renormalise_topk(logprobs: torch.Tensor, added_logits: torch.Tensor) -> torch.Tensor:
     """Return log probabilities [G, K, K] of a stream's candidates given each candidate before.
 
-    Over the K candidates, the probabilities add up to what they added up to before.
+    Given any of these, the probabilities of the K candidates add up to what they added up to
+    without a condition.
 
     Args:
         logprobs: [G, K] without a condition.
-        more: [G, K, K] what each candidate before adds to the logits.
+        added_logits: [G, K, K] what each candidate before (second axis) adds to the logits (third).
     """
-    scores = logprobs[:, None] + more
-    return scores - log_total(scores) + log_total(logprobs)[:, None]
+    scores = logprobs[:, None] + added_logits
+    return scores - logsumexp(scores) + logsumexp(logprobs)[:, None]
 
 
 class Profile(Module, ABC):
     """The layers, heads and layout of an exported model; `gpu.py` and `ane.py` have one each.
 
-    The reference cannot be used afterwards: LoRA that acts on every row is merged into its weights.
+    The reference is used up: LoRA that acts on every row is merged into its weights.
     """
 
     axis: int  # of the rows in hidden states
     piece: int | None = None  # most rows of a matrix of an LM head
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        """Take the reference's parts; tables of rotary embeddings reach over all slots and
-        streams.
+        """Take the reference's parts; LoRA of scope "all" is merged into its weights.
+
+        Tables of rotary embeddings reach over all slots and streams.
         """
         super().__init__()
         self.base = model.base
@@ -160,7 +186,7 @@ class Profile(Module, ABC):
             bias = None if head.bias is None else head.bias[vocab]
             self.draft_head = new_head(head.weight[vocab].detach(), bias)
         if model.condition is not None or model.root_init is not None:
-            squares = self.decoder.like.float().square().mean(dim=-1)
+            squares = self.decoder.embedding_table.float().square().mean(dim=-1)
             # Of a row of zeros as much as float16 holds.
             inverse_rms = (squares + EPSILON).rsqrt().clamp(max=6e4)
             self.inverse_rms: torch.Tensor  # [V] of the embeddings
@@ -168,11 +194,13 @@ class Profile(Module, ABC):
 
     @staticmethod
     def linear_of(module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Apply a linear module to hidden states of this profile's layout."""
+        """Apply a linear module, also with LoRA, to hidden states of this profile's layout; return
+        the same layout.
+        """
         return module(x)
 
-    def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of `rows` [m], in this profile's layout."""
+    def take_rows(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of `rows` [m] alone, in this profile's layout."""
         return hidden[:, rows] if self.axis == 1 else hidden[..., rows]
 
     def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -188,20 +216,24 @@ class Profile(Module, ABC):
         """Return the shape of one layer's keys, which is that of its values."""
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return hidden states of tokens [R] at positions [R]."""
+        """Return hidden states of tokens [R] at positions [R], in this profile's layout."""
         return self.from_rows(self.decoder.embed(tokens[None], positions[None])[0])
 
     def unit_embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return [m, D], the embeddings of `tokens` [m], each scaled to an RMS of 1."""
-        return functional.embedding(tokens, self.decoder.like) * self.inverse_rms[tokens, None]
+        return (
+            functional.embedding(tokens, self.decoder.embedding_table)
+            * self.inverse_rms[tokens, None]
+        )
 
     def condition_logits(
         self, streams: torch.Tensor, previous: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Return [G, K, K], what each token of `previous` adds to the logits of `tokens`.
+        """Return [G, K, K], what each token of `previous` (second axis) adds to the logits of
+        `tokens` (third).
 
         Args:
-            streams: of G streams, as `norm` gives them.
+            streams: final-normed states of G streams, in this profile's layout.
             previous: [G, K] candidates of the stream before.
             tokens: [G, K] candidates of the stream.
         """
@@ -217,23 +249,33 @@ class Profile(Module, ABC):
 
     @abstractmethod
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Run layers `first` to `last` - 1; keys and values of nodes are written into
-        `rows.caches`.
+        """Run layers `first` to `last` - 1 on hidden states in this profile's layout; return these.
+
+        Keys and values of nodes are written into `rows.caches`; those of streams are not.
         """
 
     def root_states(self, roots: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Return what streams start from beside their nodes: embeddings of `roots` [m] joined to m
-        final-normed hidden states.
+        """Return what streams start from beside their nodes: embeddings of tokens joined to
+        final-normed states.
+
+        Args:
+            roots: [m] the tokens that follow the nodes.
+            normed: the m nodes' final-normed states, in this profile's layout.
+
+        Returns:
+            2 D features of m rows, in this profile's layout.
         """
         embedded = self.unit_embeddings(roots)
         return self.from_rows(torch.cat([embedded, self.as_rows(normed)], dim=-1))
 
-    def start_streams(self, node: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
-        """Return the G stream rows of one node before the upper layers (eq. 3).
+    def start_streams(self, node: torch.Tensor, root_inputs: torch.Tensor | None) -> torch.Tensor:
+        """Return the G stream rows of one node before the upper layers (eq. 3), in this profile's
+        layout.
 
         Args:
-            node: its hidden state before the insertion layer.
-            known: as `root_states` gives it; None where streams do not start from the root.
+            node: its hidden state before the insertion layer, one row.
+            root_inputs: one row, as `root_states` gives it; None where streams do not start from
+                the root.
         """
         model = self.reference
         started = node
@@ -242,14 +284,17 @@ class Profile(Module, ABC):
         if self.config.stream_init == "residual":
             started = node + started
         if model.root_init is not None:
-            started = started + self.linear_of(model.root_init, known)
+            started = started + self.linear_of(model.root_init, root_inputs)
         if model.stream_embeddings is None:
             return torch.cat([started] * self.sizes.num_streams, dim=self.axis)
         return started + self.from_rows(model.stream_embeddings)
 
-    def exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Return nodes as the early exit's head takes them (Speculative Streaming, section
-        3.2.3).
+    def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Return final-normed states of nodes for the early exit's head (Speculative Streaming,
+        section 3.2.3).
+
+        Args:
+            nodes: hidden states before the insertion layer, in this profile's layout, which stays.
         """
         return self.norm(nodes + self.linear_of(self.reference.prune_adapter, nodes))
 

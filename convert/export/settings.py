@@ -9,7 +9,9 @@ from ssmlx.settings import MAX_TREE_NODES, StreamConfig, TreeConfig, check_setti
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSizes:
-    """The sizes from which, with the model, every shape of both functions follows."""
+    """The sizes from which, with the model, every shape of both functions follows; letters as in
+    `graph.py`.
+    """
 
     num_nodes: int  # N, rows of a decode step; trees of fewer nodes are filled up
     num_kept: int  # M, nodes that pruning keeps; N where nothing is pruned
@@ -27,7 +29,11 @@ class GraphSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """How to export; what has a help is an option of the command."""
+    """How to export; a field with a help text is an option of the command.
+
+    Settings that are out of bounds or do not go with one another raise InputError. `prune_to` None
+    prunes nothing, `num_streams` None takes all streams.
+    """
 
     target: Literal["coreml", "coreai"] = setting(
         "coreml",
@@ -83,9 +89,11 @@ class ExportConfig:
         """Return the sizes of the graphs for an adapter of these settings, on a model of
         `vocab_size` tokens.
 
+        A tree that is larger than the full tree of its width has the full tree's nodes.
+
         Raises:
-            InputError: pruning is asked for and the adapter has none, or a tree does not fit the
-                context.
+            InputError: more streams are asked for than there are, pruning is asked for and the
+                adapter has none, or a tree does not fit the context.
         """
         from ssmlx.exported.manifest import TreeShape
         from ssmlx.model.tree import count_candidates

@@ -14,10 +14,10 @@ from ssmlx.errors import require
 from ssmlx.loading.adapter import (
     StreamAdapter,
     cast_streams,
-    read_streams,
-    write_streams,
+    read_stream_weights,
+    write_stream_files,
 )
-from ssmlx.loading.files import account_for
+from ssmlx.loading.files import check_tensors
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.lora_files import Loras
 from ssmlx.model.backbone import Backbone
@@ -28,15 +28,16 @@ from ..reference import format as layout
 
 
 def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str, LoraWeights]:
-    """Read a checkpoint's PEFT files as LoRA by module path.
+    """Read a checkpoint's PEFT files as LoRA by module path of an MLX model; factors are
+    transposed.
 
     Args:
         folder: with adapter_config.json and the weights.
-        config: the streams' settings.
-        model: of MLX, whose linear modules the LoRA is for.
+        config: the streams' settings, for the number of layers.
+        model: of MLX, whose linear modules the LoRA is for; it is not changed.
 
     Raises:
-        InputError: a tensor is missing, spare or of another shape.
+        InputError: a setting is not supported, or a tensor is missing, spare or of another shape.
     """
     settings = layout.read_lora_settings(folder / layout.ADAPTER_CONFIG, config)
     path, tensors = layout.read_peft_tensors(folder)
@@ -47,7 +48,7 @@ def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str,
         out_size, in_size = linear_shape(modules[module])
         expected[f"{layout.PEFT_PREFIX}{module}.lora_A.weight"] = (settings.rank, in_size)
         expected[f"{layout.PEFT_PREFIX}{module}.lora_B.weight"] = (out_size, settings.rank)
-    account_for(tensors, expected, path)
+    check_tensors(tensors, expected, path)
     found = {}
     for module in paths:
         a, b = (tensors[f"{layout.PEFT_PREFIX}{module}.lora_{part}.weight"].T for part in "AB")
@@ -69,13 +70,14 @@ def read_checkpoint(
     Args:
         lora_folder: with PEFT's files.
         streams_file: stream weights, `streams_config.json` beside them.
-        backbone: the base model.
+        backbone: the base model, which is not changed.
         scope: takes the place of the checkpoint's; None keeps that.
         base_model: name of the base, where the checkpoint has none.
         task_folder: has the LoRA on every row beside streams of scope "streams"; None for none.
 
     Raises:
-        InputError: a file is broken, or does not fit the base or another file.
+        InputError: a file is broken, or does not fit the base or another file; or a task's LoRA is
+            given for scope "all".
     """
     config = layout.read_stream_config(streams_file.parent / layout.STREAMS_CONFIG)
     layout.check_sizes(config, len(backbone.layers), backbone.hidden_size)
@@ -84,7 +86,7 @@ def read_checkpoint(
         adapter_scope=scope or config.adapter_scope,
         base_model=config.base_model or base_model,
     )
-    streams = read_streams(streams_file, config, backbone.vocab_size)
+    streams = read_stream_weights(streams_file, config, backbone.vocab_size)
     lora = read_lora(lora_folder, config, backbone.model)
     task = {}
     if task_folder is not None:
@@ -108,13 +110,13 @@ def read_checkpoint(
 
 
 def cast_adapter(adapter: StreamAdapter, dtype: str) -> StreamAdapter:
-    """Return the adapter with weights of `dtype`; "stored" and "auto" leave them as they are."""
+    """Return the adapter with streams and LoRA of `dtype`; "stored" and "auto" return it itself."""
     if dtype in ("stored", "auto"):
         return adapter
     kind = getattr(mx, dtype)
 
     def cast(lora: Loras) -> dict[str, LoraWeights]:
-        """Cast the factors and norms of LoRA."""
+        """Return LoRA with factors and, of DoRA, magnitudes of the type."""
         return {
             path: replace(
                 weights,
@@ -140,14 +142,14 @@ def write_fused(
 ) -> None:
     """Write a model folder with LoRA merged into its weights, and the streams beside it.
 
-    The backbone's layers are changed.
+    The backbone's layers are changed: the LoRA is merged into them.
 
     Args:
-        folder: to write into.
+        folder: to write into; it exists.
         adapter: of scope "all".
         backbone: the base, not quantised.
         tokenizer: is saved too.
-        model_config: the base's config.json.
+        model_config: the base's config.json; entries on quantisation are left out.
 
     Raises:
         InputError: the scope is "streams", or the base is quantised.
@@ -169,4 +171,4 @@ def write_fused(
     save_model(folder, backbone.model)
     save_config(settings, folder / "config.json")
     tokenizer.save_pretrained(folder)
-    write_streams(folder, adapter, fused=True)
+    write_stream_files(folder, adapter, fused=True)

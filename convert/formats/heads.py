@@ -64,11 +64,13 @@ def read_published(
 
     Args:
         folder: of the heads, or of a Medusa-2 model.
-        vocab_size: V of the base model; None takes the most rows that a tensor has.
+        vocab_size: V of the base model, for Medusa heads; None takes the most rows that a tensor
+            has. A speculator's own config.json has it.
 
     Returns:
-        The settings; and the tensors, matrices with the rows of the draft vocabulary alone where
-        the folder has one.
+        The settings; and the tensors by published name, without "medusa_head." or "speculator.".
+        Where the folder has a draft vocabulary, it is among them as "draft_vocab", and matrices
+        have its rows alone.
 
     Raises:
         InputError: the folder has no heads, or a file is broken.
@@ -110,12 +112,12 @@ def read_published(
 
 
 def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str) -> Heads:
-    """Convert published heads to MLX heads of a base model.
+    """Read published heads as MLX heads of a base model.
 
     Args:
         folder: of the heads.
-        backbone: the base model.
-        base_model: its name.
+        backbone: the base model, which is not changed.
+        base_model: its name, which the heads keep.
         dtype: of the weights; "stored" and "auto" leave them as they are.
 
     Raises:
@@ -131,8 +133,13 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
 def check_base_sizes(
     config: HeadConfig, vocab_size: int, hidden_size: int, source: Path | None
 ) -> None:
-    """Raise InputError where heads are for a model of another hidden size or vocabulary; `source`
-    is named in the message.
+    """Raise InputError where heads are for a model of another hidden size or vocabulary.
+
+    Args:
+        config: of the heads.
+        vocab_size: V of the base model.
+        hidden_size: D of the base model.
+        source: the heads' folder, for the message.
     """
     for what, found, expected in (
         ("hidden size", hidden_size, config.base_width),
@@ -147,7 +154,15 @@ def check_base_sizes(
 
 
 def load_published(folder: Path, vocab_size: int | None = None) -> HeadReference:
-    """Load published heads in PyTorch, in float32; arguments and errors as for `read_published`."""
+    """Load published heads in PyTorch, in float32, in evaluation mode.
+
+    Args:
+        folder: of the heads, or of a Medusa-2 model.
+        vocab_size: V of the base model; None takes the most rows that a tensor has.
+
+    Raises:
+        InputError: the folder has no heads, or a file is broken.
+    """
     import torch
 
     from ..reference.heads import new_reference
@@ -169,12 +184,14 @@ def save_published(
     """Write heads as their kind is published, so that other programs read them.
 
     Rows of a matrix that a draft vocabulary leaves out are those of `lm_head` for Medusa, and zeros
-    for a speculator.
+    for a speculator. Where the heads have no draft vocabulary, the file of an earlier one is
+    deleted.
 
     Args:
         model: the heads.
-        folder: to write into.
-        base_model: name of the base.
+        folder: to write into; it is made where it is missing, and files of the same names are
+            replaced.
+        base_model: name of the base, for config.json.
         lm_head: [V, D] of the base model; None for zeros.
     """
     from safetensors.torch import save
@@ -209,9 +226,17 @@ def save_published(
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _whole_tensors(model: HeadReference, rest: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return the weights by published name, matrices with all V rows; rows of no draft token are
-    those of `rest` [V, D], or zeros.
+def _whole_tensors(
+    model: HeadReference, other_rows: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return the weights by published name, on the CPU, matrices with all V rows.
+
+    Where there is a draft vocabulary, matrices are float32, and rows of other tokens are those of
+    `other_rows`.
+
+    Args:
+        model: the heads.
+        other_rows: [V, D]; None for zeros.
     """
     tensors = {
         name.removeprefix("heads."): weight.detach().cpu().contiguous()
@@ -222,8 +247,8 @@ def _whole_tensors(model: HeadReference, rest: torch.Tensor | None) -> dict[str,
         for name in model.config.matrix_names:
             own = tensors[name].float()
             whole = own.new_zeros(model.config.vocab_size, own.shape[1])
-            if rest is not None:
-                whole.copy_(rest.detach())
+            if other_rows is not None:
+                whole.copy_(other_rows.detach())
             whole[tokens] = own
             tensors[name] = whole
     return tensors
@@ -232,6 +257,11 @@ def _whole_tensors(model: HeadReference, rest: torch.Tensor | None) -> dict[str,
 def _medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: int) -> MedusaConfig:
     """Return the settings that the tensors' names and shapes tell; a head without a matrix shares
     the LM head.
+
+    Args:
+        tensors: by published name.
+        source: for the message.
+        vocab_size: V.
 
     Raises:
         InputError: no tensor is a Medusa head's.
@@ -256,8 +286,14 @@ def _medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: in
 
 
 def _medusa_tensors(folder: Path) -> tuple[dict[str, mx.array], Path]:
-    """Read Medusa heads under their names in the files; return them, none where there are none, and
-    where they are.
+    """Read Medusa heads from the first of their files that is there, else from a model's weights.
+
+    Returns:
+        The tensors by their names in the file, empty where there are no heads; and the file, or the
+        folder of the model's weights.
+
+    Raises:
+        InputError: a file is broken.
     """
     source, pickled = (folder / name for name in MEDUSA_FILES)
     if source.is_file():
@@ -271,12 +307,16 @@ def _medusa_tensors(folder: Path) -> tuple[dict[str, mx.array], Path]:
 
 
 def _speculator_tensors(folder: Path, config: MlpSpeculatorConfig) -> dict[str, mx.array]:
-    """Read a speculator's tensors by name without "speculator.", each tied one once.
+    """Read a speculator's tensors by name without "speculator."; of tied ones, one for all stages.
 
-    Tensors of no such name keep theirs.
+    Tensors that no speculator has keep their names.
+
+    Args:
+        folder: with model*.safetensors, or else pytorch_model.bin.
+        config: says how many stages there are, and whether they share weights.
 
     Raises:
-        InputError: tied tensors differ.
+        InputError: tied tensors differ, or a file is missing or broken.
     """
     pickled = folder / "pytorch_model.bin"
     paths = sorted(folder.glob("model*.safetensors"))

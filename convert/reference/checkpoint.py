@@ -13,14 +13,14 @@ from torch import nn
 
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
-from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_streams, stream_tensors
-from ssmlx.loading.files import account_for, read_tensors, write_whole
+from ssmlx.loading.adapter import StreamAdapter, load_adapter, read_stream_weights, stream_tensors
+from ssmlx.loading.files import check_tensors, read_tensors, write_whole
 from ssmlx.loading.lora_files import Loras, lora_tensors
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
-from ssmlx.training.job import check_init, check_scale, check_shapes
+from ssmlx.training.job import check_scale, check_shapes, check_start_streams
 from ssmlx.training.mlx_model import replace_weights
 
 from ..typed_torch import without_gradients
@@ -41,10 +41,10 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
         checkpoint_dir: with the two stream files, and PEFT's two where there is LoRA.
 
     Returns:
-        The model, in evaluation mode.
+        The model, in evaluation mode. Streams and LoRA take gradients, the base does not.
 
     Raises:
-        InputError: a file is broken, or is for another base.
+        InputError: a file is missing or broken, or is for another base.
     """
     folder = Path(checkpoint_dir)
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
@@ -54,22 +54,26 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     )
     check_base(base, config)
     vocab_size: Any = base.config.vocab_size
-    streams = read_streams(folder / STREAMS_WEIGHTS, config, vocab_size)
+    streams = read_stream_weights(folder / STREAMS_WEIGHTS, config, vocab_size)
     vocab = None if streams.draft_vocab is None else to_tensor(streams.draft_vocab)
     model = StreamFusedReference(base, config, draft_vocab=vocab, lora=lora)
     if has_lora:
         path, tensors = layout.read_peft_tensors(folder)
-        _load_tensors(_lora_parameters(model), tensors, path)
-    _load_tensors(_stream_parameters(model), stream_tensors(streams), folder / STREAMS_WEIGHTS)
+        _copy_tensors(_lora_parameters(model), tensors, path)
+    _copy_tensors(_stream_parameters(model), stream_tensors(streams), folder / STREAMS_WEIGHTS)
     loaded: StreamFusedReference = model.eval()
     return loaded
 
 
-def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReference:
-    """Build the PyTorch model of a base and an MLX adapter, in evaluation mode; nothing of it is
-    trained.
+def build_frozen_reference(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReference:
+    """Build the PyTorch model of a base and an MLX adapter, in evaluation mode; no parameter takes
+    gradients.
 
     The adapter's task LoRA is added into the base's weights.
+
+    Args:
+        base: of transformers; becomes part of the model, and is changed.
+        adapter: its streams and LoRA are copied.
 
     Raises:
         InputError: the adapter is another model's, or its LoRA differs from layer to layer.
@@ -89,15 +93,21 @@ def reference_of(base: nn.Module, adapter: StreamAdapter) -> StreamFusedReferenc
     )
     trained = lora_tensors(adapter.trained_lora)
     pairs = {_peft_name(name): array.T for name, array in trained.items()}
-    _load_tensors(_lora_parameters(model), pairs, source)
-    _load_tensors(_stream_parameters(model), stream_tensors(adapter.streams), source)
+    _copy_tensors(_lora_parameters(model), pairs, source)
+    _copy_tensors(_stream_parameters(model), stream_tensors(adapter.streams), source)
     frozen: StreamFusedReference = model.eval().requires_grad_(False)
     return frozen
 
 
-def train_part(model: StreamFusedReference, part: Part | None) -> None:
-    """Let gradients reach the parameters of a part of a model; see `trainable_weights` for the
-    parts.
+def select_trained_part(model: StreamFusedReference, part: Part | None) -> None:
+    """Say which parameters of a reference take gradients; nothing is trained here.
+
+    Those of streams, and LoRA of scope "streams", are set to take them, or for the part "condition"
+    those of the condition alone. LoRA of scope "all" and the base stay as they are.
+
+    Args:
+        model: is changed.
+        part: "streams", "condition", or None, which is as "streams".
     """
     parameters = dict(_stream_parameters(model))
     parameters.pop(_DRAFT_VOCAB, None)
@@ -108,9 +118,12 @@ def train_part(model: StreamFusedReference, part: Part | None) -> None:
 
 
 def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference) -> StreamAdapter:
-    """Return the adapter with the model's trained parameters in the place of its own.
+    """Return a copy of the adapter with the model's parameters that take gradients in the place of
+    its own.
 
-    `model` is as `reference_of` has built it from this adapter.
+    Args:
+        adapter: is not changed.
+        model: as `build_frozen_reference` has built it from this adapter, trained since.
     """
     parameters = {**_stream_parameters(model), **_lora_parameters(model)}
     trained = {
@@ -127,7 +140,15 @@ def replace_trained_weights(adapter: StreamAdapter, model: StreamFusedReference)
 
 
 def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
-    """Load a checkpoint that changes what the model says; arguments as for `load_reference`.
+    """Load a checkpoint of `convert.train` whose LoRA acts on every row, and so changes the
+    answers.
+
+    Args:
+        base: of transformers; becomes part of the model, and is changed.
+        lora: the checkpoint's folder.
+
+    Returns:
+        The model, in evaluation mode; its LoRA is not merged.
 
     Raises:
         InputError: its LoRA acts on streams alone, or a file is broken.
@@ -143,21 +164,31 @@ def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
 
 
 def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
-    """Write the files that `load_reference` reads; PEFT can load the LoRA's."""
+    """Write the checkpoint that `load_reference` reads; PEFT can load its two LoRA files.
+
+    The folder is made where it is missing. Without LoRA no PEFT files are written; earlier ones
+    stay.
+    """
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    _save(_stream_parameters(model), folder / STREAMS_WEIGHTS)
-    _write_json(layout.stream_settings(model.config), folder / STREAMS_CONFIG)
+    _write_tensors(_stream_parameters(model), folder / STREAMS_WEIGHTS)
+    _write_json(layout.stream_settings_json(model.config), folder / STREAMS_CONFIG)
     if model.adapters:
-        _save(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
+        _write_tensors(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
         modules = model.lora.modules or {path.split(".", 2)[2] for path in model.adapters}
-        settings = layout.peft_settings(model.lora, modules, model.config.base_model)
+        settings = layout.peft_settings_json(model.lora, modules, model.config.base_model)
         _write_json(settings, folder / ADAPTER_CONFIG)
 
 
 def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
-    """Copy a task's LoRA files into the folder `task_lora` of a checkpoint, where the converter
+    """Copy a task's checkpoint into the folder `task_lora` of a checkpoint, where the converter
     looks.
+
+    Of the source's files, PEFT's two and the two of streams are copied, as far as they are there.
+
+    Args:
+        source: folder of the task's checkpoint.
+        checkpoint_dir: the other checkpoint; folders are made where they are missing.
     """
     target = Path(checkpoint_dir) / layout.TASK_LORA
     target.mkdir(parents=True, exist_ok=True)
@@ -168,8 +199,10 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 @without_gradients
 def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
-    """Copy the weights of a checkpoint, LoRA and streams, into a model, as far as the checkpoint
-    has them.
+    """Copy the weights of a checkpoint, LoRA and streams, into a model; what the checkpoint lacks
+    stays.
+
+    The draft vocabulary is not copied.
 
     Args:
         model: is changed.
@@ -177,11 +210,12 @@ def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool
         has_task: whether the model has the LoRA of a task.
 
     Raises:
-        InputError: the folder has no weights, or they do not fit the model.
+        InputError: the folder has no weights, they do not fit the model, or its streams draft
+            beside a task's LoRA that the model has not.
     """
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
     loses_task = (folder / layout.TASK_LORA).is_dir() and not has_task
-    check_init(folder, config, model.config, loses_task=loses_task)
+    check_start_streams(folder, config, model.config, loses_task=loses_task)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
         lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config)
         check_scale(folder, lora.scale, model.lora.scale)
@@ -202,11 +236,14 @@ def merge_fine_tuning(base: Any, folder: Path) -> Any:
 
     Args:
         base: is changed.
-        folder: a checkpoint of `convert.train` of scope "all", or an adapter as `ssmlx.load` takes
-            it.
+        folder: a checkpoint of `convert.train` of scope "all", or an adapter or LoRA as
+            `ssmlx.load` takes it, whose LoRA on every row is added.
 
     Returns:
         The base model.
+
+    Raises:
+        InputError: the folder is broken, its LoRA acts on streams alone, or it is another model's.
     """
     if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
         return merge_lora(load_fine_tuned(base, folder))
@@ -214,8 +251,12 @@ def merge_fine_tuning(base: Any, folder: Path) -> Any:
     return base
 
 
-def template_of(folder: Path) -> str | None:
-    """Return the prompt template in a LoRA's folder; None for the model's own chat template."""
+def read_template(folder: Path) -> str | None:
+    """Return the prompt template in an adapter's settings, a text with `{prompt}`.
+
+    None, for the model's own chat template, where the folder has no settings file or names no
+    template.
+    """
     if not (folder / CONFIG_FILE).is_file():
         return None
     template: str | None = read_json(folder / CONFIG_FILE, "stream settings").get("prompt_template")
@@ -224,9 +265,9 @@ def template_of(folder: Path) -> str | None:
 
 @without_gradients
 def merge_lora(model: StreamFusedReference) -> nn.Module:
-    """Add the LoRA of a reference, of scope "all", into its base model, and return that.
+    """Add the LoRA of a reference into its base model's weights, on every row, and return the base.
 
-    The reference cannot be used afterwards.
+    It is meant for scope "all". The reference cannot be used afterwards.
     """
     for path, wrapped in model.adapters.items():
         low = wrapped.adapter
@@ -243,9 +284,11 @@ def merge_lora(model: StreamFusedReference) -> nn.Module:
 def merge_weights(base: Any, lora: Loras, source: Path) -> None:
     """Add LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model.
 
+    Modules before a wrong one are changed already when it is refused.
+
     Args:
         base: is changed.
-        lora: by module path.
+        lora: by module path of the MLX model.
         source: named in messages.
 
     Raises:
@@ -275,8 +318,11 @@ def to_tensor(array: mx.array) -> torch.Tensor:
 
 
 def base_identity(base: Any) -> BaseIdentity:
-    """Return what tells a PyTorch base model from another: type, sizes and values of its final
-    norm.
+    """Return what tells a PyTorch base model from another: type, sizes and first values of its
+    final norm.
+
+    It equals the identity of the same weights in MLX. A model without a norm of a known name has no
+    values.
     """
     inner = getattr(base, "model", None)
     inner = getattr(inner, "decoder", inner)
@@ -323,7 +369,7 @@ def _peft_name(name: str) -> str:
 
 
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """Return the model's LoRA parameters by PEFT's names."""
+    """Return the model's LoRA parameters, not copies, by PEFT's names."""
     return {
         f"{layout.PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
         for path, module in model.adapters.items()
@@ -332,8 +378,8 @@ def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 
 
 def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """Return the parameters of streams, and the draft vocabulary, by their names in a streams
-    file.
+    """Return the parameters of streams, and the draft vocabulary, not copies, by their names in a
+    streams file.
     """
     own = ("stream_embeddings", "stream_init.", "root_init.", "prune_adapter.", "condition.")
     found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
@@ -341,18 +387,25 @@ def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 
 
 @without_gradients
-def _load_tensors(
+def _copy_tensors(
     parameters: Mapping[str, torch.Tensor], arrays: Mapping[str, mx.array], source: Path
 ) -> None:
-    """Copy every array into the parameter of its name; raise InputError where one is missing, spare
-    or misshapen.
+    """Copy every array into the parameter of its name, in place.
+
+    Args:
+        parameters: of the model.
+        arrays: have the same names and shapes.
+        source: of the arrays, for messages.
+
+    Raises:
+        InputError: one is missing, spare or misshapen; nothing is copied then.
     """
-    account_for(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
+    check_tensors(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
     for name, parameter in parameters.items():
         parameter.copy_(to_tensor(arrays[name]))
 
 
-def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def _write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors as a safetensors file, whole or not at all."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_whole(path, save(kept, metadata={"format": "pt"}))

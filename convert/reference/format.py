@@ -54,7 +54,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _are_modules(value: Any) -> bool:
-    """Whether a value is a list of names with one or more, or "all-linear"."""
+    """Whether a value is a list of one name or more, or the text "all-linear"."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(name, str) for name in value)
     return bool(value == "all-linear")
@@ -74,7 +74,7 @@ _LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Rank, scale and modules of a checkpoint's LoRA."""
+    """Rank, scale, modules and layers of a checkpoint's LoRA."""
 
     rank: int = 0  # r; 0 for a model without LoRA
     alpha: float = 32  # the numerator of the scale
@@ -89,10 +89,16 @@ class LoraSettings:
 
 
 def read_stream_config(path: Path) -> StreamConfig:
-    """Read `streams_config.json`, where the pruning adapter has an object of its own.
+    """Read `streams_config.json`, in which the pruning adapter has an object of its own.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The settings; `prune_rank` is 0 where there is no pruning adapter.
 
     Raises:
-        InputError: the format, or a setting, is another.
+        InputError: the file is missing or broken, its format is another, or a setting is refused.
     """
     values = read_json(path, "a stream checkpoint's settings")
     prune = values.pop("prune_adapter", None) or {}
@@ -110,7 +116,9 @@ def read_stream_config(path: Path) -> StreamConfig:
 
 
 def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None:
-    """Raises InputError where the streams were made for a model of other sizes."""
+    """Raise InputError unless a base model has the layers and the width that the streams were made
+    for.
+    """
     require(
         (num_layers, hidden_size) == (config.num_layers, config.hidden_size),
         f"the base model has {num_layers} layers of width {hidden_size}",
@@ -120,8 +128,10 @@ def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None
     )
 
 
-def stream_settings(config: StreamConfig) -> dict[str, Any]:
-    """Return the content of `streams_config.json`; `read_stream_config` reads it."""
+def stream_settings_json(config: StreamConfig) -> dict[str, Any]:
+    """Return the content of `streams_config.json` for settings, which `read_stream_config` reads
+    back.
+    """
     values = config.to_dict()
     rank = values.pop("prune_rank")
     prune = {
@@ -138,14 +148,15 @@ def stream_settings(config: StreamConfig) -> dict[str, Any]:
 
 
 def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
-    """Read PEFT's adapter_config.json.
+    """Read PEFT's adapter_config.json. Without `layers_to_transform`, LoRA is on all layers.
 
     Args:
         path: of the file.
         config: the streams' settings, for the number of layers.
 
     Raises:
-        InputError: a setting asks for more than LoRA of whole layers.
+        InputError: the file is missing or broken, or a setting asks for more than LoRA of whole
+            layers.
     """
     values = read_json(path, "PEFT's adapter_config.json")
     for name in _UNSUPPORTED:
@@ -171,8 +182,16 @@ def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
     )
 
 
-def peft_settings(lora: LoraSettings, modules: Iterable[str], base_model: str) -> dict[str, Any]:
-    """Return the content of PEFT's adapter_config.json for LoRA on these modules of its layers."""
+def peft_settings_json(
+    lora: LoraSettings, modules: Iterable[str], base_model: str
+) -> dict[str, Any]:
+    """Return the content of PEFT's adapter_config.json.
+
+    Args:
+        lora: rank, scale and layers; its modules are not read.
+        modules: names of the linear modules.
+        base_model: name of the base; an empty one becomes null.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -197,10 +216,13 @@ def _require(ok: bool, path: Path, name: str, found: Any, expected: str) -> None
 
 
 def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
-    """Read PEFT's weights from a safetensors file, or else from a .bin file.
+    """Read PEFT's weights from adapter_model.safetensors, or else from adapter_model.bin.
 
     Returns:
-        The file's path; and the tensors by name, without "default" in it.
+        The file's path; and the tensors by name, without PEFT's ".default" before ".weight".
+
+    Raises:
+        InputError: neither file is there, or it is broken.
     """
     safe = folder / ADAPTER_WEIGHTS
     pickled = folder / ADAPTER_PICKLE
@@ -214,6 +236,10 @@ def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
 
 
 def read_pickle(path: Path) -> dict[str, mx.array]:
-    """Read the tensors of a .bin file as float32 MLX arrays; no pickled code is run."""
+    """Read the tensors of a .bin file as float32 MLX arrays, by name; no pickled code is run.
+
+    Raises:
+        InputError: PyTorch is not installed, or the file cannot be read.
+    """
     check_torch()
     return {name: mx.array(t.float().numpy()) for name, t in load_pickle(path).items()}

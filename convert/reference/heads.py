@@ -24,7 +24,9 @@ Rows = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
 
 class HeadReference(Module):
-    """Heads of one kind; `draft_vocab` [Vd] int32 is there where `draft_vocab_size` is not 0."""
+    """Drafting heads of one kind; `draft_vocab` [Vd] int32 is None where they guess among all
+    tokens.
+    """
 
     draft_vocab: torch.Tensor | None
 
@@ -34,23 +36,27 @@ class HeadReference(Module):
         self.config: Any = config
         self.register_buffer("draft_vocab", draft_vocab)
 
-    def rows(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
-        """Yield each head's states, and the matrix and bias that give its logits.
+    def head_inputs(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
+        """Yield what each head's logits are the product of: its states, its matrix and its bias.
 
         Args:
             hidden: [..., D] final-normed hidden states of the base model.
-            following: [..., H] token ids; entry i stands i + 1 places further on.
-            lm_head: the base's, rows of the draft vocabulary, for heads without a matrix.
+            following: [..., H] token ids; entry i stands i + 1 places behind the token of `hidden`.
+            lm_head: the base's rows of the draft vocabulary, and bias, for heads without a matrix.
         """
         raise NotImplementedError
 
     def forward(
         self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear
     ) -> torch.Tensor:
-        """Return [H, ..., Vd] logits of every head, given the text itself; arguments as for
-        `rows`.
+        """Return [H, ..., Vd] logits of every head, given the text itself.
+
+        Args:
+            hidden: [..., D] final-normed hidden states of the base model.
+            following: [..., H] token ids, as `head_inputs` takes them.
+            lm_head: the base's rows of the draft vocabulary, and bias, for heads without a matrix.
         """
-        rows = self.rows(hidden, following, lm_head)
+        rows = self.head_inputs(hidden, following, lm_head)
         return torch.stack([nn.functional.linear(*row) for row in rows])
 
 
@@ -69,17 +75,24 @@ class ResidualBlock(Module):
 
 
 class MedusaReference(HeadReference):
-    """Medusa heads (Cai et al., 2024): residual blocks, and a matrix of each head's own or the LM
-    head.
+    """Medusa heads (Cai et al., 2024): residual blocks, then a matrix of the head's own, or for
+    heads in `shared_heads` the base's LM head.
     """
 
     def __init__(self, config: MedusaConfig, draft_vocab: torch.Tensor | None = None) -> None:
-        """Make heads with identity blocks and random matrices."""
+        """Make heads whose blocks are the identity, and whose matrices are drawn.
+
+        Args:
+            config: number of heads and blocks, sizes, and which heads share the LM head.
+            draft_vocab: [Vd] int32, or None.
+        """
         super().__init__(config, draft_vocab)
         width = config.hidden_size
 
         def head(index: int) -> nn.ModuleList:
-            """Make a head's modules: its blocks, then its matrix if it has one."""
+            """Make a head's modules: its identity blocks, then its matrix, drawn, unless it shares
+            the LM head.
+            """
             parts: list[nn.Module] = [ResidualBlock(width) for _ in range(config.num_layers)]
             if index not in config.shared_heads:
                 parts.append(nn.Linear(width, config.num_guessed, bias=False))
@@ -89,16 +102,20 @@ class MedusaReference(HeadReference):
 
     @without_gradients
     def copy_lm_head(self, lm_head: torch.Tensor) -> None:
-        """Copy the base's `lm_head` [V, D] into every head's matrix, rows of the draft vocabulary
-        where there is one.
+        """Copy the base's LM head into every head's matrix; heads without a matrix stay.
+
+        Args:
+            lm_head: [V, D]; its rows of the draft vocabulary are taken where there is one.
         """
         rows = lm_head if self.draft_vocab is None else lm_head[self.draft_vocab.long()]
         for head in self.heads:
             for matrix in head[self.config.num_layers :]:
                 matrix.weight.copy_(rows)
 
-    def rows(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
-        """Yield each head's states and matrix; `following` changes nothing."""
+    def head_inputs(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
+        """Yield each head's states and matrix, as `HeadReference.head_inputs` says; `following` is
+        not read.
+        """
         for head in self.heads:
             state = hidden
             for block in head[: self.config.num_layers]:
@@ -118,23 +135,29 @@ class _RmsNorm(Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms(x) * self.weight + self.bias
+        return divide_by_rms(x) * self.weight + self.bias
 
 
-def rms(x: torch.Tensor) -> torch.Tensor:
-    """Divide [..., D] by its root mean square; the mean is not subtracted."""
+def divide_by_rms(x: torch.Tensor) -> torch.Tensor:
+    """Divide [..., D] by its root mean square over the last axis; the mean is not subtracted."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
 
 
 class MlpSpeculatorReference(HeadReference):
-    """An MLP speculator (arXiv 2404.19124): each stage mixes the last state with a token's
+    """An MLP speculator (arXiv 2404.19124): each stage mixes the state before with a token's
     embedding.
     """
 
     def __init__(
         self, config: MlpSpeculatorConfig, draft_vocab: torch.Tensor | None = None
     ) -> None:
-        """Draw the weights; with tied weights, stages share modules."""
+        """Draw embeddings and matrices; norms begin as ones and zeros. With tied weights, stages
+        share modules.
+
+        Args:
+            config: stages, sizes, and whether weights are tied.
+            draft_vocab: [Vd] int32, or None.
+        """
         super().__init__(config, draft_vocab)
         width = config.width
         stages = range(config.n_predict)
@@ -153,20 +176,29 @@ class MlpSpeculatorReference(HeadReference):
                 nn.init.trunc_normal_(module.weight, 0, width**-0.5)
 
     def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the state [..., D] that stage 0 starts from, of final-normed hidden states [...,
-        D].
+        """Return the state [..., D] that stage 0 starts from.
+
+        Args:
+            hidden: [..., D] final-normed; with `scale_input` it is divided by its RMS and the root
+                of 2.
         """
-        return rms(hidden) / math.sqrt(2) if self.config.scale_input else hidden
+        return divide_by_rms(hidden) / math.sqrt(2) if self.config.scale_input else hidden
 
     def next_state(self, stage: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the state [..., inner] of a stage, from the state before it and each path's last
-        token [...].
+        """Return the state [..., inner] of a stage, float32.
+
+        Args:
+            stage: its number from 0 on.
+            state: [..., D] of `first_state` for stage 0, else [..., inner] of the stage before.
+            tokens: [...] each path's last token.
         """
         mixed = self.proj[stage](state) + self.config.emb_weight * self.emb[stage](tokens)
         return nn.functional.gelu(self.ln[stage](mixed.float()))
 
-    def rows(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
-        """Yield each stage's state and matrix, given the text's own tokens."""
+    def head_inputs(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
+        """Yield each stage's state and matrix, as `HeadReference.head_inputs` says, given the
+        text's own tokens.
+        """
         state = self.first_state(hidden)
         for stage in range(self.config.n_predict):
             state = self.next_state(stage, state, following[..., stage])
@@ -175,16 +207,16 @@ class MlpSpeculatorReference(HeadReference):
     def rank_paths(
         self, roots: torch.Tensor, hidden: torch.Tensor, widths: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Draft full trees level by level.
+        """Draft full trees level by level: below each node its likeliest children, best first.
 
         Args:
             roots: [E] the tokens that follow `hidden`.
             hidden: [E, D] final-normed hidden states of the base model.
-            widths: children of a node, by level.
+            widths: children of a node, by level; at most as many levels as stages.
 
         Returns:
-            Tokens, and log probabilities given the node above: of each level i [E, widths[0] * ...
-                * widths[i]], path by path.
+            Tokens, and log probabilities given the node above: for each level i a tensor [E,
+            widths[0] * ... * widths[i]], the children of a node side by side.
         """
         # [E, beams, D]
         state = self.first_state(hidden)[:, None]
@@ -202,7 +234,12 @@ class MlpSpeculatorReference(HeadReference):
 
 
 def new_reference(config: HeadConfig, draft_vocab: torch.Tensor | None) -> HeadReference:
-    """Make new heads of the kind of `config`."""
+    """Make new heads of the kind of `config`, Medusa's or an MLP speculator.
+
+    Args:
+        config: kind and sizes.
+        draft_vocab: [Vd] int32 tokens that they guess among; None for all.
+    """
     kinds: dict[str, Any] = {"medusa": MedusaReference, "mlp_speculator": MlpSpeculatorReference}
     made: HeadReference = kinds[config.kind](config, draft_vocab)
     return made

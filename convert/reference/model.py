@@ -38,7 +38,11 @@ _PLAIN = "a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral"
 
 @dataclass(frozen=True)
 class ReferenceOutput:
-    """Logits of the main stream, of the speculative streams, and of the early exit."""
+    """Logits of the main stream, of the speculative streams, and of the early exit.
+
+    `early_exit_logits` is None without a pruning adapter. K counts the node rows that carry
+    streams.
+    """
 
     main_logits: torch.Tensor  # [B, T, V] next token of every node row
     stream_logits: torch.Tensor  # [B, K, G, Vd]; entry j - 1 is stream j, j places further on
@@ -48,7 +52,9 @@ class ReferenceOutput:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The final norm's output, ready for the LM head; early exit's needs a prune adapter."""
+    """The final norm's output, ready for the LM head. `early_exit` is None without a pruning
+    adapter.
+    """
 
     main: torch.Tensor  # [B, T, D]
     streams: torch.Tensor  # [B, K, G, D]
@@ -56,10 +62,12 @@ class HiddenStates:
 
 
 class LowRank(Module):
-    """x [..., in] to B A x [..., out]: zero when new, as A is random and B is zero."""
+    """x [..., in] to B A x [..., out]: zero when new, as A is random and B is zero. The names are
+    LoRA's.
+    """
 
     def __init__(self, in_features: int, out_features: int, rank: int, like: torch.Tensor) -> None:
-        """Draw A; type and device are those of `like`."""
+        """Draw A, and set B to zero; type and device are those of `like`."""
         super().__init__()
         place = {"bias": False, "dtype": like.dtype, "device": like.device}
         self.lora_A = nn.Linear(in_features, rank, **place)
@@ -81,7 +89,13 @@ class Condition(Module):
     """
 
     def __init__(self, size: int, rank: int, like: torch.Tensor) -> None:
-        """Draw embed and gate of this rank; type and device are those of `like`."""
+        """Draw `embed` and `gate`, and set `out` to zero.
+
+        Args:
+            size: D.
+            rank: of all three.
+            like: gives type and device.
+        """
         super().__init__()
         place = {"bias": False, "dtype": like.dtype, "device": like.device}
         self.embed, self.gate = (nn.Linear(size, rank, **place) for _ in range(2))
@@ -100,10 +114,20 @@ class Condition(Module):
 
 
 class LoraLinear(Module):
-    """A linear module with LoRA on stream rows, and on node rows too where `on_nodes`."""
+    """A linear module with LoRA on stream rows, and on node rows too where `on_nodes`.
+
+    Rows are stream rows while `rows_are_streams` is set.
+    """
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, on_nodes: bool) -> None:
-        """Wrap a linear module, with LoRA of this rank and scale that is zero yet."""
+        """Wrap a linear module, with new LoRA that adds nothing yet.
+
+        Args:
+            linear: is applied as it is.
+            rank: of the LoRA.
+            scale: of what the LoRA adds.
+            on_nodes: whether it acts on node rows too.
+        """
         super().__init__()
         self.linear = linear
         self.adapter = LowRank(linear.in_features, linear.out_features, rank, linear.weight)
@@ -130,8 +154,8 @@ class _Rows:
 class _NodeKeys:
     """The part of transformers' `Cache` that attention calls: one layer's node keys and values.
 
-    The first update, by node rows, is kept; the second, by stream rows, is put behind it, the
-    values turned as in eq. 7 where the settings say so.
+    The first update, by node rows, is kept; each later one, by stream rows, is put behind it and
+    not kept, its values rotated as in eq. 7 where the settings say so.
     """
 
     def __init__(self, config: StreamConfig) -> None:
@@ -141,7 +165,16 @@ class _NodeKeys:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values that the new rows may see, of theirs [B, Hkv, R, Dh]."""
+        """Return the keys and values that the new rows may see, and keep those of the first call.
+
+        Args:
+            keys: [B, Hkv, R, Dh] of the new rows.
+            values: likewise.
+
+        Returns:
+            Keys and values: at the first call those given; then the first's with those given behind
+            them.
+        """
         if self.nodes is None:
             self.nodes = keys, values
             return self.nodes
@@ -162,8 +195,10 @@ class _Decoder:
         self.module: Any = base.get_submodule(self.path)
 
     @classmethod
-    def lacking(cls, base: nn.Module) -> str | None:
-        """Return the path of the first part that `base` lacks; None where it has all."""
+    def first_missing_part(cls, base: nn.Module) -> str | None:
+        """Return the path of the first part that `base` lacks; None where it has all, the LM head
+        included.
+        """
         module: Any = base
         for name in cls.path.split("."):
             module = getattr(module, name, None)
@@ -178,21 +213,23 @@ class _Decoder:
         return self.module.layers
 
     @property
-    def like(self) -> torch.Tensor:
+    def embedding_table(self) -> torch.Tensor:
         """The embedding table [V, D]; new parameters take its type and device."""
         return self.module.embed_tokens.weight
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return [B, R, D] embeddings of tokens [B, R] that stand at positions [B, R]."""
+        """Return [B, R, D] embeddings of tokens [B, R]; `positions` are not read here."""
         return self.module.embed_tokens(tokens)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return cos and sin, [B, R, Dh] each, that rotate queries and keys at positions [B, R]."""
-        tables: tuple[torch.Tensor, torch.Tensor] = self.module.rotary_emb(self.like, positions)
+        tables: tuple[torch.Tensor, torch.Tensor] = self.module.rotary_emb(
+            self.embedding_table, positions
+        )
         return tables
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to [..., D]."""
+        """Apply the final norm to [..., D], the module `norm` or else `final_layernorm`."""
         found = getattr(self.module, "norm", None)
         return (self.module.final_layernorm if found is None else found)(hidden)
 
@@ -221,8 +258,8 @@ class _LearnedPositions(_Decoder):
 
 
 def _decoder_kind(base: nn.Module) -> type[_Decoder]:
-    """Return the class of parts that a model has: OPT's where it has a decoder inside, else the
-    usual.
+    """Return the class for a model's parts: `_LearnedPositions` where its `model` has a `decoder`,
+    as OPT's.
     """
     inner = getattr(base, "model", None)
     return _LearnedPositions if hasattr(inner, "decoder") else _Decoder
@@ -254,7 +291,11 @@ class StreamFusedReference(Module):
         lora: LoraSettings = _NO_LORA,
         draft_vocab: torch.Tensor | None = None,
     ) -> None:
-        """Check and freeze the base, draw new streams, and wrap the base's linear modules."""
+        """Check and freeze the base, draw new streams, and wrap the base's linear modules in place.
+
+        Where the scope is "all", LoRA acts on node rows too. Arguments and errors are those of the
+        class.
+        """
         super().__init__()
         check_base(base, config)
         require(
@@ -270,7 +311,7 @@ class StreamFusedReference(Module):
         self.config = config
         self.decoder = _decoder_kind(base)(base)
         self.windows = _sliding_windows(base.config, config.num_layers)
-        like = self.decoder.like
+        like = self.decoder.embedding_table
         width = config.hidden_size
         self.stream_embeddings: nn.Parameter | None = None
         if config.has_embeddings:
@@ -302,7 +343,7 @@ class StreamFusedReference(Module):
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> ReferenceOutput:
-        """Predict with the main stream and the speculative streams.
+        """Predict with the main stream and the speculative streams, on a whole text at once.
 
         Args:
             input_ids: [B, T] tokens of the node rows.
@@ -312,6 +353,10 @@ class StreamFusedReference(Module):
                 [B, T, T] bool, which node row (second axis) sees which (third); causal unless
                 given. A row must see itself. `stream_visible` [B, T, T], which its streams see;
                 `visible` unless given.
+
+        Raises:
+            InputError: a layer of the base does not use the cache that it is handed.
+            ValueError: `positions` or `visible` has another shape.
         """
         hidden = self.hidden_states(input_ids, stream_rows=stream_rows, **where)
         head = self.base.lm_head
@@ -324,10 +369,12 @@ class StreamFusedReference(Module):
         )
 
     def draft_logits(self, hidden_streams: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., Vd] of the tokens that streams draft from, of final-normed states
-        [..., D].
+        """Return logits [..., Vd] of the tokens that streams draft from.
 
         The head's rows are gathered by every call: give it many states at a time.
+
+        Args:
+            hidden_streams: [..., D] final-normed.
         """
         head = self.base.lm_head
         vocab = self.draft_vocab
@@ -337,7 +384,13 @@ class StreamFusedReference(Module):
         return nn.functional.linear(hidden_streams, head.weight[vocab], bias)
 
     def apply_condition(self, hidden_streams: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return final-normed streams [..., D], corrected by the tokens [...] before theirs."""
+        """Return final-normed streams [..., D], each corrected by the token before the one that it
+        guesses.
+
+        Args:
+            hidden_streams: [..., D] final-normed.
+            tokens: [...] these tokens.
+        """
         assert self.condition is not None
         correction = self.condition(hidden_streams, self.decoder.module.embed_tokens(tokens))
         return (hidden_streams + correction).to(hidden_streams.dtype)
@@ -345,11 +398,11 @@ class StreamFusedReference(Module):
     def pair_logits(
         self, streams: torch.Tensor, previous: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Return [..., C', C], what each token before adds to the logits of candidates.
+        """Return [..., C', C], what each token before adds to the logits of a stream's candidates.
 
         Args:
             streams: [..., D] final-normed.
-            previous: [..., C'] tokens before.
+            previous: [..., C'] tokens before the one that the stream guesses.
             rows: [..., C, D] the LM head's rows of the candidates.
         """
         assert self.condition is not None
@@ -364,16 +417,21 @@ class StreamFusedReference(Module):
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> HiddenStates:
-        """Return final-normed hidden states; arguments as in `forward`.
+        """Return what the LM head is applied to, for losses that apply it to a few rows at a time.
 
-        For losses that apply the LM head to a few rows at a time.
+        Arguments and errors are those of `forward`.
         """
         nodes = self.lower_states(input_ids, **where)
         return self.upper_states(nodes, input_ids, stream_rows=stream_rows, **where)
 
     def lower_states(self, input_ids: torch.Tensor, **where: torch.Tensor | None) -> torch.Tensor:
-        """Return node states [B, T, D] before layer N - Ns; arguments as in `forward`."""
-        node_rows, _, anchors = self._plan(input_ids.shape, torch.arange(0), **where)
+        """Return node states [B, T, D] before layer N - Ns.
+
+        Args:
+            input_ids: [B, T].
+            where: `positions` and `visible` as in `forward`.
+        """
+        node_rows, _, anchors = self._make_call_rows(input_ids.shape, torch.arange(0), **where)
         nodes = self.decoder.embed(input_ids.to(anchors.device), node_rows.positions)
         for index in range(self.config.insertion_layer):
             nodes = self._run_layer(index, nodes, node_rows, None)
@@ -391,15 +449,20 @@ class StreamFusedReference(Module):
 
         Args:
             nodes: [B, T, D] as `lower_states` gives them.
-            input_ids: [B, T], needed where streams start from the token after their node too.
+            input_ids: [B, T], needed only where streams start from the token after their node too.
             stream_rows: as in `forward`.
             where: as in `forward`.
 
+        Returns:
+            Final-normed states; early exit's where there is a pruning adapter.
+
         Raises:
-            InputError: a layer of the base left its cache aside.
+            InputError: a layer of the base does not use the cache that it is handed.
         """
         norm = self.decoder.norm
-        node_rows, speculative_rows, anchors = self._plan(nodes.shape[:2], stream_rows, **where)
+        node_rows, speculative_rows, anchors = self._make_call_rows(
+            nodes.shape[:2], stream_rows, **where
+        )
         early = None if self.prune_adapter is None else self.early_exit_states(nodes)
         places = anchor_indices(anchors)
         kept = []
@@ -415,13 +478,13 @@ class StreamFusedReference(Module):
             )
             kept.append((index, keys))
         main = norm(nodes)
-        known = None
+        root_inputs = None
         streams = start[:, :0]
         if speculative_rows is not None:
             if self.root_init is not None:
                 assert input_ids is not None, "these streams start from the root too"
-                known = self.root_states(input_ids[anchor_indices(anchors + 1)], main[places])
-            streams = self.insert_streams(start, known)
+                root_inputs = self.root_states(input_ids[anchor_indices(anchors + 1)], main[places])
+            streams = self.insert_streams(start, root_inputs)
             with self.adapting_streams():
                 for index, keys in kept:
                     streams = self._run_layer(index, streams, speculative_rows, keys)
@@ -429,14 +492,17 @@ class StreamFusedReference(Module):
         return HiddenStates(main, norm(grouped), early)
 
     def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Return final-normed states [..., D] for the pruning head, of `lower_states` [..., D]
-        (section 3.2.3).
+        """Return final-normed states [..., D] for the early exit's head (Speculative Streaming,
+        section 3.2.3).
+
+        Args:
+            nodes: [..., D] as `lower_states` gives them.
         """
         assert self.prune_adapter is not None
         return self.decoder.norm((nodes + self.prune_adapter(nodes)).to(nodes.dtype))
 
     def root_states(self, roots: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Return [B, K, 2 D], from which `root_init` starts streams.
+        """Return [B, K, 2 D], the input of `root_init`: embeddings of unit RMS, then normed states.
 
         Args:
             roots: [B, K] the token after each anchor.
@@ -446,7 +512,7 @@ class StreamFusedReference(Module):
         return torch.cat([scale_to_unit_rms(embedded).to(normed.dtype), normed], dim=-1)
 
     def insert_streams(
-        self, nodes: torch.Tensor, known: torch.Tensor | None = None
+        self, nodes: torch.Tensor, root_inputs: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Start the streams of anchors (eq. 3).
 
@@ -454,8 +520,8 @@ class StreamFusedReference(Module):
 
         Args:
             nodes: [B, K, D] the anchors' states before layer N - Ns.
-            known: [B, K, 2 D] as `root_states` gives them; None where streams do not start from
-                roots.
+            root_inputs: [B, K, 2 D] as `root_states` gives them; None where streams do not start
+                from roots.
 
         Returns:
             [B, K * G, D], anchor by anchor.
@@ -466,8 +532,8 @@ class StreamFusedReference(Module):
         if self.config.stream_init == "residual":
             started = nodes + started
         if self.root_init is not None:
-            assert known is not None, "these streams start from the root too"
-            started = started + self.root_init(known)
+            assert root_inputs is not None, "these streams start from the root too"
+            started = started + self.root_init(root_inputs)
         if self.stream_embeddings is None:
             started = started.repeat_interleave(self.config.num_streams, dim=1)
         else:
@@ -475,7 +541,7 @@ class StreamFusedReference(Module):
         # Under autocast the adapter's parameters may be wider than the base model's.
         return started.to(nodes.dtype)
 
-    def _plan(
+    def _make_call_rows(
         self,
         shape: tuple[int, int],
         stream_rows: torch.Tensor | None,
@@ -483,7 +549,14 @@ class StreamFusedReference(Module):
         visible: torch.Tensor | None = None,
         stream_visible: torch.Tensor | None = None,
     ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
-        """Settle where rows stand and what they see; arguments as in `forward`, `shape` is (B, T).
+        """Work out where a call's rows stand, which streams there are, and what every row sees.
+
+        Args:
+            shape: (B, T).
+            stream_rows: as in `forward`.
+            positions: as in `forward`.
+            visible: as in `forward`.
+            stream_visible: as in `forward`.
 
         Returns:
             The node rows; the stream rows, or None without any; and the anchors, [K] or [B, K].
@@ -492,7 +565,7 @@ class StreamFusedReference(Module):
             ValueError: `positions` or `visible` has another shape.
         """
         batch, length = shape
-        device = self.decoder.like.device
+        device = self.decoder.embedding_table.device
         num_streams = self.config.num_streams
         if positions is None:
             positions = torch.arange(length).expand(batch, length)
@@ -509,7 +582,7 @@ class StreamFusedReference(Module):
         positions = positions.to(device)
         visible = visible.to(device)
         anchors = anchors.to(device)
-        nodes = self._rows(positions, visible, positions)
+        nodes = self._make_rows(positions, visible, positions)
         if not anchors.shape[-1]:
             return nodes, None, anchors
         ahead = torch.arange(1, num_streams + 1, device=device)
@@ -517,16 +590,20 @@ class StreamFusedReference(Module):
         key_positions = torch.cat([positions, stream_positions], dim=1)
         of_streams = visible if stream_visible is None else stream_visible.to(device)
         seen = stream_visibility(of_streams, anchors, num_streams)
-        return nodes, self._rows(stream_positions, seen, key_positions), anchors
+        return nodes, self._make_rows(stream_positions, seen, key_positions), anchors
 
-    def _rows(
+    def _make_rows(
         self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
     ) -> _Rows:
-        """Return rotary tables and masks of rows at `positions` [B, R] that see keys at
-        `key_positions`, where `visible` [B, R, keys] and their layers' windows allow it.
+        """Return the rotary tables and masks of rows.
+
+        Args:
+            positions: [B, R] of the rows.
+            visible: [B, R, keys] bool; a layer's sliding window narrows it.
+            key_positions: [B, keys].
         """
         masks = {}
-        dtype = self.decoder.like.dtype
+        dtype = self.decoder.embedding_table.dtype
         for window in set(self.windows):
             seen = visible
             if window is not None:
@@ -538,8 +615,14 @@ class StreamFusedReference(Module):
     def _run_layer(
         self, index: int, hidden: torch.Tensor, rows: _Rows, keys: _NodeKeys | None
     ) -> torch.Tensor:
-        """Run rows [B, R, D] through one of transformers' own layers; `keys` None has no
-        streams.
+        """Run rows [B, R, D] through one of transformers' own layers, and return them.
+
+        Args:
+            index: of the layer.
+            hidden: [B, R, D].
+            rows: where they stand and what they see.
+            keys: is given the rows' keys and values, and decides what they see; None lets rows see
+                one another alone.
         """
         rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
         out: torch.Tensor = self.decoder.layers[index](
@@ -554,7 +637,7 @@ class StreamFusedReference(Module):
 
     @contextmanager
     def adapting_streams(self) -> Iterator[None]:
-        """Put LoRA of scope "streams" on the rows that pass inside the block."""
+        """Put LoRA of scope "streams" on all rows that pass inside the block."""
         for adapter in self.adapters.values():
             adapter.rows_are_streams = True
         try:
@@ -564,10 +647,10 @@ class StreamFusedReference(Module):
                 adapter.rows_are_streams = False
 
     def _wrap_linears(self) -> dict[str, LoraLinear]:
-        """Put LoRA on the chosen linear modules of the base.
+        """Put LoRA on the chosen linear modules of the base, in place.
 
         Returns:
-            The new modules by their paths below the decoder.
+            The new modules by their paths below the decoder, such as "layers.3.self_attn.q_proj".
 
         Raises:
             InputError: a layer's rows are never adapted, or a module is unknown.
@@ -597,10 +680,11 @@ class StreamFusedReference(Module):
     def _check_main_stream(self) -> None:
         """Raise InputError where the base computes more than its layers, norm and LM head.
 
-        Logits of four tokens are compared, so scaled embeddings or capped logits are found.
+        Logits of four tokens are compared with the base's own, so scaled embeddings or capped
+        logits are found. Whether the base is in training mode stays as it was.
         """
         training = self.base.training
-        device = self.decoder.like.device
+        device = self.decoder.embedding_table.device
         probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
         self.base.eval()
         expected = self.base(probe, use_cache=False).logits
@@ -619,11 +703,18 @@ class StreamFusedReference(Module):
 
 
 def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.Tensor:
-    """Rotate the values of stream rows [B, Hkv, K * G, Dh]: those of stream n by n * `step` radians
-    (eq. 7).
+    """Rotate the values of stream rows: those of stream n by n * `step` radians (eq. 7).
 
     A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number: the
     pairs of rotary embeddings' "rotate half".
+
+    Args:
+        values: [B, Hkv, K * G, Dh], node by node.
+        num_streams: G.
+        step: radians.
+
+    Returns:
+        The same shape and type; computed in float32 at least.
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     angles = step * torch.arange(1, num_streams + 1, dtype=dtype, device=values.device)[:, None]
@@ -662,7 +753,14 @@ def stream_visibility(
 
 
 def anchor_indices(rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return what indexes rows [K] of every text, or [B, K] of each, in a tensor [B, T, ...]."""
+    """Return what picks rows out of a tensor [B, T, ...], as its index.
+
+    Args:
+        rows: [K], the same of every text, or [B, K], of each its own.
+
+    Returns:
+        Two indices, for the first two axes; what they pick is [B, K, ...].
+    """
     if rows.dim() == 1:
         return slice(None), rows
     return torch.arange(len(rows), device=rows.device)[:, None], rows
@@ -670,6 +768,10 @@ def anchor_indices(rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
 
 def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
     """Return each layer's sliding window in tokens; None where a layer sees everything.
+
+    Args:
+        config: of transformers. Without `layer_types` all layers have its `sliding_window`.
+        num_layers: N.
 
     Raises:
         InputError: a layer has attention of another type.
@@ -689,10 +791,12 @@ def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
 
 
 def check_base(base: nn.Module, config: StreamConfig) -> None:
-    """Raise InputError where a model cannot be driven layer by layer, has LoRA already, or is not
-    the one that `config` is for.
+    """Raise InputError where a model of transformers cannot carry streams.
+
+    That is where it cannot be driven layer by layer, has a reference's LoRA already, has attention
+    that takes no additive mask, or is not of the size that `config` is for.
     """
-    lacking = _decoder_kind(base).lacking(base)
+    lacking = _decoder_kind(base).first_missing_part(base)
     require(
         lacking is None,
         f"{type(base).__name__} has no {lacking}",

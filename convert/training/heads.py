@@ -35,8 +35,9 @@ def build_heads(
     Args:
         config: kind and sizes.
         draft_vocab: [Vd] int32 tokens that they guess among; None for all.
-        seed: a speculator's weights are drawn from it.
-        lm_head: [V, D] of the base model, which Medusa's matrices start from.
+        seed: PyTorch's global generator is seeded with it, and a speculator's weights are drawn.
+        lm_head: [V, D] of the base model, which Medusa's matrices start from; a speculator ignores
+            it.
     """
     torch.manual_seed(seed)
     model = new_reference(config, None if draft_vocab is None else torch.from_numpy(draft_vocab))
@@ -53,7 +54,10 @@ def load_frozen(path: Path, lora: Path | None) -> StreamFusedReference:
         lora: a folder with LoRA, see `merge_fine_tuning`; None for the base model itself.
 
     Returns:
-        The model without streams.
+        The model without streams; its base is frozen.
+
+    Raises:
+        InputError: the base or the LoRA cannot be loaded, or does not fit.
     """
     base = load_base(path, attn_implementation="sdpa")
     if lora is not None:
@@ -68,10 +72,10 @@ def load_frozen(path: Path, lora: Path | None) -> StreamFusedReference:
 
 
 class HeadObjective(TorchObjective):
-    """Weighted cross-entropies of every head, over the hidden states of a model frozen here.
+    """Weighted cross-entropies of every head, over the hidden states of a model that stays frozen.
 
-    In `train`, `stream_weights` stand for the heads'; `widths` are of the tree that a replay
-    drafts with an MLP speculator.
+    In `train`, `stream_weights` stand for the heads'. `widths`, children of a node by level, are of
+    the tree that a replay drafts with an MLP speculator.
     """
 
     def __init__(
@@ -83,7 +87,16 @@ class HeadObjective(TorchObjective):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Freeze and move both models; `dtype` is that of the frozen weights and the arithmetic."""
+        """Freeze the model and move both to the device; they are changed.
+
+        Args:
+            model: the heads, which are trained in float32.
+            frozen: the model that they draft for.
+            train: settings of the training.
+            widths: of the class.
+            device: to compute on.
+            dtype: of the frozen weights and the arithmetic.
+        """
         frozen.to(device).requires_grad_(False)
         freeze_base(frozen, dtype)
         vocab = None if model.draft_vocab is None else model.draft_vocab.cpu().numpy()
@@ -94,7 +107,7 @@ class HeadObjective(TorchObjective):
 
     @without_gradients
     def lower(self, batch: Batch) -> torch.Tensor:
-        """Return [B, T, D] final-normed hidden states, which do not depend on the heads."""
+        """Return [B, T, D] final-normed hidden states of the frozen model, in `dtype`."""
         tokens = self.index_tensor(batch.tokens)
         nothing = torch.arange(0, device=self.device)
         with autocast_for(self.device, self.dtype):
@@ -109,9 +122,12 @@ class HeadObjective(TorchObjective):
         """Return the weighted sum of the heads' losses, and each head's mean as "head_N_loss", in
         nats a token.
 
-        `step` changes nothing.
+        Args:
+            batch: B texts; heads guess behind their anchors.
+            lower: [B, T, D] as `lower` gives it.
+            step: is not read.
         """
-        heads = zip(self._rows(batch, lower), self.train.alphas, strict=True)
+        heads = zip(self._head_inputs(batch, lower), self.train.alphas, strict=True)
         found = []
         for number, ((states, *head), alpha) in enumerate(heads, 1):
             targets = self.index_tensor(
@@ -120,15 +136,19 @@ class HeadObjective(TorchObjective):
             found.append((f"head_{number}", alpha, states, head, targets))
         return self.weighted_loss(found)
 
-    def _rows(self, batch: Batch, lower: torch.Tensor) -> list[Any]:
+    def _head_inputs(self, batch: Batch, lower: torch.Tensor) -> list[Any]:
         """Return, for each head, its states [B, K, W], and the matrix and bias that give logits of
         them.
+
+        Args:
+            batch: B texts of K anchors.
+            lower: [B, T, D] as `lower` gives it.
         """
         levels = range(self.model.config.num_levels)
         # Where the text has ended there is no target either.
         text = torch.stack([self.index_tensor(batch.targets(level)) for level in levels], dim=-1)
         with autocast_for(self.device, self.dtype):
-            rows = self.model.rows(
+            rows = self.model.head_inputs(
                 self._anchor_states(batch, lower), text.clamp(min=0), self._lm_heads[STREAM]
             )
             return [(row.to(self.dtype), weight.to(self.dtype), bias) for row, weight, bias in rows]
@@ -141,13 +161,19 @@ class HeadObjective(TorchObjective):
     def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `count` likeliest tokens of every head, given the text before them.
+        """Return the `count` likeliest tokens of every head; a speculator's stages are given the
+        text's own tokens before theirs.
+
+        Args:
+            batch: B texts of K anchors.
+            lower: [B, T, D] as `lower` gives it.
+            count: tokens of each head.
 
         Returns:
             [B, K, G, count] tokens, best first, and their log probabilities.
         """
         found: list[Any] = []
-        for row in self._rows(batch, lower):
+        for row in self._head_inputs(batch, lower):
             logits = nn.functional.linear(*row)
             found.append(logits.float().log_softmax(-1).topk(count))
         tokens = torch.stack([best.indices for best in found], dim=2).cpu().numpy()
@@ -159,7 +185,15 @@ class HeadObjective(TorchObjective):
     def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay | None:
         """Count the target calls of decoding the batch's answers with trees of `size` nodes.
 
-        An MLP speculator's guesses depend on the path, so its answers are decoded side by side.
+        An MLP speculator drafts behind its own guesses here, not behind the text.
+
+        Args:
+            batch: B texts.
+            lower: [B, T, D] as `lower` gives it.
+            size: nodes of a tree, the root included.
+
+        Returns:
+            Tokens and calls of all answers; the call of each prompt is counted.
         """
         if not isinstance(self.model, MlpSpeculatorReference):
             return super().replay(batch, lower, size)
@@ -187,27 +221,32 @@ class HeadObjective(TorchObjective):
 
 def accepted_depth(
     tokens: Sequence[np.ndarray],
-    edges: Sequence[np.ndarray],
+    edge_logprobs: Sequence[np.ndarray],
     widths: Sequence[int],
-    keep: int,
+    num_nodes: int,
     following: Sequence[int],
 ) -> int:
-    """Return how many of the next tokens the best nodes of a full tree have on one path.
+    """Return how many of the next tokens stand on one path of a tree: how many would be accepted.
+
+    The tree is the full one, cut to the likeliest nodes; where the last of these ties, all that tie
+    stay.
 
     Args:
-        tokens: by level, [widths[0] * ... * widths[i]] guesses, path by path.
-        edges: their log probabilities given the node above, alike.
+        tokens: by level, [widths[0] * ... * widths[i]] guesses, the children of a node side by
+            side.
+        edge_logprobs: of the same shapes, given the node above; they are cut to the bounds that all
+            drafting has.
         widths: children of a node, by level.
-        keep: nodes of the tree that are kept, the root included, the likeliest.
+        num_nodes: of the tree, the root included.
         following: the text's next tokens.
     """
     sums = []
     above = np.zeros(1)
-    for own, width in zip(edges, widths, strict=True):
+    for own, width in zip(edge_logprobs, widths, strict=True):
         above = np.repeat(above, width) + np.clip(own, MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
         sums.append(above)
     every = np.concatenate(sums)
-    least = np.sort(every)[-min(keep - 1, len(every))] if keep > 1 else np.inf
+    least = np.sort(every)[-min(num_nodes - 1, len(every))] if num_nodes > 1 else np.inf
     beam = 0
     depth = 0
     for level, width, wanted in zip(range(len(widths)), widths, following, strict=False):

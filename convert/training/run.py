@@ -33,8 +33,13 @@ IGNORED = -1
 def build_model(
     base: nn.Module, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
 ) -> StreamFusedReference:
-    """Build a model with new streams and LoRA, drawn from the run's seed, on `base`, which is
-    changed.
+    """Build a model with new streams and LoRA on a base.
+
+    Args:
+        base: of transformers; becomes part of the model, and is changed.
+        config: the streams' settings.
+        train: has LoRA's settings, and the seed, with which PyTorch's global generator is seeded.
+        draft_vocab: [Vd] int32; None for all tokens.
     """
     torch.manual_seed(train.seed)
     return StreamFusedReference(
@@ -46,7 +51,10 @@ def build_model(
 
 
 def freeze_base(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters that are not trained to `dtype`; those that are stay in float32."""
+    """Cast the parameters that take no gradients to `dtype`, in place; the others stay as they are.
+
+    Which ones take gradients is not changed.
+    """
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -55,7 +63,9 @@ def freeze_base(model: nn.Module, dtype: torch.dtype) -> None:
 def autocast_for(
     device: torch.device, dtype: torch.dtype
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which PyTorch computes in `dtype`; one that does nothing for float32."""
+    """Return a context in which PyTorch computes in `dtype` on the device's kind; for float32 one
+    that does nothing.
+    """
     if dtype == torch.float32:
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = torch.autocast(device.type, dtype)
@@ -63,7 +73,8 @@ def autocast_for(
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a name; "auto" takes CUDA, then MPS, then the CPU.
+    """Return the device of a name: "cuda", "mps", "cpu", or "auto" for the first of these that is
+    there.
 
     Raises:
         InputError: PyTorch does not find the device.
@@ -95,8 +106,14 @@ class TorchObjective(Objective):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Take the LM head's rows once; `dtype` is that of the frozen weights and the
-        arithmetic.
+        """Gather the LM head's rows of the draft vocabulary once, as they are now.
+
+        Args:
+            model: streams, LoRA and the base; it is not moved.
+            train: settings of the training.
+            draft_vocab: [Vd] tokens; None for all.
+            device: to compute on.
+            dtype: of the frozen weights and the arithmetic.
         """
         self.model = model
         self.train = train
@@ -114,8 +131,10 @@ class TorchObjective(Objective):
 
     @without_gradients
     def lower(self, batch: Batch) -> torch.Tensor:
-        """Return what the frozen layers give for a batch, [B, T, state_size]; see
-        `Objective.lower`.
+        """Return what the frozen layers give for a batch, [B, T, state_size].
+
+        That is the hidden states before the insertion layer; or, where `train.keeps_streams`, the
+        streams' final-normed states in the rows of their anchors, on the CPU, and zeros elsewhere.
         """
         with autocast_for(self.device, self.dtype):
             states = self.model.lower_states(
@@ -130,7 +149,13 @@ class TorchObjective(Objective):
         return rows
 
     def upper(self, batch: Batch, lower: torch.Tensor) -> HiddenStates:
-        """Run from `lower` [B, T, D] to the final norm, with streams on every anchor."""
+        """Run from the hidden states before the insertion layer to the final norm, with streams on
+        every anchor.
+
+        Args:
+            batch: B texts.
+            lower: [B, T, D] on the device.
+        """
         anchors = self.index_tensor(batch.anchors)
         with autocast_for(self.device, self.dtype):
             tokens = self.index_tensor(batch.tokens)
@@ -139,20 +164,24 @@ class TorchObjective(Objective):
             )
 
     def logits(self, hidden: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return logits [..., V], or of streams [..., Vd], of final-normed states [..., D]; `kind`
-        is a term's.
+        """Return logits [..., V], or of streams [..., Vd].
+
+        Args:
+            hidden: [..., D] final-normed states.
+            kind: of a term, such as `MAIN`; it decides which rows of the LM head are taken.
         """
         return F.linear(hidden.to(self.dtype), *self._lm_heads[kind])
 
     def loss(
         self, batch: Batch, lower: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return eq. 5's weighted sum, and each of its means.
+        """Return eq. 5's weighted sum, with gradients, and each of its means.
 
         Args:
             batch: B texts.
-            lower: [B, T, state_size] as `lower` gives it.
-            step: decides which anchors teach the pruning adapter.
+            lower: [B, T, state_size] as the method `lower` gives it.
+            step: decides which anchors teach the pruning adapter, and the streams themselves where
+                there is a condition.
 
         Returns:
             The sum; and the means by "NAME_loss", in nats a token.
@@ -176,8 +205,10 @@ class TorchObjective(Objective):
         return self.weighted_loss(found)
 
     def _states(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return hidden states [..., D] by the kinds of rows that terms name: main and streams
-        after the final norm, pruning's as `lower` has them.
+        """Return hidden states [..., D] by the kinds of rows that terms name.
+
+        Main and streams are final-normed, pruning's as `lower` has them. Where
+        `train.keeps_streams`, `lower` has the streams, and there are no others.
         """
         nodes = lower.to(self.device)
         if self.train.keeps_streams:
@@ -191,6 +222,8 @@ class TorchObjective(Objective):
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weighted sum of mean cross-entropies, and each mean by "NAME_loss", in nats a
         token.
+
+        A term without any target counts 0.
 
         Args:
             terms: each a name, a weight, states [R, D], the head's (weight, bias), and targets [R],
@@ -212,7 +245,18 @@ class TorchObjective(Objective):
     def rank_candidates(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `count` likeliest tokens of every stream; see `Objective.rank_candidates`."""
+        """Return the `count` likeliest tokens of every stream, and their log probabilities.
+
+        Args:
+            batch: B texts of K anchors.
+            lower: as `lower` gives it.
+            count: C, tokens of each stream.
+
+        Returns:
+            [B, K, G, C] tokens of the model's vocabulary, best first; and log probabilities
+            [B, K, G, C], or with a condition [B, K, G, C, C] given each candidate of the stream
+            before.
+        """
         streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
         shape = *batch.anchors.shape, self.train.num_streams, -1
         streams = streams.reshape(shape)
@@ -235,12 +279,15 @@ class TorchObjective(Objective):
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
     ) -> torch.Tensor:
-        """Return [K, G, C, C] log probabilities of one answer's candidates given each of the stream
-        before.
+        """Return [K, G, C, C] log probabilities of one answer's candidates (last axis) given each
+        of the stream before.
+
+        They add up to what the C candidates' probabilities added up to without a condition.
 
         Args:
             streams: [K, G, D] final-normed.
-            roots: [K] the token after each anchor; -1 for none.
+            roots: [K] the token after each anchor, which stands before the first stream's; -1 for
+                none.
             tokens: [K, G, C] candidates.
             logprobs: [K, G, C] their log probabilities without a condition.
         """
@@ -255,11 +302,13 @@ class TorchObjective(Objective):
 
     @without_gradients
     def mean_losses(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
-        """Return the means of `loss`, by "NAME_loss"; nothing is learned."""
+        """Return the mean of each term of the loss at step 0, by "NAME_loss", in nats a token;
+        nothing is learned.
+        """
         return self.loss(batch, lower, 0)[1]
 
     def to_bits(self, states: torch.Tensor) -> np.ndarray:
-        """Return states as integers of their width in NumPy, which has no bfloat16."""
+        """Return states as a NumPy array of int16 or int32, bit for bit: NumPy has no bfloat16."""
         kind = torch.int16 if self.state_bytes == 2 else torch.int32
         bits: np.ndarray = states.cpu().view(kind).numpy()
         return bits
@@ -282,15 +331,20 @@ class TorchObjective(Objective):
 
 
 class TorchTrainer(Trainer):
-    """Takes training steps in PyTorch, with AdamW; the stream embeddings have a rate of their
-    own.
+    """Takes training steps in PyTorch, with AdamW; `stream_embeddings` learn at a multiple of the
+    rate, `embedding_rate`.
     """
 
     STATE_FILE = "state.pt"
     objective: TorchObjective
 
     def __init__(self, objective: TorchObjective, num_steps: int) -> None:
-        """Begin at step 0; `num_steps` of the whole run decide the learning rate."""
+        """Begin at step 0, with AdamW on the parameters that take gradients.
+
+        Args:
+            objective: its model is trained in place.
+            num_steps: of the whole run, which decide the learning rate.
+        """
         self.objective = objective
         self.num_steps = num_steps
         self.step = 0
@@ -306,10 +360,18 @@ class TorchTrainer(Trainer):
         )
 
     def advance(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
-        """Take one optimiser step; see `Trainer.advance`.
+        """Take one optimiser step on a batch.
+
+        Args:
+            batch: this process's.
+            lower: as `TorchObjective.lower` gives it for the batch.
+
+        Returns:
+            The steps taken so far as "step", the learning rate as "rate", and each term's loss
+            before the step by "NAME_loss".
 
         Raises:
-            InputError: the gradient is not finite.
+            InputError: the gradient is not finite; no step is taken.
         """
         train = self.objective.train
         rate = train.rate(self.step, self.num_steps)
@@ -333,13 +395,16 @@ class TorchTrainer(Trainer):
         torch.save({**state, "optimizer": self.optimizer.state_dict()}, path)
 
     def read(self, path: Path) -> tuple[str, Any]:
-        """Return the identity in a file of `write`, and its state."""
+        """Return the identity in a file of `write`, and its state on the CPU; nothing is set.
+
+        A broken file raises whatever PyTorch raises.
+        """
         state: dict[str, Any] = torch.load(path, "cpu", weights_only=True)
         return state["identity"], state
 
     @without_gradients
     def restore(self, state: dict[str, Any]) -> None:
-        """Set weights, optimiser and step to those of a state."""
+        """Set weights, optimiser and step to those of a state that `read` returned."""
         for name, parameter in self.named.items():
             parameter.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -349,9 +414,9 @@ class TorchTrainer(Trainer):
 class LinearCrossEntropy(Function):
     """The scaled sum of cross-entropies under a linear head, and each row's own [R] in nats.
 
-    No gradient passes through the rows' losses. The logits are by far the largest arrays of a
-    step: loss and gradient are computed a few rows at a time, in one go, and no logits are kept.
-    It reaches `hidden` [R, D], and `weight` [V, D] unless that is frozen; not `bias` [V].
+    No gradient passes through the rows' losses. The logits are by far the largest arrays of a step:
+    loss and gradient are computed a few rows at a time, in one go, and no logits are kept. The
+    gradient reaches `hidden` [R, D], and `weight` [V, D] where it takes gradients; not `bias` [V].
     """
 
     @staticmethod
@@ -397,7 +462,9 @@ class LinearCrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the kept gradients of `hidden` and `weight`, times that of the sum."""
+        """Return the kept gradients of `hidden` and `weight`, times the sum's; None for a weight
+        that takes none, and for the rest.
+        """
         found = (
             one if one is None else one * upstream[0].to(one.dtype) for one in ctx.saved_tensors
         )
@@ -405,7 +472,7 @@ class LinearCrossEntropy(Function):
 
 
 def use_stream_attention(base: nn.Module, num_streams: int) -> None:
-    """Make the attention modules of `base` score stream rows sparsely.
+    """Make the attention modules of `base` score stream rows sparsely, by `stream_attention`.
 
     With K anchors of G streams, a stream row sees the node rows and at most G of the K * G stream
     rows; PyTorch's kernels would score it against all of them. Node rows still go to these kernels.
@@ -427,8 +494,11 @@ def use_stream_attention(base: nn.Module, num_streams: int) -> None:
         scaling: float | None = None,
         **settings: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute attention as transformers' modules call it: of stream rows if there are fewer
-        rows than keys.
+        """Compute attention as transformers' modules call it.
+
+        Where there are as many queries as keys, or no mask, the rows are nodes and PyTorch's kernel
+        computes; else they are stream rows. Shapes are those of `stream_attention`; the result is
+        [B, rows, H, Dh], and None in the place of weights.
         """
         if attention_mask is None or query.shape[2] == key.shape[2]:
             of_nodes: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -452,13 +522,14 @@ def stream_attention(
     num_streams: int,
     scale: float,
 ) -> torch.Tensor:
-    """Compute eq. 2 for the K * G stream rows.
+    """Compute attention (eq. 2) for the K * G stream rows, anchor by anchor.
 
     Args:
-        query: [B, H, K * G, Dh].
+        query: [B, H, K * G, Dh], not scaled yet.
         key: [B, Hkv, T + K * G, Dh] of the node rows, then of the stream rows.
         value: likewise.
-        mask: [B, 1, K * G, T + K * G] additive; its part of the stream rows is not read.
+        mask: [B, 1, K * G, T + K * G] additive; its part of the stream rows is not read: a stream
+            sees the streams of its anchor up to itself.
         num_streams: G.
         scale: of the scores.
 

@@ -17,7 +17,9 @@ QUESTIONS = ("Write a short poem about the sea.", "Why is the sky blue?")
 
 
 class Screen:
-    """Shows the end of each answer on a line of its own while it grows, then whole answers."""
+    """Shows the end of each answer on a line of its own while it grows, on a terminal; then whole
+    answers.
+    """
 
     def __init__(self, questions: list[str]) -> None:
         """Start with an empty text for each question."""
@@ -27,7 +29,12 @@ class Screen:
         self._drawn = 0
 
     def add(self, number: int, text: str) -> None:
-        """Add text to an answer, and draw all lines again if standard error is a terminal."""
+        """Add text to an answer, and draw all lines again if standard error is a terminal.
+
+        Args:
+            number: of the question, from 0 on.
+            text: the next piece.
+        """
         self.texts[number] += text
         if self._live:
             width = shutil.get_terminal_size().columns - 5
@@ -43,7 +50,14 @@ class Screen:
 
 
 async def answer(engine: ssmlx.Engine, number: int, screen: Screen, max_tokens: int) -> None:
-    """Stream one answer onto the screen."""
+    """Stream one answer onto the screen; where the task is cancelled, so is the answer.
+
+    Args:
+        engine: the model.
+        number: of the question on the screen, from 0 on.
+        screen: is changed.
+        max_tokens: of the answer.
+    """
     question = screen.questions[number]
     async with engine.stream(question, max_tokens=max_tokens) as segments:
         async for segment in segments:
@@ -51,14 +65,25 @@ async def answer(engine: ssmlx.Engine, number: int, screen: Screen, max_tokens: 
 
 
 async def answer_all(engine: ssmlx.Engine, screen: Screen, max_tokens: int) -> None:
-    """Stream every answer; where one fails or Ctrl-C comes, all are cancelled."""
+    """Stream every answer at once; where one fails or Ctrl-C comes, all are cancelled.
+
+    Raises:
+        ExceptionGroup: the errors of answers that failed.
+    """
     async with asyncio.TaskGroup() as tasks:
         for number in range(len(screen.questions)):
             tasks.create_task(answer(engine, number, screen, max_tokens))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Ask the questions of the command line; returns 0, 2 for bad input, 130 for Ctrl-C."""
+    """Ask the questions of the command line, and print the answers, whole or not.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+
+    Returns:
+        The exit code: 0, 2 for a model that cannot be loaded, 130 for Ctrl-C.
+    """
     parser = argparse.ArgumentParser(description="Ask several questions at once.")
     parser.add_argument("questions", nargs="*", default=list(QUESTIONS))
     parser.add_argument("--model", default="smollm2-135m")

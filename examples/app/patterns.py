@@ -19,7 +19,7 @@ QUESTIONS = ("Name three primary colours.", "What is a monsoon?")
 async def answer_within(
     engine: ssmlx.Engine, question: str, seconds: float, max_tokens: int = 256
 ) -> tuple[str, bool]:
-    """Answer a question for some seconds at most.
+    """Answer a question for some seconds at most; then the answer is cancelled.
 
     Args:
         engine: the model.
@@ -45,7 +45,11 @@ async def answer_within(
 async def answer_until(
     engine: ssmlx.Engine, question: str, is_enough: Callable[[str], bool]
 ) -> str:
-    """Answer a question until `is_enough` of the text so far, as a Stop button does it."""
+    """Answer a question until `is_enough` of the text so far, as a Stop button does it.
+
+    Returns:
+        The text until then, or the whole answer.
+    """
     text = ""
     async with engine.stream(question, max_tokens=2000) as answer:
         async for segment in answer:
@@ -56,7 +60,7 @@ async def answer_until(
 
 
 async def close_under_answers(engine: ssmlx.Engine, questions: Sequence[str]) -> list[str]:
-    """Ask several questions and close the engine in the middle of the answers.
+    """Ask several questions, and close the engine once each answer has begun.
 
     Returns:
         What there was of each answer. `close` cancels them; reading them ends without an error.
@@ -64,6 +68,7 @@ async def close_under_answers(engine: ssmlx.Engine, questions: Sequence[str]) ->
     begun = [asyncio.Event() for _ in questions]
 
     async def read(number: int) -> str:
+        """Return the text of an answer, and set its event at each segment."""
         text = ""
         async for segment in engine.stream(questions[number], max_tokens=2000):
             text += segment.text
@@ -84,14 +89,17 @@ def answer_in_this_process(model: str, question: str, max_tokens: int) -> str:
 
 
 def answer_in_another_process(model: str, question: str, max_tokens: int) -> str:
-    """Answer one question in a process that was spawned: a forked one cannot use MLX."""
+    """Answer one question in a process that was spawned: a forked one cannot use MLX.
+
+    The model is loaded there; nothing is loaded in this process.
+    """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(answer_in_this_process, model, question, max_tokens).result()
 
 
 async def show(model: str) -> None:
-    """Show each of them once."""
+    """Show a time-out, a cancelled answer and a closed engine once each, and print what came."""
     engine = await asyncio.to_thread(ssmlx.Engine, model)
     text, is_whole = await answer_within(engine, QUESTIONS[0], seconds=1)
     print(f"within a second ({'whole' if is_whole else 'cut'}): {text}")
@@ -102,7 +110,14 @@ async def show(model: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Show each of them with the model of the command line; the exit code."""
+    """Show each pattern with the model of the command line.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+
+    Returns:
+        The exit code: 0, or 2 for a model that cannot be loaded.
+    """
     parser = argparse.ArgumentParser(description="Time-outs, cancelling, closing, processes.")
     parser.add_argument("--model", default="smollm2-135m")
     args = parser.parse_args(argv)

@@ -12,11 +12,23 @@ class Assistant:
     """Answers questions with one model, and counts what its drafts saved."""
 
     def __init__(self, model: str | Path, *, memory_gb: float | None = None) -> None:
+        """Load the model.
+
+        Args:
+            model: a folder, a Hub name or an alias.
+            memory_gb: what texts may take beside the weights, in GB; None for ssmlx's default.
+        """
         self.engine = ssmlx.Engine(model, memory_gb=memory_gb)
         self.saved_calls = 0
 
     def ask(self, question: str, adapter: str | None = None) -> str:
-        """Answer a question; an empty text where there is no memory for it."""
+        """Answer a question, and count the calls that drafts saved; an empty text where there is no
+        memory for it.
+
+        Args:
+            question: is asked alone.
+            adapter: a name or folder; None for the engine's default.
+        """
         config = ssmlx.GenerateConfig(max_tokens=40, temp=0.0, stop=("\n\n",))
         text = ""
         last: ssmlx.GenerationResponse | None = None
@@ -32,13 +44,13 @@ class Assistant:
         return text
 
     async def ask_async(self, question: str) -> str:
-        """The same on an event loop."""
+        """Answer a question on an event loop; saved calls are not counted."""
         async with self.engine.stream(question, max_tokens=40) as answer:
             pieces: list[str] = [segment.text async for segment in answer]
         return "".join(pieces)
 
     def chat(self) -> ssmlx.ChatSession:
-        """Begin a conversation."""
+        """Begin a conversation; its turns are answered by the session."""
         return self.engine.chat(ssmlx.GenerateConfig(tree=ssmlx.TreeConfig(size=8)))
 
     def close(self) -> None:
@@ -47,7 +59,11 @@ class Assistant:
 
 
 def answer_once(model: str, question: str) -> tuple[str, float]:
-    """Answer one question without an engine: the text, and the tokens per target call."""
+    """Answer one question without an engine, with the adapter that ssmlx chooses.
+
+    Returns:
+        The text, and the tokens per target call.
+    """
     loaded, tokenizer = ssmlx.load(model, adapter="auto")
     prompt: list[int] = ssmlx.prompt_tokens(question, loaded, tokenizer)
     responses = list(ssmlx.stream_generate(loaded, tokenizer, prompt, max_tokens=40))

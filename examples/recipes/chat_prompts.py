@@ -20,12 +20,12 @@ from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts
 from ssmlx.training.questions import (
+    draw_shipped_prompts,
     is_good_prompt,
     normalise_prompt,
     opening_words,
     split_lists,
     user_prefix,
-    write_shipped_prompts,
 )
 
 PROG = "examples.recipes.chat_prompts"
@@ -44,6 +44,8 @@ SAMPLING: dict[str, Any] = {"max_tokens": 110, "temp": 1.0, "top_p": 0.95}
 
 
 class Counts(NamedTuple):
+    """How many prompts of a split the model wrote, and how many have two turns."""
+
     sampled: int
     two_turn: int
 
@@ -51,10 +53,12 @@ class Counts(NamedTuple):
 COUNTS = {"train": Counts(2350, 600), "valid": Counts(80, 20), "test": Counts(80, 20)}
 
 
-def two_turn_chats(
+def make_two_turn_chats(
     model: Any, tokenizer: Any, firsts: Sequence[str], follow_ups: Sequence[str], batch_size: int
 ) -> list[dict[str, Any]]:
     """Make chats of a prompt, the model's greedy answer, and a follow-up question.
+
+    The answer is cut at `FIRST_ANSWER_TOKENS` tokens, then after its last whole sentence.
 
     Args:
         model: of transformers.
@@ -62,34 +66,45 @@ def two_turn_chats(
         firsts: prompts.
         follow_ups: one for each prompt.
         batch_size: answers at once.
+
+    Returns:
+        A row with "messages" for each prompt, in their order.
     """
     encoded = continuations.encode_prompts(
         [{"prompt": text} for text in firsts], tokenizer, model.config.max_position_embeddings
     )
     sampling = Sampling(max_tokens=FIRST_ANSWER_TOKENS)
-    stop = continuations.end_tokens(model, tokenizer)
+    stop = continuations.find_end_tokens(model, tokenizer)
     chats: list[dict[str, Any]] = [{}] * len(firsts)
     for batch in continuations.plan_batches([len(tokens) for tokens in encoded], batch_size):
         answers = continuations.generate_batch(
             model, [encoded[index] for index in batch], sampling, stop
         )
         for index, answer in zip(batch, answers, strict=True):
-            said = whole_sentences(tokenizer.decode(answer.tokens, skip_special_tokens=True))
+            said = cut_to_whole_sentences(tokenizer.decode(answer.tokens, skip_special_tokens=True))
             turns = (("user", firsts[index]), ("assistant", said), ("user", follow_ups[index]))
             chats[index] = {"messages": [{"role": r, "content": text} for r, text in turns]}
     return chats
 
 
-def whole_sentences(text: str) -> str:
-    """Cut a text after its last sentence or line; return all of it if there is none."""
+def cut_to_whole_sentences(text: str) -> str:
+    """Cut a text after its last sentence or line, and strip it; all of it stays if no sentence
+    ends.
+    """
     ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)|(?=\n)", text)]
     return (text[: ends[-1]] if ends and text[: ends[-1]].strip() else text).strip()
 
 
-def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Divide the model's own prompts among the splits.
+def split_sampled_prompts(
+    found: Sequence[str], written: dict[str, list[str]]
+) -> dict[str, list[str]]:
+    """Divide the model's own prompts among the splits "test", "valid" and "train", in this order.
 
     Prompts that begin like a hand-written one, or like an earlier one, are left out.
+
+    Args:
+        found: the model's prompts.
+        written: the hand-written prompts of every split.
 
     Raises:
         InputError: too few are left.
@@ -119,13 +134,20 @@ def sample_prompts(
 ) -> list[str]:
     """Sample `count` different prompts from the model, in the order in which they came.
 
-    Those that did not end by themselves, or are no good prompts, are drawn again.
+    What did not end by itself, is no good prompt or came before is passed over, and more are drawn.
+
+    Args:
+        model: of transformers.
+        tokenizer: its tokenizer.
+        count: how many.
+        batch_size: prompts that are sampled at once.
+        seed: the same one gives the same prompts.
     """
     from huggingface_hub.utils import tqdm
 
     sampling = Sampling(seed=seed, **SAMPLING)
     prefix = user_prefix(tokenizer)
-    stop = continuations.end_tokens(model, tokenizer)
+    stop = continuations.find_end_tokens(model, tokenizer)
     found: dict[str, str] = {}
     with tqdm(total=count, unit="prompt", desc="sampling", disable=None, leave=False) as bar:
         for batch in itertools.count():
@@ -143,7 +165,11 @@ def sample_prompts(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `examples.recipes.chat_prompts`; --out is required.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(PROG, "Make the prompts of a chat data set.", EPILOG)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     continuations.add_generator_options(parser)
@@ -151,33 +177,40 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _main(args: argparse.Namespace) -> None:
-    """Write the prompts of all splits into --out."""
+def _write_prompts(args: argparse.Namespace) -> None:
+    """Write the prompts of all splits into --out, and say on standard error how many.
+
+    Raises:
+        InputError: PyTorch is missing, the model cannot be loaded, or too few different prompts
+            were sampled.
+    """
     from ssmlx.loading.names import resolve_model
 
     check_torch()
     continuations.check_batch_size(args.batch_size)
-    written = write_shipped_prompts(args.seed)
+    written = draw_shipped_prompts(args.seed)
     make_folder(args.out)
     model, tokenizer = continuations.load_generator(
         resolve_model(args.model), args.dtype, args.device
     )
-    sampled = sampled_prompts(_sample(args, model, tokenizer), written)
+    sampled = split_sampled_prompts(_read_or_sample_prompts(args, model, tokenizer), written)
     for split, lists in split_lists().items():
         rng = random.Random(f"{args.seed} {split} chats")
         texts = [*written[split], *sampled[split]]
         firsts = rng.sample(texts, COUNTS[split].two_turn)
         follow_ups = [rng.choice(lists["follow-ups"]) for _ in firsts]
         rows = [{"prompt": text} for text in texts]
-        rows += two_turn_chats(model, tokenizer, firsts, follow_ups, args.batch_size)
+        rows += make_two_turn_chats(model, tokenizer, firsts, follow_ups, args.batch_size)
         if split != "train":
             rows = rng.sample(rows, len(rows))
         continuations.write_jsonl(args.out / f"chat_{split}.jsonl", rows)
         print(f"{args.out}/chat_{split}.jsonl: {len(rows):,} prompts", file=sys.stderr)
 
 
-def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
-    """Return sampled prompts, those of an earlier run with the same settings if there are any."""
+def _read_or_sample_prompts(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
+    """Return sampled prompts: those that an earlier run with the same settings wrote, else new
+    ones, which are written into --out.
+    """
     of = hashlib.sha256(args.model.encode()).hexdigest()[:8]
     kept = args.out / f"sampled_{of}_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
     if kept.is_file():
@@ -187,7 +220,7 @@ def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
     return found
 
 
-main = make_main(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _write_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

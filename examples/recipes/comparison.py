@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from perf.run.results import ROOT, readable_result
+from perf.run.results import ROOT, explain_broken_result
 from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.options import add_options, make_main, make_parser, with_folder_lock
 from ssmlx.errors import require
@@ -37,38 +37,51 @@ class Step:
     finished: bool = False
 
     def options(self) -> dict[str, Any]:
-        """The command's options, parsed by its own parser."""
+        """Return the command's options by name, parsed by its own parser; its module is
+        imported.
+        """
         module, *words = shlex.split(self.command)
         options: dict[str, Any] = vars(import_module(module).parse_args(words))
         return options
 
-    def reads(self) -> list[str]:
-        """The files that the command learns from or answers."""
+    def input_files(self) -> list[str]:
+        """Return the files that the command learns from or answers, by the names of the recipe."""
         folder, prompts = map(self.options().get, ("data", "prompts"))
         learnt = [f"{folder}/{name}.jsonl" for name in ("train", "valid")] if folder else []
         return [*learnt, *map(str, prompts or ())]
 
     def words(self, args: argparse.Namespace) -> list[str]:
-        """The command's words with real folders; for a replay, with fewer steps and prompts."""
-        words = [place(word, args) for word in shlex.split(self.command)]
+        """Return the command's words with real folders; with --max-steps, with fewer steps and
+        prompts.
+
+        Args:
+            args: the recipe's options.
+        """
+        words = [real_path(word, args) for word in shlex.split(self.command)]
         for name, most in (("max_steps", args.max_steps), ("count", 16 * args.max_steps)):
             if most and name in self.options():
                 words += [f"--{name.replace('_', '-')}", str(most)]
         return words
 
 
-def place(name: str, args: argparse.Namespace) -> str:
-    """Replace a leading DATA or OUT of a path by the folder of --data-dir or --out."""
+def real_path(name: str, args: argparse.Namespace) -> str:
+    """Replace a leading DATA or OUT of a path by the folder of --data-dir or --out; other paths
+    stay.
+
+    Args:
+        name: such as "DATA/sql/train.jsonl".
+        args: the recipe's options.
+    """
     first, _, rest = name.partition("/")
     folders = {"DATA": args.data_dir.resolve(), "OUT": args.out.resolve()}
     return str(folders[first] / rest) if first in folders else name
 
 
-def check_equal(steps: Sequence[Step]) -> None:
-    """Check that the drafters of a task learn equally much.
+def check_equal_training(steps: Sequence[Step]) -> None:
+    """Raise InputError where two drafters of a task were not to learn equally much.
 
-    Raises:
-        InputError: two of its steps differ in one of `EQUAL`.
+    Steps that train are compared with the first of their task in the settings of `EQUAL`; steps
+    without streams, which train a task's LoRA, are not.
     """
     rivals: dict[str, tuple[str, str]] = {}
     for step in steps:
@@ -80,13 +93,19 @@ def check_equal(steps: Sequence[Step]) -> None:
             require(has == expected, found, expected=f"{expected}, as {name}", do="make them equal")
 
 
-def check_file(name: str, files: dict[str, str | None], args: argparse.Namespace) -> None:
-    """Compare a file with its digest in `files`; a digest of None is filled in.
+def check_digest(name: str, files: dict[str, str | None], args: argparse.Namespace) -> None:
+    """Compare the SHA-256 of a file with its digest in `files`; a digest of None is filled in
+    there.
+
+    Args:
+        name: of the file in the recipe.
+        files: digests by name; is changed.
+        args: the recipe's options.
 
     Raises:
         InputError: the file is missing, or another one.
     """
-    path = ROOT / place(name, args)
+    path = ROOT / real_path(name, args)
     expected = files[name]
     do = "take the steps before it, or give --data-dir"
     require(path.is_file(), f"{path} does not exist", expected="data to learn from", do=do)
@@ -97,7 +116,11 @@ def check_file(name: str, files: dict[str, str | None], args: argparse.Namespace
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `examples.recipes.comparison`; --out is required.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(PROG, "Make the drafters that perf.compare compares.", EPILOG)
     add_options(
         parser,
@@ -109,22 +132,32 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def take(words: Sequence[str]) -> int:
+def run_module(words: Sequence[str]) -> int:
+    """Run `python -m` with these words in the checkout, and return its exit code."""
     return subprocess.run([sys.executable, "-m", *words], cwd=ROOT).returncode
 
 
-def _main(args: argparse.Namespace) -> int:
-    """Run the steps that are not finished, and record each; returns the first failure's exit
-    code."""
+def _run_recipe(args: argparse.Namespace) -> int:
+    """Run the chosen steps that are not finished, one after the other, and record each in
+    OUT/comparison.json.
+
+    Returns:
+        The exit code of the first step that fails, after which none is run; 0 where all are
+        finished.
+
+    Raises:
+        InputError: a file is missing or another one, --only names no step, or OUT holds a run with
+            another --max-steps.
+    """
     record = args.out / MANIFEST.name
     source = record if record.is_file() else MANIFEST
     manifest = read_json(source, "a manifest of steps")
-    with readable_result(source, PROG):
+    with explain_broken_result(source, PROG):
         files = manifest["files"]
         steps = [Step(**step) for step in manifest["steps"]]
         for step in steps:  # what was set to None is to be learned from anew
-            step.finished &= None not in [files[name] for name in step.reads()]
-    check_equal(steps)
+            step.finished &= None not in [files[name] for name in step.input_files()]
+    check_equal_training(steps)
     before = manifest.setdefault("max_steps", args.max_steps)
     found = f"{args.out} holds a run with --max-steps {before}"
     require(before == args.max_steps, found, expected=f"{args.max_steps}", do="give another --out")
@@ -134,20 +167,21 @@ def _main(args: argparse.Namespace) -> int:
     require(bool(chosen), f"--only {args.only}", expected="a task or a step", do="correct it")
 
     def keep() -> None:
+        """Write the record with the steps and digests as they are now."""
         told = {**manifest, "steps": [asdict(step) for step in steps]}
         write_whole(record, json.dumps(told, indent=1).encode() + b"\n")
 
     for number, step in enumerate(chosen, 1):
         for name in files:
-            if name in step.reads() or not name.startswith(("OUT/", "DATA/")):
-                check_file(name, files, args)
+            if name in step.input_files() or not name.startswith(("OUT/", "DATA/")):
+                check_digest(name, files, args)
         if not step.finished:
             words = step.words(args)
             step.commit = describe_machine()["commit"]
             told = f"{number} of {len(chosen)}, {step.name}: python -m {shlex.join(words)}"
             print(told, file=sys.stderr)
             keep()
-            if code := take(words):
+            if code := run_module(words):
                 return code
             step.finished = True
             keep()
@@ -155,7 +189,7 @@ def _main(args: argparse.Namespace) -> int:
     return 0
 
 
-main = make_main(PROG, parse_args, with_folder_lock(_main))
+main = make_main(PROG, parse_args, with_folder_lock(_run_recipe))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -38,14 +38,14 @@ Attributes = tuple[tuple[str, str], ...]
 
 
 def parse_attributes(text: str) -> Attributes:
-    """Parse `name[Aromi], area[riverside]` into pairs.
+    """Parse `name[Aromi], area[riverside]` into pairs, in their order.
 
     Raises:
         InputError: the text has another form.
     """
     found = tuple(_ATTRIBUTE.findall(text))
     require(
-        bool(found) and spell(found) == text,
+        bool(found) and format_attributes(found) == text,
         f"the prompt {text!r}",
         expected="attributes such as name[Aromi], area[riverside]",
         do="give the E2E task's folder",
@@ -53,12 +53,16 @@ def parse_attributes(text: str) -> Attributes:
     return found
 
 
-def spell(attributes: Attributes) -> str:
+def format_attributes(attributes: Attributes) -> str:
     return ", ".join(f"{name}[{value}]" for name, value in attributes)
 
 
-def more_values(held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]:
-    """`VALUES` without the names and places that the prompts `held_out` have."""
+def read_more_values(held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]:
+    """Read `VALUES`, values by attribute, without the names and places that held-out prompts have.
+
+    Args:
+        held_out: these prompts' attributes.
+    """
     kept_back = {pair for one in held_out for pair in one if pair[0] in _UNSEEN}
     return {
         name: [value for value in values if (name, value) not in kept_back]
@@ -66,7 +70,7 @@ def more_values(held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]
     }
 
 
-def recombine(
+def recombine_attributes(
     known: Sequence[Attributes],
     count: int,
     taken: Collection[str],
@@ -77,10 +81,13 @@ def recombine(
 
     Args:
         known: prompts as pairs.
-        count: how many to make; fewer if there are no more.
+        count: how many to make; fewer if `DRY_ROUNDS` draws in a row give nothing new.
         taken: prompts that must not be made.
         seed: of the draws.
         more: further values by attribute, from which half of the draws come.
+
+    Returns:
+        The prompts as texts, all different.
     """
     draw = random.Random(seed)
     seen = set(taken)
@@ -90,6 +97,7 @@ def recombine(
             values.setdefault(name, []).append(value)
 
     def value_of(name: str) -> str:
+        """Draw a value of an attribute."""
         new = more.get(name)
         return draw.choice(new if new and draw.random() < MORE_SHARE else values[name])
 
@@ -97,7 +105,7 @@ def recombine(
     dry = 0
     while len(found) < count and dry < DRY_ROUNDS:
         names = [name for name, _ in draw.choice(known)]
-        text = spell(tuple((name, value_of(name)) for name in names))
+        text = format_attributes(tuple((name, value_of(name)) for name in names))
         dry = dry + 1 if text in seen else 0
         if not dry:
             seen.add(text)
@@ -106,7 +114,11 @@ def recombine(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `examples.recipes.e2e_prompts`; --data and --out are required.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(PROG, "Make more prompts of the E2E task.", EPILOG)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the task")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
@@ -116,8 +128,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _main(args: argparse.Namespace) -> None:
-    """Write new prompts into --out."""
+def _write_prompts(args: argparse.Namespace) -> None:
+    """Write the training file's prompts that are not held out, then new ones, into --out; say how
+    many.
+
+    Raises:
+        InputError: --count is below 1, or a file is missing or has prompts of another form.
+    """
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     own, *others = (
         [prompt.get("prompt", "") for prompt in read_prompts(args.data / f"{name}.jsonl", "--data")]
@@ -126,14 +143,14 @@ def _main(args: argparse.Namespace) -> None:
     own = list(dict.fromkeys(own))
     held_out = [text for texts in others for text in texts]
     known = [parse_attributes(text) for text in own]
-    more = more_values([parse_attributes(text) for text in held_out])
-    new = recombine(known, args.count, {*own, *held_out}, args.seed, more)
+    more = read_more_values([parse_attributes(text) for text in held_out])
+    new = recombine_attributes(known, args.count, {*own, *held_out}, args.seed, more)
     prompts = [text for text in own if text not in held_out] + new
     write_jsonl(args.out, ({"prompt": text} for text in prompts))
     print(f"{args.out}: {len(prompts):,} prompts, {len(new):,} of them new", file=sys.stderr)
 
 
-main = make_main(PROG, parse_args, _main)
+main = make_main(PROG, parse_args, _write_prompts)
 
 if __name__ == "__main__":
     raise SystemExit(main())

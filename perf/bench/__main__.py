@@ -37,7 +37,7 @@ from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, data_file, read_examples
 from ..run.timing import TimedAnswer
 from .machine import kernel_trials, measure_machine, weight_bits
-from .report import report
+from .report import format_report
 
 PROG = "perf.bench"
 EPILOG = """examples:
@@ -56,7 +56,9 @@ BAR = "{l_bar}{bar}"
 
 
 class Part(NamedTuple):
-    """An adapter to measure: a bundled name or a folder, its task, and its share of the time."""
+    """An adapter to measure: a bundled name or a folder, its task, its longest answer, its share of
+    the time, and its data (None for what ships).
+    """
 
     adapter: str
     task: str
@@ -72,6 +74,11 @@ PARTS = (Part("chat", "chat", 96, 0.3), Part("e2e", "e2e", 64, 0.25), Part("sql"
 
 def part_deadlines(now: float, seconds: float, weights: Mapping[str, float]) -> dict[str, float]:
     """Divide `seconds` from `now` among parts, in order and by weight.
+
+    Args:
+        now: in seconds, on some clock.
+        seconds: for all parts.
+        weights: of each part, by its name.
 
     Returns:
         When each part should end, on the clock of `now`. A part that ends early leaves its time to
@@ -98,7 +105,7 @@ class Rounds(NamedTuple):
 
 def run_rounds(
     target: Target,
-    of: Sequence[System],
+    systems: Sequence[System],
     prompts: Sequence[list[int]],
     deadline: float,
     *,
@@ -108,16 +115,19 @@ def run_rounds(
     """Let every system answer the first prompt once to warm up, then as many prompts as time
     allows.
 
-    The order of the systems rotates from round to round. No round begins if the longest one so far
-    would end after the deadline.
+    The order of the systems rotates from round to round. No round but the first begins if the
+    longest one so far would end after the deadline.
 
     Args:
         target: the loaded model.
-        of: the systems.
-        prompts: token ids.
+        systems: that answer.
+        prompts: token ids of each.
         deadline: in seconds, on the clock of `now`.
         label: of the progress bar.
         now: the clock.
+
+    Returns:
+        The rounds; the warm-up counts only where there was time for no other.
     """
     longest = 0.0
     found = list[dict[str, TimedAnswer]]()
@@ -128,8 +138,10 @@ def run_rounds(
         started = now()
         if turn and started + longest > deadline:
             break
-        first = max(0, turn - 1) % len(of)
-        one_round = {one.name: target.answer(one, prompt) for one in (*of[first:], *of[:first])}
+        first = max(0, turn - 1) % len(systems)
+        one_round = {
+            one.name: target.answer(one, prompt) for one in (*systems[first:], *systems[:first])
+        }
         longest = max(longest, now() - started)
         found = [one_round] if turn < 2 else [*found, one_round]
         is_cold = not turn
@@ -141,10 +153,18 @@ def run_rounds(
 def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
     """Measure the machine, answers with each adapter, and answers after long contexts.
 
-    A part that would not end in time is left out, and named in `left_out`.
+    What would not end in time is left out, and named in "left_out".
+
+    Args:
+        args: of the command.
+        parts: the adapters, in the order in which they are measured; the last one also answers
+            after long contexts.
 
     Returns:
         The report as JSON values.
+
+    Raises:
+        InputError: the model or an adapter cannot be loaded.
     """
     base = resolve_model(args.model)  # before the clock: a download is no measurement
     started = time.perf_counter()
@@ -168,7 +188,7 @@ def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, An
         if begun + needed > max(ends.values()):
             left_out.append(Path(part.adapter).name)
             continue
-        experiment = experiment_of(part, base, args.dtype)
+        experiment = build_experiment(part, base, args.dtype)
         target, prompts = experiment.load()
         streams = target.drafting(STREAMS).model
         loaded = time.perf_counter() - begun
@@ -199,14 +219,14 @@ def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, An
 
 
 def bench_systems(max_tokens: int) -> list[System]:
-    """mlx-lm, plain decoding, and drafting by default, all greedy."""
+    """Return mlx-lm, plain decoding, and drafting by default, all greedy."""
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens))
     return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), default]
 
 
-def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:
-    """The experiment of a part: its task, adapter and systems."""
+def build_experiment(part: Part, base: Path, dtype: str) -> Experiment:
+    """Return the experiment of a part: its task, adapter and systems, on a base model's folder."""
     task, (folder, adapter) = TASKS[part.task], adapter_with_streams(part.adapter)
     return Experiment(
         name=Path(part.adapter).name,
@@ -220,7 +240,15 @@ def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:
 def round_figures(
     experiment: Experiment, target: Target, prompts: Sequence[list[int]], found: Rounds, **more: Any
 ) -> dict[str, Any]:
-    """The figures of all answers of some rounds, as JSON values; `more` is added to them."""
+    """Return the figures of all answers of some rounds, as JSON values.
+
+    Args:
+        experiment: has the systems.
+        target: the loaded model.
+        prompts: token ids of each round's prompt.
+        found: the rounds.
+        more: further entries.
+    """
     answers = {
         system.name: [[Kept(one[system.name], "")] for one in found.found]
         for system in experiment.systems
@@ -230,7 +258,9 @@ def round_figures(
 
 
 def weights_text(target: Target) -> str:
-    """The precision of the weights, such as `float32`, or `4-bit weights, float16`."""
+    """Return the precision of the target's weights, such as `float32`, or `4-bit weights,
+    float16`.
+    """
     dtype = str(target.plain.backbone.dtype).removeprefix("mlx.core.")
     if not is_quantised(target.mlx_model):
         return dtype
@@ -242,7 +272,14 @@ def text_of_context(
 ) -> list[int]:
     """Make a context of exactly `length` tokens that ends with prompt number `turn`.
 
-    Earlier prompts with their answers come before it; the oldest is cut off at the front.
+    Earlier prompts with their answers come before it; the oldest is cut off at the front. Prompts
+    repeat where they are too few.
+
+    Args:
+        length: in tokens.
+        turn: number of the last prompt.
+        prompts: token ids of each.
+        answers: token ids, one list for each prompt.
     """
     text = list(prompts[turn % len(prompts)])
     while len(text) < length:
@@ -253,7 +290,9 @@ def text_of_context(
 
 
 def reference_tokens(example: Example, target: Target) -> list[int]:
-    """The first reference answer with its end token; empty where none is known."""
+    """Return token ids of the first reference answer with its end token; empty where none is
+    known.
+    """
     if not example.references:
         return []
     tokenizer = target.tokenizer
@@ -270,6 +309,8 @@ def measure_context(
     length: int,
 ) -> dict[str, Any] | None:
     """Let the systems answer after a context of `length` tokens until the deadline.
+
+    Each answer has `CONTEXT_TOKENS` tokens, as no token ends it.
 
     Args:
         experiment: its examples make the context.
@@ -292,17 +333,21 @@ def measure_context(
     answers = [reference_tokens(one, target) for one in experiment.examples]
     own = [text_of_context(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
     experiment = replace(experiment, systems=bench_systems(CONTEXT_TOKENS))
-    with target.endless():
+    with target.without_end_tokens():
         label = f"{length} tokens of context"
         found = run_rounds(target, experiment.systems, own, deadline, label=label)
     return round_figures(experiment, target, own, found, tokens=length)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    """Measure, print and save the report; 1 if float32 answers differ from plain decoding's."""
+    """Measure, print and save the report.
+
+    Returns:
+        The exit code: 1 if answers with float32 weights differ from plain decoding's, else 0.
+    """
     make_folder(args.out)
     result = measure_all(args, PARTS)
-    print_and_save(result, args.out / "bench", report(result))
+    print_and_save(result, args.out / "bench", format_report(result))
     differing = [
         task["adapter"]
         for task in result["answers"]
@@ -315,7 +360,11 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and run the benchmark; returns the exit code."""
+    """Run `perf.bench`, and return its exit code.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
     add_base(parser)

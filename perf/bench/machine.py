@@ -35,7 +35,7 @@ Clock = Callable[[], float]
 
 
 def measure_machine(model: StreamFusedModel, prompt: list[int], deadline: float) -> dict[str, Any]:
-    """Time whole forwards of a tree's rows, launches, and steps.
+    """Time whole forwards of a tree's rows, launches, and decoding steps.
 
     Args:
         model: with streams, on the weights that are measured.
@@ -43,8 +43,8 @@ def measure_machine(model: StreamFusedModel, prompt: list[int], deadline: float)
         deadline: on `time.perf_counter`'s clock, in seconds; `TURNS` bounds the turns until then.
 
     Returns:
-        `rows`: seconds of a forward of each of `ROWS` rows, their ratios to one row, and seconds
-        of a launch; `launches`: see `launches_result`.
+        "rows": seconds of a forward of each of `ROWS` rows, their ratios to one row, noise, and
+        seconds of a launch; "launches": what `measure_launches` returns.
     """
     cache = make_filled_cache(model, prompt, CONTEXT, max(ROWS))
 
@@ -71,7 +71,7 @@ def measure_machine(model: StreamFusedModel, prompt: list[int], deadline: float)
 
 
 def weight_bits(model: StreamFusedModel) -> int:
-    """Bits of a weight of the layers; the fewest, if layers differ."""
+    """Return the bits of a weight of the last layer; the fewest, if its matrices differ."""
     backbone = model.backbone
     packed = [one.bits for one in backbone.layers[-1].modules() if hasattr(one, "bits")]
     return min(packed, default=8 * backbone.dtype.size)
@@ -80,11 +80,11 @@ def weight_bits(model: StreamFusedModel) -> int:
 def make_filled_cache(
     model: StreamFusedModel, tokens: Sequence[int], context: int, scratch: int
 ) -> TreeCache:
-    """Make a cache that holds `context` tokens.
+    """Make a cache that holds `context` tokens, computed by the model.
 
     Args:
         model: whose cache it is.
-        tokens: repeated until there are enough.
+        tokens: one or more ids, repeated until there are enough.
         context: how many tokens are in it.
         scratch: rows for which it has room beside them.
     """
@@ -99,7 +99,7 @@ def make_filled_cache(
 def make_likely_tree(model: StreamFusedModel, size: int) -> Tree:
     """Make a best tree of `size` nodes in which each candidate is half as likely as the one before.
 
-    Its shape is about that of trees that streams draft.
+    Its shape is about that of trees that streams draft. Its arrays are computed.
     """
     streams = model.num_streams
     config = TreeConfig(kind="best", size=size)
@@ -123,7 +123,8 @@ def median_seconds(
         clock: in seconds.
 
     Returns:
-        The median seconds of each call; and the noise, the median `spread` of all calls.
+        The median seconds of each call by its rows; and the noise, the median `spread` of all
+        calls.
     """
     times: dict[int, list[float]] = {rows: [] for rows in calls}
     order = [(turn, rows) for turn in range(WARM_TURNS + turns) for rows in calls]
@@ -140,7 +141,7 @@ def median_seconds(
 
 
 def spread(times: Sequence[float]) -> float:
-    """The distance between the first and third quartile, over the median; 0 for one time."""
+    """Return the distance between the first and third quartile, over the median; 0 for one time."""
     if len(times) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -148,10 +149,14 @@ def spread(times: Sequence[float]) -> float:
 
 
 def measure_launch() -> float:
-    """Seconds that a tiny kernel takes in a chain of kernels that wait for each other."""
+    """Return the seconds that a tiny kernel takes in a chain of kernels that wait for each
+    other.
+    """
 
     def seconds(length: int) -> float:
-        """Seconds of a chain of `length` kernels."""
+        """Return the seconds of evaluating a chain of `length` kernels; building it does not
+        count.
+        """
         found = mx.array(1.0)
         for _ in range(length):
             found = found + 1
@@ -164,7 +169,11 @@ def measure_launch() -> float:
 
 
 def kernel_trials() -> list[dict[str, Any]]:
-    """The shapes at which the fused attention kernel was compared with MLX's, with both times."""
+    """Return the shapes at which the fused attention kernel was compared with MLX's in this
+    process, with both times.
+
+    "taken" says whether the kernel is used there. Empty without Metal.
+    """
     return [
         {
             "rows": one.largest.rows,
@@ -178,7 +187,10 @@ def kernel_trials() -> list[dict[str, Any]]:
 
 @contextmanager
 def counted_reads() -> Iterator[list[int]]:
-    """Inside the block, the yielded list grows by one at each read of an array by the host."""
+    """Count reads of arrays by the host inside the block.
+
+    The yielded list grows by one at each call of `mx.array.item` or `tolist`.
+    """
     reads: list[int] = []
 
     def counting(own: Callable[[mx.array], Any]) -> Callable[[mx.array], Any]:
@@ -190,7 +202,7 @@ def counted_reads() -> Iterator[list[int]]:
 
 
 def pause_and_go_on(seconds: float, tokens: list[int]) -> bool:
-    """A stop condition that sleeps and is never met."""
+    """Sleep, and return False: a stop condition that is never met."""
     time.sleep(seconds)
     return False
 
@@ -201,10 +213,14 @@ def measure_launches(model: StreamFusedModel, prompt: list[int]) -> dict[str, fl
     MLX copies a layer's cache if the GPU still holds it when the next step is launched. Then the
     peak without pauses is higher by a layer's cache or more, and steps take longer.
 
+    Args:
+        model: with streams, which draft at every step.
+        prompt: token ids.
+
     Returns:
-        Seconds and peak bytes of a step "straight" and "paused", bytes of a layer's cache, and
-        reads
-        of arrays by the host for each step.
+        "straight_seconds" and "paused_seconds" of a step, the pause not counted; "straight_peak"
+        and "paused_peak" in bytes; "layer", bytes of a layer's cache; and "reads" of arrays by the
+        host for each step.
     """
     drafters = make_plan(model, GenerateConfig(decoding="speculative")).drafters
     assert drafters

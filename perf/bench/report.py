@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from ssmlx.generation.memory import MIB
-from ssmlx.report import Columns, aligned, table
+from ssmlx.report import Columns, align_rows, table
 
-from ..run.show import Cell, Row, interval, same_text
+from ..run.show import Cell, Result, Row, interval_text, same_tokens_cell
 from ..run.statistics import FEW
 
 NOTES = (
@@ -16,7 +16,7 @@ NOTES = (
 )
 
 
-def report(result: Row) -> str:
+def format_report(result: Result) -> str:
     """Format a result of `measure_all` as text."""
     found = result["machine"]
     heading = [
@@ -42,7 +42,7 @@ def report(result: Row) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _machine_lines(result: Row) -> Iterator[str]:
+def _machine_lines(result: Result) -> Iterator[str]:
     """Yield the lines about rows, launches, the attention kernel, and copies of caches."""
     rows = result["rows"]
     launches = result["launches"]
@@ -50,7 +50,7 @@ def _machine_lines(result: Row) -> Iterator[str]:
         f"== rows of a whole forward, {rows['bits']}-bit weights, behind {rows['context']} tokens: "
         f"medians of {rows['turns']} turns, {rows['noise']:.0%} noise"
     )
-    yield from aligned(
+    yield from align_rows(
         [
             ["rows", *map(str, rows["rows"])],
             ["ms", *(f"{1e3 * one:.1f}" for one in rows["seconds"])],
@@ -74,17 +74,22 @@ def _machine_lines(result: Row) -> Iterator[str]:
     yield f"attention kernel: {shapes or 'no trial, for want of Metal'}"
 
 
-def _learned_lines(result: Row) -> list[str]:
-    """Lines with the costs of calls that answers with the last adapter have taught."""
+def _learned_lines(result: Result) -> list[str]:
+    """Return lines with the costs of calls that answers with the last adapter have taught; none
+    without any.
+    """
     rows = result["learned"]
     adapter = result["answers"][-1]["adapter"]
     title = f"== what default decoding has learned of calls with {adapter}"
-    return [title, *aligned(rows)] if rows else []
+    return [title, *align_rows(rows)] if rows else []
 
 
 def _trial_text(one: Row) -> str:
-    """One trial of the kernel: rows x keys, MLX's and the kernel's microseconds, whether it is
-    used."""
+    """Return one trial of the kernel: rows x keys, MLX's and the kernel's microseconds, whether it
+    is used.
+
+    A kernel whose result differs is called WRONG, without times.
+    """
     shape = f"{one['rows']}x{one['keys']}"
     end = "taken" if one["taken"] else "left"
     mlx = 1e6 * one["seconds"]
@@ -94,7 +99,7 @@ def _trial_text(one: Row) -> str:
 
 
 def _block(task: Row) -> list[str]:
-    """The heading and the table of an adapter's answers."""
+    """Return the heading and the table of an adapter's answers."""
     count = task["prompts"]
     what = f"{count} prompt{'s' * (count != 1)}, at most {task['max_tokens']} tokens"
     if task["is_cold"]:
@@ -108,7 +113,7 @@ def _block(task: Row) -> list[str]:
         "tokens/call": lambda row: f"{row['tokens_per_call']['value']:.2f}",
         "first token, ms": _interval(task, "first_token_seconds", 0, 1e3),
         "peak, MiB": lambda row: f"{_peak(task, row) / MIB:.1f}",
-        "same as plain": same_text(count),
+        "same as plain": same_tokens_cell(count),
     }
     return [
         f"== {task['adapter']} (scope {task['scope']}): {what}",
@@ -117,7 +122,9 @@ def _block(task: Row) -> list[str]:
 
 
 def _context_line(task: Row) -> str:
-    """One line about answers after a long context."""
+    """Return one line about answers after a long context: speed-ups over mlx-lm, and prompt
+    tokens/s.
+    """
     shown = [
         f"{row['name']} {_interval(task, 'speedup', 2)(row)}, prefill {prefill_rate(task, row):.0f}"
         for row in task["systems"]
@@ -131,17 +138,25 @@ def _name(task: Row) -> str:
 
 
 def _interval(task: Row, name: str, digits: int, scale: float = 1.0) -> Cell:
-    """Make a cell with a figure, with an interval if there is more than one prompt."""
+    """Make a cell with a figure, with an interval if there is more than one prompt; "-" where there
+    is none.
+
+    Args:
+        task: the adapter's answers.
+        name: of the figure in a row.
+        digits: behind the point.
+        scale: what the figure is multiplied by.
+    """
 
     def cell(row: Row) -> str:
-        text = interval(row[name], digits, scale) if row[name] else "-"
+        text = interval_text(row[name], digits, scale) if row[name] else "-"
         return text if task["prompts"] > 1 else text.partition(" ")[0]
 
     return cell
 
 
 def _peak(task: Row, row: Row) -> int:
-    """Weights that a system needs, and the most in use beside them."""
+    """Return bytes: the weights that a system needs, and the most in use beside them."""
     return int(task["target_bytes"] + row["peak_bytes"])
 
 

@@ -25,10 +25,17 @@ from ssmlx.loading.files import folder_digest
 from ssmlx.prompts import encode_prompt
 
 from .price import Price, best_tree, price_answers, price_figures
-from .results import AnswerStore, Kept, code_version, files_version, machine_load, timed_on
+from .results import (
+    AnswerStore,
+    Kept,
+    code_version,
+    files_version,
+    machine_load,
+    timing_environment,
+)
 from .statistics import Estimate, mean, median, ratio, speedup
 from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
-from .tasks import Example, Task, cut_in_the_middle, figures
+from .tasks import Example, Task, leave_out_middle, mean_scores
 from .timing import TimedAnswer, rotate_turns
 
 Prompts = Sequence[Sequence[Kept]]
@@ -38,7 +45,10 @@ Answers = Mapping[str, Prompts]
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Systems that answer the same prompts on the same weights, in turns."""
+    """Systems that answer the same prompts on the same weights, in turns.
+
+    `load` checks that it can be run; `run` measures.
+    """
 
     name: str  # of what is measured; the names of its files begin with it
     # weights and systems: the target and what drafts for it; who answers
@@ -63,10 +73,12 @@ class Experiment:
         ]
 
     def load(self) -> tuple[Target, list[list[int]]]:
-        """Load the target, encode the prompts, and check everything that could fail later.
+        """Load the target and encode the prompts; everything that could fail later is checked.
+
+        Prompts of a task with a longest prompt are cut in their middle.
 
         Returns:
-            (the target, token ids of each prompt)
+            The target, and the token ids of each prompt.
 
         Raises:
             InputError: a prompt is too long, or a system cannot draft for the model.
@@ -78,19 +90,22 @@ class Experiment:
         tokenizer = target.tokenizer
         prompts = [encode_prompt(one.asked, plain, tokenizer, template) for one in self.examples]
         if self.task and self.task.max_prompt_tokens:
-            prompts = [cut_in_the_middle(one, self.task.max_prompt_tokens) for one in prompts]
+            prompts = [leave_out_middle(one, self.task.max_prompt_tokens) for one in prompts]
         for prompt in prompts:
             check_prompt(plain, len(prompt))
         for system in self.systems:
-            target.drafters(system)
+            target.build_drafters(system)
         return target, prompts
 
     def run(self) -> Measured:
-        """Let all systems answer all prompts, in turns.
+        """Let all systems answer all prompts, in turns, `repeats` times.
 
         Answers go to disk in `out` as they come; those of an earlier run with the same settings are
-        used instead of new ones, unless `fresh`. Before its first answer a system answers once to
-        warm up.
+        used instead of new ones, unless `fresh`. Before its first new answer a system answers the
+        first prompt `warm_up` times, which is not kept.
+
+        Raises:
+            InputError: what `load` refuses; or another process writes these answers.
         """
         mx.clear_cache()
         load, (target, prompts) = machine_load(), self.load()
@@ -103,7 +118,9 @@ class Experiment:
         keys = [[repeat, *prompt] for repeat in range(self.repeats) for prompt in prompts]
         # Nobody knows what a run that goes on began with.
         num_costs = {
-            name: None if any(key in stores[name] for key in keys) else target.num_costs(system)
+            name: None
+            if any(key in stores[name] for key in keys)
+            else target.count_known_costs(system)
             for name, system in systems.items()
         }
         for name, store in stores.items():
@@ -119,7 +136,7 @@ class Experiment:
         for key, name in rotate_turns(progress, list(stores)):
             if key not in stores[name]:
                 answer = target.answer(systems[name], key[1:], key[0])
-                stores[name].keep(key, Kept(answer, target.text_of(answer.tokens)))
+                stores[name].keep(key, Kept(answer, target.decode_text(answer.tokens)))
         answers = {
             name: [[store[[r, *prompt]] for r in range(self.repeats)] for prompt in prompts]
             for name, store in stores.items()
@@ -129,8 +146,11 @@ class Experiment:
         return Measured(self, target, prompts, answers, load, num_costs)
 
     def settings(self, system: System) -> dict[str, Any]:
-        """Everything beside the prompt that a system's answer and its time depend on, as JSON
-        values."""
+        """Return everything beside the prompt that a system's answer and its time depend on, as
+        JSON values.
+
+        Among it are the code, the files of the weights, the machine and the other systems' names.
+        """
         weights = self.weights
         kind = DRAFT_MODEL if system.kind == DRAFT_ALONE else system.kind
         return {
@@ -147,13 +167,13 @@ class Experiment:
             "kind": system.kind,
             "config": asdict(system.config),
             "costs": str(weights.costs) if system.config.is_controlled else None,
-            "machine": timed_on(),
+            "machine": timing_environment(),
         }
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """An experiment with all its answers."""
+    """An experiment with all its answers; `load` says how busy the machine was as it began."""
 
     experiment: Experiment
     target: Target
@@ -169,7 +189,14 @@ class Measured:
 
 
 def run_result(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
-    """The result of a command: how it was measured, and the results of its tasks."""
+    """Return the result of a command as JSON values: how it was measured, and the results of its
+    tasks.
+
+    Args:
+        experiment: its first system says the sampling.
+        model: the name that the user gave.
+        tasks: of each task, such as `task_result` returns.
+    """
     config = experiment.systems[0].config
     return {
         "machine": describe_machine(),
@@ -185,7 +212,14 @@ def run_result(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict
 
 
 def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
-    """The figures of a task's systems, as JSON values; `more` is added to them."""
+    """Return the figures of a task's systems, as JSON values.
+
+    The draft model alone has no row: only its seconds a call are told.
+
+    Args:
+        measured: all answers.
+        more: further entries of the result.
+    """
     experiment = measured.experiment
     weights = measured.experiment.weights
     shared = _metric_figures(experiment, measured.first(PLAIN))
@@ -221,7 +255,7 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
 
 
 def _answer_prices(measured: Measured) -> Mapping[str, Sequence[Sequence[Price]]]:
-    """The price of each answer of the target, by system, prompt and repeat."""
+    """Return the price of each answer of the target, by system, prompt and repeat."""
     systems = {one.name: one.kind for one in measured.experiment.systems if one.kind != DRAFT_ALONE}
     answers = {
         name: [[kept.answer for kept in repeats] for repeats in measured.answers[name]]
@@ -235,7 +269,18 @@ def _category_results(
     systems: Sequence[System],
     prices: Mapping[str, Sequence[Sequence[Price]]],
 ) -> list[dict[str, Any]]:
-    """The speed of each system on each category of examples; empty without categories."""
+    """Return the speeds of each system on each category of examples, in the order in which
+    categories come.
+
+    Args:
+        measured: all answers.
+        systems: the systems to show.
+        prices: by system, prompt and repeat.
+
+    Returns:
+        An entry for each category, its speed-ups and prices by its own prompts alone; empty where
+        no example has a category.
+    """
     of_category: dict[str, list[int]] = {}
     for index, example in enumerate(measured.experiment.examples[: len(measured.prompts)]):
         if example.category:
@@ -268,12 +313,17 @@ def _tokens_per_call(prompts: Prompts) -> Estimate:
 
 
 def _metric_figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
+    """Return the mean of each of the task's scores of answers; empty without a task or without
+    references.
+    """
     task = experiment.task
-    return figures(task, experiment.examples, [one.text for one in kept]) if task else {}
+    return mean_scores(task, experiment.examples, [one.text for one in kept]) if task else {}
 
 
 def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """A system's row of the tables, as JSON values.
+    """Return a system's row of the tables, as JSON values.
+
+    Times are medians of a prompt's repeats; tokens and calls are of the first repeat.
 
     Args:
         system: the system.
@@ -285,7 +335,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     first = measured.first(system.name)
     plain = measured.first(PLAIN)
     is_shared = all(a.answer.tokens == b.answer.tokens for a, b in zip(first, plain, strict=True))
-    differences = differences_of(measured, system)
+    differences = find_differences(measured, system)
     target = measured.target
     weight_bytes = target.memory(system.kind).weights - target.memory().weights
     tokens = [len(kept.answer.tokens) for kept in first]
@@ -295,7 +345,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     return {
         "name": system.name,
         "kind": system.kind,
-        "options": _draft_options(system, target.drafters(system)),
+        "options": _draft_options(system, target.build_drafters(system)),
         "tokens_per_call": asdict(_tokens_per_call(prompts)),
         "target_calls": sum(calls),
         "target_calls_per_answer": asdict(mean(calls)),
@@ -321,7 +371,13 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
 
 
 def _draft_options(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
-    """The size of a system's trees and the settings that shape them; empty if it drafts nothing."""
+    """Return the size of a system's largest tree and the settings that shape its trees; empty
+    without drafters.
+
+    Args:
+        system: the system.
+        drafters: its drafters; where several may draft, the first is described.
+    """
     if not drafters:
         return {}
     drafter = drafters[0]  # the first where several may draft
@@ -338,24 +394,28 @@ def _medians(prompts: Prompts, of: Callable[[TimedAnswer], float]) -> list[float
 
 
 def _call_seconds(prompts: Prompts) -> float | None:
-    """Median over answers of the seconds of a target call after the first; None without any."""
+    """Return the median over answers of the seconds of a target call after the first.
+
+    All repeats count, and answers of more than one call; None without any.
+    """
     answers = [kept.answer for repeats in prompts for kept in repeats]
     times = [a.decode_seconds / (a.target_calls - 1) for a in answers if a.target_calls > 1]
     return statistics.median(times) if times else None
 
 
 def speedup_figures(system: System, answers: Answers, tree: str | None = None) -> dict[str, Any]:
-    """How many times as fast a system is, as JSON values.
+    """Return how many times as fast a system is, as JSON values.
 
     Args:
         system: the system.
         answers: of all systems.
-        tree: the best fixed tree, or None.
+        tree: name of the system that drafts the best fixed tree, or None.
 
     Returns:
-        Tokens/s and whole answers over mlx-lm's and plain decoding's; tokens/s over the draft
-        model's
-        where one takes part; whole answers over the best fixed tree's where there is one.
+        Ratios of decode tokens/s ("speedup", "over_plain") and of times of whole answers
+        ("latency_...") to mlx-lm's and plain decoding's; tokens/s of streams over the draft model's
+        where that takes part; times of whole answers over the best fixed tree's where there is one.
+        Above 1 the system is faster.
     """
     rates = {n: _medians(prompts, lambda a: a.tokens_per_second) for n, prompts in answers.items()}
     base, plain, own = (
@@ -375,13 +435,12 @@ def speedup_figures(system: System, answers: Answers, tree: str | None = None) -
     return found
 
 
-def differences_of(measured: Measured, system: System) -> list[dict[str, Any]] | None:
-    """List where a system's answers differ from plain decoding's, in any repeat.
+def find_differences(measured: Measured, system: System) -> list[dict[str, Any]] | None:
+    """List where a system's answers differ from plain decoding's first one, in any repeat.
 
     Returns:
-        One entry for each prompt with a difference; None for mlx-lm when it samples, as its noise
-        is
-        its own.
+        One entry for each prompt with a difference, as `describe_difference` makes it of the first
+        repeat that differs; None for mlx-lm when it samples, as its noise is its own.
     """
     if system.kind == MLX_LM and system.config.temp:
         return None
@@ -391,25 +450,25 @@ def differences_of(measured: Measured, system: System) -> list[dict[str, Any]] |
         tokens = [kept.answer.tokens for kept in repeats]
         other = next((row for row in tokens if row != expected[index]), None)
         if other is not None:
-            found.append(difference(measured, index, expected[index], other))
+            found.append(describe_difference(measured, index, expected[index], other))
     return found
 
 
-def difference(
+def describe_difference(
     measured: Measured, index: int, plain: list[int], other: list[int]
 ) -> dict[str, Any]:
-    """Describe the first difference between two answers to a prompt.
+    """Describe the first difference between two answers to a prompt, which are not the same.
 
     Args:
-        measured: all answers.
+        measured: all answers; its target computes the logits.
         index: of the prompt.
         plain: token ids of plain decoding's answer.
         other: those of another.
 
     Returns:
-        "prompt", "token" (its position in the answer), "gap" (difference of the target's logits of
-        the two tokens; None when it samples, or one answer is only shorter), "logit" (the larger
-        one), and "near_tie" (whether rounding in this precision may have decided).
+        "prompt", "token" (its position in the answer, from 0), "gap" (difference of the target's
+        logits of the two tokens; None when it samples, or one answer is only shorter), "logit" (the
+        larger one, or None), and "near_tie" (whether rounding in this precision may have decided).
     """
     experiment = measured.experiment
     place = first_difference(plain, other)
@@ -425,9 +484,10 @@ def difference(
 
 
 def differing_systems(result: Mapping[str, Any]) -> list[str]:
-    """List lossless systems whose tokens differ from plain decoding's, as "task, system".
+    """List systems whose tokens differ from plain decoding's by more than rounding, as "task,
+    system".
 
-    mlx-lm is left out, and so are near ties in 16 bits.
+    mlx-lm is left out, and so are systems all of whose differences are near ties.
     """
     return [
         f"{task['task']}, {row['name']}"

@@ -25,7 +25,7 @@ from . import target
 from .experiment import Experiment
 from .results import RESULTS
 from .target import DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, TEXT, System, Weights
-from .tasks import TASKS, data_file, read_examples, scorer_of
+from .tasks import TASKS, data_file, make_scorer, read_examples
 
 BASE = "smollm2-135m-q4_1"
 DEFAULT = "default"
@@ -55,14 +55,25 @@ def add_out(group: argparse._ActionsContainer) -> None:
 
 
 def split_name(item: str) -> tuple[str | None, str]:
-    """Split `NAME=VALUE`; the name is None without "=", or if the whole is a path that exists."""
+    """Split `NAME=VALUE` at the first "=".
+
+    Returns:
+        Name and value. The name is None, and the value the whole, without "=" or where the whole is
+        a path that exists.
+    """
     name, equals, value = item.partition("=")
     is_whole = not equals or Path(item).expanduser().exists()
     return (None, item) if is_whole else (name, value)
 
 
 def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
-    """End the command with one line if one of these options, or one of its numbers, is below 1."""
+    """End the command with one line and exit code 2 if one of these options is below 1.
+
+    Args:
+        parser: of the command.
+        args: the options; a list is below 1 if one of its numbers is, and None is not.
+        names: of the options, with underscores.
+    """
     for name in names:
         value = getattr(args, name)
         least = min(value) if isinstance(value, list) else value
@@ -79,7 +90,7 @@ def add_experiment_options(
     repeats: int = 1,
     dtypes: Sequence[str] = (),
 ) -> None:
-    """Add the options that `experiment_of` reads.
+    """Add the options that `build_experiment` reads, but --out.
 
     Args:
         parser: is given them.
@@ -169,11 +180,16 @@ def add_experiment_options(
     )
 
 
-def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
+def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
     """Make the experiment that the options name, called `name`-TASK.
 
-    Everything is checked that can be checked without a model. Systems that lack weights are left
-    out, and named on standard error. The folder --out is made.
+    Everything is checked that can be checked without loading the model. Systems that lack weights
+    are left out, and named on standard error. Where a draft model drafts, it also takes part alone.
+    The folder --out is made.
+
+    Args:
+        args: one --task and one --dtype, and the other options of `add_experiment_options`.
+        name: of the measurement.
 
     Raises:
         InputError: an option is wrong, or would have no effect.
@@ -192,7 +208,7 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
     systems = parse_systems(args.systems, sampling, args.max_tokens or task.max_tokens)
     data = data_file(task, args.data, args.data_dir)
     examples = read_examples(data, task, args.count)
-    scorer_of(task)
+    make_scorer(task)
     require(
         args.costs is None or any(one.config.is_controlled for one in systems),
         "--costs would do nothing here",
@@ -239,7 +255,7 @@ class _SystemParser(Parser):
     """A parser whose errors become an `InputError` about --systems."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error that argparse found."""
+        """Raise InputError with the message of argparse."""
         raise InputError(
             f"--systems: {self.prog} ({message})",
             expected="a system, or in quotes a system and drafting options of ssmlx.generate",
@@ -253,12 +269,13 @@ def parse_systems(
     """Parse --systems.
 
     Args:
-        texts: each the name of a system, or a drafter with options of ssmlx.generate.
+        texts: each the name of a system, or a drafter with options of ssmlx.generate; "trees"
+            stands for all of `TREES`.
         sampling: temperature, top-k and seed of all of them.
         max_tokens: of an answer.
 
     Returns:
-        The systems, with mlx-lm and plain decoding added if missing.
+        The systems in this order, mlx-lm and plain decoding in front if missing.
 
     Raises:
         InputError: a system is unknown or named twice, or an option is wrong.
@@ -289,7 +306,11 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
     """Parse one system, such as `draft-model width=2 --tree full`.
 
     Returns:
-        (its name in tables, its kind, its settings). Systems with options draft at every call.
+        Its name in tables, its kind, and its settings. All but mlx-lm, plain decoding and those of
+        `CONTROLLED` draft at every call.
+
+    Raises:
+        InputError: it is unknown, or an option is wrong.
     """
     words = text.split()
     kind = next(iter(words), "")
@@ -321,7 +342,15 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
 
 
 def _read_weights(args: argparse.Namespace) -> Weights:
-    """The weights that the options name, with the task's bundled adapter by default."""
+    """Return the weights that the options name; without --adapter, the bundled adapter of the task
+    if there is one.
+
+    Adapter and draft model are found, and the adapter is read; the base is found or downloaded, not
+    loaded.
+
+    Raises:
+        InputError: something does not exist or is broken.
+    """
     folder = bundled_adapters().get(TASKS[args.task].adapter or args.task)
     if args.adapter is not None:
         folder = resolve_adapter(args.adapter)
@@ -340,10 +369,13 @@ def _read_weights(args: argparse.Namespace) -> Weights:
 
 
 def adapter_with_streams(name: str) -> tuple[Path, StreamAdapter]:
-    """Return folder and contents of an adapter.
+    """Find and read an adapter.
+
+    Returns:
+        Its folder, and its contents.
 
     Raises:
-        InputError: it has no streams.
+        InputError: it has no streams, or cannot be read.
     """
     folder = resolve_adapter(name)
     adapter = None if folder is None else target.read_own_lora(folder)

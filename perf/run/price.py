@@ -35,7 +35,9 @@ a tree behind which no call is launched; "any" are all of these."""
 
 
 class CallKind(NamedTuple):
-    """What calls must share to take the same time, on the same weights."""
+    """What calls must share to take the same time, on the same weights: drafter, rows, context and
+    place.
+    """
 
     # who drafted the tree, or the kind of system; `PLAIN` for a bare root that plain decoding could
     # have too
@@ -70,44 +72,51 @@ Answers = Sequence[Sequence[TimedAnswer]]
 
 @dataclass
 class CallSeconds:
-    """Seconds of the calls of a run, by kind."""
+    """Seconds of the calls of a run, by kind. All calls are added before the first price is asked
+    for.
+    """
 
     _seconds: dict[CallKind, list[float]] = field(default_factory=lambda: defaultdict(list))
     _medians: dict[CallKind, tuple[float, str]] = field(default_factory=dict)
 
     def add(self, kind: CallKind, seconds: float) -> None:
-        """Note a call; before the first price."""
+        """Note a call of a kind; it also counts for the place "any"."""
         self._seconds[kind].append(seconds)
         self._seconds[kind._replace(place="any")].append(seconds)
 
     def price(self, kind: CallKind) -> tuple[float, str]:
-        """The median seconds of a kind that was seen, and how it was found.
+        """Return the median seconds of a kind, and how it was found; a call of it must have been
+        added.
 
-        The second is "" where the kind has samples enough, "rows" where it took those of the
-        nearest number of rows, "place" where it took the samples of all places.
+        The second is "" where the kind has at least `LEAST_SAMPLES` samples, "rows" where the
+        nearest number of rows lent its own, "place" where those of all places were taken. What was
+        found once is kept.
         """
         if kind not in self._medians:
-            self._medians[kind] = self._found(kind)
+            self._medians[kind] = self._find_price(kind)
         return self._medians[kind]
 
-    def _found(self, kind: CallKind) -> tuple[float, str]:
-        """Find what `price` returns, the first time that it is asked for a kind."""
+    def _find_price(self, kind: CallKind) -> tuple[float, str]:
+        """Find what `price` returns for a kind, without keeping it."""
         own = self._seconds[kind]
         if len(own) >= LEAST_SAMPLES:
             return median(own), ""
         # The place decides more than the rows do: a last call is a draft alone.
-        nearest = None if kind.place == "steady" else self._nearest(kind)
+        nearest = None if kind.place == "steady" else self._nearest_samples(kind)
         if nearest is not None:
             return median(nearest), "rows"
         anywhere = kind._replace(place="any")
         own = self._seconds[anywhere]
         if len(own) >= LEAST_SAMPLES:
             return median(own), "place"
-        nearest = self._nearest(anywhere)
+        nearest = self._nearest_samples(anywhere)
         return (median(own), "place") if nearest is None else (median(nearest), "rows")
 
-    def _nearest(self, kind: CallKind) -> list[float] | None:
-        """Enough samples, if there are, of the kind that differs in rows alone and least."""
+    def _nearest_samples(self, kind: CallKind) -> list[float] | None:
+        """Return the samples of the kind that differs in rows alone, and least.
+
+        Only kinds of at least `LEAST_SAMPLES` samples count; None where there is none.
+        """
         enough = {
             one.rows: seconds
             for one, seconds in self._seconds.items()
@@ -117,8 +126,13 @@ class CallSeconds:
         return None if nearest is None else enough[nearest]
 
 
-def kinds_of(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
-    """Yield the kind of each call of an answer; `system` is the kind of the system."""
+def call_kinds(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
+    """Yield the kind of each call of an answer.
+
+    Args:
+        system: kind of the system, which decides how calls are launched.
+        calls: of one answer, in order, without the prompt's.
+    """
     is_pipelined = system in _IS_PLAINLY_LAUNCHED
     rows = [call.rows for call in calls]
     for index, (call, following) in enumerate(pairwise([*calls, None])):
@@ -147,7 +161,7 @@ def kinds_of(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
 def price_answers(
     systems: Mapping[str, str], answers: Mapping[str, Answers]
 ) -> dict[str, list[list[Price]]]:
-    """The price of every answer of a run, by system, prompt and repeat.
+    """Return the price of every answer of a run, by system, prompt and repeat.
 
     Args:
         systems: the kind of each system that takes part, by its name.
@@ -157,12 +171,15 @@ def price_answers(
     for name, system in systems.items():
         for repeats in answers[name]:
             for answer in repeats:
-                for kind, call in zip(kinds_of(system, answer.calls), answer.calls, strict=True):
+                for kind, call in zip(call_kinds(system, answer.calls), answer.calls, strict=True):
                     seconds.add(kind, call.seconds)
     prompts = _prompt_seconds(systems, answers)
     return {
         name: [
-            [_price(system, answer, prompt[_starts_like(system)], seconds) for answer in repeats]
+            [
+                _price_answer(system, answer, prompt[_starts_like(system)], seconds)
+                for answer in repeats
+            ]
             for prompt, repeats in zip(prompts, answers[name], strict=True)
         ]
         for name, system in systems.items()
@@ -170,14 +187,19 @@ def price_answers(
 
 
 def _starts_like(system: str) -> str:
-    """Systems of one name have the same call for a prompt; other drafters read it on their own."""
+    """Return the name under which a system's calls for prompts are timed together.
+
+    Systems that launch calls as plain decoding does share `PLAIN`; the others have their own.
+    """
     return PLAIN if system in _IS_PLAINLY_LAUNCHED else system
 
 
 def _prompt_seconds(
     systems: Mapping[str, str], answers: Mapping[str, Answers]
 ) -> list[dict[str, float]]:
-    """For each prompt, the median seconds until the first token, by `_starts_like`."""
+    """Return, for each prompt, the median seconds until the first token, by the name of
+    `_starts_like`.
+    """
     found = []
     for index in range(len(answers[next(iter(systems))])):
         taken: dict[str, list[float]] = defaultdict(list)
@@ -188,8 +210,10 @@ def _prompt_seconds(
     return found
 
 
-def _price(system: str, answer: TimedAnswer, prompt_seconds: float, seconds: CallSeconds) -> Price:
-    """Price an answer.
+def _price_answer(
+    system: str, answer: TimedAnswer, prompt_seconds: float, seconds: CallSeconds
+) -> Price:
+    """Price an answer: the seconds of the prompt and the median seconds of each of its calls.
 
     Args:
         system: kind of the system.
@@ -197,7 +221,7 @@ def _price(system: str, answer: TimedAnswer, prompt_seconds: float, seconds: Cal
         prompt_seconds: of the prompt's call.
         seconds: of all calls of the run.
     """
-    found = [seconds.price(kind) for kind in kinds_of(system, answer.calls)]
+    found = [seconds.price(kind) for kind in call_kinds(system, answer.calls)]
     how = Counter(name for _, name in found)
     return Price(
         prompt_seconds + sum(one for one, _ in found),
@@ -209,19 +233,29 @@ def _price(system: str, answer: TimedAnswer, prompt_seconds: float, seconds: Cal
 
 
 def best_tree(prices: Mapping[str, Sequence[Sequence[Price]]], trees: Sequence[str]) -> str | None:
-    """The system among `trees` whose answers have the lowest price; None where there is none."""
+    """Return the system among `trees` whose answers have the lowest sum of prices; None where
+    `trees` is empty.
+
+    Args:
+        prices: of each system, by prompt and repeat; a prompt's is the median of its repeats.
+        trees: names of systems.
+    """
     return min(trees, key=lambda name: sum(_medians(prices[name])), default=None)
 
 
 def price_figures(
     name: str, prices: Mapping[str, Sequence[Sequence[Price]]], tree: str | None
 ) -> dict[str, Any]:
-    """How a system's prices compare with plain decoding's and the best fixed tree's, as JSON.
+    """Return how a system's prices compare with plain decoding's and the best fixed tree's, as JSON
+    values.
+
+    Ratios above 1 mean that the system is cheaper. "slower" counts answers of `LEAST_TOKENS` tokens
+    or more below each speed of `SLOWER` over plain decoding's.
 
     Args:
         name: the system.
         prices: of each system, by prompt and repeat.
-        tree: the best fixed tree; None where none took part.
+        tree: name of the system that drafts the best fixed tree; None where none took part.
     """
     own = _medians(prices[name])
     plain = _medians(prices[PLAIN])

@@ -30,12 +30,12 @@ def machine_load() -> str:
 
 
 @contextmanager
-def readable_result(path: Path, command: str) -> Iterator[None]:
-    """Turn any error inside the block into an `InputError` about a broken result.
+def explain_broken_result(path: Path, command: str) -> Iterator[None]:
+    """Turn any exception inside the block into an InputError of one line: the result is incomplete.
 
     Args:
         path: of the result.
-        command: that writes such results.
+        command: the module that writes such results, for the message.
     """
     try:
         yield
@@ -50,24 +50,31 @@ def readable_result(path: Path, command: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kept:
+    """An answer with its times, and its text."""
+
     answer: TimedAnswer
     text: str
 
 
 class AnswerStore:
-    """Answers on disk, one line each, so that a stopped run can go on.
+    """Answers on disk, one line each, by repeat and prompt, so that a stopped run can go on.
 
-    Answers with other `settings` are in another file.
+    Answers with other `settings` are in another file. A key is [repeat, *token ids].
     """
 
     def __init__(
         self, folder: Path, name: str, settings: Mapping[str, Any], *, fresh: bool = False
     ) -> None:
-        """Args:
-        folder: of the file.
-        name: the file's name begins with it.
-        settings: everything that an answer depends on beside its key, as JSON values.
-        fresh: whether to forget earlier answers.
+        """Open the file, or make it, lock it, and read its answers.
+
+        Args:
+            folder: of the file.
+            name: the file's name begins with it.
+            settings: everything that an answer depends on beside its key, as JSON values.
+            fresh: whether to forget earlier answers.
+
+        Raises:
+            InputError: another process writes into the file, or it cannot be read.
         """
         path = folder / f"{name}-{digest(settings)}.part.jsonl"
         self.file = PartFile(path, to_json(settings), fresh=fresh)
@@ -94,13 +101,17 @@ def _answer_of(values: Mapping[str, Any]) -> TimedAnswer:
 
 
 @lru_cache(maxsize=1)
-def timed_on() -> dict[str, str]:
+def timing_environment() -> dict[str, str]:
     found = describe_machine()
     return {**{name: found[name] for name in _TIMED_ON}, "power": power_source()}
 
 
 def files_version(folder: Path | None) -> str | None:
-    """A digest of the names, sizes and dates of a folder's files; None for None."""
+    """Return a digest of the names, sizes and times of change of the files in a folder; None for
+    None.
+
+    Folders inside it are not looked at.
+    """
     if folder is None:
         return None
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
@@ -109,7 +120,9 @@ def files_version(folder: Path | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def code_version() -> str:
-    """A digest of all sources that decide answers and their times."""
+    """Return a digest of all sources that decide answers and their times; it is computed once a
+    process.
+    """
     own = [f"perf/run/{name}.py" for name in ("rounding", "target", "timing")]
     names = "ssmlx/**/*.py", "ssmlx/**/*.metal", *own
     sources = sorted(path for name in names for path in ROOT.glob(name))

@@ -21,7 +21,7 @@ class RoundedLinear(Linear):
     """A linear layer that computes in float32 and rounds its output to the input's type."""
 
     def __init__(self, linear: Any) -> None:
-        """Take the weights of another layer, unpacked to float32."""
+        """Take the weights and the bias of a linear layer, packed or not, in float32."""
         Module.__init__(self)  # type: ignore[no-untyped-call]
         self.weight = _unpacked(linear)
         if "bias" in linear:
@@ -37,9 +37,11 @@ class RoundedEmbedding(Embedding):
     """An embedding that computes in float32 and rounds its output, also as the LM head."""
 
     def __init__(self, embedding: Any, dtype: str) -> None:
-        """Args:
-        embedding: whose weights are taken, unpacked to float32.
-        dtype: name of the type to which rows are rounded.
+        """Take the weights of an embedding, packed or not, in float32.
+
+        Args:
+            embedding: the embedding.
+            dtype: name of the type to which rows are rounded, such as "float16".
         """
         Module.__init__(self)  # type: ignore[no-untyped-call]
         # its name: it can be copied
@@ -47,7 +49,7 @@ class RoundedEmbedding(Embedding):
         self._dtype = dtype
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[...] to [..., D]."""
+        """Token ids [...] to rows [..., D] of the type `dtype`."""
         rows: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
         return rows.astype(getattr(mx, self._dtype))
 
@@ -58,7 +60,7 @@ class RoundedEmbedding(Embedding):
 
 
 def _unpacked(layer: Any) -> mx.array:
-    """A layer's weights in float32, dequantised if they are packed."""
+    """Return a layer's weights in float32, dequantised if they are packed."""
     if not isinstance(layer, QuantizedLinear | QuantizedEmbedding):
         weights: mx.array = layer.weight.astype(mx.float32)
         return weights
@@ -67,7 +69,13 @@ def _unpacked(layer: Any) -> mx.array:
 
 
 def round_products(model: Module, dtype: str) -> None:
-    """Replace a model's linear layers and embeddings by rounding ones, in place."""
+    """Replace all of a model's linear layers and embeddings by rounding ones, in place.
+
+    Args:
+        model: is changed.
+        dtype: name of the type to which embeddings are rounded; linear layers round to their
+            input's.
+    """
     updates: list[tuple[str, Module]] = []
     for path, module in model.named_modules():  # type: ignore[no-untyped-call]
         if isinstance(module, Linear | QuantizedLinear):

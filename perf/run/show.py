@@ -10,6 +10,9 @@ from ssmlx.report import Columns, cells, new_figure
 from .statistics import FEW, estimate
 
 Row = Mapping[str, Any]
+"""A row of a table: figures by name."""
+Result = Mapping[str, Any]
+"""A whole result, as a command saves it: how it was measured, and its tables' rows."""
 Cell = Callable[[Row], str]
 COLOURS = {
     "mlx-lm": "#2b2d42",
@@ -25,25 +28,34 @@ COLOURS = {
 _NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0}
 
 
-def figure(name: str, digits: int = 2, scale: float = 1.0) -> Cell:
-    """A cell with a figure of the row and its interval, if there is one."""
-    return lambda row: interval(row[name], digits, scale) if row[name] else "-"
+def figure_cell(name: str, digits: int = 2, scale: float = 1.0) -> Cell:
+    """Make a cell with a figure of the row and its interval, or "-" where the figure is None.
+
+    Args:
+        name: of the figure in the row.
+        digits: behind the point.
+        scale: what the figure is multiplied by.
+    """
+    return lambda row: interval_text(row[name], digits, scale) if row[name] else "-"
 
 
-def number(name: str, nothing: str = "-") -> Cell:
+def number_cell(name: str, nothing: str = "-") -> Cell:
     return lambda row: f"{row[name]:,}" if row[name] else nothing
 
 
-def metrics(names: Sequence[str]) -> dict[str, Cell]:
-    return {f"{name}, %": _metric(name) for name in names}
+def metric_cells(names: Sequence[str]) -> dict[str, Cell]:
+    return {f"{name}, %": _metric_cell(name) for name in names}
 
 
-def _metric(name: str) -> Cell:
-    return lambda row: interval(row["figures"][name], 1)
+def _metric_cell(name: str) -> Cell:
+    return lambda row: interval_text(row["figures"][name], 1)
 
 
-def same_text(prompts: int) -> Cell:
-    """Make a cell that counts answers with plain decoding's tokens, of `prompts`."""
+def same_tokens_cell(prompts: int) -> Cell:
+    """Make a cell with how many answers have plain decoding's tokens, of `prompts`.
+
+    The row's "same_as_plain" is None for a system whose noise is its own; the cell says so.
+    """
 
     def cell(row: Row) -> str:
         count = row["same_as_plain"]
@@ -52,8 +64,14 @@ def same_text(prompts: int) -> Cell:
     return cell
 
 
-def interval(values: Mapping[str, float], digits: int, scale: float = 1.0) -> str:
-    """`1.23 [1.10, 1.40]`."""
+def interval_text(values: Mapping[str, float], digits: int, scale: float = 1.0) -> str:
+    """Format a figure times `scale` with its interval, as `1.23 [1.10, 1.40]`.
+
+    Args:
+        values: "value", "low" and "high".
+        digits: behind the point.
+        scale: what all three are multiplied by.
+    """
     return estimate({name: scale * values[name] for name in _NOTHING}).text(digits)
 
 
@@ -62,15 +80,19 @@ def markdown_table(columns: Columns, rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def notes_of(found: Row) -> list[str]:
-    """Notes about a measurement: too few prompts, and the load of the machine."""
+def measurement_notes(found: Row) -> list[str]:
+    """Return notes about a measurement: that it has too few prompts, and how busy the machine was.
+
+    Args:
+        found: has "prompts", and perhaps "load".
+    """
     few = f"fewer than {FEW} prompts: the intervals are narrower than they should be"
     lines = [few] if found["prompts"] < FEW else []
     return [*lines, f"load: {found['load']}"] if "load" in found else lines
 
 
-def heading(result: Row) -> str:
-    """One line about model, machine and versions."""
+def heading(result: Result) -> str:
+    """Return one line about model, sampling, precision, machine and versions."""
     machine = result["machine"]
     return (
         f"{_measured_text(result)}, "
@@ -79,8 +101,8 @@ def heading(result: Row) -> str:
     )
 
 
-def _measured_text(result: Row) -> str:
-    """Model, sampling, precision and machine."""
+def _measured_text(result: Result) -> str:
+    """Return model, sampling, precision and machine, as the beginning of a line."""
     decoding = "greedy"
     if result["temp"]:
         top_k = f", top-k {result['top_k']}" if result["top_k"] else ""
@@ -89,7 +111,7 @@ def _measured_text(result: Row) -> str:
 
 
 def task_heading(task: Row) -> str:
-    """One line about a task: prompts, longest answer, and which LoRA the target has."""
+    """Return one line about a task: prompts, longest answer, and which LoRA the target has."""
     target = {
         "all": f"the base with the LoRA of {task['adapter']} merged, for every system",
         "task": f"the base with the task's LoRA of {task['adapter']} merged, for every system",
@@ -109,8 +131,12 @@ PANELS = {
 """The label of the axis, by the figure of a row."""
 
 
-def draw(result: Row, path: Path) -> None:
+def draw(result: Result, path: Path) -> None:
     """Draw bars of speed-up and tokens per call for every task and system into a file.
+
+    Args:
+        result: of `perf.compare`.
+        path: of the picture; its suffix decides the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -135,7 +161,13 @@ def draw(result: Row, path: Path) -> None:
 
 
 def _draw_panel(axes: Any, task: Row, panel: str) -> None:
-    """Draw one panel: a bar for each system with its interval and figure."""
+    """Draw one panel: a bar for each system with its interval and figure.
+
+    Args:
+        axes: matplotlib's.
+        task: of the result.
+        panel: name of the figure; where it is None, an empty bar and "-" are drawn.
+    """
     rows = task["systems"]
     found = [estimate(row[panel] or _NOTHING) for row in rows]
     values = [one.value for one in found]

@@ -18,20 +18,25 @@ FEW = 30  # prompts below which an interval says too little
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval over prompts."""
+    """A figure with its 95 % interval over prompts.
+
+    `errors` and `text` are for showing it.
+    """
 
     value: float
     low: float
     high: float
 
     def text(self, digits: int = 2, *, signed: bool = False) -> str:
-        """Format it as `1.23 [1.10, 1.40]`; `signed` shows a plus."""
+        """Format it as `1.23 [1.10, 1.40]`; `signed` puts a plus before what is not negative."""
         form = f"{'+' if signed else ''}.{digits}f"
         return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
     @property
     def verdict(self) -> str:
-        """Of a difference: whether zero is outside the interval, and in which direction."""
+        """Of a difference: "within noise" where zero is inside the interval, else whether it is
+        higher or lower.
+        """
         if self.low <= 0.0 <= self.high:
             return "within noise"
         return f"not within noise: {'higher' if self.value > 0 else 'lower'}"
@@ -48,7 +53,9 @@ def estimate(values: Mapping[str, float]) -> Estimate:
 
 @lru_cache(maxsize=16)
 def _picks(num_prompts: int) -> NDArray[np.int64]:
-    """[RESAMPLES, prompts] the prompts that each resample draws."""
+    """Return [RESAMPLES, prompts] indices: the prompts that each resample draws, the same at every
+    call.
+    """
     return np.random.default_rng(SEED).integers(0, num_prompts, (RESAMPLES, num_prompts))
 
 
@@ -58,6 +65,9 @@ def _bootstrap(statistic: Callable[[Any], Any], *rows: ArrayLike) -> Estimate:
     Args:
         statistic: maps [rows, resamples, prompts] to [resamples].
         rows: [prompts] each, resampled together.
+
+    Returns:
+        The statistic of all prompts, and the 2.5th and 97.5th percentile over resamples.
     """
     drawn = np.array(rows, np.float64)
     found = statistic(drawn[:, _picks(drawn.shape[1])])
@@ -76,7 +86,13 @@ def _ratio_of_medians(pair: Any) -> Any:
 
 
 def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Estimate:
-    """Sum over sum, each [prompts], resampled together; 0 where nothing is below the line."""
+    """Estimate the sum of one list over the sum of another, resampled together; 0 where nothing is
+    below the line.
+
+    Args:
+        numerator: [prompts].
+        denominator: [prompts].
+    """
     return _bootstrap(_ratio_of_sums, numerator, denominator)
 
 
@@ -85,7 +101,7 @@ def mean(values: ArrayLike) -> Estimate:
 
 
 def paired_difference(ours: ArrayLike, theirs: ArrayLike) -> Estimate:
-    """Mean of ours - theirs, prompt by prompt."""
+    """Estimate the mean of ours less theirs, [prompts] each."""
     return mean(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
 
 
@@ -94,14 +110,18 @@ def median(values: Sequence[float]) -> Estimate:
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """Ratio of the medians of [prompts], resampled together."""
+    """Estimate the median of ours over the median of theirs, [prompts] each, resampled together."""
     return _bootstrap(_ratio_of_medians, ours, theirs)
 
 
 def speedup(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float] | None:
-    """Ratio of the medians of two lists of tokens/s, [prompts] each, as JSON values.
+    """Estimate the median of ours over the median of theirs, two lists of tokens/s, as JSON values.
 
     Prompts where either is 0, as for an answer of one token, do not count. None if none is left.
+
+    Args:
+        ours: [prompts].
+        theirs: [prompts].
     """
     pairs = [pair for pair in zip(ours, theirs, strict=True) if all(pair)]
     if not pairs:

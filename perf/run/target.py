@@ -28,7 +28,7 @@ from ssmlx.errors import require
 from ssmlx.generation.learned import learned_of
 from ssmlx.generation.memory import Memory, measure_memory
 from ssmlx.generation.plan import make_plan
-from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_streams
+from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_stream_adapter
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
 from ssmlx.model.backbone import Backbone
@@ -87,8 +87,9 @@ class Weights:
 
     @property
     def scope(self) -> str | None:
-        """Scope of the adapter: "all", "streams", or "task" with a task's LoRA; None without
-        one."""
+        """Scope of the adapter: "all", "streams", or "task" for streams beside a task's LoRA; None
+        without one.
+        """
         if self.adapter is None:
             return None
         return "task" if self.adapter.task_lora else self.adapter.config.adapter_scope
@@ -96,17 +97,26 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """The model that systems of one kind decode with, and the draft model or heads beside it."""
+    """The model that systems of one kind decode with, and the draft model or heads beside it.
+
+    `loaded` has "draft_model" or "heads", or nothing.
+    """
 
     model: StreamFusedModel
     loaded: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Target:
-    """A loaded model and everything that decodes it, on the same arrays."""
+    """A loaded model and everything that decodes it, on the same arrays.
+
+    `mlx_model` is mlx-lm's, with the LoRA of every row merged; `plain` is ssmlx's on its arrays,
+    without streams.
+    """
 
     def __init__(self, weights: Weights) -> None:
         """Load the base, and merge the LoRA that acts on every row.
+
+        Streams, heads and draft models are not loaded yet.
 
         Raises:
             InputError: the base cannot be loaded, or the adapter is another base's.
@@ -134,37 +144,55 @@ class Target:
         self._earlier: dict[tuple[str, int], EarlierAnswers] = {}
 
     def drafting(self, kind: str) -> Drafting:
-        """The model for systems of a kind; it is loaded at the first call."""
+        """Return what systems of a kind decode and draft with; it is loaded at the first call, then
+        kept.
+
+        Args:
+            kind: of a system.
+
+        Raises:
+            InputError: a folder holds heads of another kind, or cannot be read.
+        """
         if kind not in self._drafting:
-            self._drafting[kind] = self._load(kind)
+            self._drafting[kind] = self._load_drafting(kind)
         return self._drafting[kind]
 
     def memory(self, kind: str = PLAIN) -> Memory:
+        """Measure the memory of what systems of a kind decode with, and an empty cache."""
         own = self.drafting(kind)
         return measure_memory(own.model, own.model.make_cache(), loaded=own.loaded.values())
 
-    def drafters(self, system: System) -> Sequence[Drafter]:
-        """Make the drafters of a system; none for plain decoding and mlx-lm."""
+    def build_drafters(self, system: System) -> Sequence[Drafter]:
+        """Make new drafters for a system; none for plain decoding, mlx-lm and the draft model
+        alone.
+
+        Raises:
+            InputError: the settings do not fit the model or what it drafts with.
+        """
         if system.kind in (MLX_LM, DRAFT_ALONE):
             return ()
         own = self.drafting(system.kind)
         return make_plan(own.model, system.config, **own.loaded).drafters
 
-    def num_costs(self, system: System) -> int | None:
-        """How many costs of calls are known for a system; None if it learns none."""
+    def count_known_costs(self, system: System) -> int | None:
+        """Return how many costs of calls are known for a system's model; None where no controller
+        decides, as it uses none.
+        """
         if not system.config.is_controlled:
             return None
         learned, _ = learned_of(self.drafting(system.kind).model)
         return len(learned.costs.to_dict()["costs"])
 
     def extra_parameters(self, system: System) -> int:
-        """Trained numbers that a system's drafter adds to the target."""
+        """Return how many trained numbers a system's drafters add to the target."""
         if system.kind == STREAMS and self.weights.adapter is not None:
             return added_parameters(self.weights.adapter)
-        return sum(drafter.num_parameters for drafter in self.drafters(system))
+        return sum(drafter.num_parameters for drafter in self.build_drafters(system))
 
     def answer(self, system: System, prompt: list[int], repeat: int = 0) -> TimedAnswer:
-        """Answer a prompt; the result has the peak memory above what was in use before.
+        """Answer a prompt and time it.
+
+        The peak memory of the result is counted above what was in use before.
 
         Args:
             system: decodes.
@@ -177,14 +205,17 @@ class Target:
         found = self._answer(system, prompt, repeat)
         return replace(found, peak_bytes=max(0, mx.get_peak_memory() - before))
 
-    def text_of(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, without end tokens."""
+    def decode_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, without end tokens."""
         ends = self.tokenizer.eos_token_ids
         return str(self.tokenizer.decode([token for token in tokens if token not in ends]))
 
     @contextmanager
-    def endless(self) -> Iterator[None]:
-        """Inside the block no token ends an answer, so that all answers are equally long."""
+    def without_end_tokens(self) -> Iterator[None]:
+        """Inside the block no token ends an answer, so that all answers are equally long.
+
+        The adapter has to have streams. Afterwards the end tokens are as before.
+        """
         streams = self.drafting(STREAMS).model
         ends = self.tokenizer.eos_token_ids
         config = streams.config
@@ -198,7 +229,9 @@ class Target:
             self.tokenizer.eos_token_ids = ends
 
     def _answer(self, system: System, prompt: list[int], repeat: int) -> TimedAnswer:
-        """Answer a prompt in the way of the system's kind."""
+        """Answer a prompt by mlx-lm's loop or by ssmlx, as the kind of the system asks; peak memory
+        is not measured.
+        """
         if system.kind == MLX_LM:
             return mlx_lm_answer(self.mlx_model, self.tokenizer, prompt, system.config)
         if system.kind == DRAFT_ALONE:
@@ -216,26 +249,32 @@ class Target:
         return ssmlx_answer(own.model, self.tokenizer, prompt, system.config, **loaded)
 
     def _with_rounded_products(self, model: Module) -> Module:
-        """Replace layers in place by rounding ones if the weights say so; return the model."""
+        """Replace a model's layers in place by rounding ones where the weights say so; return the
+        model.
+        """
         if self.weights.rounds:
             round_products(model, self.weights.activations)
         return model
 
     def _backbone(self) -> Backbone:
-        """A new backbone on the target's arrays, with the draft head and the costs' folder."""
+        """Make a backbone on the target's arrays, with the draft head and the folder of costs that
+        the weights name.
+        """
         bits = resolve_draft_bits(self.weights.draft_head)
         backbone = Backbone(clone_sharing_arrays(self.mlx_model), None, bits)
         backbone.cache_dir = self.weights.costs
         return backbone
 
-    def _load(self, kind: str) -> Drafting:
-        """Load what systems of a kind draft with.
+    def _load_drafting(self, kind: str) -> Drafting:
+        """Load the model that systems of a kind decode with, and their draft model or heads.
+
+        For kinds without weights of their own it is the target alone.
 
         Raises:
             InputError: a folder holds heads of another kind, or cannot be read.
         """
         if kind == STREAMS:
-            return self._with_streams()
+            return self._load_streams()
         if kind not in CHECKPOINTS:
             return Drafting(self.plain)
         folder = self.weights.checkpoints[kind]
@@ -250,8 +289,11 @@ class Target:
         require(heads.drafter == kind, what, expected=expected, do=f"give it as --{heads.drafter}")
         return Drafting(self.plain, {"heads": heads})
 
-    def _with_streams(self) -> Drafting:
-        """The target with the adapter's streams and the LoRA that acts on their rows."""
+    def _load_streams(self) -> Drafting:
+        """Make the target with the adapter's streams and the LoRA that acts on their rows.
+
+        It shares the target's arrays.
+        """
         adapter = self.weights.adapter
         backbone = self._backbone()
         assert adapter is not None
@@ -267,8 +309,17 @@ class Target:
 def load_weights_as(dtype: str, base: Path) -> tuple[Module, dict[str, Any]]:
     """Load a base model in one of `FLOATS` or `PACKED`.
 
+    For a packed precision, weights that are not packed in it are packed here.
+
+    Args:
+        dtype: the precision.
+        base: the model's folder.
+
     Returns:
-        (the model, its config.json)
+        The model, and its config.json as it was.
+
+    Raises:
+        InputError: the folder cannot be loaded.
     """
     bits = PACKED.get(dtype)
     failure = f"{base} cannot be loaded as a model"
@@ -286,18 +337,20 @@ def _is_packable(_: str, module: Module) -> bool:
 
 
 def added_parameters(adapter: StreamAdapter) -> int:
-    """How many trained numbers an adapter's streams have, with the LoRA on their rows alone."""
+    """Return how many trained numbers an adapter's streams have, with the LoRA on stream rows
+    alone.
+    """
     lora = adapter.stream_lora.values()
     return adapter.streams.num_parameters + sum(one.a.size + one.b.size for one in lora)
 
 
 def read_own_lora(folder: Path) -> StreamAdapter:
-    """Read an adapter folder.
+    """Read an adapter folder that has a LoRA of its own.
 
     Raises:
-        InputError: it is a fused model, without a LoRA of its own.
+        InputError: it is a fused model, or cannot be read.
     """
-    adapter = load_streams(folder)
+    adapter = load_stream_adapter(folder)
     what = f"{folder} has no LoRA of its own: it is a fused model"
     do = "convert without --fuse"
     require(bool(adapter.trained_lora), what, expected="an adapter folder", do=do)
@@ -307,7 +360,14 @@ def read_own_lora(folder: Path) -> StreamAdapter:
 def mlx_lm_answer(
     model: Any, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
 ) -> TimedAnswer:
-    """Answer with mlx-lm's own `stream_generate`; it samples from `config.seed`, 0 if None."""
+    """Answer with mlx-lm's own `stream_generate`, and time every token as a call.
+
+    Args:
+        model: of mlx-lm.
+        tokenizer: has the end tokens.
+        prompt: token ids.
+        config: max_tokens, temp and top_k count. Sampling is seeded with its seed, 0 if None.
+    """
     sampler = None
     if config.temp:
         mx.random.seed(config.seed or 0)

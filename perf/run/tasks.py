@@ -78,7 +78,12 @@ class Example:
 
 
 def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
-    """Return a task's data: `data`, or the task's file in `folder`, or what ships.
+    """Return a task's data file: `data`, or else the task's file in `folder`, or else what ships.
+
+    Args:
+        task: the task.
+        data: of --data, or None.
+        folder: of --data-dir, or None; it has a folder of the task's name.
 
     Raises:
         InputError: there is no such file.
@@ -96,8 +101,10 @@ def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path
 def read_examples(path: Path, task: Task, count: int | None = None) -> list[Example]:
     """Read the first `count` examples of a data file; all if None.
 
+    Of Spec-Bench, some questions of each category are taken: see `_read_spec_bench`.
+
     Raises:
-        InputError: a line is broken, or lacks an answer that the task needs.
+        InputError: `count` is below 1, a line is broken, or lacks an answer that the task needs.
     """
     require(
         count is None or count > 0,
@@ -124,7 +131,11 @@ def read_examples(path: Path, task: Task, count: int | None = None) -> list[Exam
 def _read_spec_bench(path: Path) -> list[Example]:
     """Read the first turns of Spec-Bench's questions, in the file's order.
 
-    All of MT-Bench's categories as one, and 16 questions of each other category.
+    All of MT-Bench's categories are one, with all their questions; of each other category the first
+    16 are taken.
+
+    Raises:
+        InputError: a line is broken, or there is none.
     """
     found: dict[str, list[Example]] = {}
     examples = []
@@ -140,10 +151,14 @@ def _read_spec_bench(path: Path) -> list[Example]:
 
 
 def _spec_bench_question(line: str, where: str) -> tuple[str, str]:
-    """Return category and first turn of a line of Spec-Bench.
+    """Return category and first turn of a line of Spec-Bench's file.
+
+    Args:
+        line: JSON.
+        where: file and line, for messages.
 
     Raises:
-        InputError: it is no such line; `where` says which.
+        InputError: it is no such line.
     """
     expected = f'"turns", texts, and "category", one of {", ".join(MT_BENCH + OTHER_CATEGORIES)}'
     try:
@@ -158,11 +173,14 @@ def _spec_bench_question(line: str, where: str) -> tuple[str, str]:
     return category, question
 
 
-def cut_in_the_middle(tokens: list[int], most: int) -> list[int]:
-    """Cut a prompt to `most` tokens by leaving out its middle, so that both ends stay."""
-    first = most // 2
-    last = most - first
-    return tokens if len(tokens) <= most else [*tokens[:first], *tokens[-last:]]
+def leave_out_middle(tokens: list[int], max_tokens: int) -> list[int]:
+    """Cut a prompt to `max_tokens` tokens by leaving out its middle, so that both ends stay.
+
+    A prompt that is not longer is returned as it is.
+    """
+    first = max_tokens // 2
+    last = max_tokens - first
+    return tokens if len(tokens) <= max_tokens else [*tokens[:first], *tokens[-last:]]
 
 
 def normalise_sql(text: str) -> str:
@@ -171,7 +189,10 @@ def normalise_sql(text: str) -> str:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> tuple[float, float]:
-    """100 if the answer is one of the references, else 0; then the same ignoring case."""
+    """Score an answer: 100 if it is one of the references, else 0; then the same ignoring case.
+
+    Runs of white space count as one space.
+    """
     found = normalise_sql(answer)
     expected = [normalise_sql(text) for text in references]
     any_case = found.casefold() in [text.casefold() for text in expected]
@@ -181,8 +202,8 @@ def exact_match(answer: str, references: Sequence[str]) -> tuple[float, float]:
 def rouge_scorer() -> Scorer:
     """Return a function that scores an answer by ROUGE-1 and ROUGE-LSum F1 in per cent.
 
-    The best reference counts. Words are stemmed. As in `rouge_score`, a line is a sentence, so that
-    ROUGE-LSum of one line is ROUGE-L.
+    For each score the best reference counts. Words are stemmed. As in `rouge_score`, a line is a
+    sentence, so that ROUGE-LSum of one line is ROUGE-L.
 
     Raises:
         InputError: rouge-score is not installed.
@@ -205,32 +226,55 @@ def rouge_scorer() -> Scorer:
     return score
 
 
-def scorer_of(task: Task) -> Scorer:
+def make_scorer(task: Task) -> Scorer:
     return exact_match if task is SQL else rouge_scorer()
 
 
 def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> Scores | None:
-    """Scores of answers, [figures, prompts]; None if an example has no reference."""
+    """Score answers in per cent.
+
+    Args:
+        task: decides the scores.
+        examples: with references.
+        texts: an answer for each example.
+
+    Returns:
+        [scores, prompts]; None if an example has no reference.
+    """
     if not all(example.references for example in examples):
         return None
-    scorer = scorer_of(task)
+    scorer = make_scorer(task)
     pairs = zip(texts, examples, strict=True)
     rows = [scorer(text.strip(), example.references) for text, example in pairs]
     return np.array(rows, np.float64).T
 
 
-def figures(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any]:
-    """The mean of each of a task's scores, as JSON values; empty without references."""
+def mean_scores(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any]:
+    """Return the mean of each of a task's scores over answers, by its name, as JSON values; empty
+    without references.
+
+    Args:
+        task: decides the scores.
+        examples: the prompts.
+        texts: an answer for each example.
+    """
     scores = score_texts(task, examples, texts)
     rows = () if scores is None else zip(task.figures, scores, strict=True)
     return {name: asdict(mean(row)) for name, row in rows}
 
 
-def differences(
+def score_differences(
     task: Task, examples: Sequence[Example], ours: Sequence[str], theirs: Sequence[str]
 ) -> dict[str, Any]:
-    """The mean difference of each score, ours less theirs, as JSON values; empty without
-    references."""
+    """Return the mean difference of each score, ours less theirs, by its name, as JSON values;
+    empty without references.
+
+    Args:
+        task: decides the scores.
+        examples: the prompts.
+        ours: an answer for each example.
+        theirs: likewise.
+    """
     pair = [score_texts(task, examples, texts) for texts in (ours, theirs)]
     if pair[0] is None or pair[1] is None:
         return {}

@@ -13,7 +13,7 @@ from ssmlx.settings import GenerateConfig
 
 
 class TimedCall(NamedTuple):
-    """One target call after the prompt's."""
+    """One target call after the prompt's: what it verified, and how long it took."""
 
     rows: int  # that it verified; 1 for a bare root
     tokens: int  # that it advanced by
@@ -51,12 +51,23 @@ def ssmlx_answer(
     config: GenerateConfig,
     **loaded: Any,
 ) -> TimedAnswer:
-    """Answer with ssmlx. `loaded` are a draft model or heads, as `stream_generate` takes them."""
-    return timed_answer(stream_generate(model, tokenizer, prompt, config, **loaded))
+    """Answer with ssmlx, and time every call.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+        tokenizer: likewise.
+        prompt: token ids.
+        config: how to decode.
+        loaded: draft model, heads or earlier answers, as `stream_generate` takes them.
+    """
+    return time_answer(stream_generate(model, tokenizer, prompt, config, **loaded))
 
 
-def timed_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
-    """Collect the responses of `stream_generate` into one answer."""
+def time_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
+    """Collect all responses of `stream_generate`, one or more, into one answer.
+
+    Each response after the first becomes a call; peak memory is left at 0.
+    """
     segments = list(responses)
     tokens = [token for one in segments for token in one.tokens]
     last = segments[-1]
@@ -71,7 +82,7 @@ def timed_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
 
 
 def _timed_call(before: GenerationResponse, segment: GenerationResponse) -> TimedCall:
-    """The target call between two responses in a row."""
+    """Return the target call that gave a response, by the response before it."""
     return TimedCall(
         1 + segment.drafted_tokens - before.drafted_tokens,
         len(segment.tokens),
@@ -82,7 +93,10 @@ def _timed_call(before: GenerationResponse, segment: GenerationResponse) -> Time
 
 
 def rotate_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Yield every label for every prompt; the order of labels rotates from prompt to prompt."""
+    """Yield every label for every prompt, as (prompt, label).
+
+    The order of labels rotates by one from prompt to prompt.
+    """
     for index, prompt in enumerate(prompts):
         turn = index % len(labels)
         for label in (*labels[turn:], *labels[:turn]):

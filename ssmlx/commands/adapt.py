@@ -48,7 +48,11 @@ the questions, the answers, the adapter, and figures.json, which has the measure
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `python -m ssmlx.adapt`; --model is required.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(
         PROG, "Train an adapter that makes a model draft for itself, on this machine.", EPILOG
     )
@@ -97,8 +101,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def adapter_name(args: argparse.Namespace) -> str:
     """Return the name of the adapter to make: --name, or one made of the model's and the LoRA's.
 
+    The latter is the last part of their names, in lower case, joined by a dash; revisions are left
+    out.
+
     Raises:
-        InputError: --name is no name that an adapter may have.
+        InputError: it is no name that an adapter may have.
     """
     told = args.model if Path(args.model).exists() else args.model.partition("@")[0]
     is_tuned = args.adapter not in (None, NO_ADAPTER)
@@ -110,7 +117,13 @@ def adapter_name(args: argparse.Namespace) -> str:
 
 
 def check_adapter_name(name: str, option: str) -> None:
-    """Raise `InputError` if an adapter cannot have this name, which `option` gave."""
+    """Raise InputError if an adapter cannot have this name.
+
+    Args:
+        name: letters, digits, dots, underscores and dashes, not beginning with a dot; no name that
+            ships, "none" or "auto".
+        option: that gave it, for the message.
+    """
     taken = (NO_ADAPTER, AUTO_ADAPTER, *bundled_adapters())
     ok = re.fullmatch(r"[\w-][\w.-]*", name) and name not in taken
     require(
@@ -124,7 +137,12 @@ def check_adapter_name(name: str, option: str) -> None:
 def _adapt(args: argparse.Namespace) -> None:
     """Make an adapter for the model, or go on with an earlier run.
 
-    Without --name, a run that was made from the same weights is continued, whatever its name.
+    Without --name, a run that was made from the same weights is continued, whatever its name; a
+    line says so.
+
+    Raises:
+        InputError: an option is out of bounds, the model or LoRA cannot be had, or another process
+            works on the run.
     """
     from ..loading.files import exclusive_folder
     from ..training.adapt import adapt
@@ -162,8 +180,8 @@ def print_line(line: str) -> None:
 def make_wait(give_way: bool) -> Callable[[], None]:
     """Return a function that blocks while others keep the machine busy, or while it is on battery.
 
-    It looks at most every 10 seconds; busy means that other processes use half of the cores or
-    more.
+    It looks at most every 10 seconds, and returns at once in between. Busy means that other
+    processes use half of the cores or more, by the load average of a minute.
 
     Args:
         give_way: whether to wait at all; if not, the function returns at once.
@@ -174,7 +192,11 @@ def make_wait(give_way: bool) -> Callable[[], None]:
     own = time.process_time()
 
     def wait() -> None:
-        """Block until the machine is free and not on battery; see `make_wait`."""
+        """Block until other processes use less than half of the cores and the machine is not on
+        battery.
+
+        It returns at once where `give_way` is off, or where it looked within the last 10 seconds.
+        """
         nonlocal looked, own
         while give_way and time.monotonic() - looked > _BUSY_SECONDS:
             used = (time.process_time() - own) / (time.monotonic() - looked)

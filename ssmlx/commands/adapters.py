@@ -27,7 +27,12 @@ An adapter works with the weights that it was made from, wherever they are store
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the command line; an act with too many or too few names ends the process with exit code
+    2.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     text = "List, remove or rename the adapters that ssmlx.adapt has made on this machine."
     usage = "[list | remove NAME | rename NAME NEW]"
     parser = make_parser(PROG, text, EPILOG, usage)
@@ -47,7 +52,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def describe_run(run: Run) -> str:
-    """One line about an adapter made here: name, date, base model, and what it brings."""
+    """Return one line about an adapter made here: name, when it changed, base model and whether
+    that is here, and what it brings.
+
+    The base model's weights are read for their digest.
+    """
     curve = (run.figures.get("figures") or {}).get("tokens_per_call") or {}
     nodes = max(curve, key=curve.__getitem__, default=None)
     if not run.is_finished:
@@ -65,7 +74,8 @@ def _base_status(run: Run) -> str:
     """Say whether the run's base model is still where it was.
 
     Returns:
-        "here", "other weights are there now", or "not in FOLDER any more".
+        "here", "other weights are there now", or "not in FOLDER any more", also where it cannot be
+        read.
     """
     from ..loading.weights import weights_digest
 
@@ -77,7 +87,7 @@ def _base_status(run: Run) -> str:
 
 
 def _run_folder(name: str) -> Path:
-    """Return the folder of an adapter made here, also of a broken one.
+    """Return the folder of an adapter made here, also of a broken or unfinished one.
 
     Raises:
         InputError: there is none of this name, or it ships with ssmlx.
@@ -93,16 +103,17 @@ def _run_folder(name: str) -> Path:
 
 
 def _list_or_change(args: argparse.Namespace) -> None:
-    """Print the adapters, or remove or rename one.
+    """Print the adapters made here, or remove or rename one, as `args.act` says.
 
     Raises:
-        InputError: there is no such adapter, a run writes to it now, or the new name is taken.
+        InputError: there is no such adapter, a run writes to it now, the new name is taken or not
+            allowed, or the folder cannot be changed.
     """
     from ..loading.files import exclusive_folder
-    from ..loading.found import runs
+    from ..loading.found import read_runs
 
     if args.act == "list":
-        found = runs()
+        found = read_runs()
         for run in found:
             print(describe_run(run))
         print(f"in {adapters_home()}: {len(found)} adapter{'s' * (len(found) != 1)}")

@@ -29,17 +29,21 @@ _MIB = 2**20
 
 
 class PromptFile:
-    """The processed prompt of `--prompt-cache FILE`.
+    """The processed prompt of `--prompt-cache FILE`: its tokens and its cache, which the user's
+    prompts may begin with.
 
-    It is read at the start if the file is there, and written at the end if it has changed.
+    `read` takes it from the file, `write` puts it there if it has changed.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Args:
+        """Check the file; it is not read yet.
+
+        Args:
             path: the file; None to read and keep nothing.
 
         Raises:
-            InputError: the file is no prompt cache, or its folder cannot be written to.
+            InputError: the file is no prompt cache, or its folder does not exist or cannot be
+                written to.
         """
         self.path = path
         self.tokens: tuple[int, ...] = ()
@@ -55,7 +59,10 @@ class PromptFile:
             raise unwritable_error(path, OSError("no such folder, or not yours"))
 
     def read(self, model: StreamFusedModel) -> None:
-        """Read the tokens and cache from the file if it exists.
+        """Read the tokens and cache from the file if it exists; nothing happens without a path.
+
+        Args:
+            model: whose cache it is.
 
         Raises:
             InputError: the model's caches cannot be kept, or the file is another model's or LoRA's.
@@ -75,14 +82,15 @@ class PromptFile:
     def take(self, model: StreamFusedModel, tokens: Sequence[int]) -> tuple[TreeCache, int]:
         """Return a cache for a prompt that starts with what the kept one has in common with it.
 
+        The kept cache stays as it is.
+
         Args:
             model: whose cache it is.
             tokens: the prompt. At least its last token is left to process.
 
         Returns:
             (a cache of the answer's own, how many tokens are in it); an empty cache and 0 if
-            nothing is
-            in common.
+            nothing is in common.
         """
         from ..answers import run
         from ..prompts import common_prefix_length
@@ -94,7 +102,7 @@ class PromptFile:
         return run(lambda: cache.fork(count)), count
 
     def keep(self, tokens: Sequence[int], cache: TreeCache) -> None:
-        """Keep a processed prompt in memory, to be written later.
+        """Keep a processed prompt in memory, in the place of the one before, to be written later.
 
         Nothing happens without a path, or if the kept tokens already begin with these.
 
@@ -112,6 +120,9 @@ class PromptFile:
     def write(self, model: StreamFusedModel) -> bool:
         """Write the file if there is something new to write.
 
+        Args:
+            model: as it is now; `read` was called before.
+
         Returns:
             Whether it was written. It is not for a model that has another LoRA than at `read`.
 
@@ -119,7 +130,7 @@ class PromptFile:
             InputError: it cannot be written.
         """
         from ..answers import run
-        from ..loading.files import clear_leftovers
+        from ..loading.files import delete_unfinished_files
         from ..model.cache_key import CacheKey
         from ..prompt_cache.files import write_prompt
 
@@ -130,7 +141,7 @@ class PromptFile:
         if key != self._key:
             return False
         try:
-            clear_leftovers(path.resolve().parent, path.name)
+            delete_unfinished_files(path.resolve().parent, path.name)
             write_prompt(path, key, self.tokens, self.cache, run)
         except OSError as error:
             raise unwritable_error(path, error) from error
@@ -138,7 +149,11 @@ class PromptFile:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the command line: `list` or `purge`, and perhaps a folder.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     text = "List or delete the processed prompts that are kept on disk."
     parser = make_parser(PROG, text, EPILOG, "[list | purge] [FOLDER]")
     parser.add_argument(
@@ -158,9 +173,13 @@ def _default_folder() -> Path:
 
 
 def _list_or_purge(args: argparse.Namespace) -> None:
-    """Print the kept prompts of a folder, newest first, or delete them.
+    """Print the kept prompts of a folder, newest first, or delete them; then how many there were.
 
-    Files that no `PromptCache` wrote are left alone.
+    Files that no `PromptCache` wrote are left alone. A server's folders for its keys, inside of it,
+    are looked into, the last one first.
+
+    Raises:
+        InputError: the folder that was named is none, or a file cannot be deleted.
     """
     from ..prompt_cache.files import PromptFolder, read_header
 

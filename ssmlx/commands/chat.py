@@ -50,7 +50,11 @@ HELP = """/help            show this list
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `python -m ssmlx.chat`.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = options.make_parser(
         PROG, "Chat with a language model, sped up by speculative decoding.", EPILOG, "[options]"
     )
@@ -65,7 +69,7 @@ class Screen:
     """The terminal: answers go to standard output, all else, dimmed, to standard error."""
 
     def __init__(self) -> None:
-        """Look what is a terminal, and let standard input take bytes that are no UTF-8."""
+        """Note which streams are terminals, and let standard input take bytes that are no UTF-8."""
         self.interactive = sys.stdin.isatty()
         self._dim = sys.stderr.isatty()
         if isinstance(sys.stdin, TextIOWrapper):
@@ -79,7 +83,10 @@ class Screen:
         print(text, end="", flush=True)
 
     def ask(self) -> str | None:
-        """Return the user's next line, or None at the end of input. Ctrl-C starts the line anew."""
+        """Return the user's next line, or None at the end of input.
+
+        Ctrl-C drops the line, says how to leave, and reads another.
+        """
         while True:
             try:
                 # Python reads lines that end in CR and LF so on Windows alone.
@@ -93,7 +100,8 @@ class Screen:
 
 
 def keep_line_history(path: Path) -> None:
-    """Load the history of entered lines from a file, and write it there when Python ends.
+    """Load the history of entered lines from a file, and write it there when Python ends: the last
+    1,000.
 
     Nothing happens where Python has no readline, or where the file cannot be used.
     """
@@ -116,7 +124,10 @@ def keep_line_history(path: Path) -> None:
 
 @contextmanager
 def call_on_interrupt(stop: Callable[[], object]) -> Iterator[None]:
-    """Inside the block, the first Ctrl-C calls `stop`; a second one raises KeyboardInterrupt."""
+    """Inside the block, the first Ctrl-C calls `stop`; a second one raises KeyboardInterrupt.
+
+    Only on the main thread. Afterwards Ctrl-C does what it did before.
+    """
 
     def on_interrupt(signum: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, before)
@@ -139,11 +150,20 @@ class Chat:
 
 
 def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
-    """Answer a message, print the text as it comes, then a line of figures.
+    """Answer a message: print the text as it comes on standard output, then a line of figures on
+    standard error.
 
     Ctrl-C stops the answer; what was said until then stays in the conversation.
+
+    Args:
+        session: the conversation, which the turn is added to.
+        text: the user's message.
+        screen: to print on.
+
+    Raises:
+        InputError: the message cannot be answered, such as where the context is full.
     """
-    from ..api import summary
+    from ..api import summary_line
 
     last = None
     responses = session.reply(text, progress=options.PromptBar())
@@ -155,11 +175,11 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
     print(flush=True)
     if last is not None:
         cut = " · stopped" if last.finish_reason is None else ""
-        screen.note(f"[{summary(last)}{cut}]")
+        screen.note(f"[{summary_line(last)}{cut}]")
 
 
 def stats_text(session: ChatSession) -> str:
-    """Tokens, target calls, speed and cache of all answers of the session."""
+    """Return two lines with tokens, target calls, speed and cache of all answers of the session."""
     totals = session.totals
     if not totals.answers:
         return "nothing was said yet"
@@ -172,9 +192,18 @@ def stats_text(session: ChatSession) -> str:
     )
 
 
-def comparison_text(session: ChatSession) -> str:
-    """Answer the last message both ways several times, and say what is faster and whether they
-    agree."""
+def run_comparison(session: ChatSession) -> str:
+    """Answer the last message several times with drafts and plainly, and say what is faster and
+    whether they agree.
+
+    The conversation stays as it is.
+
+    Returns:
+        The line to print; a second one where the tokens differ.
+
+    Raises:
+        InputError: nothing was said yet.
+    """
     bar = options.CallbackBar("comparing", "answer")
     result = session.compare(progress=bar)
     low, high = result.interval
@@ -192,7 +221,12 @@ def comparison_text(session: ChatSession) -> str:
 
 
 def divergence_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
-    """Say where two answers part, and whether rounding may have decided it."""
+    """Say where two answers part, and whether rounding may have decided it.
+
+    Args:
+        one: the place, both tokens, and how far apart their logits are.
+        tokenizer: decodes the two tokens.
+    """
     plain, other = (repr(tokenizer.decode([token])) for token in (one.plain, one.other))
     place = f"behind token {one.place}: {plain} is plain decoding's, {other} the other"
     gap = f"the model's logits of these two are {one.gap:.2g} apart"
@@ -203,6 +237,15 @@ def divergence_text(one: Divergence, tokenizer: TokenizerWrapper) -> str:
 
 def adapter_command(rest: str, chat: Chat) -> str:
     """Carry out /adapter: without `rest` list the adapters, else change to the one it names.
+
+    "auto" takes the adapter that fits the model. The peak memory is counted anew after a change.
+
+    Args:
+        rest: a name, a folder, a Hub name, "none", "auto", or nothing.
+        chat: its session and `adapter` are changed.
+
+    Returns:
+        The text to print.
 
     Raises:
         InputError: there is no such adapter, or it is another model's. The chat keeps its own then.
@@ -231,7 +274,9 @@ def adapter_command(rest: str, chat: Chat) -> str:
 
 
 def describe_adapter(chat: Chat) -> str:
-    """One line about the adapter in use, what drafts, and whether answers are the base model's."""
+    """Return one line about the adapter in use, what drafts, and whether answers are the base
+    model's.
+    """
     session = chat.session
     config = chat.session.model.config
     drafter = session.drafter
@@ -275,18 +320,26 @@ COMMANDS: dict[str, Callable[[str, Chat], str]] = {
     "/system": _system_command,
     "/stats": lambda rest, chat: stats_text(chat.session),
     "/memory": lambda rest, chat: chat.session.memory.table(),
-    "/compare": lambda rest, chat: comparison_text(chat.session),
+    "/compare": lambda rest, chat: run_comparison(chat.session),
     "/adapter": adapter_command,
 }
 
 
 def handle_line(line: str, chat: Chat) -> bool:
-    """Carry out a line of the user: a command, or a message to answer.
+    """Carry out a line of the user: a command, or a message to answer. Empty lines do nothing.
 
-    A mistake is printed, and the chat goes on.
+    Bad input, and in a command a file error or Ctrl-C, are printed, and the chat goes on.
+
+    Args:
+        line: without its end.
+        chat: is changed.
 
     Returns:
         False where the line is /quit.
+
+    Raises:
+        KeyboardInterrupt: a second Ctrl-C in an answer, or one in a model that is split over
+            processes.
     """
     name, _, rest = line.partition(" ")
     is_command = line.startswith("/")
@@ -312,7 +365,13 @@ def handle_line(line: str, chat: Chat) -> bool:
 
 
 def _chat(args: argparse.Namespace) -> None:
-    """Load the model, then read and answer lines until /quit or the end of input."""
+    """Load the model, then read and answer lines until /quit or the end of input.
+
+    With --prompt-cache, the conversation is begun with that file, and written into it at the end.
+
+    Raises:
+        InputError: an option is wrong, or the model or the file cannot be loaded or written.
+    """
     config = options.generate_config(args)  # a bad option is told before anything else is
     kept = PromptFile(args.prompt_cache)
     screen = Screen()

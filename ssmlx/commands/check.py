@@ -44,7 +44,11 @@ Exit code 0: the model works, with or without drafting. 2: it does not, and a li
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `python -m ssmlx.check`.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = options.make_parser(
         PROG,
         "Show which drafters work with a model, and the speed-up to expect on this machine.",
@@ -64,8 +68,8 @@ def time_costs_first(
 ) -> None:
     """Time what drafting costs on this machine, before a command's first answer.
 
-    It takes up to two seconds, and none where earlier answers have taught enough. A line on
-    standard error says so if it takes long.
+    It takes up to two seconds, and none where earlier answers have taught enough. What was timed is
+    kept for all answers. A line on standard error says so if it takes long.
 
     Args:
         model: as `ssmlx.load` returns it.
@@ -91,7 +95,11 @@ def time_costs_first(
 
 
 def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
-    """For each registered drafter, why it cannot draft for the loaded model; None if it can."""
+    """Return why each registered drafter cannot draft for the loaded model, by its name; None if it
+    can.
+
+    A drafter with weights of its own needs them: its reason says with which option.
+    """
     from ..drafters.registry import registered_drafter
 
     reasons: dict[str, str | None] = {}
@@ -112,10 +120,11 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
 
 
 def describe_adapter(adapter: str | None, model: StreamFusedModel) -> str | None:
-    """One line about an adapter's format and size; None without an adapter.
+    """Return one line about an adapter's format and size; None without an adapter.
 
     Args:
-        adapter: a name or a folder; None for the streams of a fused model.
+        adapter: a name or a folder; "none" for the base alone; None for the streams of a fused
+            model, if it has any.
         model: with that adapter.
     """
     from ..loading.adapter import load_adapter
@@ -134,6 +143,14 @@ def check_model(
     """Time the model's calls and collect everything that the command prints, as JSON values.
 
     It has to run on the thread that runs MLX. Costs that it timed are kept for later answers.
+
+    Args:
+        args: `model`, `adapter` and `seconds` are read.
+        model: as `ssmlx.load` returns it.
+        tokenizer: the same.
+
+    Returns:
+        What `report_lines` prints; "learned" is what was known before the timing.
     """
     from ..api import end_token_ids
     from ..blas import this_machine
@@ -206,17 +223,17 @@ def time_stream_costs(
         seconds: about how long to time.
 
     Returns:
-        A row for each number of nodes whose cost is known, now or from earlier answers: nodes,
-        plain
-        calls that such a call takes, tokens that it should bring, speed-up over plain decoding.
+        A row for each number of nodes whose cost is known, now or from earlier answers: "nodes",
+        "plain_calls" that such a call takes, "tokens" that it should bring, "speed_up" over plain
+        decoding.
     """
     from ..decoding.controller import DraftShape
-    from ..generation.head_start import STREAMS, seed_costs
+    from ..generation.head_start import STREAMS, time_and_store_costs
     from ..generation.learned import learned_of
     from ..generation.plan import TYPICAL_TOKENS
     from ..policy.offers import CurveOffer
 
-    seed_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
+    time_and_store_costs(model, text, SIZES, seconds=seconds, first_round_seconds=seconds)
     learned, prior = learned_of(model)
     costs = learned.costs.frozen(len(text)).known
     share = prior.ratio(STREAMS, len(text))
@@ -243,24 +260,32 @@ def time_candidate_streams(
     """Time calls with random streams of every size that `ssmlx.adapt` could train for the model.
 
     The costs are kept, for the forecast of `ssmlx.adapt`. Nothing is timed for a model that cannot
-    have streams, that is split over machines, or whose folder is unknown.
+    have streams, that is split over machines, or whose folder is unknown, or behind a text of fewer
+    than 2 tokens.
+
+    Args:
+        model: without streams.
+        tokenizer: is not read.
+        name: of the model.
+        text: tokens of the context to time behind.
+        seconds: about how long to time, all sizes together.
     """
     from ..training.config import RunOptions
-    from ..training.job import read_base
-    from ..training.sizing import candidate_layers, time_candidates
+    from ..training.job import read_base_settings
+    from ..training.sizing import candidate_layers, time_candidate_layers
 
     backbone = model.backbone.base()
     can_have = backbone.capabilities.has("trees") and backbone.capabilities.has("stages")
     if backbone.folder is None or backbone.group is not None or not can_have or len(text) < 2:
         return
-    base = read_base(backbone.folder)
+    base = read_base_settings(backbone.folder)
     each = seconds / len(candidate_layers(base["num_hidden_layers"]))
     options = RunOptions(data=backbone.folder, out=backbone.folder, model=name, template=None)
-    time_candidates(backbone, base, options, text, seconds=each)
+    time_candidate_layers(backbone, base, options, text, seconds=each)
 
 
 def report_lines(found: dict[str, Any]) -> list[str]:
-    """The lines that the command prints for what `check_model` returned."""
+    """Return the lines that the command prints for what `check_model` returned."""
     from ..generation.memory import MIB
 
     has_adapter = found["adapter"] not in (None, NO_ADAPTER)
@@ -286,7 +311,9 @@ def report_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _drafter_lines(found: dict[str, Any]) -> list[str]:
-    """A line for each drafter; a reason that excludes all of them is one line."""
+    """Return a line for each drafter, then what the model lacks; a reason that excludes all
+    drafters is one line alone.
+    """
     lacks = found["lacks"]
     if "chains" in lacks:
         return [f"decodes plainly, nothing can draft: {lacks['chains']}"]
@@ -300,7 +327,9 @@ def _drafter_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _cost_lines(found: dict[str, Any]) -> list[str]:
-    """The table of costs by nodes; no lines without streams."""
+    """Return the table of costs by nodes and notes about it; no lines for a model without
+    streams.
+    """
     from ..report import table
 
     if not found["streams"]:
@@ -323,11 +352,11 @@ def _cost_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _learned_lines(found: dict[str, Any]) -> list[str]:
-    """What earlier answers have taught about costs and acceptance; no lines if nothing."""
-    from ..report import aligned
+    """Return what earlier answers have taught about costs and acceptance; no lines if nothing."""
+    from ..report import align_rows
 
     rows = found["learned"]["costs"]
-    lines = ["known before this check:", *aligned(rows), ""] if rows else []
+    lines = ["known before this check:", *align_rows(rows), ""] if rows else []
     accepted = [
         f"accepted before: {share:.2f} of the drafted tokens that {name} should bring, "
         f"from {bucket} tokens on"
@@ -337,7 +366,7 @@ def _learned_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Load the model, check it, and print lines or JSON.
+    """Load the model, check it, and print lines, or with --json one JSON object.
 
     Raises:
         InputError: --seconds is not above 0, or the model cannot be loaded.

@@ -9,32 +9,38 @@ from ..loading.names import DEFAULT_ADAPTER, NO_ADAPTER, bundled_adapters
 
 if TYPE_CHECKING:
     from ..generation.plan import Plan
-    from ..loading.found import Found, Run
+    from ..loading.found import FoundRuns, Run
     from ..model.streams import StreamFusedModel
 
 
 def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> tuple[str, str]:
-    """What drafts and why; what would draft faster, and the command for it.
+    """Return two lines: what drafts and why; and what would draft faster, with the command for it.
 
     Args:
         model: as `ssmlx.load` returns it.
         plan: of the answers to come.
         adapter: what the model's adapter is called; None for its own streams, "none" without one.
-
-    Returns:
-        A line each.
     """
-    from ..loading.found import runs_for
+    from ..loading.found import find_runs
 
-    found = runs_for(model.backbone.folder, model.backbone.name)
+    found = find_runs(model.backbone.folder, model.backbone.name)
     return (
-        f"{_drafting_source(model, plan, adapter, found)}: {plan.decision()}",
+        f"{_drafting_source(model, plan, adapter, found)}: {plan.decision_line()}",
         f"faster: {_faster_option(model, adapter, found)}",
     )
 
 
-def _drafting_source(model: StreamFusedModel, plan: Plan, adapter: str | None, found: Found) -> str:
-    """Say which adapter drafts, if any, and why this one."""
+def _drafting_source(
+    model: StreamFusedModel, plan: Plan, adapter: str | None, found: FoundRuns
+) -> str:
+    """Say which adapter drafts, if any, and why this one.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+        plan: is not read.
+        adapter: as in `drafting_lines`.
+        found: runs of `ssmlx.adapt` on this machine that belong to the model.
+    """
     reason = model.backbone.capabilities.reason("chains")
     if reason is not None:
         return f"nothing can draft, {reason}"
@@ -59,8 +65,14 @@ def _drafting_source(model: StreamFusedModel, plan: Plan, adapter: str | None, f
     return "no adapter"
 
 
-def _faster_option(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
-    """Say which adapter or command would make drafting faster, or why nothing would."""
+def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRuns) -> str:
+    """Say which adapter or command would make drafting faster, or why nothing would.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+        adapter: as in `drafting_lines`.
+        found: runs of `ssmlx.adapt` on this machine that belong to the model.
+    """
     from ..loading.attach import adapters_for
     from ..loading.found import PAYS
     from ..training.sizing import forecast_speedup
@@ -93,10 +105,16 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: Found) -
     return f"{adapt}, which should bring some {speed:.1f} times plain decoding's speed here"
 
 
-def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found: Found) -> str:
-    """Do the same for a model whose answers an adapter's LoRA changes.
+def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found: FoundRuns) -> str:
+    """Say the same for a model whose answers an adapter's LoRA changes.
 
-    Streams that were trained for the base model would guess another model's answers.
+    Streams that were trained for the base model would guess another model's answers, so only runs
+    that were made with this very adapter count. The adapter's files are read for their digest.
+
+    Args:
+        model: with the LoRA.
+        adapter: as in `drafting_lines`.
+        found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
     from ..loading.files import folder_digest
     from ..loading.names import Fetch, resolve_adapter
@@ -121,7 +139,7 @@ def _hours_option(hours: float) -> str:
 
 
 def _progress_text(run: Run) -> str:
-    """Say what speed an unfinished run has reached, if that is known."""
+    """Say that an unfinished run goes on, and what speed it has reached, if that is known."""
     from ..training.sizing import forecast_run_speedup
 
     speed = forecast_run_speedup(run)

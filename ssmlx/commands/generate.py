@@ -30,7 +30,11 @@ prefill_seconds, decode_seconds, draft_calls (of a draft model), drafts (by draf
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `python -m ssmlx.generate`; one of --prompt and --prompts is required.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = options.make_parser(
         PROG,
         "Answer prompts with a language model, sped up by speculative decoding.",
@@ -78,9 +82,14 @@ def _print_notes(lines: Iterable[str]) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    """Answer one or several prompts, and print texts or JSON lines.
+    """Answer one or several prompts, and print texts or JSON lines on standard output.
 
-    All prompts are encoded and checked before the first is answered.
+    All prompts are encoded and checked before the first is answered. Answers may copy text from
+    those before. With --prompt-cache, what all prompts share is read from that file and written
+    into it.
+
+    Raises:
+        InputError: an option is wrong, a prompt cannot be answered, or the model cannot be loaded.
     """
     from ..prompts import common_prefix_length, encode_prompt, last_user_text, read_prompts
 
@@ -93,7 +102,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     import mlx.core as mx
 
-    from ..api import check_prompt, record, stream_generate, summary
+    from ..api import answer_record, check_prompt, stream_generate, summary_line
     from ..drafters.text_index import EarlierAnswers
     from ..generation.plan import make_plan
 
@@ -132,10 +141,10 @@ def _generate(args: argparse.Namespace) -> None:
                 print(one.text, end="", flush=True)
         kept.keep(tokens[:shared], cache)
         if args.jsonl:
-            options.print_json(record(last_user_text(prompt), answer))
+            options.print_json(answer_record(last_user_text(prompt), answer))
             continue
         print(flush=True)
-        _print_notes([summary(answer[-1])])
+        _print_notes([summary_line(answer[-1])])
         if args.verbose:
             _print_notes(_detail_lines(answer[-1], model, plan))
     kept.write(model)
@@ -143,6 +152,8 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> Iterator[str]:
     """Yield what --verbose prints of an answer: drafts, memory, and learned costs and acceptance.
+
+    Memory is left out where it was not measured, and what was learned where nothing is.
 
     Args:
         last: the answer's last response.

@@ -18,7 +18,8 @@ PACKAGES = ("mlx", "mlx-lm", "transformers", "numpy", "ssmlx")
 
 
 def describe_machine() -> dict[str, str]:
-    """Return chip, memory, system, power, MLX's device, BLAS, versions and commit.
+    """Return chip, memory, system, power, MLX's device, BLAS, versions and commit, as texts by
+    name.
 
     What cannot be found out is "unknown".
     """
@@ -37,7 +38,10 @@ def describe_machine() -> dict[str, str]:
 
 
 def _system_name() -> str:
-    """The system's name, such as "macOS 15.1" or "Debian GNU/Linux 12 (bookworm)"."""
+    """Return the system's name, such as "macOS 15.1" or "Debian GNU/Linux 12 (bookworm)".
+
+    Where no name of a distribution is found, it is the kernel's, such as "Linux".
+    """
     if macos := platform.mac_ver()[0]:
         return f"macOS {macos}"
     try:
@@ -47,8 +51,13 @@ def _system_name() -> str:
 
 
 def command_output(*command: str) -> str:
-    """What a command prints, stripped; an empty text if it is missing, fails, or takes over 10
-    s."""
+    """Run a command, and return what it prints on standard output, stripped.
+
+    It is empty if the command is missing, fails, or takes over 10 s.
+
+    Args:
+        command: its words.
+    """
     try:
         done = subprocess.run(
             command,
@@ -64,7 +73,10 @@ def command_output(*command: str) -> str:
 
 
 def power_source() -> str:
-    """ "AC power", "battery" or "unknown"."""
+    """Return "AC power" where that is connected, "battery" where one is drained, else "unknown".
+
+    On macOS pmset is asked, elsewhere Linux's list of power supplies.
+    """
     if platform.system() == "Darwin":
         said = command_output("pmset", "-g", "batt")
         on_mains = "'AC Power'" in said
@@ -81,7 +93,10 @@ def power_source() -> str:
 
 
 def _git_commit() -> str:
-    """The checkout's commit, with ", changed" if tracked files differ from it."""
+    """Return the checkout's commit, 12 digits, with ", changed" if tracked files differ from it.
+
+    "unknown" without a checkout or git.
+    """
     git = ("git", "-C", str(CHECKOUT))
     name = command_output(*git, "rev-parse", "--short=12", "HEAD")
     if not (CHECKOUT / ".git").exists() or not name:
@@ -91,7 +106,9 @@ def _git_commit() -> str:
 
 
 def _package_version(name: str) -> str:
-    """The version of an installed package, or "unknown"."""
+    """Return the version of an installed package, or "unknown"; ssmlx's own where it is not
+    installed.
+    """
     try:
         return version(name)
     except PackageNotFoundError:
@@ -99,7 +116,7 @@ def _package_version(name: str) -> str:
 
 
 def _read_or_empty(path: Path) -> str:
-    """The text of a small file; an empty text if it cannot be read."""
+    """Return the text of a small file; an empty text if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -41,7 +41,9 @@ _DEFAULTS = GenerateConfig()
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports a mistake in one line, and names --help."""
+    """A parser whose `error` prints the mistake and the hint at --help in one line, and ends with
+    exit code 2.
+    """
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -50,12 +52,12 @@ class Parser(argparse.ArgumentParser):
 def make_parser(
     module: str, text: str | None, epilog: str | None = None, usage: str | None = None
 ) -> Parser:
-    """Make the parser of `python -m <module>`.
+    """Make the parser of `python -m <module>`, which has --help and no other option yet.
 
     Args:
         module: such as "ssmlx.chat".
         text: what the command does. The first paragraph comes before the options, the rest after
-        them unless there is an `epilog`.
+            them unless there is an `epilog`.
         epilog: text after the options.
         usage: what follows the command in the usage line; None lists all options there.
     """
@@ -75,19 +77,19 @@ def make_parser(
 def add_int_options(
     parser: argparse._ActionsContainer, *rows: tuple[str, int, str], metavar: str | None = None
 ) -> None:
-    """Add options that are whole numbers.
+    """Add options that take a whole number.
 
     Args:
         parser: or a group of it.
-        rows: (name without dashes, default, help) of each.
-        metavar: what the help shows for the number.
+        rows: (name without dashes, default, help) of each; the help is given the default.
+        metavar: what the help shows for the number; None for the option's name.
     """
     for name, default, text in rows:
         add_options(parser, (f"--{name}", metavar, f"{text} (default: %(default)s)", default))
 
 
 def add_prompt_options(group: argparse._ArgumentGroup) -> None:
-    """Add --prompt and --prompts, of which one has to be given."""
+    """Add --prompt TEXT and --prompts FILE, of which exactly one has to be given."""
     add_options(
         group.add_mutually_exclusive_group(required=True),
         ("--prompt", "TEXT", "the prompt to answer", str),
@@ -101,7 +103,11 @@ def add_prompt_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _parse_json_object(text: str) -> dict[str, Any]:
-    """Parse an option's value as a JSON object; argparse reports anything else."""
+    """Parse an option's value as a JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: it is anything else; argparse reports it.
+    """
     with suppress(ValueError):
         if isinstance(found := parse_json(text), dict):
             return found
@@ -109,7 +115,12 @@ def _parse_json_object(text: str) -> dict[str, Any]:
 
 
 def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> None:
-    """Add --prompt-cache; `kept` says in the help which prompt is kept."""
+    """Add --prompt-cache FILE.
+
+    Args:
+        group: a parser or a group of it.
+        kept: says in the help which prompt is kept.
+    """
     text = "in FILE as the model processed it; the next run with the same beginning starts at once"
     add_options(group, ("--prompt-cache", "FILE", f"keep {kept} {text}", Path))
 
@@ -131,7 +142,9 @@ acceptance=typical: also accept tokens that the model finds likely. LOSSY: it ch
 
 @dataclass(frozen=True)
 class DrafterOption:
-    """The parsed value of --drafter: a drafter's name, and settings by key."""
+    """The parsed value of --drafter: a drafter's name, and settings by key. The name is None
+    without the option.
+    """
 
     name: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -150,7 +163,7 @@ class DrafterOption:
 
 
 class _ParseDrafter(argparse.Action):
-    """The argparse action of --drafter; it stores a `DrafterOption`."""
+    """The argparse action of --drafter; it stores a `DrafterOption`, or raises InputError."""
 
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: Any, option: Any = None
@@ -159,11 +172,11 @@ class _ParseDrafter(argparse.Action):
 
 
 def parse_drafter_option(text: str) -> DrafterOption:
-    """Parse a value of --drafter, such as "lookahead window=7".
+    """Parse a value of --drafter, such as "lookahead window=7"; no drafter's file is imported.
 
     Raises:
         InputError: the drafter or a key is unknown, a value is of the wrong type, or a key needs
-        `acceptance=typical`.
+            `acceptance=typical`.
     """
     name, *words = _split_words("--drafter", text) or [""]
     check_choice("--drafter", name, tuple(DRAFTERS))
@@ -176,7 +189,11 @@ def parse_drafter_option(text: str) -> DrafterOption:
 
 
 def _drafter_settings(option: DrafterOption) -> dict[str, Any]:
-    """The arguments of `GenerateConfig` for a parsed --drafter; none without a name."""
+    """Return the arguments of `GenerateConfig` for a parsed --drafter; none without a name.
+
+    Raises:
+        InputError: a value is out of bounds.
+    """
     if option.name is None:
         return {}
     from ..drafters.registry import registered_drafter
@@ -191,11 +208,14 @@ def _drafter_settings(option: DrafterOption) -> dict[str, Any]:
 
 
 def _settings_of_keys(settings: type, values: Mapping[str, Any]) -> Any:
-    """Make a settings object from values by key.
+    """Make a settings object from values by key; fields without a value keep their defaults.
 
     Args:
         settings: the class; the `option` of each field begins with its key.
         values: by key; keys of no field are left out.
+
+    Raises:
+        InputError: a value is out of bounds.
     """
     known: dict[str, str] = {}
     for one in fields(settings):
@@ -205,7 +225,15 @@ def _settings_of_keys(settings: type, values: Mapping[str, Any]) -> Any:
 
 
 def _split_words(option: str, text: str) -> list[str]:
-    """Split an option's value as a shell does; a missing quotation mark raises `InputError`."""
+    """Split an option's value into words as a shell does.
+
+    Args:
+        option: for the message.
+        text: the value.
+
+    Raises:
+        InputError: a quotation mark is not closed.
+    """
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -221,12 +249,14 @@ def _parse_pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dic
         option: for messages.
         words: the words; each key may stand once.
         shown: the known keys with what the help shows for their values: "a|b" is one of these
-            words,
-        "N" or "16" a whole number, "X", "P" or "0.3" a number, "N,N,..." several whole numbers,
-        "MODEL" or "FOLDER" a name.
+            words, "N" or "16" a whole number, "X", "P" or "0.3" a number, "N,N,..." several whole
+            numbers, "MODEL" or "FOLDER" a name.
+
+    Returns:
+        Values by key, of these types.
 
     Raises:
-        InputError: a key is unknown or repeated, or a value is of the wrong type.
+        InputError: a key is unknown, repeated or without a value, or a value is of the wrong type.
     """
     found: dict[str, Any] = {}
     known = dict(one.split("=") for one in shown)
@@ -243,12 +273,15 @@ def _parse_pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dic
 
 
 def _parse_value(found: str, shown: str, text: str) -> Any:
-    """Parse one value; see `_parse_pairs` for the types.
+    """Parse the value of one `key=value` word.
 
     Args:
         found: option and word, for messages.
-        shown: what the help shows for the value.
+        shown: what the help shows for the value, which says its type: see `_parse_pairs`.
         text: the value. In a path, a leading `~` becomes the home folder.
+
+    Returns:
+        A text, a number, or a tuple of whole numbers.
 
     Raises:
         InputError: it is of the wrong type.
@@ -277,7 +310,7 @@ def _parse_value(found: str, shown: str, text: str) -> Any:
 
 
 def add_model_options(parser: argparse.ArgumentParser, adapters: Any = str) -> None:
-    """Add --model, --adapter and --dtype.
+    """Add a group with --model, --adapter and --dtype.
 
     Args:
         parser: is given the group.
@@ -313,7 +346,12 @@ def add_model_options(parser: argparse.ArgumentParser, adapters: Any = str) -> N
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Add the options of decoding, sampling and drafting; `max_tokens` is a default."""
+    """Add the options of decoding, sampling and drafting, in groups.
+
+    Args:
+        parser: is given the groups.
+        max_tokens: default of --max-tokens.
+    """
     group = parser.add_argument_group("decoding")
     add_options(
         group,
@@ -388,7 +426,11 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
 
 
 def _parse_token_bias(text: str) -> tuple[int, float]:
-    """Parse ID=X into a token id and a number; argparse reports anything else."""
+    """Parse ID=X into a token id and a number.
+
+    Raises:
+        argparse.ArgumentTypeError: it is anything else; argparse reports it.
+    """
     token, _, bias = text.partition("=")
     with suppress(ValueError):
         return int(token), float(bias)
@@ -396,7 +438,9 @@ def _parse_token_bias(text: str) -> tuple[int, float]:
 
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:
-    """Add --drafter, with a table of all drafters and their settings, and the tree's options."""
+    """Add --drafter, with a table of all drafters and their settings, and the draft tree's
+    options.
+    """
     keys = {name: listed.keys for name, listed in DRAFTERS.items()}
     rows = [
         f"  {name:15} {'  '.join(own.split())}"
@@ -418,7 +462,7 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tree_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of the draft tree and of its pruning."""
+    """Add the options of streams, of the draft tree and of its pruning; none has a default."""
     tree = TreeConfig()
     prune = PruneConfig()
     add_options(
@@ -467,9 +511,9 @@ def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> No
     Args:
         group: a parser or a group of it.
         rows: (flag, metavar or None, help, default or type, allowed values if there are few) each.
-            In
-        the fourth place `bool` makes a flag without a value, `list` an option that may be
-        repeated, a list of values an option that takes several; another type has no default.
+            In the fourth place `bool` makes a flag without a value, `list` an option that may be
+            repeated, a list of values an option that takes several and has these as its default;
+            another type or function has no default.
     """
     for flag, word, text, default, *choices in rows:
         more: dict[str, Any] = {"type": default, "choices": choices[0] if choices else None}
@@ -496,7 +540,10 @@ _SHAPE_OPTIONS = {
 
 
 def generate_config(args: argparse.Namespace) -> GenerateConfig:
-    """Return the settings that a command's options give; options that it lacks have defaults.
+    """Return the settings that a command's options give; options that were not given have defaults.
+
+    Args:
+        args: options of `add_decoding_options`, or some of them.
 
     Raises:
         InputError: a value is out of bounds, or an option would have no effect.
@@ -521,18 +568,27 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
 
 
 def _given_options(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
-    """Values of the options in `sources`, by new names; those not given are left out."""
+    """Return the values of some options by new names; those that were not given are left out.
+
+    Args:
+        args: parsed options; one that is None or missing was not given.
+        sources: the option's name by the new name.
+    """
     found = {name: getattr(args, source, None) for name, source in sources.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _penalty_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of all --penalty values.
+    """Return the settings of all --penalty values, as arguments of `GenerateConfig`.
 
-    `context=` in a value holds for the penalties of that value.
+    A value has words such as `repetition=1.2`; `context=` in it holds for the penalties of that
+    value.
+
+    Args:
+        texts: the values.
 
     Raises:
-        InputError: a penalty is given twice, or a value has none.
+        InputError: a penalty is given twice, a value has none, or a word is wrong.
     """
     settings: dict[str, Any] = {}
     shown = [*(f"{name}=X" for name in _PENALTIES), "context=N"]
@@ -555,7 +611,13 @@ def _penalty_settings(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: str) -> None:
-    """Raise `InputError` for an option that would have no effect beside the others."""
+    """Raise InputError for an option that would have no effect beside the others.
+
+    Args:
+        args: parsed options.
+        drafter: name that --drafter gives, or None.
+        prune: kind that --prune gives, or "".
+    """
     if getattr(args, "decoding", None) == "plain":
         if drafter is not None:
             _refuse_option("--drafter", "speculative decoding")
@@ -576,18 +638,20 @@ def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: s
 
 
 def _drafters_shaped_by(name: str) -> list[str]:
-    """The drafters whose trees the field `name` of `GenerateConfig` has an effect on."""
+    """Return the names of drafters whose trees the field `name` of `GenerateConfig` has an effect
+    on.
+    """
     from ..drafters.registry import registered_drafter
 
     return [one for one in DRAFTERS if name in registered_drafter(one).shaped_by]
 
 
 def reject_options(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
-    """Raise `InputError` for the first of these options that was given.
+    """Raise InputError for the first of these options that was given.
 
     Args:
         args: parsed options.
-        names: of options, with underscores; one that is None or False was not given.
+        names: of options, with underscores; one that is None, False or missing was not given.
         needs: what the option needs to have an effect, for the message.
     """
     for name in names:
@@ -607,9 +671,12 @@ def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
     Where --drafter names another drafter than streams, no adapter is looked for. `args.adapter`
     becomes the name of what was loaded; see `load_target`.
 
+    Args:
+        args: options of `add_model_options` and `add_decoding_options`.
+
     Returns:
-        (model, tokenizer, what is loaded beside it to draft with), as `ssmlx.stream_generate` takes
-        them.
+        (model, tokenizer, list of the draft model or heads, or empty), as `ssmlx.stream_generate`
+        takes them.
 
     Raises:
         InputError: something cannot be loaded, or a tree option has no effect on this model.
@@ -637,7 +704,19 @@ def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
 
 
 def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
-    """Load the draft model or heads that --drafter names; an empty list if it names none."""
+    """Load the draft model or heads that --drafter names.
+
+    Args:
+        args: its `drafter` and `dtype` are read.
+        model: the target, as `ssmlx.load` returns it.
+        tokenizer: likewise.
+
+    Returns:
+        A list of what was loaded; empty if --drafter names none.
+
+    Raises:
+        InputError: it cannot be loaded, or does not fit the model.
+    """
     from ..drafters.registry import registered_drafter
 
     drafter: DrafterOption = args.drafter
@@ -659,14 +738,19 @@ def load_target(
 ) -> tuple[Any, Any]:
     """Load the model and tokenizer that the options of `add_model_options` name.
 
+    The attention of the whole process is set.
+
     Args:
         args: parsed options. `adapter` is set to the name of the adapter that was loaded: "none"
-            for
-        the base alone, None for streams that are part of the model.
+            for the base alone, None for streams that are part of the model.
         finds_adapter: whether to look for a fitting adapter where none is named.
         draft_head: weights of the draft head, as `ssmlx.load` takes it.
         attention: as `ssmlx.model.metal.use` takes it.
-        group: MLX's distributed group, for a model that is split over processes.
+        group: MLX's distributed group, for a model that is split over processes; None for one
+            process.
+
+    Returns:
+        The model and its tokenizer.
 
     Raises:
         InputError: the model or the adapter cannot be loaded.
@@ -702,7 +786,9 @@ def launched_rank() -> int:
 
 @contextmanager
 def silent_unless_first_rank() -> Iterator[None]:
-    """Inside the block, processes of `mlx.launch` other than the first print nothing."""
+    """Inside the block, processes of `mlx.launch` other than the first print nothing, also on
+    standard error.
+    """
     if launched_rank() == 0:
         yield
         return
@@ -712,7 +798,9 @@ def silent_unless_first_rank() -> Iterator[None]:
 
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
-    """Inside the block, log messages of `ssmlx` go to standard error, and bars are shown."""
+    """Inside the block, log messages of `ssmlx` go to standard error from INFO on, and bars are
+    shown.
+    """
     handler = logging.StreamHandler()
     logger = logging.getLogger("ssmlx")
     bars = shown.set(True)
@@ -736,6 +824,7 @@ def run_command(main: Callable[[], int | None], prog: str) -> int:
 
     0 if it ended well; 2 after one line on standard error for bad input or a file error; 130 for
     Ctrl-C; 1 if another process of `mlx.launch` has ended. A closed pipe counts as a good end.
+    Other errors are raised.
 
     Args:
         main: the command; its return value is the exit code, None for 0.
@@ -768,7 +857,9 @@ def run_command(main: Callable[[], int | None], prog: str) -> int:
 
 
 def file_error(error: OSError) -> InputError:
-    """The `InputError` for an error of the file system."""
+    """Make the InputError for an error of the file system; it names the file, or standard output
+    where the error has none.
+    """
     place = error.filename or "standard output"
     return InputError(
         f"{place}: {error.strerror or error}",
@@ -782,7 +873,7 @@ def _usable_standard_streams() -> Iterator[None]:
     """Make standard streams usable inside the block.
 
     Python has none where a shell closed them: they become the null device. A character that
-    standard output cannot encode is written as its number.
+    standard output cannot encode is written as its number. Afterwards they are as before.
     """
     with ExitStack() as restored:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -797,14 +888,16 @@ def _usable_standard_streams() -> Iterator[None]:
 
 
 def print_json(value: object) -> None:
-    """Print a value as one line of JSON; in ASCII where standard output is not UTF-8."""
+    """Print a value as one line of JSON, at once; in ASCII where standard output is not UTF-8."""
     encoding = sys.stdout.encoding or "utf-8"  # text that stays in memory has none
     is_utf8 = codecs.lookup(encoding).name == "utf-8"
     print(json.dumps(value, ensure_ascii=not is_utf8), flush=True)
 
 
 def _discard_output() -> None:
-    """Send what is still unwritten to the null device, so that Python's end does not fail."""
+    """Send what is still unwritten on standard output, and all that follows, to the null device, so
+    that Python's end does not fail.
+    """
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
@@ -818,11 +911,12 @@ def make_main(
 
     Args:
         prog: its name, for messages.
-        parse: parses a command line; None stands for the process's own.
-        act: does what the options say; see `run_command` for its return value.
+        parse: parses the words after the command; None stands for the process's own.
+        act: does what the options say; its return value is the exit code, None for 0.
 
     Returns:
-        A function that takes a command line, or None, and returns the exit code.
+        A function that takes these words, or None, and returns the exit code of `run_command`.
+        argparse ends the process for --help and for wrong options.
     """
 
     def main(argv: list[str] | None = None) -> int:
@@ -834,13 +928,14 @@ def make_main(
 def with_folder_lock(
     act: Callable[[argparse.Namespace], int | None],
 ) -> Callable[[argparse.Namespace], int | None]:
-    """Wrap a command's function so that it holds the folder `args.out` while it runs.
+    """Wrap a command's function so that it holds a lock on the folder `args.out` while it runs.
 
-    Raises:
-        InputError: when called while another process holds the folder.
+    Returns:
+        The function. It raises InputError where another process holds the folder.
     """
 
     def held(args: argparse.Namespace) -> int | None:
+        """Run the command's function, holding the lock; return its exit code."""
         from ..loading.files import exclusive_folder
 
         with exclusive_folder(args.out):
@@ -850,14 +945,18 @@ def with_folder_lock(
 
 
 class CallbackBar:
-    """A progress bar to pass as a callback. It appears after two seconds and vanishes when done."""
+    """A progress bar to pass as a callback. It appears after two seconds, on a terminal, and
+    vanishes when done.
+    """
 
     def __init__(self, label: str, unit: str, **settings: Any) -> None:
         self._settings = {"desc": label, "unit": unit, "leave": False, **settings}
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Show progress: `done` of `total` units."""
+        """Show progress: `done` of `total` units. The bar ends at the last; another call then
+        begins a new one.
+        """
         if self._bar is None:
             from huggingface_hub.utils import tqdm
 

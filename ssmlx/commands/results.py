@@ -10,8 +10,15 @@ from ..loading.files import write_whole
 
 
 def print_and_save(result: Mapping[str, Any], target: Path, text: str) -> None:
-    """Print a result's text; write `target`.json with the result, and `target`.txt with the
-    text."""
+    """Print a result's text, and save both beside each other.
+
+    `target`.json gets the result, `target`.txt the text. Standard error says where.
+
+    Args:
+        result: JSON values.
+        target: path without a suffix; its folder exists.
+        text: what is printed.
+    """
     print(text)
     saved = json.dumps(result, indent=1, ensure_ascii=False)
     write_whole(target.with_suffix(".json"), f"{saved}\n".encode())
@@ -22,13 +29,14 @@ def print_and_save(result: Mapping[str, Any], target: Path, text: str) -> None:
 def print_save_and_draw(
     result: Mapping[str, Any], target: Path, text: str, draw: Callable[[Any, Path], None]
 ) -> None:
-    """Do what `print_and_save` does, then draw `target`.png; without matplotlib, say so instead.
+    """Do what `print_and_save` does, then draw `target`.png; without matplotlib, say so on standard
+    error.
 
     Args:
         result: JSON values.
-        target: path without a suffix.
+        target: path without a suffix; its folder exists.
         text: what is printed.
-        draw: draws a result into a file.
+        draw: draws a result into a file; an ImportError of it means that matplotlib is missing.
     """
     print_and_save(result, target, text)
     try:

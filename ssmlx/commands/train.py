@@ -41,7 +41,11 @@ call would advance on held-out text; training pays where that is well above 1.""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `python -m ssmlx.train`; --data and --out are required.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     description = "Train an adapter that makes a model draft for itself, with MLX."
     task_lora = "the LoRA of a task, as mlx-lm, PEFT or this command wrote it"
     parser = make_training_parser(PROG, description, EPILOG, "an adapter", task_lora)
@@ -59,7 +63,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _train_on_rank(args: argparse.Namespace) -> None:
-    """Train, holding --out; other ranks than the first write into a folder that is deleted."""
+    """Train, holding a lock on --out; other ranks of `mlx.launch` than the first write into a
+    folder that is deleted.
+
+    `args.out` of these ranks is changed.
+    """
     with TemporaryDirectory() as folder:
         # What other ranks than the first write is of no use.
         if launched_rank() > 0:
@@ -71,13 +79,16 @@ def _train(args: argparse.Namespace) -> None:
     """Train streams, LoRA or both until the last step, then write OUT/adapter.
 
     A run that was stopped goes on from its last state.
+
+    Raises:
+        InputError: options do not fit one another, or the model, the data or --init cannot be used.
     """
     options = read_run_options(args)
     train = read_train_config(args)
 
     from mlx_lm.generate import wired_limit
 
-    from ..loading.adapter import load_streams
+    from ..loading.adapter import load_stream_adapter
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest
     from ..model.ranks import launched_group
@@ -85,14 +96,14 @@ def _train(args: argparse.Namespace) -> None:
     from ..training.mlx_model import TrainedModel, add_new_weights, initialise_from, new_adapter
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 
-    start = add_new_weights(load_streams(args.init), train) if train.train_only else None
+    start = add_new_weights(load_stream_adapter(args.init), train) if train.train_only else None
     job, path = prepare_job(options, train, start)
     backbone = load_frozen(path, args.dtype)
     lora = {} if args.task_lora is None else read_task_lora(args.task_lora, backbone)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:
-        initialise_from(model, load_streams(args.init), args.init)
+        initialise_from(model, load_stream_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched_group())
     kept = [folder_digest(args.init)] if start else []

@@ -41,7 +41,7 @@ _NEW = {"streams": ("root_init_rank", "condition_rank"), "condition": ("conditio
 def make_training_parser(
     module: str, description: str, epilog: str, init: str, task_lora: str
 ) -> argparse.ArgumentParser:
-    """Make a parser with the options that the MLX and PyTorch trainers share.
+    """Make a parser with the options that the MLX and PyTorch trainers share, each with its help.
 
     Args:
         module: what follows `python -m`.
@@ -81,20 +81,23 @@ def add_setting_options(
     names: Sequence[str],
     defaults: Mapping[str, Any] | None = None,
     shown: Mapping[str, str] | None = None,
-    of: Any = TrainConfig,
+    settings_class: Any = TrainConfig,
 ) -> None:
     """Add a group with one option for each of some fields of a settings class.
+
+    A bool becomes a flag that is True or else the default.
 
     Args:
         parser: is given the group.
         title: of the group.
         names: of the fields.
         defaults: defaults by name, instead of the fields' own.
-        shown: for these fields the default is None, and this text is shown as the default.
-        of: the settings class.
+        shown: for these fields the default is None, and this text is shown as the default; an empty
+            text shows none.
+        settings_class: has the fields.
     """
     group = parser.add_argument_group(title)
-    known = {one.name: one for one in fields(of)}
+    known = {one.name: one for one in fields(settings_class)}
     for name in names:
         one = known[name]
         kind = next((kind for kind in (bool, int, float) if kind.__name__ in str(one.type)), str)
@@ -117,7 +120,11 @@ def add_setting_options(
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run: data, folder, model, template, how often to save and validate."""
+    """Add the options of a run: --data, --out, --model, --template, and those of `RunOptions` that
+    have a help.
+
+    --data and --out are required.
+    """
     group = parser.add_argument_group("run")
     group.add_argument(
         "--data",
@@ -152,7 +159,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
-    """Add --cache-gb, the disk space that `what` may take."""
+    """Add --cache-gb, in GB of disk.
+
+    Args:
+        group: of a parser.
+        what: may take so much, for the help.
+    """
     text = f"disk that {what} may take; beyond it they are computed anew every step"
     default = float(RunOptions.cache_gb)
     add_options(group, ("--cache-gb", "X", f"{text} (default: %(default)s)", default))
@@ -161,7 +173,9 @@ def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
 def read_train_config(args: argparse.Namespace) -> TrainConfig:
     """Return the training settings that the options give.
 
-    The form of f (eq. 3 of Speculative Streaming) is that of --init, if no option sets it.
+    The form of f (eq. 3 of Speculative Streaming) is that of --init, if no option sets it. With
+    --train-only, all settings of streams and LoRA are those of --init, and `args.init` becomes its
+    folder.
 
     Raises:
         InputError: the options do not fit each other, or what --init has.
@@ -184,12 +198,14 @@ def read_train_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def _settings_of_start(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of --init, which --train-only keeps, with ranks of new parts.
+    """Return the settings of --init, which --train-only keeps, with the ranks of parts that may be
+    new.
 
-    `args.init` becomes the adapter's folder.
+    `args.init` becomes the adapter's folder. A rank that --init has goes before the option's.
 
     Raises:
-        InputError: --init is missing, or an option would change what stays as it is.
+        InputError: --init is missing or has no streams' settings, or an option would change what
+            stays as it is.
     """
     folder = None if args.init is None else resolve_adapter(str(args.init))
     require(
@@ -220,7 +236,7 @@ def _settings_of_start(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_run_options(args: argparse.Namespace) -> RunOptions:
-    """Return the options of a run; --template becomes None for a chat template."""
+    """Return the options of a run. A --template "chat" becomes None, "raw" becomes "{prompt}"."""
     templates = {"chat": None, "raw": "{prompt}"}
     text = unescape_newlines(args.template)
     given = {f.name: vars(args)[f.name] for f in fields(RunOptions) if f.name in vars(args)}

@@ -21,7 +21,7 @@ from ..loading.names import (
     LORA_FILES,
     LORA_SETTINGS,
     Fetch,
-    adapter_weights,
+    adapter_weight_files,
     resolve_adapter,
     resolve_model,
 )
@@ -65,7 +65,11 @@ python -m ssmlx.chat --model {base} --adapter {repo}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; None stands for the process's own."""
+    """Parse the options of `python -m ssmlx.upload`; --adapter and --repo are required.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = make_parser(PROG, "Upload an adapter to the Hugging Face Hub.", EPILOG)
     for flag, word, help in (
         ("--adapter", "FOLDER", "folder or name of an adapter, or the folder of a training run"),
@@ -99,19 +103,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _upload(args: argparse.Namespace) -> None:
-    """Print the card and what is sent, and send it unless --dry-run.
+    """Print the card and the names and sizes of what is sent, and send it unless --dry-run.
 
     Raises:
-        InputError: it may be private, its base is unknown to others, or the Hub refuses it.
+        InputError: it may be private, its base is unknown to others, or the Hub refuses it. The
+            first two do not end a --dry-run.
     """
-    from ..loading.adapter import load_streams
+    from ..loading.adapter import load_stream_adapter
 
     name = HUB_NAME.fullmatch(args.repo)
     is_name = name is not None and name[2] is None
     require(is_name, f"--repo {args.repo}", expected="org/name", do="correct it")
     folder = resolve_adapter(args.adapter) or Path(args.adapter)
-    adapter = load_streams(folder)
-    contents = adapter_contents(folder)
+    adapter = load_stream_adapter(folder)
+    contents = read_adapter_files(folder)
     figures = json.loads(contents.get(FIGURES_FILE, b"{}"))
     told = str(figures.get("base", {}).get("model") or adapter.config.base_model)
     base = check_base(args.base, figures) if args.base else told or "MODEL"
@@ -131,7 +136,7 @@ def _upload(args: argparse.Namespace) -> None:
     )
     if args.base:
         rename_base(base, contents, figures)
-    text = _without_home(make_card(args.repo, base, adapter, figures, args.license))
+    text = _hide_home_folder(make_card(args.repo, base, adapter, figures, args.license))
     contents[CARD] = text.encode()
     print(f"{text}\nto {args.repo}, {'private' if args.private else 'for everybody to see'}:")
     for file, content in contents.items():
@@ -147,14 +152,14 @@ def _upload(args: argparse.Namespace) -> None:
         print(f"sent; from now on: --adapter {args.repo}@{_send_files(args, contents)}")
 
 
-def adapter_contents(folder: Path) -> dict[str, bytes]:
+def read_adapter_files(folder: Path) -> dict[str, bytes]:
     """Read the files that make the adapter in a folder, and no others.
 
-    Of figures.json only the entries in `PARTS` are kept, and paths below the home folder become
-    `~/`.
+    Of figures.json only the entries in `PARTS` that are objects are kept, and in JSON files paths
+    below the home folder become `~/`.
 
     Returns:
-        Bytes by file name.
+        Bytes by file name, settings and weights first.
 
     Raises:
         InputError: the folder is a whole model, or has broken files.
@@ -163,7 +168,7 @@ def adapter_contents(folder: Path) -> dict[str, bytes]:
     found = f"{folder} is a whole model"
     expected = "an adapter"
     require(not values.get("fused"), found, expected=expected, do="send what it was fused from")
-    files = [CONFIG_FILE, *adapter_weights(values)]
+    files = [CONFIG_FILE, *adapter_weight_files(values)]
     more = [FIGURES_FILE]
     if LORA_FILES["all"] in files:
         more.append(LORA_SETTINGS)
@@ -177,18 +182,24 @@ def adapter_contents(folder: Path) -> dict[str, bytes]:
                 parts = {part: values.get(part) for part in PARTS}
                 values = {name: part for name, part in parts.items() if isinstance(part, dict)}
             text = json.dumps(values, indent=1, ensure_ascii=False)
-            contents[file] = _without_home(text).encode()
+            contents[file] = _hide_home_folder(text).encode()
     return contents
 
 
 def is_local_name(base: str) -> bool:
-    """Whether a base model's name is a path or nothing that another machine could resolve."""
+    """Whether a base model's name is a path, or nothing that another machine could resolve.
+
+    A Hub name or an alias is not local, unless such a path exists.
+    """
     is_path = base.startswith((".", "/", "~")) or Path(base).exists()
     return is_path or not (HUB_NAME.fullmatch(base) or base in ALIASES)
 
 
 def check_base(name: str, figures: Mapping[str, Any]) -> str:
     """Return the name that --base gives, after comparing weights if both are on this machine.
+
+    Where the base is not here, standard error says that nothing was compared. Nothing is
+    downloaded.
 
     Args:
         name: of a model on the Hub, or an alias.
@@ -214,7 +225,13 @@ def check_base(name: str, figures: Mapping[str, Any]) -> str:
 
 
 def rename_base(base: str, contents: dict[str, bytes], figures: dict[str, Any]) -> None:
-    """Set the base model's name in the settings and figures that are sent, in place."""
+    """Set the base model's name in the settings and figures that are sent, in place.
+
+    Args:
+        base: the name.
+        contents: bytes by file name; its settings change, and its figures where they name a base.
+        figures: parsed figures.json, which changes alike.
+    """
     settings = json.loads(contents[CONFIG_FILE])
     settings["base_model"] = base
     contents[CONFIG_FILE] = json.dumps(settings, indent=1, ensure_ascii=False).encode()
@@ -223,13 +240,22 @@ def rename_base(base: str, contents: dict[str, bytes], figures: dict[str, Any]) 
         contents[FIGURES_FILE] = json.dumps(figures, indent=1, ensure_ascii=False).encode()
 
 
-def _without_home(text: str) -> str:
-    """A text that does not say whose paths are in it."""
+def _hide_home_folder(text: str) -> str:
+    """Return a text in which paths below the home folder begin with `~/`, so that it does not name
+    the user.
+
+    It stays as it is where the home folder is the root.
+    """
     return text if Path.home() == Path("/") else text.replace(f"{Path.home()}/", "~/")
 
 
 def may_be_private(figures: Mapping[str, Any]) -> bool:
-    """Whether an adapter learned from somebody's own data, or its figures do not say."""
+    """Whether an adapter learned from somebody's own data, or its figures do not say that it did
+    not.
+
+    Args:
+        figures: figures.json; may be empty.
+    """
     data = figures.get("data", {})
     sources = data.get("sources")
     is_public = data.get("private") is False and isinstance(sources, dict)
@@ -249,7 +275,7 @@ def make_card(
         repo: ORG/NAME of the adapter.
         base: name of its base model.
         adapter: its settings and tensors.
-        figures: figures.json; each entry becomes a row of the table.
+        figures: figures.json by part; each entry of a part becomes a row of the table.
         licence: an identifier, or None.
     """
     config = adapter.config
@@ -278,12 +304,18 @@ def make_card(
 def _send_files(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
     """Send the files as one commit, and delete the adapter's former files there.
 
+    The repository is made where it does not exist.
+
+    Args:
+        args: `repo` and `private` are read.
+        contents: bytes by file name.
+
     Returns:
-        The commit.
+        The commit's id.
 
     Raises:
         InputError: the repository holds something else, is public against --private, or cannot be
-        written.
+            written.
     """
     from huggingface_hub import HfApi
 

@@ -45,30 +45,33 @@ class TextOnDevice:
         room = _ROOM + -len(tokens) % _ROOM
         self._tokens = mx.array([*known, *tokens, *[PAD_TOKEN] * room], mx.int32)
 
-    def write(self, tokens: mx.array, place: mx.array) -> None:
-        """Write `tokens` [P] from position `place` [1] of the text on, over what stands there.
+    def write(self, tokens: mx.array, position: mx.array) -> None:
+        """Write `tokens` [P] into the text from `position` [1] on, over what stands there.
 
-        The buffer grows where it may be full.
+        Both may be uncomputed: the host reads neither. The buffer about doubles where all that was
+        ever written may have filled it.
         """
         self._most += tokens.shape[0]
         if self._most > self._tokens.shape[0] - NGRAM:
             more = max(_ROOM, self._tokens.shape[0])
             self._tokens = mx.concatenate([self._tokens, mx.full(more, PAD_TOKEN, mx.int32)])
-        self._tokens = mx.slice_update(self._tokens, tokens, place + (NGRAM - 1), axes=(0,))
+        self._tokens = mx.slice_update(self._tokens, tokens, position + (NGRAM - 1), axes=(0,))
 
-    def continuation(self, last: mx.array, count: int) -> mx.array:
-        """[A, count] the tokens that followed the text's last ones where they stood before.
+    def find_continuations(self, positions: mx.array, count: int) -> mx.array:
+        """Find what followed earlier where the text's tokens up to a position stood before.
 
         Args:
-            last: [A] positions in the text; each is looked up as if the text ended with it.
+            positions: [A] positions in the text; each is looked up as if the text ended with the
+                token there.
             count: tokens to return for each.
 
         Returns:
-            What followed the longest match of up to `NGRAM` tokens, of equally long ones the
-            newest. What reaches the position itself repeats, so that a text with a period is copied
-            at full length. `PAD_TOKEN` throughout where the token stands nowhere before.
+            [A, count] what followed the longest earlier match of up to `NGRAM` tokens, of equally
+            long ones the newest. What reaches the position itself repeats, so that a text with a
+            period is copied at full length. `PAD_TOKEN` throughout where the token stands nowhere
+            before.
         """
-        return _continuation(self._tokens, last[:, None], count)
+        return _find_continuations(self._tokens, positions[:, None], count)
 
 
 class Copies:
@@ -80,61 +83,71 @@ class Copies:
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = TextOnDevice(text)
-        self._copy_counts = initial_copy_counts()
+        self._hits_and_trials = initial_hits_and_trials()
         self._before: tuple[mx.array, ...] | None = None  # guesses, copies
 
     def follow(self, tokens: Sequence[int], position: int) -> None:
-        """Write `tokens`, for which no tree was drafted here, into the text from `position` on."""
+        """Write `tokens`, for which no tree was drafted here, into the text from `position` on.
+
+        The next call of `mix_into_guesses` learns nothing then.
+        """
         self._text.write(mx.array(list(tokens), mx.int32), mx.array([position], mx.int32))
         self._before = None
 
     def mix_into_guesses(
-        self, guesses: Guesses, said: mx.array, num_accepted: mx.array, place: mx.array
+        self, guesses: Guesses, decided: mx.array, num_accepted: mx.array, position: mx.array
     ) -> Guesses:
-        """Mix copies into `guesses` for the tree behind a call, and learn from that call.
+        """Write a call's tokens into the text, learn from them, and mix copies into new guesses.
+
+        What is learned is how often the copy that was mixed in before was right; nothing at the
+        first call, nor behind `follow`.
 
         Args:
             guesses: [G, K] tokens and [G, K, K] log probabilities of the streams behind the call.
-            said: [P] the tokens that the call decided on; those after the first
-                `num_accepted` + 1 repeat the last.
+            decided: [P] the tokens that the call decided on; those after the first `num_accepted` +
+                1 repeat the last.
             num_accepted: [1] drafted tokens that were accepted.
-            place: [1] the position of `said[0]` in the text.
+            position: [1] the position of `decided[0]` in the text.
 
         Returns:
-            Guesses of the same shapes, with copies among them.
+            Guesses of the same shapes, with the tokens among them that followed the text's newest
+            ones before; see `mix_copies`.
         """
-        self._text.write(said, place)
+        self._text.write(decided, position)
         if self._before is not None:
-            self._copy_counts = _add_copy_counts(
-                self._copy_counts, self._before, said, num_accepted
+            self._hits_and_trials = _add_hits_and_trials(
+                self._hits_and_trials, self._before, decided, num_accepted
             )
-        copied = self._text.continuation(place + num_accepted, guesses[0].shape[0])[0]
+        copied = self._text.find_continuations(position + num_accepted, guesses[0].shape[0])[0]
         self._before = *guesses, copied
-        return mix_copies(*self._before, self._copy_counts)
+        return mix_copies(*self._before, self._hits_and_trials)
 
 
-def initial_copy_counts() -> mx.array:
-    """[2, 2] the counts of `count_copy_hits`, summed, before an answer has shown anything."""
+def initial_hits_and_trials() -> mx.array:
+    """[2, 2] hits and trials, as `mix_copies` takes them, before an answer has shown anything."""
     return mx.array([[FIRST_COPY_PROB * DOUBT, NEXT_COPY_PROB * DOUBT], [DOUBT, DOUBT]])
 
 
 @mx.compile
 def mix_copies(
-    tokens: mx.array, logprobs: mx.array, copied: mx.array, copy_counts: mx.array
+    tokens: mx.array, logprobs: mx.array, copied: mx.array, hits_and_trials: mx.array
 ) -> Guesses:
-    """Mix the tokens of a copy into the guesses of streams.
+    """Mix the tokens of a copy into the guesses of streams: a mixture of two distributions.
 
-    A copy that no stream guesses replaces the least likely candidate of its level.
+    A copied token that is no candidate of its level replaces the last one there. In the rows behind
+    a copied token, and in all rows of the first level, a probability p becomes (1 - w) p, and w
+    more for the copied token. Other rows stay, but with probability 0 for a token that came in.
 
     Args:
-        tokens: [..., G, K] candidates of each level.
-        logprobs: [..., G, K, K] their log probabilities, given each candidate of the level before.
+        tokens: [..., G, K] candidates of each level, best first.
+        logprobs: [..., G, K, K] their log probabilities (last axis), given each candidate of the
+            level before.
         copied: [..., G] the copy; `PAD_TOKEN` where there is none.
-        copy_counts: [..., 2, 2] hits and trials, see `count_copy_hits`: its first column for the
-            first level, its last for levels behind a copied token; hits over trials is the weight.
+        hits_and_trials: [..., 2, 2] row 0 hits, row 1 trials, of `count_copy_hits_and_trials`;
+            column 0 for the first level, column 1 for the others. w is hits over trials.
 
     Returns:
-        Candidates and log probabilities of the same shapes.
+        Tokens and log probabilities of the same shapes, not sorted anew.
     """
     levels, count = tokens.shape[-2:]
     ours = copied[..., None]
@@ -143,7 +156,7 @@ def mix_copies(
     is_copy = known | is_new
     # The token before is the text's, too: in every row of the first level.
     follows = mx.concatenate([mx.ones_like(known[..., :1, :]), is_copy[..., :-1, :]], axis=-2)
-    weights = (copy_counts[..., 0, :] / copy_counts[..., 1, :])[
+    weights = (hits_and_trials[..., 0, :] / hits_and_trials[..., 1, :])[
         ..., mx.array([0, *[1] * (levels - 1)])
     ]
     weight = (weights[..., None] * ((ours >= 0) & follows))[..., None]
@@ -152,62 +165,74 @@ def mix_copies(
     return mx.where(is_new, ours, tokens), mx.log(mixed)
 
 
-def count_copy_hits(
-    tokens: mx.array, logprobs: mx.array, copied: mx.array, said: mx.array
+def count_copy_hits_and_trials(
+    tokens: mx.array, logprobs: mx.array, copied: mx.array, decided: mx.array
 ) -> mx.array:
-    """[2, G] by level: the hits of a copy, and its trials.
+    """[2, G] by level: the hits of a copy in one call (row 0), and its trials (row 1).
 
-    A trial is a level whose copied tokens before it were all right, and which has a copied token.
-    Its hit is 1 / (1 + q) where the copy was right, q the probability that the streams gave to the
-    token: 1 where no stream guessed it, half where the streams were sure of it. Else it is 0.
+    A level is a trial, 1, where it has a copied token and all copied tokens before it were right;
+    else it is 0. Its hit is 1 / (1 + q) where the copy was right, q the probability that the
+    streams gave to the token behind the right one before it: 1 where no stream guessed it, half
+    where the streams were sure of it. Else it is 0.
 
     Args:
         tokens: [G, K] the streams' candidates, without copies.
         logprobs: [G, K, K] their log probabilities, given each candidate of the level before.
         copied: [G] the copy; `PAD_TOKEN` where there is none.
-        said: [G] the text that came.
+        decided: [G] the tokens that the target decided on at these levels.
     """
-    is_said = tokens == said[:, None]
+    is_said = tokens == decided[:, None]
     root = mx.array([[True, *[False] * (tokens.shape[1] - 1)]])  # any row of the first level
     before = mx.concatenate([root, is_said[:-1]])
     pairs = before[:, :, None] & is_said[:, None]
     probs = mx.where(pairs, mx.exp(logprobs), 0.0).sum(axis=(1, 2))
-    right = copied == said
+    right = copied == decided
     follows = mx.concatenate([mx.array([True]), right[:-1]])
     could = mx.cumprod(follows.astype(mx.float32)) * (copied >= 0)
     return mx.stack([could * right / (1 + probs), could])
 
 
 @mx.compile
-def _add_copy_counts(
-    copy_counts: mx.array, before: tuple[mx.array, ...], said: mx.array, num_accepted: mx.array
+def _add_hits_and_trials(
+    hits_and_trials: mx.array,
+    before: tuple[mx.array, ...],
+    decided: mx.array,
+    num_accepted: mx.array,
 ) -> mx.array:
-    """`copy_counts` [2, 2] with what a call has shown.
+    """Add what a call has shown to the hits and trials so far.
 
-    `before` are the tokens, log probabilities and copies that the call's tree was made of; `said`
-    [P] is what the call decided on, of which the first `num_accepted` [1] + 1 count.
+    Args:
+        hits_and_trials: [2, 2] as `mix_copies` takes them.
+        before: tokens [G, K], log probabilities [G, K, K] and copy [G] of which the call's tree was
+            made.
+        decided: [P] what the call decided on; levels beyond P are left out.
+        num_accepted: [1] drafted tokens that were accepted; the first `num_accepted` + 1 levels
+            count.
+
+    Returns:
+        [2, 2] the new sums.
     """
-    count = min(before[0].shape[0], said.shape[0])
-    known = (a[:count] for a in (*before, said))
+    count = min(before[0].shape[0], decided.shape[0])
+    known = (a[:count] for a in (*before, decided))
     columns = mx.array([[1.0, 0.0], *[[0.0, 1.0]] * (count - 1)])  # the first level's, and others'
     # Not `indices`: an array of it may be `num_accepted`, and none is compiled in twice.
     counts = mx.array([[level] for level in range(count)]) <= num_accepted
-    return copy_counts + count_copy_hits(*known) @ (columns * counts)
+    return hits_and_trials + count_copy_hits_and_trials(*known) @ (columns * counts)
 
 
 @mx.compile
-def _continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
-    """`TextOnDevice.continuation`, compiled: `text` is its buffer, `last` [A, 1]."""
+def _find_continuations(text: mx.array, positions: mx.array, count: int) -> mx.array:
+    """`TextOnDevice.find_continuations`, compiled: `text` is its buffer, `positions` [A, 1]."""
     size = text.shape[0] - NGRAM + 1
     length = mx.array(0)
     places = indices(size)
-    own = text[last + indices(NGRAM)]
-    agrees = places < last
+    own = text[positions + indices(NGRAM)]
+    agrees = places < positions
     for n in reversed(range(NGRAM)):
         agrees = agrees & (text[n : n + size] == own[:, n : n + 1])
         length = length + agrees
     # The longest first, then the newest; 0 is none.
     best = mx.max(length * _FAR + mx.where(length > 0, places, 0), axis=1, keepdims=True)
     found = best % _FAR
-    following = text[found + NGRAM + indices(count) % mx.maximum(last - found, 1)]
+    following = text[found + NGRAM + indices(count) % mx.maximum(positions - found, 1)]
     return mx.where(best > 0, following, PAD_TOKEN)

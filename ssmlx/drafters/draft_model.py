@@ -91,8 +91,10 @@ class DraftModel:
             drafter: who gets the cache; only a weak reference is kept.
 
         Returns:
-            Of the caches that no living drafter has, the one whose text begins with most of
-            `tokens`; a new one where all are taken. Of the other idle ones `_MOST_IDLE` are kept.
+            Of the caches that no living drafter has, the one whose text shares the longest
+            beginning with `tokens`, even if that is empty; it is not trimmed to it. A new one where
+            all are taken. Of the other idle ones the `_MOST_IDLE` that were taken last are kept,
+            the rest dropped.
         """
         idle = [cache for cache in self._caches if cache.drafter() is None]
         shared = {id(cache): common_prefix_length(cache.text, tokens) for cache in idle}
@@ -148,9 +150,12 @@ class DraftCache:
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Set the text to `tokens`, and make the cache hold all of them but the last.
 
-        The rows of a beginning that the last text shares stay; the rest is processed in pieces of
-        `PREFILL_STEP_SIZE`. An empty list is yielded before each piece, for others to take their
-        turn.
+        Rows of the beginning that the text before shares stay, as far as the cache can be taken
+        back to them; the rest is processed in pieces of `PREFILL_STEP_SIZE`. Nothing happens before
+        the first step.
+
+        Yields:
+            An empty list before each piece, for others to take their turn.
         """
         self._go_back(common_prefix_length(self.text[: self.offset], tokens[:-1]))
         kept = self.offset
@@ -158,14 +163,16 @@ class DraftCache:
         for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
             yield []
             last = min(first + PREFILL_STEP_SIZE, len(tokens) - 1)
-            self.logits(mx.array(self.text[first:last]))
+            self.append_and_get_logits(mx.array(self.text[first:last]))
             mx.eval(self._cache.state)
 
-    def logits(self, tokens: mx.array) -> mx.array:
-        """[1, V] logits behind the last of `tokens` [R], which are appended to the cache.
+    def append_and_get_logits(self, tokens: mx.array) -> mx.array:
+        """[1, V] logits behind the last of `tokens` [R], which are appended to the cache, not to
+        `text`.
 
-        V is the target's vocabulary. Where the draft model's is padded to another size, columns
-        that it lacks are -inf, and its further ones are cut.
+        V is the target's vocabulary size. Where the draft model's is another, columns that it lacks
+        are -inf, its further ones are cut, and tokens that it lacks are read as its last one.
+        Uncomputed.
         """
         known = self._draft.vocab_size
         wanted = self._draft.target_vocab_size
@@ -179,12 +186,13 @@ class DraftCache:
         """Keep the states of now, so that `extend_text` can take back what is drafted from here."""
         self._cache.mark()
 
-    def extend_text(self, tokens: Sequence[int], held: int) -> None:
-        """Append `tokens` to the text, of which the cache holds the first `held` already.
+    def extend_text(self, tokens: Sequence[int], num_cached: int) -> None:
+        """Append `tokens` to the text, of which the cache holds the first `num_cached` already.
 
-        What the cache holds beyond these is taken back.
+        What the cache holds beyond these is taken back; more, where recurrent states were not
+        marked there. Marks are forgotten. No token is processed.
         """
-        known = len(self.text) + held
+        known = len(self.text) + num_cached
         self.text.extend(tokens)
         self._go_back(min(known, self.offset))
         self._cache.forget_marks()
@@ -193,14 +201,18 @@ class DraftCache:
         """Hold the first `num_tokens` of the text, or as many of them as can be gone back to."""
         self._cache.trim(self._cache.longest_trim(num_tokens))
 
-    def unprocessed_tokens(self) -> mx.array:
-        """[R] the newest tokens of the text, which the cache does not hold.
+    def process_all_but_last_piece(self) -> mx.array:
+        """Process the text's tokens that the cache lacks, in pieces of `PREFILL_STEP_SIZE`, but the
+        last.
 
-        Where these are more than `PREFILL_STEP_SIZE`, all but the last so many are processed first.
+        Returns:
+            [R] int32 the tokens of that last piece, 1 to `PREFILL_STEP_SIZE` where the cache lacks
+            any. The cache does not hold them yet; mostly they are all that it lacks, and nothing is
+            processed.
         """
         while len(self.text) - self.offset > PREFILL_STEP_SIZE:
             first = self.offset
-            self.logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
+            self.append_and_get_logits(mx.array(self.text[first : first + PREFILL_STEP_SIZE]))
             mx.eval(self._cache.state)
         return mx.array(self.text[self.offset :], mx.int32)
 
@@ -244,7 +256,8 @@ class DraftModelDrafter:
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Claim a cache, and process all of `tokens` but the last with the draft model.
 
-        An empty list is yielded before each forward pass.
+        Yields:
+            An empty list before each forward pass; each is counted in `draft_calls`, from 0 again.
         """
         self._cache = self._model.claim_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)
@@ -254,7 +267,12 @@ class DraftModelDrafter:
             self.draft_calls += 1
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
-        """Append `tokens` to the text; what they share with the last chain stays in the cache."""
+        """Append `tokens` to the text, and forget the last chain; waits for it on the device.
+
+        The cache keeps as many of `tokens`, the newest left out, as the chain's tokens equal, the
+        chain's last left out, if it can be taken back to there. Nothing is processed, and neither
+        `position` nor `taps` is looked at.
+        """
         chain = to_list(self._chain) if self._chain.size else []
         # The cache holds the text that the chain was drafted from and all of the chain but its
         # last token. At least the newest token is left to process, whose logits are needed.
@@ -262,20 +280,25 @@ class DraftModelDrafter:
         self._chain = mx.zeros(0, mx.int32)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """The chain of the model's likeliest tokens below the root, with its runners-up.
+        """Draft the chain of the model's likeliest tokens below the root, with its runners-up
+        beside it.
 
-        Always of the largest shape. Makes a forward pass for each level.
+        Always of the largest shape: `shape` is not looked at. Processes what the cache lacks of the
+        text; makes a forward pass for each level; of `verified` only the root is read.
         """
-        rows = self._draft(self._cache.unprocessed_tokens())
+        rows = self._draft(self._cache.process_all_but_last_piece())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
         return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
 
     def _draft(self, tokens: mx.array) -> list[mx.array]:
-        """The candidates [W] of each level, best first, behind `tokens` [R], which the cache lacks.
+        """The candidates of each level, [W] int32 each, best first, as the target's sampling ranks
+        them.
 
-        Each level is a forward pass behind the best candidate of the level before.
+        The first level is behind `tokens` [R], the newest of the text, which the cache lacks; each
+        other one behind the best candidate of the level before. A forward pass a level, which
+        appends these tokens to the cache, marks its state, and counts in `draft_calls`. Uncomputed.
         """
         sampling = self._sampling
         size = sampling.context_size
@@ -283,7 +306,7 @@ class DraftModelDrafter:
         recent = last_tokens(text, size)[None]
         rows: list[mx.array] = []
         for level in range(self.largest.levels):
-            logits = self._cache.logits(tokens)
+            logits = self._cache.append_and_get_logits(tokens)
             self._cache.mark()
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])
@@ -309,36 +332,45 @@ def load_draft_model(
     """Load a model that drafts for another.
 
     Args:
-        tokenizer, vocab_size: those of the target.
         name, dtype, cache_dir, offline, progress: as `ssmlx.load` takes them.
+        tokenizer: the target's.
+        vocab_size: V, tokens of the target's embedding, padding included.
 
     Returns:
         The draft model, to be given as `drafter=` to `ssmlx.stream_generate`.
 
     Raises:
-        InputError: it cannot be loaded, or its vocabulary is another than the target's.
+        InputError: it cannot be loaded, its tokenizer has other tokens or ids than the target's, or
+            its caches cannot take tokens back.
     """
     path = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
     model, config = load_weights(path, dtype, f"the draft model {name} cannot be loaded")
     draft = DraftModel(model, f"the draft model {name}")
     draft.target_vocab_size = vocab_size
-    check_vocabulary(draft, load_tokenizer(path, config), tokenizer, vocab_size)
+    check_same_vocabulary(draft, load_tokenizer(path, config), tokenizer, vocab_size)
     return draft
 
 
-def check_vocabulary(
-    draft: DraftModel, own: TokenizerWrapper, tokenizer: TokenizerWrapper, vocab_size: int
+def check_same_vocabulary(
+    draft: DraftModel,
+    draft_tokenizer: TokenizerWrapper,
+    target_tokenizer: TokenizerWrapper,
+    target_vocab_size: int,
 ) -> None:
-    """Raise InputError unless a token id means the same text to both models.
+    """Raise InputError unless every token has the same id, and text, in both models.
+
+    Their vocabulary sizes may differ where that is padding alone: where no token of the tokenizers
+    has an id beyond the smaller one.
 
     Args:
         draft: the draft model, for its name and vocabulary size.
-        own: the draft model's tokenizer.
-        tokenizer, vocab_size: those of the target. Vocabularies may differ in padding alone.
+        draft_tokenizer: the draft model's.
+        target_tokenizer: the target's.
+        target_vocab_size: tokens of the target's embedding.
     """
     do = "choose a draft model of the same family"
-    ours = own.get_vocab()
-    theirs = tokenizer.get_vocab()
+    ours = draft_tokenizer.get_vocab()
+    theirs = target_tokenizer.get_vocab()
     words = [word for word in {**ours, **theirs} if ours.get(word) != theirs.get(word)]
     word = min(words, default="")
     last = max(ours.values(), default=0)
@@ -350,9 +382,9 @@ def check_vocabulary(
         do=do,
     )
     require(
-        draft.vocab_size == vocab_size or last < min(draft.vocab_size, vocab_size),
+        draft.vocab_size == target_vocab_size or last < min(draft.vocab_size, target_vocab_size),
         f"{draft.name} has a vocabulary of {draft.vocab_size} tokens",
-        expected=f"the target's {vocab_size}, or padding alone in which they differ",
+        expected=f"the target's {target_vocab_size}, or padding alone in which they differ",
         do=do,
     )
 

@@ -38,9 +38,14 @@ class HeadConfig:
 
     @classmethod
     def read(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
-        """Settings from the JSON `values` of the file `path`.
+        """Make settings of JSON `values`, which the file `path` holds; that is only named in
+        messages.
 
-        Unknown values and nulls are passed over; a missing one is an InputError that names `path`.
+        Values of unknown names are passed over. A null is as if it were missing. Lists become
+        tuples.
+
+        Raises:
+            InputError: a value without a default is missing, or one is not allowed.
         """
         known: dict[str, Any] = {
             field.name: tuple(value) if isinstance(value, list) else value
@@ -114,18 +119,19 @@ class DraftingHeads:
         self.draft_vocab = tensors.get("draft_vocab")
         self.num_parameters: int = config.num_parameters
 
-    def fit_tree(self, tree: Any) -> Any:
-        """The settings `tree` with defaults filled in, narrowed to what these heads can draft.
+    def complete_tree_settings(self, tree: Any) -> Any:
+        """The settings `tree` with defaults filled in, and widths cut to the tokens there are to
+        guess.
 
         Raises:
             InputError: these heads cannot draft such a tree.
         """
         raise NotImplementedError
 
-    def max_tree_size(self, tree: Any) -> tuple[int, int]:
+    def max_levels_and_nodes(self, tree: Any) -> tuple[int, int]:
         """(levels below the root, nodes with the root) of the trees of these settings, at most.
 
-        `tree` is what `fit_tree` returned.
+        `tree` is what `complete_tree_settings` returned.
         """
         raise NotImplementedError
 
@@ -137,7 +143,7 @@ class DraftingHeads:
         Args:
             root: [1] the token that the base model decided on at `hidden`.
             hidden: [1, D] the base model's last hidden state, behind its final norm.
-            tree: the tree's settings, as `fit_tree` takes them.
+            tree: the tree's settings, as `complete_tree_settings` takes them.
             noise: [H, Vd] what `Sampling.noise` knows of the decisions that each head guesses.
         """
         raise NotImplementedError
@@ -149,7 +155,7 @@ class HeadDrafter:
     Args:
         backbone: the target's, for its final norm.
         heads: what guesses.
-        tree: the tree's settings, as the heads' `fit_tree` takes them.
+        tree: the tree's settings, as the heads' `complete_tree_settings` takes them.
         sampling: how the target decides.
     """
 
@@ -162,9 +168,9 @@ class HeadDrafter:
     ) -> None:
         self._backbone = backbone
         self._heads = heads
-        self._tree = heads.fit_tree(tree)
+        self._tree = heads.complete_tree_settings(tree)
         self._sampling = sampling
-        levels, nodes = heads.max_tree_size(self._tree)
+        levels, nodes = heads.max_levels_and_nodes(self._tree)
         self.largest = DraftShape(heads.drafter, nodes, levels)
         self.num_parameters = heads.num_parameters
 
@@ -175,7 +181,11 @@ class HeadDrafter:
         """Nothing to do, as in `start`."""
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """The tree that the heads draft behind the last accepted node; `shape` is not looked at."""
+        """Draft the largest tree behind the last accepted node; `shape` is not looked at.
+
+        The heads get that node's hidden state behind the final norm, and where the target samples,
+        the noise of the positions that they guess.
+        """
         hidden = self._backbone.final_norm(verified.last_hidden)[0]
         levels = self.largest.levels
         noise = self._sampling.noise(verified.root_position, levels, self._heads.draft_vocab)

@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..errors import require
 from ..json_files import read_json
 from ..loading.adapter import cast_tensors, check_draft_vocab
-from ..loading.files import account_for, read_tensors, save_tensors
+from ..loading.files import check_tensors, read_tensors, save_tensors
 from ..model.backbone import Backbone
 from ..model.identity import BaseIdentity
 from ..model.streams import StreamFusedModel
@@ -37,7 +37,7 @@ _KINDS: dict[HeadKind, tuple[type[HeadConfig], type[DraftingHeads]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """What a heads folder holds.
+    """What a heads folder holds: the heads' settings and tensors, and which model they are for.
 
     Attributes:
         config: their settings, whose class is their kind.
@@ -53,7 +53,10 @@ class Heads:
 
 
 def write_heads(folder: Path, heads: Heads) -> None:
-    """Write settings and tensors into `folder`, which is there; older files are replaced."""
+    """Write `CONFIG_FILE` and `WEIGHTS_FILE` into `folder`; older ones are replaced.
+
+    The folder must exist, and nothing is checked.
+    """
     values = {
         "format": FORMAT,
         "kind": heads.config.kind,
@@ -66,7 +69,7 @@ def write_heads(folder: Path, heads: Heads) -> None:
 
 
 def read_heads(folder: Path) -> Heads:
-    """Read and check a heads folder.
+    """Read and check a heads folder; the tensors stay as they are stored, on no model yet.
 
     Raises:
         InputError: the folder or a file is missing, of another format, or broken; or a tensor is
@@ -110,7 +113,10 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 
 
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
-    """Heads ready to draft for `backbone`, their tensors cast to its dtype.
+    """Make heads ready to draft for `backbone`, with copies of their tensors in its dtype,
+    computed.
+
+    The backbone is not changed.
 
     Raises:
         InputError: the heads belong to another model.
@@ -129,7 +135,7 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
 def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
     """Raise InputError unless `tensors` of the file `source` have the names and shapes of the
     settings, and the draft vocabulary's ids are in the vocabulary."""
-    account_for(tensors, config.expected_tensors(), source)
+    check_tensors(tensors, config.expected_tensors(), source)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)
 

@@ -52,7 +52,11 @@ class NgramPool:
         return sum(len(kept) for kept in self._ngrams.values())
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Keep an n-gram as the newest one, once; the oldest goes where there are too many."""
+        """Keep an n-gram of one token or more as the newest of its first token; it is kept once.
+
+        Of more than `per_key` n-grams of that token the oldest is dropped; of more than `max_keys`
+        first tokens the one that was added to longest ago, with all of its n-grams.
+        """
         first, *rest = ngram
         kept = self._ngrams.setdefault(first, OrderedDict())
         self._ngrams.move_to_end(first)
@@ -89,9 +93,10 @@ class LookaheadDrafter:
         self.start((0,))
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Empty the pool, and draw a first window from `tokens` by a fixed seed.
+        """Empty the pool, and draw a first window at random from `tokens`, one or more, by a fixed
+        seed.
 
-        With `pool_from_prompt`, the text's own n-grams fill the pool.
+        The last of them is the root. With `pool_from_prompt`, the text's own n-grams fill the pool.
         """
         config = self._config
         rng = random.Random(0)
@@ -111,10 +116,17 @@ class LookaheadDrafter:
         self._calls += 1
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """The window, and the pool's n-grams that begin with the root, as one tree.
+        """Draft one tree of the window and of the pool's n-grams that begin with the root.
 
-        Where the call just read verified the last such tree whole, its target tokens are a Jacobi
-        step first: they complete n-grams for the pool, and are the window's last level.
+        The root is the token that `follow` got last. Where the call just read verified the whole of
+        the tree that was proposed before, a Jacobi step comes first: its target tokens behind the
+        window's last level complete W n-grams, which join the pool; the window drops its first
+        level, and they become its last. A token that sampling left unresolved counts as its best
+        guess.
+
+        Args:
+            verified: its tokens are read.
+            shape: only its levels count; there may be more nodes.
         """
         # Whether the call just read verified its own tree, and all of it.
         own = self._tree if self._calls == 1 else None
@@ -126,12 +138,15 @@ class LookaheadDrafter:
             for ngram in zip(*rows, strict=True):
                 self._pool.add(ngram)
             self._window = rows[1:]
-        self._tree = self._draft(self._root, shape.levels)
+        self._tree = self._build_tree(self._root, shape.levels)
         self._calls = 0
         return self._tree
 
-    def _draft(self, root: int, num_levels: int) -> Tree:
-        """The tree of window and n-grams below `root`; notes where the last level stands in it."""
+    def _build_tree(self, root: int, num_levels: int) -> Tree:
+        """The tree of the window, then of the pool's n-grams as far as there is room, below `root`.
+
+        Its paths have `num_levels` levels. Notes which of its nodes are the window's last level.
+        """
         trie = Trie(root, self._max_nodes)
         # The window's nodes first: each has its place, however many guesses there are.
         nodes = [[0] * self._config.window for _ in range(self._num_rows)]
@@ -143,7 +158,7 @@ class LookaheadDrafter:
             node = nodes[0][column]
         for rest in self._pool.continuations_of(root):
             trie.add(rest)
-        tree, index = trie.tree(num_levels)
+        tree, index = trie.to_tree(num_levels)
         self._last_level = [index[node] for node in nodes[-1]]
         return tree
 

@@ -43,7 +43,11 @@ class OwnText:
         return self.index.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Begin with the text `tokens`; where it goes on from the last one, that is kept."""
+        """Make `tokens` the text. Where they go on from the text before, only the new ones are
+        indexed.
+
+        Else the index is built anew of all of them.
+        """
         known = len(self.index.tokens)
         if self.index.tokens != list(tokens[:known]):
             self.index = TextIndex()
@@ -54,10 +58,13 @@ class OwnText:
         """Append `tokens` to the text."""
         self.index.extend(tokens)
 
-    def following(self, match: Match, count: int) -> list[int]:
-        """Up to `count` tokens behind a match. What reaches the text's end repeats itself, so that
-        a text with a period is drafted at full length."""
-        found = self.index.following(match, count)
+    def tokens_after(self, match: Match, count: int) -> list[int]:
+        """Up to `count` tokens behind a match.
+
+        Where these reach the text's end they are repeated to exactly `count`, so that a text with a
+        period is drafted at full length.
+        """
+        found = self.index.tokens_after(match, count)
         if len(found) == len(self.index.tokens) - match.end:
             return list(islice(cycle(found), count))
         return found
@@ -84,7 +91,11 @@ class OtherText:
         self.end: list[int] = []  # the text's newest tokens, as many as a match may have
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Begin with the text `tokens`."""
+        """Begin with the text `tokens`, whose end will be looked up.
+
+        The expected text, if there is one, is put into the index where that is empty, behind the
+        last `overlap` of `tokens`.
+        """
         if self._expected and not self.index.tokens:
             self.index.extend([*tokens[-self._overlap :], *self._expected])
         self.end = list(tokens[-MAX_MATCH:])
@@ -93,9 +104,9 @@ class OtherText:
         """Append `tokens` to the text."""
         self.end = [*self.end, *tokens][-MAX_MATCH:]
 
-    def following(self, match: Match, count: int) -> list[int]:
-        """Up to `count` tokens that follow a match there."""
-        return self.index.following(match, count)
+    def tokens_after(self, match: Match, count: int) -> list[int]:
+        """Up to `count` tokens that follow a match in the other text, up to a boundary."""
+        return self.index.tokens_after(match, count)
 
 
 class PromptLookupDrafter:
@@ -156,51 +167,60 @@ class PromptLookupDrafter:
         self._is_offer_known = False
 
     def offer(self) -> ChainOffer | None:
-        """The best match's continuation as an offer; None where nothing matches."""
+        """What the best match's continuation offers: its length, and how many tokens follow it.
+
+        None where nothing matches, or nothing follows what does. Found once, until the text goes
+        on.
+        """
         if not self._is_offer_known:
             self._is_offer_known = True
             self._offer = self._find_offer()
         return self._offer
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """The tree of the continuations of all matches, as far as `shape` has nodes for them.
+        """The tree of all matches' continuations, the best match's first, as far as there is room.
 
-        It has the root alone where nothing matches. For a target that takes no trees it is the
-        chain of the first continuation.
+        Room is for the nodes and levels of `shape`, and for no more nodes than the settings say;
+        nodes are then padded to a usual size. For a target that takes no trees it is the chain of
+        the first continuation that has a token, without padding. The root alone where nothing
+        matches. Of `verified` nothing is read: the root is the text's newest token.
         """
         if self._is_chain:
             _, following = self._first_continuation(min(shape.levels, self._config.size - 1))
             return chain_tree(mx.array([self.source.end[-1], *following], mx.int32))
         trie = Trie(self.source.end[-1], min(shape.nodes, self._config.size))
-        for match in self._matches():
-            trie.add(self._continuation(match, shape.levels))
+        for match in self._find_matches():
+            trie.add(self._continuation_of(match, shape.levels))
             if trie.is_full:
                 break
-        tree, _ = trie.tree(shape.levels if len(trie.tokens) > 1 else 0)
+        tree, _ = trie.to_tree(shape.levels if len(trie.tokens) > 1 else 0)
         return tree
 
     def _find_offer(self) -> ChainOffer | None:
-        """The offer of the first match that anything follows; None before a text or without one."""
+        """The offer of the best match that any token follows; None without one, or before `start`.
+
+        Nothing is kept.
+        """
         length, following = self._first_continuation(self.largest.levels)
         return ChainOffer(self.largest, length, len(following)) if following else None
 
     def _first_continuation(self, max_tokens: int) -> tuple[int, list[int]]:
-        """Of the first match that anything follows: its length, and up to `max_tokens` behind it.
+        """Of the best match that any token follows: its length, and up to `max_tokens` behind it.
 
-        A length of 0 and no tokens before a text, and where nothing matches.
+        A length of 0 and no tokens before `start`, and where there is no such match.
         """
-        for match in self._matches() if self.source.end else ():
-            following = self._continuation(match, max_tokens)
+        for match in self._find_matches() if self.source.end else ():
+            following = self._continuation_of(match, max_tokens)
             if following:
                 return match.length, following
         return 0, []
 
-    def _matches(self) -> Iterator[Match]:
-        return self.source.index.matches(self.source.end, self._config.ngram)
+    def _find_matches(self) -> Iterator[Match]:
+        return self.source.index.find_matches(self.source.end, self._config.ngram)
 
-    def _continuation(self, match: Match, max_tokens: int) -> list[int]:
-        """Up to `max_tokens` that followed a match, the first end token being the last of them."""
-        found = self.source.following(match, max_tokens)
+    def _continuation_of(self, match: Match, max_tokens: int) -> list[int]:
+        """Up to `max_tokens` that followed a match; behind the first end token among them none."""
+        found = self.source.tokens_after(match, max_tokens)
         for count, token in enumerate(found, 1):
             if token in self._end_tokens:
                 return found[:count]

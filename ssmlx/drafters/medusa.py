@@ -45,7 +45,8 @@ class MedusaConfig(HeadConfig):
         return [f"{head}.{self.num_layers}.weight" for head in own]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name of the residual blocks, and of the matrices of heads that have one."""
+        """Shapes by published name: of each head's residual blocks, a weight [D, D] and a bias [D];
+        and of the heads that have a matrix of their own, [Vd, D]."""
         width = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.num_heads):
@@ -97,7 +98,8 @@ class MedusaHeads(DraftingHeads):
     def medusa_logits(self, hidden: mx.array) -> mx.array:
         """[H, Vd] logits of every head, in the order of heads.
 
-        `hidden` [1, D] is the base model's last hidden state, behind its final norm.
+        Args:
+            hidden: [1, D] the base model's last hidden state, behind its final norm.
         """
         expect_shape("hidden state", hidden, 1, self.config.hidden_size)
         states = mx.broadcast_to(hidden, (self.config.num_heads, *hidden.shape))  # [H, 1, D]
@@ -113,19 +115,24 @@ class MedusaHeads(DraftingHeads):
         logits = found[0] if len(found) == 1 else mx.concatenate(found)
         return logits if self._places is None else logits[self._places]
 
-    def fit_tree(self, tree: TreeConfig) -> TreeConfig:
+    def complete_tree_settings(self, tree: TreeConfig) -> TreeConfig:
         """`tree`, made no wider than there are tokens to guess."""
         return tree.no_wider_than(self.config.num_guessed)
 
-    def max_tree_size(self, tree: TreeConfig) -> tuple[int, int]:
+    def max_levels_and_nodes(self, tree: TreeConfig) -> tuple[int, int]:
         """(levels below the root: one a head, nodes with the root) of a tree of these settings."""
         return self.config.num_heads, tree.num_nodes(self.config.num_heads)
 
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: TreeConfig, noise: Noise = None
     ) -> Tree:
-        """A tree of the heads' ranked tokens, head h at level h; see `DraftingHeads`."""
-        tree = self.fit_tree(tree)
+        """Draft a tree of the heads' likeliest tokens, those of head h (from 0) at level h + 1.
+
+        Args:
+            root, hidden, noise: see `DraftingHeads.propose_tree`.
+            tree: kind, size and width; the levels are as many as heads.
+        """
+        tree = self.complete_tree_settings(tree)
         count = draft_topology(tree, self.config.num_heads).num_candidates
         logits = with_noise(self.medusa_logits(hidden), noise)
         ranked = rank_candidates(logits, count, self.draft_vocab)

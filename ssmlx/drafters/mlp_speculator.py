@@ -52,6 +52,11 @@ class MlpSpeculatorConfig(HeadConfig):
     n_candidates: int | None = setting(None, least=1)
 
     def __post_init__(self) -> None:
+        """Check the values; `top_k_tokens_per_head` must be empty, or have a number for each stage.
+
+        Raises:
+            InputError: a value is not allowed.
+        """
         super().__post_init__()
         require(
             len(self.top_k_tokens_per_head) in (0, self.n_predict),
@@ -104,7 +109,10 @@ class MlpSpeculatorConfig(HeadConfig):
         return list(dict.fromkeys(self.tensor_name("head.weight", stage) for stage in stages))
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by published name; with `tie_weights`, a shared tensor stands once."""
+        """Shapes by published name, of each stage's embedding, projection, norm and head.
+
+        With `tie_weights`, a shared tensor stands once.
+        """
         found: dict[str, tuple[int, ...]] = {}
         for stage in range(self.n_predict):
             shapes: dict[str, tuple[int, ...]] = {
@@ -145,7 +153,7 @@ class MlpSpeculator(DraftingHeads):
             return hidden
         return mx.fast.rms_norm(hidden, None, EPSILON) / math.sqrt(2)
 
-    def stage(self, index: int, state: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    def run_stage(self, index: int, state: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """Run one stage on B paths.
 
         Args:
@@ -186,7 +194,7 @@ class MlpSpeculator(DraftingHeads):
         node_tokens = [root]
         edges = [mx.zeros(1)]
         for index, width in enumerate(widths):
-            state, logits = self.stage(index, state, tokens)
+            state, logits = self.run_stage(index, state, tokens)
             logits = with_noise(logits, None if noise is None else noise[index])
             ranked, logprobs = rank_candidates(logits, width, self.draft_vocab)  # [beams, width]
             tokens = ranked.flatten()
@@ -195,11 +203,15 @@ class MlpSpeculator(DraftingHeads):
             edges.append(logprobs.flatten())
         return mx.concatenate(node_tokens), mx.concatenate(edges)
 
-    def fit_tree(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
-        """`tree` with defaults from the published settings, no wider than there are tokens.
+    def complete_tree_settings(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
+        """`tree` with defaults from the published settings.
+
+        These are the widths where it has none, and `candidates` where it has neither these nor a
+        size. No width is left above the number of tokens that are guessed among.
 
         Raises:
-            InputError: more widths than stages, none, or too many nodes.
+            InputError: it has more widths than there are stages, or none; or its full tree has more
+                than `MAX_TREE_NODES` nodes.
         """
         asked = tree.widths
         stages = self.config.n_predict
@@ -217,7 +229,7 @@ class MlpSpeculator(DraftingHeads):
             candidates = self.config.candidates
         return replace(tree, widths=widths, candidates=candidates)
 
-    def max_tree_size(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
+    def max_levels_and_nodes(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
         """(levels below the root, nodes with the root) of a tree of these settings, at most."""
         assert tree.widths is not None
         most = num_candidate_nodes(tree.widths, tree.candidates)
@@ -226,13 +238,18 @@ class MlpSpeculator(DraftingHeads):
     def propose_tree(
         self, root: mx.array, hidden: mx.array, tree: SpeculatorTreeConfig, noise: Noise = None
     ) -> Tree:
-        """The full tree of the widths, pruned to the nodes of the largest path probability.
+        """Draft the full tree of the widths, then keep the nodes of the largest path probability.
 
-        With `candidates`, nodes on that many most probable whole paths come first (section 4.1).
+        As many are kept as `max_levels_and_nodes` says; all where it has no more. With
+        `candidates`, the nodes on that many most probable whole paths are kept first (section 4.1).
+
+        Args:
+            root, hidden, noise: see `DraftingHeads.propose_tree`.
+            tree: the settings; defaults are filled in.
         """
-        tree = self.fit_tree(tree)
+        tree = self.complete_tree_settings(tree)
         widths = tuple(tree.widths or ())
-        size = self.max_tree_size(tree)[1]
+        size = self.max_levels_and_nodes(tree)[1]
         topology = full_tree_topology(widths)
         tokens, edges = self.rank_paths(root, hidden, widths, noise)
         full = Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)

@@ -113,10 +113,12 @@ class RegisteredDrafter:
         return "chains" if self.keeps_to_chains else "trees"
 
     def settings_from(self, config: GenerateConfig) -> Any:
-        """The drafter's own settings in `config`, or their defaults; None where it has none.
+        """The drafter's own settings in `config`, or their defaults where it has none.
+
+        None for a drafter without settings (`settings` is None), whatever `config` holds.
 
         Raises:
-            InputError: they are of another class.
+            InputError: the settings in `config` are of another class.
         """
         if self.settings is None:
             return None
@@ -146,10 +148,12 @@ def resolve_drafter(
         given: `drafter=` and the like: names, loaded weights, sequences of these, or None.
 
     Returns:
-        `config` with the name that was given, if one was; and what was loaded, in order.
+        `config`, with its `drafter` set to the name that was given, if one was; and what was
+        loaded, in order.
 
     Raises:
-        InputError: several are named, or something is neither a name nor was loaded to draft.
+        InputError: two different names are given, or one that no drafter has; or something is
+            neither a name nor was loaded to draft.
     """
     names: list[str] = []
     loaded: list[Loaded] = []
@@ -182,7 +186,11 @@ _registered: dict[str, RegisteredDrafter] = {}
 def register_drafter(name: str, **facts: Any) -> Callable[[_Build], _Build]:
     """A decorator that registers a function as the `build` of the drafter `name`.
 
-    `facts` are the other fields of `RegisteredDrafter`. The function stays as it is.
+    The function stays as it is. An earlier drafter of that name is replaced.
+
+    Args:
+        name: as in `DRAFTERS`.
+        facts: the other fields of `RegisteredDrafter`.
     """
 
     def register(build: _Build) -> _Build:
@@ -206,7 +214,7 @@ def build_drafter(
     loaded: Sequence[Loaded] = (),
     end_tokens: Collection[int] = (),
 ) -> Drafter:
-    """The drafter of a name in `DRAFTERS`, ready to start on one answer.
+    """Build the drafter of a name in `DRAFTERS`, ready to start on one answer.
 
     Args:
         name: which drafter.
@@ -217,7 +225,8 @@ def build_drafter(
         end_tokens: tokens that end an answer, or a part of it.
 
     Raises:
-        InputError: what it needs was not loaded, or the settings do not fit it or the model.
+        InputError: what it needs was not loaded, the settings do not fit it or the model, or they
+            ask for pruning where the drafter or the adapter has none.
     """
     registered = registered_drafter(name)
     own = _find_weights(registered, loaded)
@@ -240,10 +249,11 @@ def build_drafter(
 
 
 def _find_weights(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
-    """Of what was loaded, what the drafter drafts with; None if it needs nothing.
+    """The first of what was loaded that is for this drafter; None where it needs nothing.
 
     Raises:
-        InputError: it needs weights that were not loaded, or were loaded for another drafter.
+        InputError: it needs weights, and those that were loaded are for another drafter, or none
+            are.
     """
     weights = registered.weights
     name = registered.name

@@ -63,18 +63,19 @@ class DraftVocab:
     def rank(
         self, hidden: mx.array, roots: mx.array, count: int, noise: Noise = None
     ) -> tuple[mx.array, mx.array]:
-        """Rank the tokens that every stream guesses.
+        """Rank the tokens that every stream guesses, among those of the draft vocabulary.
 
         Args:
-            hidden: [1, A * G, D] rows of G streams beside each of A nodes.
+            hidden: [1, A * G, D] rows of G streams beside each of A nodes, before the final norm.
             roots: [A] the token that each node's streams start behind.
             count: K, tokens of each stream.
             noise: [A * G, Vd] what `Sampling.noise` knows of the decisions that are guessed.
 
         Returns:
             [A, G, K] tokens, best first, and their log probabilities: [A, G, K]; of conditional
-            streams [A, G, K, K], of each token given each of the stream before (in all rows of a
-            first stream, given the root), which share the mass of the K tokens.
+            streams [A, G, K, K], of each token (last axis) given each of the stream before (in all
+            rows of a first stream, given the root), scaled to the mass that the K tokens have
+            unconditionally.
         """
         model = self._model
         places = roots.shape[0]
@@ -93,8 +94,15 @@ class DraftVocab:
 
 @mx.compile
 def renormalise_topk(logprobs: mx.array, more: mx.array) -> mx.array:
-    """[..., C, K] `logprobs` [..., K] with `more` logits [..., C, K] added, then scaled so that
-    each of the C rows has the probability mass that `logprobs` had."""
+    """Add `more` logits to log probabilities, and scale each row to the mass that these had.
+
+    Args:
+        logprobs: [..., K] of the likeliest tokens; their probabilities sum to 1 or less.
+        more: [..., C, K] for each of C conditions.
+
+    Returns:
+        [..., C, K] log probabilities.
+    """
     scores = logprobs[..., None, :] + more
     mass = mx.logsumexp(logprobs, axis=-1)[..., None, None]
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
@@ -151,7 +159,12 @@ class StreamDrafter:
         return self._cache.nbytes + self._cache.mask_bytes + self._vocab.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Begin an answer behind the text `tokens`, with an empty stream cache."""
+        """Begin an answer behind the text `tokens`: an empty stream cache, and what is learned
+        forgotten.
+
+        That is the text to copy from, with no hits counted yet, and the draft vocabulary with the
+        text's newest other tokens.
+        """
         layers = range(self._model.insertion_layer, self._model.num_layers)
         levels = self.largest.levels
         self._cache = StreamCache(layers, scratch=levels + 2 * (1 + levels))
@@ -163,10 +176,16 @@ class StreamDrafter:
         self._copies.follow(tokens, position)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """The tree of `shape` that the streams of the last accepted node guess.
+        """Draft the tree of `shape` that the streams of the last accepted node guess.
 
-        With the schedule "second-pass", runs these streams through the upper layers first. Shapes
-        other than the largest are trees of the most probable nodes.
+        With the schedule "second-pass", runs these streams through the upper layers first; with
+        "fused", the verifying call has run them. Conditional streams get copies mixed in, which
+        writes the call's tokens into the text that is copied from.
+
+        Args:
+            verified: the call to draft behind; none of its values is read by the host.
+            shape: `largest`, which gives the tree of the settings; of another, its levels, and the
+                `nodes` most probable nodes.
         """
         if self.needs.streams:
             stream_hidden = verified.stream_hidden[:, : shape.levels]
@@ -190,16 +209,20 @@ class StreamDrafter:
         return grow_tree(root, *guesses, tree)
 
     def _candidates_per_stream(self, shape: DraftShape, tree: TreeConfig) -> int:
-        """K, the tokens of each stream that can stand in a tree of `shape`."""
+        """K, how many of each stream's tokens a tree of `shape` may need; kept by `shape`.
+
+        At most the draft vocabulary's number of tokens. `tree` has the kind, size and width.
+        """
         if shape not in self._num_candidates:
             count = count_candidates(tree, shape.levels, conditional=self._model.is_conditional)
             self._num_candidates[shape] = min(count, self._model.draft_vocab_size)
         return self._num_candidates[shape]
 
     def _second_pass(self, verified: Verified, num_streams: int) -> mx.array:
-        """[1, G, D] last hidden states of the last accepted node's streams, by a second pass.
+        """[1, G, D] last hidden states of the last accepted node's streams, G = `num_streams`, by a
+        pass through the upper layers.
 
-        Brings the stream cache up to the target's first.
+        First gives the stream cache the target's keys and values of the tokens since.
         """
         cache = self._cache
         # The root's position, as far as the host knows: a plain call has committed the root's row.
@@ -222,7 +245,8 @@ class StreamDrafter:
     shaped_by=("num_streams", "tree", "prune"),
 )
 def build(inputs: DrafterInputs) -> StreamDrafter:
-    """The drafter of an answer; the settings name the streams, the tree and the schedule."""
+    """Build the drafter of an answer: the settings name the number of streams, the tree and the
+    schedule."""
     model = inputs.model
     config = inputs.config
     assert model.config and config.tree and config.stream_schedule

@@ -56,10 +56,10 @@ class TextIndex:
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self._begin(tokens)
+        self._rebuild(tokens)
 
-    def _begin(self, tokens: Iterable[int]) -> None:
-        """Drop everything, then append `tokens`."""
+    def _rebuild(self, tokens: Iterable[int]) -> None:
+        """Drop all tokens and n-grams, then append `tokens`."""
         self.tokens: list[int] = []
         self._run = 0  # tokens since the last boundary
         self._chains = [_Chain(length) for length in NGRAM_LENGTHS]
@@ -71,7 +71,10 @@ class TextIndex:
         return _BYTES_PER_TOKEN * len(self.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append `tokens`; one below zero, such as `BOUNDARY`, ends a text: no match spans it."""
+        """Append `tokens`, and index the n-grams of `NGRAM_LENGTHS` that end with each.
+
+        A token below zero, such as `BOUNDARY`, is appended too and ends a text: no n-gram spans it.
+        """
         text = self.tokens
         for token in tokens:
             text.append(token)
@@ -87,20 +90,21 @@ class TextIndex:
 
     def keep_last(self, count: int) -> None:
         """Forget all but the last `count` tokens; all of them where that is 0."""
-        self._begin(self.tokens[-count:] if count else ())
+        self._rebuild(self.tokens[-count:] if count else ())
 
-    def matches(self, text: Sequence[int], max_length: int = MAX_MATCH) -> Iterator[Match]:
+    def find_matches(self, text: Sequence[int], max_length: int = MAX_MATCH) -> Iterator[Match]:
         """Yield where the last tokens of `text` stand in the index, the best matches first.
 
-        Matches are grouped by the n-gram length that found them, the longest first; within a
-        group the longest match comes first, of equally long ones the newest. The end of `text`
-        itself is no match where `text` is this index's own `tokens`. At most `MAX_MATCHES` + 1
-        earlier ends are compared per n-gram length.
+        Matches are grouped by the n-gram length that found them, the longest first; within a group
+        the longest match comes first, of equally long ones the newest. No end is yielded twice. The
+        end of `text` itself is no match where `text` is this index's own `tokens`. At most
+        `MAX_MATCHES` + 1 earlier ends are compared per n-gram length.
 
         Args:
-            text: another text, or `tokens` themselves; what stands before its last boundary is
-                not matched.
-            max_length: tokens of a match that are compared, and so its greatest length.
+            text: another text, or `tokens` themselves; what stands before its last boundary is not
+                matched.
+            max_length: tokens of a match that are compared, and so its greatest length; never more
+                than `MAX_MATCH`.
         """
         longest = min(max_length, self._tokens_since_boundary(text))
         found: set[int] = set()
@@ -121,14 +125,15 @@ class TextIndex:
                 end = chain.previous_ends[end - 1]
             yield from sorted(matches, key=lambda one: (-one.length, -one.end))
 
-    def following(self, match: Match, count: int) -> list[int]:
+    def tokens_after(self, match: Match, count: int) -> list[int]:
         """Up to `count` tokens behind a match, as far as its text goes: up to a boundary."""
         tokens = self.tokens[match.end : match.end + count]
         return tokens[: tokens.index(BOUNDARY)] if BOUNDARY in tokens else tokens
 
     @staticmethod
     def _tokens_since_boundary(text: Sequence[int]) -> int:
-        """How many tokens at the end of `text` no negative one is among, `MAX_MATCH` at most."""
+        """How many tokens stand at the end of `text` behind its last negative one, `MAX_MATCH` at
+        most."""
         count = 0
         for token in reversed(text[-MAX_MATCH:]):
             if token < 0:
@@ -137,7 +142,8 @@ class TextIndex:
         return count
 
     def _match_length(self, text: Sequence[int], end: int, max_length: int) -> int:
-        """How many of the last tokens of `text` equal those before `end` in the index."""
+        """How many of the last tokens of `text` equal those before `end` in the index, `max_length`
+        at most."""
         tokens = self.tokens
         size = len(text)
         count = 0
@@ -169,7 +175,7 @@ class EarlierAnswers:
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Append the tokens of an `answer`, behind the last `CONTEXT_TOKENS` of its `prompt`.
 
-        Where there are more than `EARLIER_TOKENS` then, the older half of that is forgotten.
+        Where there are more than `EARLIER_TOKENS` in all then, the last half of so many are kept.
         """
         self.index.extend([BOUNDARY, *prompt[-CONTEXT_TOKENS:], *answer])
         if len(self.index.tokens) > EARLIER_TOKENS:

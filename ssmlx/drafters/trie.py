@@ -50,12 +50,15 @@ class Trie:
             node = child
         return node
 
-    def tree(self, num_levels: int) -> tuple[Tree, list[int]]:
+    def to_tree(self, num_levels: int) -> tuple[Tree, list[int]]:
         """Make a `Tree` in breadth-first order.
 
         So that kernels meet few shapes, paths have `num_levels` levels below the root whatever was
         added, and nodes are filled up to a `padded_size` with children of the root of the token
         `PAD_TOKEN`, which is never accepted.
+
+        Args:
+            num_levels: no fewer than the deepest node's.
 
         Returns:
             The tree, and by node of the trie its index in the tree.
@@ -81,10 +84,10 @@ class Trie:
 
 
 def padded_size(count: int) -> int:
-    """The least usual number of nodes that holds `count`.
+    """The smallest of a few usual numbers of nodes that is `count`, 1 or more, or above.
 
-    1, 2, 4, 8, then steps of 8 to 32, of 16 to 64, of 32 beyond: masks and kernels meet few
-    shapes.
+    They are 1, 2, 4, 8, then steps of 8 to 32, of 16 to 64, of 32 beyond: so masks and kernels meet
+    few shapes.
     """
     if count <= 8:
         return 1 << (count - 1).bit_length()

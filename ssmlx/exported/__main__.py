@@ -23,7 +23,11 @@ A Core ML package runs on macOS 15 or later; one of Core AI also on Linux. Decod
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.exported`."""
+    """Parse the options of `python -m ssmlx.exported`; wrong ones end the program with a message.
+
+    Args:
+        argv: the options; None for those of the process.
+    """
     parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
     told = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
     parser.add_argument("--package", type=Path, required=True, **told)
@@ -44,10 +48,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def answer_prompts(args: argparse.Namespace) -> None:
-    """Answer every prompt, printing the text as it comes, or with --jsonl an object for each
-    answer.
+    """Answer every prompt, and print the text as it comes, with a summary on standard error behind
+    each; or with --jsonl one JSON object for each answer when it is complete.
+
+    Raises:
+        InputError: the package, a prompt or an option cannot be used.
     """
-    from ..api import record, summary
+    from ..api import answer_record, summary_line
     from ..prompts import last_user_text, read_prompts
     from .api import load, prompt_tokens, stream_generate
 
@@ -61,9 +68,9 @@ def answer_prompts(args: argparse.Namespace) -> None:
             if not args.jsonl:
                 print(response.text, end="", flush=True)
         if args.jsonl:
-            print_json(record(last_user_text(prompt), responses))
+            print_json(answer_record(last_user_text(prompt), responses))
         else:
-            print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
+            print(f"\n[{summary_line(responses[-1])}]", file=sys.stderr)
 
 
 main = make_main(PROG, parse_args, answer_prompts)

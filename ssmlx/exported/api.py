@@ -37,17 +37,18 @@ def load(
     backend: Callable[[Path, Manifest], Backend] | None = None,
     compute_units: str | None = None,
 ) -> ExportedModel:
-    """Load what `python -m ssmlx.export --out` named.
+    """Load the folder that `python -m ssmlx.export` wrote.
 
     Args:
-        folder: that folder.
-        backend: runs the package at a path, which its manifest describes; by default Core ML or
-            Core AI does, as the manifest says.
-        compute_units: of Core ML, one of `backends.COMPUTE_UNITS`; by default those that the
-            model was exported for.
+        folder: given to it as `--out`.
+        backend: called with the package's path and its manifest, returns what runs it; None for
+            Core ML or Core AI, as the manifest says.
+        compute_units: of Core ML, one of `backends.COMPUTE_UNITS`; None for those that the model
+            was exported for.
 
     Raises:
-        InputError: a file is missing or was changed, or this machine cannot run the package.
+        InputError: a file is missing or was changed, `compute_units` is given for Core AI or is
+            none of those, or this machine cannot run the package.
     """
     folder = Path(folder)
     manifest = Manifest.read(folder)
@@ -55,7 +56,7 @@ def load(
     do = "leave it out"
     is_idle = compute_units is not None and manifest.target != "coreml"
     require(not is_idle, found, expected="it with Core ML alone", do=do)
-    package = manifest.package(folder)
+    package = manifest.checked_package(folder)
     settings = read_json(folder / "config.json", "the settings of the model that was exported")
     tokenizer = load_tokenizer(folder, settings)
     if backend is not None:
@@ -68,12 +69,12 @@ def load(
 
 
 def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
-    """Tokenise what a user asks, under the adapter's own template, or the tokenizer's chat
-    template.
+    """Tokenise what a user asks, up to where the answer starts, under the template that the
+    manifest has, or else the tokenizer's chat template.
 
     Args:
         model: as `load` returns it.
-        prompt: a text, or a row with "prompt" or "messages".
+        prompt: a text, or a mapping with "prompt" or "messages".
 
     Raises:
         InputError: the prompt cannot be put into the template.
@@ -91,21 +92,24 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """Generate an answer, greedily, yielding a segment of it for each target call.
 
+    It ends with an end token, after `max_tokens`, or where the context is full. The prompt is
+    checked at once, and processed when the first segment is asked for.
+
     Args:
         model: as `load` returns it.
         prompt: text (a template, if any, already applied) or token ids.
-        max_tokens: most tokens to generate.
+        max_tokens: most tokens to generate, 1 or more.
         cache: holds what comes before the prompt; it is left holding the prompt and the answer, at
             least the last token excepted. None for a fresh one.
 
     Raises:
-        InputError: the prompt is empty or leaves no room for an answer.
+        InputError: the prompt is empty or leaves no room for an answer, or `max_tokens` is below 1.
     """
     tokens = encode(prompt, model.tokenizer) if isinstance(prompt, str) else list(prompt)
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     manifest = model.manifest
-    _check_prompt(manifest, num_cached, len(tokens))
+    _check_prompt_fits(manifest, num_cached, len(tokens))
     require(max_tokens >= 1, f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
     room = manifest.num_slots - manifest.num_nodes
     ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
@@ -119,16 +123,21 @@ def stream_generate(
     )
 
 
-def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
-    """Raise InputError where the prompt is empty, or `count` tokens after `offset` do not fit the
-    cache.
+def _check_prompt_fits(manifest: Manifest, num_cached: int, num_tokens: int) -> None:
+    """Raise InputError where a prompt is empty or does not fit the cache.
+
+    Args:
+        manifest: has the sizes: besides the prompt, the last chunk is filled up, and a draft tree
+            must fit behind the prompt.
+        num_cached: tokens that are in the cache already.
+        num_tokens: of the prompt.
     """
-    require(count > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
-    chunks = -(-(count - 1) // manifest.chunk)
-    after_prefill = offset + chunks * manifest.chunk
+    require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
+    chunks = -(-(num_tokens - 1) // manifest.chunk)
+    after_prefill = num_cached + chunks * manifest.chunk
     require(
-        max(after_prefill, offset + count - 1 + manifest.num_nodes) <= manifest.num_slots,
-        f"the prompt has {count} tokens behind {offset} others",
+        max(after_prefill, num_cached + num_tokens - 1 + manifest.num_nodes) <= manifest.num_slots,
+        f"the prompt has {num_tokens} tokens behind {num_cached} others",
         expected=f"room for an answer in a context of {manifest.num_slots}, and for whole "
         f"chunks of {manifest.chunk}",
         do="shorten it, or export with a larger --context",
@@ -136,7 +145,7 @@ def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held, in bytes."""
+    """Return the most memory that this process has held at once so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -148,8 +157,16 @@ def generate(
     max_tokens: int = 256,
     cache: SlotCache | None = None,
 ) -> str:
-    """Generate an answer, greedily, and return its text; arguments and errors as for
-    `stream_generate`.
+    """Generate an answer, greedily, and return its text.
+
+    Args:
+        model: as `load` returns it.
+        prompt: text (a template, if any, already applied) or token ids.
+        max_tokens: most tokens to generate, 1 or more.
+        cache: as for `stream_generate`.
+
+    Raises:
+        InputError: as for `stream_generate`.
     """
     responses = stream_generate(model, prompt, max_tokens=max_tokens, cache=cache)
     return "".join(response.text for response in responses)

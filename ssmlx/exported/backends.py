@@ -23,19 +23,19 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Backend(Protocol):
-    """Runs the two functions of an exported model."""
+    """Runs the two functions of an exported model, "prefill" and "decode"."""
 
     def make_state(self) -> Any:
         """Return an empty cache for one sequence."""
         ...
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """Run a function, "prefill" or "decode".
+        """Run a function, which writes into the cache.
 
         Args:
-            function: its name.
-            inputs: arrays by name.
-            state: the cache, which the function writes into.
+            function: its name, "prefill" or "decode".
+            inputs: arrays by name, without the cache.
+            state: the cache, as `make_state` returned it; changed in place.
 
         Returns:
             The outputs by name, without the cache.
@@ -43,10 +43,14 @@ class Backend(Protocol):
         ...
 
 
-class CarriedCache:
-    """A backend for packages whose cache is inputs and outputs: `state` is a dict of arrays.
+class CarriedCacheBackend:
+    """A backend for packages whose cache is inputs and outputs: `state` is a dict of arrays by
+    name.
 
-    `call` runs a function of a name on inputs, and returns its outputs.
+    Args:
+        call: runs the function of a name on inputs, the cache among them, and returns all its
+            outputs.
+        manifest: has the cache's names and shape.
     """
 
     def __init__(self, call: Callable[[str, Arrays], Arrays], manifest: Manifest) -> None:
@@ -57,16 +61,22 @@ class CarriedCache:
         return self._manifest.empty_cache()
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """Run a function; its outputs called NAME_new take the place of the cache's arrays."""
+        """Run a function on `inputs` and the arrays of `state`, and return its outputs without the
+        cache.
+
+        For every NAME of `state`, the output NAME_new becomes `state[NAME]`, in place.
+        """
         found = dict(self._call(function, {**inputs, **state}))
         for name in state:
             state[name] = found.pop(name + NEW)
         return found
 
 
-class CoreMLState:
-    """A backend for Core ML packages whose cache is Core ML's own state; `models` has an `MLModel`
-    for each function.
+class CoreMLStateBackend:
+    """A backend for Core ML packages whose cache is Core ML's own state.
+
+    Args:
+        models: an `MLModel` by the name of each function.
     """
 
     def __init__(self, models: Mapping[str, Any]) -> None:
@@ -90,7 +100,8 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
         compute_units: one of `COMPUTE_UNITS`; None for those that it was exported for.
 
     Raises:
-        InputError: this is no Mac, coremltools is missing, or Core ML cannot load the package.
+        InputError: this is no Mac, coremltools is missing, `compute_units` is none of those, or
+            Core ML cannot load the package.
     """
     what = "Core ML runs on macOS alone"
     do = "copy the exported folder to a Mac"
@@ -114,15 +125,25 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
             do="update macOS, or export again",
         ) from error
     if manifest.cache == "state":
-        return CoreMLState(models)
-    return CarriedCache(lambda name, inputs: models[name].predict(dict(inputs)), manifest)
+        return CoreMLStateBackend(models)
+    return CarriedCacheBackend(lambda name, inputs: models[name].predict(dict(inputs)), manifest)
 
 
 class CoreAIBackend:
-    """A backend for Core AI packages, whose cache is arrays that the host owns."""
+    """A backend for Core AI packages, whose cache is arrays that the host owns: `state` is a dict
+    of them by name.
+    """
 
     def __init__(self, package: Path, manifest: Manifest) -> None:
-        """Load the package; raise ImportError where Core AI's runtime is not installed."""
+        """Load the package, with an event loop of its own for its calls.
+
+        Args:
+            package: its path.
+            manifest: has the cache's names and shape.
+
+        Raises:
+            ImportError: Core AI's runtime is not installed.
+        """
         from coreai.authoring import AIModelAsset
         from coreai.runtime import NDArray
 
@@ -142,7 +163,9 @@ class CoreAIBackend:
         return {name: self._array(zeros) for name, zeros in empty.items()}
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """Run a function on copies of the inputs; return copies of its outputs."""
+        """Run a function on copies of the inputs, and wait for it; return copies of its outputs. It
+        writes into the arrays of `state`.
+        """
         given = {name: self._array(np.ascontiguousarray(x)) for name, x in inputs.items()}
         call = self._functions[function](inputs=given, state=state)
         found = self._loop.run_until_complete(call)
@@ -155,8 +178,13 @@ class CoreAIBackend:
 
 
 def _release_model(loop: Any, context: Any, functions: dict[str, Any]) -> None:
-    """Close Core AI's model and its event loop; errors of a runtime that is half gone are
-    ignored.
+    """Drop `functions`, and close Core AI's model and its event loop; errors of closing the model
+    are ignored.
+
+    Args:
+        loop: of the model's calls.
+        context: of the model, which was entered.
+        functions: by name; emptied.
     """
     functions.clear()
     with contextlib.suppress(Exception):  # the runtime may be half gone at the interpreter's end
@@ -166,6 +194,10 @@ def _release_model(loop: Any, context: Any, functions: dict[str, Any]) -> None:
 
 def coreai_backend(package: Path, manifest: Manifest) -> CoreAIBackend:
     """Load a Core AI package.
+
+    Args:
+        package: its path.
+        manifest: describes it.
 
     Raises:
         InputError: Core AI's runtime is missing, or cannot load the package.

@@ -32,18 +32,21 @@ class SlotCache:
     Attributes:
         state: keys and values, as the backend has them.
         offset: how many tokens are committed.
-        text: these tokens.
+        text: the ids of these tokens, in order.
     """
 
     def __init__(self, state: Any, num_slots: int) -> None:
-        """Begin with no token, and `num_slots` free slots."""
+        """Begin with no token, and `num_slots` free slots, around an empty `state` that a backend
+        has made.
+        """
         self.state = state
         self.offset = 0
         self.text = list[int]()
         self._used = np.zeros(num_slots, bool)
 
-    def free(self, count: int) -> np.ndarray:
-        """Return `count` free slots [count] int32, ascending; nothing is reserved.
+    def find_free_slots(self, count: int) -> np.ndarray:
+        """Return the numbers of the first `count` free slots, [count] int32, ascending; they stay
+        free until `commit`.
 
         Raises:
             InputError: there are not as many.
@@ -58,16 +61,24 @@ class SlotCache:
         return found
 
     def commit(self, slots: np.ndarray, tokens: list[int]) -> None:
-        """Mark `slots` [n] as holding the next `tokens` of the text."""
+        """Mark slots as holding the next tokens of the text, so that all later rows see them.
+
+        Args:
+            slots: [n] of each token its slot, which is free.
+            tokens: n ids.
+        """
         self.offset += len(slots)
         self.text += tokens
         self._used[slots] = True
 
-    def mask(self, slots: np.ndarray, visible: np.ndarray) -> np.ndarray:
-        """Build the additive mask [1, 1, R, S] float32 of rows that are written to `slots` [R].
+    def build_mask(self, slots: np.ndarray, visible: np.ndarray) -> np.ndarray:
+        """Build the additive mask [1, 1, R, S] float32 of rows that are written to `slots`: 0 where
+        a row sees a slot, else `MASKED`.
 
-        Every row sees all committed slots, and the slots of those rows that `visible` [R, R] allows
-        (first axis: who sees).
+        Args:
+            slots: [R] of each row its slot.
+            visible: [R, R] bool, which row (first axis) sees which (second axis). Every row sees
+                all committed slots besides.
         """
         mask = np.where(self._used, 0, MASKED).astype(np.float32)
         mask = np.repeat(mask[None], len(slots), axis=0)
@@ -76,30 +87,36 @@ class SlotCache:
 
 
 def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: SlotCache) -> None:
-    """Process `tokens` into the cache, a chunk a call.
+    """Process tokens into the cache, a chunk a call, and commit them.
 
     The last chunk is filled up with rows whose slots stay free.
 
+    Args:
+        backend: runs the model.
+        manifest: describes it.
+        tokens: ids that follow what the cache holds; may be empty.
+        cache: of the sequence.
+
     Raises:
-        InputError: the cache is full.
+        InputError: the cache has no room for a whole chunk.
     """
     size = manifest.chunk
     for first in range(0, len(tokens), size):
         chunk = tokens[first : first + size]
-        slots = cache.free(size)
+        slots = cache.find_free_slots(size)
         padded = np.zeros(size, np.int32)
         padded[: len(chunk)] = chunk
         inputs = {
             "tokens": padded,
             "positions": _positions(cache.offset + np.arange(size), manifest),
             "slots": slots,
-            "mask": cache.mask(slots, np.tri(size, dtype=bool)).astype(manifest.float_type),
+            "mask": cache.build_mask(slots, np.tri(size, dtype=bool)).astype(manifest.float_type),
         }
         backend.predict(PREFILL, inputs, cache.state)
         cache.commit(slots[: len(chunk)], chunk)
 
 
-def decode_inputs(
+def build_decode_inputs(
     tree: Tree, slots: np.ndarray, cache: SlotCache, manifest: Manifest
 ) -> dict[str, np.ndarray]:
     """Build the inputs of the function "decode" for a tree of at most N nodes.
@@ -111,7 +128,8 @@ def decode_inputs(
         manifest: has N and the types.
 
     Returns:
-        Arrays by name. Nodes that the tree lacks have depth -1 and see themselves alone.
+        Arrays by name, filled up to N rows. Nodes that the tree lacks have token 0 and depth -1,
+        are their own parents, and see committed tokens and themselves alone.
     """
     size = manifest.num_nodes
     count = tree.num_nodes
@@ -128,7 +146,7 @@ def decode_inputs(
         "tokens": tokens,
         "positions": _positions(cache.offset + np.maximum(depths, 0), manifest),
         "slots": slots,
-        "mask": cache.mask(slots, ancestors).astype(manifest.float_type),
+        "mask": cache.build_mask(slots, ancestors).astype(manifest.float_type),
         "parents": parents,
         "depths": depths,
         "ancestors": ancestors.astype(manifest.float_type),
@@ -138,6 +156,10 @@ def decode_inputs(
 def _positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
     """Return positions as int32, those beyond the last slot moved to it: rows that only fill up may
     have such.
+
+    Args:
+        positions: of any shape.
+        manifest: has the number of slots.
     """
     clipped: np.ndarray = np.minimum(positions, manifest.num_slots - 1).astype(np.int32)
     return clipped
@@ -146,16 +168,26 @@ def _positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
 def decode_step(
     backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache, copies: Copies
 ) -> tuple[list[int], Tree]:
-    """Make one target call.
+    """Make one target call: verify a draft tree, commit the accepted path, and draft the next tree.
+
+    Args:
+        backend: runs the model.
+        manifest: describes it.
+        tree: its root is the newest token, which is not in the cache yet.
+        cache: gets the root and the accepted nodes below it.
+        copies: of the text's tokens; mixed into the guesses where streams have a condition, and
+            told of the new tokens.
 
     Returns:
-        The tokens that it advances by, and the next draft tree. The cache has the accepted nodes.
+        The accepted tokens with the bonus or correction token behind them, one or more; and the
+        next draft tree, whose root is the last of them.
 
     Raises:
+        InputError: the cache has not as many free slots as a step has rows.
         RuntimeError: the graph has drafted for another node than the host has accepted.
     """
-    slots = cache.free(manifest.num_nodes)
-    found = backend.predict(DECODE, decode_inputs(tree, slots, cache, manifest), cache.state)
+    slots = cache.find_free_slots(manifest.num_nodes)
+    found = backend.predict(DECODE, build_decode_inputs(tree, slots, cache, manifest), cache.state)
     kept = np.arange(tree.num_nodes)
     if "kept" in found:
         # Rows that fill up may be kept where the tree is small; they stand behind its nodes.
@@ -183,13 +215,17 @@ def decode_step(
 def speculative_decode(
     backend: Backend, manifest: Manifest, prompt: list[int], cache: SlotCache
 ) -> Iterator[list[int]]:
-    """Yield the tokens of each target call, until the cache is full.
+    """Process a prompt, then yield the tokens of each target call, until the cache has no room for
+    another; nothing but this ends it.
 
     Args:
         backend: runs the model.
         manifest: describes it.
         prompt: one token or more; follows what the cache holds.
         cache: is left holding the prompt and all that was yielded but for the last token.
+
+    Raises:
+        InputError: the cache has no room for the prompt's chunks.
     """
     prefill(backend, manifest, prompt[:-1], cache)
     tree = root_tree(mx.array(prompt[-1:]))

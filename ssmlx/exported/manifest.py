@@ -34,7 +34,7 @@ class TreeShape:
 
     @property
     def config(self) -> TreeConfig:
-        """The same as settings of `grow_tree`."""
+        """The same as settings of `grow_tree`; a width of None becomes all candidates."""
         return TreeConfig(width=self.width or self.num_candidates, size=self.size)
 
 
@@ -74,11 +74,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest in an export's folder.
+        """Read the manifest in an export's folder; the package beside it is not looked at.
 
         Raises:
-            InputError: there is none, it is of another format, or its numbers do not fit one
-                another.
+            InputError: there is none, it is of another format, it lacks a field or has one over, a
+                value is of another type, or its numbers do not fit one another.
         """
         path = folder / MANIFEST
         values = read_json(path, "the manifest of a model that `python -m ssmlx.export` wrote")
@@ -96,12 +96,14 @@ class Manifest:
         return manifest
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into a folder."""
+        """Write the manifest as JSON into a folder that is there, over an older one."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def _find_faults(self) -> dict[str, bool]:
-        """Return every fault that the sizes could have, in words, and whether it is there."""
+        """Return for every fault that the values could have its words, and whether it is there:
+        True for a fault.
+        """
         tree = self.tree.config
         slots = self.num_slots
         shape = self.cache_shape
@@ -124,8 +126,9 @@ class Manifest:
             f"{self.num_streams} streams": not 1 <= self.num_streams <= MAX_DRAFT_TOKENS,
         }
 
-    def package(self, folder: Path) -> Path:
-        """Return the package in an export's folder.
+    def checked_package(self, folder: Path) -> Path:
+        """Return the path of the package in an export's folder, after its files were read and
+        compared with `digest`.
 
         Raises:
             InputError: there is none, or its files are not those that the manifest was written for.
@@ -142,7 +145,9 @@ class Manifest:
 
 
 def package_digest(package: Path) -> str:
-    """Return the SHA-256 over the names and contents of a package's files."""
+    """Return the SHA-256, in hexadecimal, over the paths and contents of all files of a package,
+    which is a folder.
+    """
     digest = hashlib.sha256()
     for path in sorted(file for file in package.rglob("*") if file.is_file()):
         digest.update(path.relative_to(package).as_posix().encode())

@@ -76,7 +76,13 @@ class _OpenAnswer(Row):
 
 
 class _Group:
-    """The open answers of one model, and the batch that some of them have a row in."""
+    """The open answers of one model, and the batch that some of them have a row in.
+
+    Attributes:
+        batch: rows of answers that share calls.
+        open: answers that decode, whose prompts are processed.
+        is_batched: whether answers share calls; `choose_mode` sets it.
+    """
 
     def __init__(self, model: StreamFusedModel, fits: Fits = always_fits) -> None:
         self.batch = Batch(model)
@@ -94,7 +100,7 @@ class _Group:
         In turns, each with its drafts, they bring the sum of their expected tokens in the sum of
         their costs; batched, a token each in what a call for so many texts costs. The faster mode
         is taken, the present one being favoured by `STAY`; never batched where fewer than two are
-        read, the model cannot share calls, or there is no memory for the padding.
+        read, the model cannot share calls, or there is no memory for the padding. No row is moved.
         """
         rows = [row for row in self.open if not row.is_paused]
         if len(rows) < 2 or not self.batch.shares_calls:
@@ -110,7 +116,11 @@ class _Group:
         self.is_batched = is_faster and self._has_room(rows)
 
     def _has_room(self, rows: Sequence[Row]) -> bool:
-        """Whether there is memory for a batch of `rows`, each padded to the longest."""
+        """Whether there is memory for a batch of `rows`, each padded to the longest.
+
+        What its padding takes now is not asked for again. What is kept for later answers may be
+        dropped.
+        """
         lengths = [len(row.text) for row in rows]
         padding = len(lengths) * max(lengths) - sum(lengths)
         more = padding * self._token_bytes - self.batch.padding_bytes
@@ -119,7 +129,8 @@ class _Group:
     def step(self) -> float:
         """Make a call of the batch, learn from its seconds, and return them.
 
-        Where a reader has fallen behind, the mode is chosen anew.
+        It brings a token to every row of the batch. Where a reader has fallen behind, the mode is
+        chosen anew.
         """
         members = self.batch.members
         started = time.perf_counter()
@@ -133,8 +144,13 @@ class _Group:
     def _learn_cost(self, members: Sequence[Row], seconds: float) -> None:
         """Add a call's seconds to those of calls for as many texts in a row.
 
-        Every `TIMED_CALLS` of them, the first not counted, teach what a call for so many costs, if
-        it is more than one text and plain calls were timed.
+        The first call for another number of texts is not counted, and forgets the others. Every
+        `TIMED_CALLS` that are counted teach what a call for so many texts costs, in plain calls, if
+        these are more than one and plain calls were timed.
+
+        Args:
+            members: the rows of the call.
+            seconds: that it took.
         """
         if len(members) != self._num_texts:
             self._num_texts = len(members)
@@ -197,12 +213,15 @@ class Batches:
     ) -> Iterator[list[int]]:
         """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
+        Without end, until the iterator is closed, which takes it out of the batch.
+
         Args:
             plan, model, prompt, cache, context, stops, logprobs, counts: see `decode_plan`.
+                `counts` gets nothing of calls that are shared.
             mask: changes the logits of each token; such an answer is always batched, and never
                 drafts.
             on_prompt: called when the cache holds the prompt but for its last token, before
-                anything is decoded behind it.
+                anything is decoded behind it; not where the prompt is one token.
 
         Yields:
             The tokens of each call; empty lists between pieces of the prompt.
@@ -244,8 +263,15 @@ class Batches:
     def _process_prompt(self, row: _OpenAnswer) -> Iterator[list[int]]:
         """Have the prompt of `row` processed, in turns with other prompts and with calls.
 
-        Yields an empty list before each turn. Another answer's turn may process pieces of it, and
-        its error is raised here.
+        Its first piece goes before those of others. A turn processes the next piece in line, this
+        prompt's or another's, or makes calls where these have to come first. Nothing is yielded for
+        a prompt of one token, whose answer begins to decode at once.
+
+        Yields:
+            An empty list before each turn, and one behind the last.
+
+        Raises:
+            Exception: what processing a piece of it has raised, in whichever answer's turn.
         """
         if not row.todo:
             self._start_decoding(row)
@@ -271,8 +297,11 @@ class Batches:
 
     @property
     def _must_decode_first(self) -> bool:
-        """Whether decoding calls have to come before the next piece of a prompt: so that pieces
-        take half of the time at most."""
+        """Whether decoding calls have to come before the next piece of a prompt.
+
+        True where a prompt waits, an answer decodes, and pieces have taken longer than calls since,
+        so much that with the next piece that would be more than `PIECE_SECONDS`.
+        """
         if not self._prompts or not self._is_decoding:
             return False
         upcoming = len(self._next_piece(self._prompts[0]))
@@ -286,14 +315,16 @@ class Batches:
         return any(group.open for group in self._groups.values())
 
     def _run_or_await_calls(self, tries: int) -> bool:
-        """Make a call for every batch, or wait for the readers of answers that decode alone.
+        """Make a call for every batch that has rows; without one, let readers of other answers make
+        theirs.
 
         Args:
-            tries: times that readers are waited for yet; beginning with `READER_TRIES`, it sleeps
-                `READER_SECONDS` at every try but the first.
+            tries: how often readers are still waited for; below `READER_TRIES` it sleeps
+                `READER_SECONDS` first, where there is no batch.
 
         Returns:
-            Whether the prompt waits another turn; False where none came and no tries are left.
+            Whether the prompt waits another turn; False where no call was made and no tries are
+            left.
         """
         running = [group for group in self._groups.values() if group.batch.members]
         for group in running:
@@ -308,7 +339,12 @@ class Batches:
         self._owed_seconds = max(0.0, self._owed_seconds - seconds)
 
     def _next_piece(self, row: _OpenAnswer) -> list[int]:
-        """The tokens of a row's prompt that are processed at its next turn."""
+        """The tokens of a row's prompt that its next turn is to process; they stay in `todo`.
+
+        As many as were processed in `PIECE_SECONDS` by the last rate, or `PIECES_ALONE` times that
+        where nobody else is answered, rounded down to a multiple of `LEAST_PIECE` and no fewer;
+        `UNTIMED_PIECE` before any was timed. Never more than the settings' `prefill_step_size`.
+        """
         most = UNTIMED_PIECE
         if self._prompt_rate is not None:
             is_alone = len(self._prompts) == 1 and not self._is_decoding
@@ -319,8 +355,10 @@ class Batches:
     def _process_piece(self) -> None:
         """Process a piece of the first prompt in line, which then goes to the end of the line.
 
-        When it has no more, its answer begins to decode. An error is kept for the row's reader, and
-        ends its turns.
+        When it has no more, `on_prompt` is called and its answer begins to decode. An error, of
+        either, is kept in `row.error` for the row's reader, and takes the prompt out of the line.
+        The seconds are owed to calls where answers are decoded, and give the rate, unless the piece
+        was too short.
         """
         row = self._prompts[0]
         piece = self._next_piece(row)
@@ -344,7 +382,10 @@ class Batches:
         self._owed_seconds = self._owed_seconds + seconds if self._is_decoding else 0.0
 
     def _start_decoding(self, row: _OpenAnswer) -> None:
-        """Count `row` among the answers that decode; it joins the batch where they share calls."""
+        """Count `row` among the answers that decode, and choose its group's mode anew.
+
+        It joins the batch at once where answers share calls, or where it has a mask.
+        """
         row.group.open.append(row)
         row.group.choose_mode()
         if row.group.is_batched or row.mask is not None:
@@ -353,10 +394,20 @@ class Batches:
     def _decode_batched(
         self, row: _OpenAnswer, recorded: list[TokenLogprobs] | None
     ) -> Iterator[list[int]]:
-        """Yield the tokens of `row` by calls of its batch, as long as answers share calls.
+        """Yield the tokens of `row`, one at a time, by calls of its batch, as long as answers share
+        calls.
 
-        Makes the calls itself where its token is not there yet. Leaves the batch in the end, also
-        with none yielded.
+        An answer with a mask never stops sharing. Where the row's next token is not there yet, it
+        makes the batch's call itself, for all members, and before it the pieces of waiting prompts
+        that are due. When answers stop sharing calls and all tokens are read, the row leaves the
+        batch, even if nothing was yielded. Closed or failing, it leaves the row to `decode`.
+
+        Args:
+            row: joins the batch where it is not in it.
+            recorded: is extended by the log probabilities of the tokens; None for none.
+
+        Raises:
+            RuntimeError: a call that it shared has failed.
         """
         group = row.group
         batch = row.group.batch
@@ -382,9 +433,14 @@ class Batches:
         logprobs: list[TokenLogprobs] | None,
         counts: CallCounts | None,
     ) -> Iterator[list[int]]:
-        """Yield the tokens of `row` by calls of its own, with drafts, until answers share calls.
+        """Yield the tokens of each call of `row` alone, with drafts, until answers share calls.
 
-        Leaves its cache holding all of its text but the last token, computed.
+        Then its cache holds all of its text but the last token, computed. The mode is chosen anew
+        behind each call. The tokens are appended to `row.text`.
+
+        Args:
+            row: has no row in the batch.
+            logprobs, counts: see `decode_plan`.
         """
         steps: Any = decode_plan(
             row.plan,

@@ -28,9 +28,9 @@ class Divergence:
 
     Attributes:
         place: tokens before it, which both begin with.
-        plain, other: the tokens behind those.
-        gap: how far the target's logits of the two are apart.
-        logit: the larger of the two, without its sign.
+        plain, other: the tokens at that place, of plain decoding and of the other answer.
+        gap: how far apart what decides is there: the target's logits of the two, with noise.
+        logit: the larger of the two logits without noise, without its sign.
         limit: the gap up to which rounding may have decided.
     """
 
@@ -50,7 +50,7 @@ class Divergence:
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     """The index of the first token that two answers do not share; None where they are equal.
 
-    Where one is the beginning of the other, its length.
+    Where one is the beginning of the other, that is its length.
     """
     if list(plain) == list(other):
         return None
@@ -67,9 +67,12 @@ def compare_logits(
     Args:
         place: tokens of the answers before it.
         plain, other: the tokens.
-        logits: [V] the target's at that place, penalties included.
+        logits: [V] the target's at that place, bias and penalties included.
         noise: [1, V] what sampling adds to them; None in greedy decoding.
-        dtype: of the activations, whose rounding it is.
+        dtype: of the activations, whose rounding it is: a key of `ROUNDING`.
+
+    Returns:
+        The divergence; its limit is a share of the larger logit.
     """
     own = logits.astype(mx.float32)
     decides = own if noise is None else own + noise[0]
@@ -89,17 +92,17 @@ def find_divergence(
     """Find where an answer differs from plain decoding's, and how close the two tokens are there.
 
     They are compared by the logits that the model gives behind the text that both begin with, which
-    is processed anew. On the thread that runs MLX.
+    is processed anew, in a cache of its own. On the thread that runs MLX.
 
     Args:
         model: as `ssmlx.load` returns it.
         prompt, plain, other: tokens of the prompt and of the two answers.
         config: the settings of both, a seed included if they were sampled.
-        ends: the tokens that end an answer, which answers do not hold; one that is over where the
-            other goes on has chosen the likeliest of them.
+        ends: the tokens that end an answer; one answer that is over where the other goes on counts
+            as having the likeliest of them there.
 
     Returns:
-        None where the answers are the same.
+        The first difference; None where the answers are the same.
     """
     place = first_difference(plain, other)
     if place is None:

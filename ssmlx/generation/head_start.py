@@ -39,7 +39,7 @@ def sample_text(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> list[in
     return encode(_TEXT, tokenizer)[: min(_MOST_TOKENS, room // 2)]
 
 
-def seed_costs(
+def time_and_store_costs(
     model: StreamFusedModel,
     tokens: Sequence[int],
     sizes: Sequence[int],
@@ -48,7 +48,7 @@ def seed_costs(
     first_round_seconds: float = inf,
 ) -> dict[int, float]:
     """Time calls with trees of streams, or of rows alone where the model has no streams, and write
-    the costs to this machine's table.
+    the costs to this machine's table, and its file at once.
 
     What answers have taught of a size is worth more, and stays.
 
@@ -66,18 +66,19 @@ def seed_costs(
     context = len(tokens)
     name = STREAMS if model.num_streams else ROWS
     costs = {(name, size): cost for size, cost in timings.costs.items()}
-    learned.costs.seed(costs, context, timings.plain_seconds)
+    learned.costs.set_head_start(costs, context, timings.plain_seconds)
     learned.keep(at_once=True)
     known = learned.costs.frozen(context)
     return {size: known.calls((name, size)) for size in timings.costs}
 
 
 def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: Plan) -> None:
-    """Time calls before the first answer, once for a machine and a geometry.
+    """Time calls before the first answer, once for a machine and a geometry, and keep their costs.
 
-    Does nothing where no controller decides, where neither streams nor the text draft, or where
-    costs of such calls are known already. On the thread that runs MLX, while nothing else decodes.
-    Takes some two seconds.
+    Does nothing where nothing is learned (no controller, or a deterministic one), where neither
+    streams nor the text draft, where costs of such calls are known already, or where the context is
+    too short for a sample text. On the thread that runs MLX, while nothing else decodes. Takes some
+    two seconds.
 
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
@@ -94,7 +95,7 @@ def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: 
     )
     if is_known or len(tokens) < 2:
         return
-    found = seed_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
+    found = time_and_store_costs(model, tokens, SIZES, seconds=SECONDS, first_round_seconds=SECONDS)
     costs = ", ".join(f"{size}: {cost:.2f}" for size, cost in found.items())
     if found:
         _log.debug("timed once, plain calls by nodes: %s; kept in %s", costs, plan.learned.path)

@@ -77,8 +77,8 @@ class Learned:
     def write(self) -> None:
         """Write the file, whole or not at all, if anything is new since the last time.
 
-        An error of the file system is logged, and what is new is lost. A forked process, which
-        learns nothing, writes nothing.
+        The folder is made. An error of the file system is logged, and is not tried again until
+        something new is learned. A forked process, which learns nothing, writes nothing.
         """
         if not self._is_new or is_forked():
             return
@@ -97,9 +97,9 @@ class Learned:
             _log.debug("%s cannot be written: %s", self.path, error)
 
     def _read(self) -> None:
-        """Load the file, if it is there, of this format and of this MLX, and holds what it should.
+        """Take over the file's costs and ratios, if it is there and of this format and this MLX.
 
-        Otherwise nothing is changed, and the reason is logged.
+        Otherwise, and where any of it is broken, nothing is changed; what is broken is logged.
         """
         if not self.path.is_file():
             return
@@ -122,8 +122,8 @@ def cost_table_rows(costs: CostTable) -> list[list[str]]:
 
     Returns:
         First the heads of the columns, by number of nodes (in a batch, of texts); then a row for
-        each drafter and context bucket, whose cells are plain calls that such a call takes. An
-        empty list where nothing is known.
+        each drafter and context bucket, whose cells are plain calls that such a call takes, with
+        two decimals, or empty. An empty list where nothing is known.
     """
     found: dict[tuple[str, int], dict[int, str]] = {}
     for bucket, name, count, calls, _ in costs.to_dict()["costs"]:
@@ -137,8 +137,11 @@ def cost_table_rows(costs: CostTable) -> list[list[str]]:
 
 
 def costs_line(costs: CostTable, drafter: str, context: int) -> str:
-    """A line for `--verbose`: measured costs of a drafter's calls behind `context` tokens, in plain
-    calls by nodes."""
+    """A line for `--verbose`: measured costs of a drafter's calls, in plain calls by nodes.
+
+    They are those of the bucket of `context` tokens, else of the next shorter one that is known,
+    with the milliseconds of a plain call if it was timed; or the line says that nothing was timed.
+    """
     known = costs.frozen(context).known
     calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == drafter}
     if not calls:
@@ -150,7 +153,10 @@ def costs_line(costs: CostTable, drafter: str, context: int) -> str:
 
 
 def acceptance_line(prior: AcceptancePrior, drafter: str, context: int) -> str:
-    """A line for `--verbose`: a drafter's acceptance ratio behind `context` tokens."""
+    """A line for `--verbose`: a drafter's acceptance ratio behind `context` tokens.
+
+    Or that no text was drafted with it yet, in any context.
+    """
     if all(name != drafter for name, *_ in prior.to_dict()["ratios"]):
         return f"acceptance: no text was drafted with {drafter} here yet"
     share = prior.ratio(drafter, context)
@@ -164,8 +170,8 @@ _BY_MODEL: WeakKeyDictionary[StreamFusedModel, tuple[Path, str]] = WeakKeyDictio
 def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     """What was learned for `model` on this machine, and the acceptance ratios of its adapter.
 
-    All models of one geometry that a process has loaded share the first. Computes digests of the
-    weights, and reads the file, once.
+    All models of one geometry and cache folder that a process has loaded share the first. The first
+    call for a model computes digests of its weights, the first for a geometry reads the file.
     """
     if model not in _BY_MODEL:
         folder = Path(model.backbone.cache_dir or cache_dir()).expanduser() / _FOLDER
@@ -178,10 +184,11 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
 
 
 def geometry_digest(model: StreamFusedModel) -> str:
-    """A digest of what decides how long calls of `model` take; the values of weights do not count.
+    """16 hexadecimal digits of what decides how long calls of `model` take; not the values of
+    weights.
 
-    It is of the machine, the names, shapes and types of all weights (LoRA that is not merged and
-    streams among them), the numbers of layers and streams, and the draft head.
+    That is the machine, the names, shapes and types of all weights (LoRA that is not merged and
+    streams among them), the numbers of layers and streams, the draft head, and the dtype.
     """
     streams = [] if model.streams is None else stream_tensors(model.streams).items()
     weights = [*tree_flatten(model.backbone.model.parameters()), *streams]
@@ -194,7 +201,11 @@ def geometry_digest(model: StreamFusedModel) -> str:
 
 
 def adapter_digest(model: StreamFusedModel) -> str:
-    """A digest of an adapter's streams and their settings; without streams, of its LoRA."""
+    """16 hexadecimal digits of an adapter's streams (in float32) and their settings, and draft
+    head.
+
+    Its LoRA counts only where it has no streams; "none" where there is neither.
+    """
     if model.config is None or model.streams is None:
         return model.lora_digest or "none"
     settings = replace(model.config, tokens_per_call=None).to_dict()

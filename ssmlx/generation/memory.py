@@ -65,7 +65,7 @@ class Memory:
         return max(0, self.peak - self.held)
 
     def line(self) -> str:
-        """One line, in MiB: the peak, and the parts that are there."""
+        """One line, in MiB: the peak, then each part above 0, and what passes if that is."""
         parts = {_display_name(name): size for name, size in self.parts.items()}
         shown = [f"{label} {size / MIB:.1f}" for label, size in parts.items() if size]
         if self.passing:
@@ -92,6 +92,9 @@ def measure_memory(
         cache: the answer's.
         drafters: the answer's.
         loaded: draft models and heads in memory, whether or not they draft.
+
+    Returns:
+        Bytes by part. The peak is that of the process since `mx.reset_peak_memory`.
     """
     modules = model.backbone.model.modules()
     lora = [array for one in modules if isinstance(one, LoraLayer) for array in one.added]
@@ -118,7 +121,12 @@ def measure_memory(
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What keys and values of a model's texts take, in bytes."""
+    """What keys and values of a model's texts take, in bytes.
+
+    Attributes:
+        fixed: of a state that does not grow with the text, such as that of recurrent layers.
+        per_token: of each token that there is room for.
+    """
 
     fixed: int  # of a state that does not grow with the text, such as that of recurrent layers
     per_token: int
@@ -144,7 +152,11 @@ def cache_size_of(model: StreamFusedModel) -> CacheSize:
 
 
 def _measure_cache_size(model: StreamFusedModel) -> CacheSize:
-    """The sizes of a cache's buffers behind a token, and, of states, behind 256 more."""
+    """What caches of `model` take, by running uncomputed tokens through it.
+
+    Of a cache with buffers: bytes of a row, behind one token. Of any other: what 256 more tokens
+    add is `per_token`'s, and the rest is fixed.
+    """
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
     before = cache.nbytes

@@ -73,8 +73,11 @@ class Plan:
 
     @property
     def reads_text(self) -> bool:
-        """Whether the tokens that the cache holds before the prompt must be given: for penalties,
-        or for a drafter that was chosen and reads them."""
+        """Whether the tokens that the cache holds before the prompt must be given.
+
+        So for penalties, and for a drafter that reads them; but not where lookup in the text is
+        only what the controller may do by itself, as text that is not known is not looked up in.
+        """
         if self.sampling.context_size > 0:
             return True
         if self.kind is None or (self.kind == NAME and self.config.drafter is None):
@@ -102,8 +105,11 @@ class Plan:
             self.controller.finish()
             self.learned.keep()
 
-    def decision(self) -> str:
-        """A line for users: what drafts and why, or why nothing does."""
+    def decision_line(self) -> str:
+        """A line for users: what drafts and why, or why nothing does.
+
+        It names the drafter and the nodes of its largest tree, and the speed that is expected now.
+        """
         if not self.drafters:
             asked = self.config.decoding == "plain"
             return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
@@ -134,10 +140,11 @@ def make_plan(
     end_tokens: Collection[int] = (),
     **settings: Any,
 ) -> Plan:
-    """What `config` comes to on `model`; `settings` are single fields of it.
+    """Make the plan of one answer: what `config` comes to on `model`.
 
     Where no shape of the draft, and no way of decoding, is asked for, a controller decides from
-    call to call what is drafted, if anything. What is asked for is obeyed.
+    call to call what is drafted, if anything; it may then also look up in the text, in `earlier`
+    and in an expected text. What is asked for is drafted at every call.
 
     Args:
         model: as `ssmlx.load` returns it.
@@ -145,8 +152,11 @@ def make_plan(
         drafter, draft_model, heads: what drafts, as `ssmlx.stream_generate` takes it.
         context: tokens that are committed when the answer begins.
         earlier: the session's answers before this one, which it may repeat.
-        end_tokens: tokens that end an answer, or a part of it: nothing is drafted behind them.
+        end_tokens: tokens that end an answer, or a part of it: text drafts end with them.
         settings: single fields of `GenerateConfig`.
+
+    Returns:
+        The plan. With `deterministic` its controller reads no seconds, and nothing is learned.
 
     Raises:
         InputError: the settings do not fit the model or what is loaded.
@@ -199,9 +209,12 @@ def _add_text_drafters(
     *,
     is_chain: bool,
 ) -> list[Drafter]:
-    """`drafters` and those that look up in texts: in the text itself; in earlier answers, if there
-    are any and calls need not be the same on every run; in the expected text that is
-    `config.prompt_lookup.reference`, if any."""
+    """`drafters` and those that look up in texts, in a new list.
+
+    In the text itself; in `earlier` answers, unless that is None or calls have to be the same on
+    every run; in the expected text, `config.prompt_lookup.reference`, if any. Each ends a draft
+    with an end token; with `is_chain` they propose chains alone.
+    """
     found = {drafter.largest.drafter: drafter for drafter in drafters}
     lookup = partial(PromptLookupDrafter, end_tokens=end_tokens, is_chain=is_chain)
     found[NAME] = lookup(TEXT_CONFIG)
@@ -213,8 +226,11 @@ def _add_text_drafters(
 
 
 def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
-    """What the controller asks of a drafter: itself, if it makes offers; else what its adapter's
-    settings, or typical figures, say that its trees bring."""
+    """What the controller asks of a drafter: the drafter itself, if it makes offers.
+
+    Of streams it is trees of all sizes with the tokens per call that the adapter's settings say, or
+    `TYPICAL_TOKENS`; of others trees of the largest shape alone, with `TYPICAL_CHAIN`.
+    """
     if isinstance(drafter, OfferSource):
         return drafter
     largest = drafter.largest
@@ -233,8 +249,13 @@ def drafter_name(
 ) -> str | None:
     """The registered name of what the settings let draft for `model`; None for plain decoding.
 
+    That is the drafter of the settings; else that of the first of `loaded`; else streams, if the
+    model has any or `decoding` asks for speculation; else lookup in the text, where a controller
+    decides and the model can verify chains.
+
     Raises:
-        InputError: the model cannot draft that way.
+        InputError: the model cannot verify what this proposes, or has no streams that are asked
+            for.
     """
     if config.decoding == "plain":
         return None
@@ -258,7 +279,8 @@ def drafter_name(
 
 
 def _require_needed(model: StreamFusedModel, name: str) -> None:
-    """Refuse a drafter that proposes trees for a model that verifies chains alone, if that."""
+    """Raise InputError where `model` cannot verify what the drafter `name` proposes, chains or
+    trees."""
     capabilities = model.backbone.capabilities
     needed = registered_drafter(name).needed
     reason = capabilities.reason(needed)
@@ -309,10 +331,10 @@ def decode_plan(
         plan: what drafts, how the target decides, and the settings.
         model: the target.
         prompt: tokens behind those in the cache, one or more.
-        cache: holds `context`; it is changed.
+        cache: holds `context`; it is changed, from now on: rows for trees are reserved in it.
         context: the tokens in the cache; may be left out where nothing reads them.
         stops: asked with the tokens of a call whether the answer ends with them: then no call is
-            begun ahead.
+            begun ahead. Not asked where nothing drafts.
         logprobs: a list that is extended by each token's log probabilities, where it is given.
         counts: gets what was drafted and accepted, where it is given.
 
@@ -320,7 +342,7 @@ def decode_plan(
         An iterator over the tokens of each call; empty lists between pieces of the prompt.
 
     Raises:
-        InputError: `context` is needed, and is not what the cache holds.
+        InputError: `context` is needed and left out, or has another length than the cache.
     """
     require(
         len(context) == cache.offset or not (context or plan.reads_text),

@@ -37,8 +37,11 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def usable_memory() -> int:
-    """Bytes of memory that one process can use: what MLX recommends for the GPU, where that is the
-    default device; else those of the machine, or of its container where that has fewer."""
+    """Bytes of memory that one process can use.
+
+    Where the GPU is MLX's default device, what MLX recommends for it, or all that it has; else, and
+    where MLX says nothing, those of the machine, or of its container where that has fewer.
+    """
     if mx.default_device() == mx.gpu:
         told = mx.device_info(mx.gpu)
         for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
@@ -109,12 +112,15 @@ class Holding:
         self._claimed = 0  # bytes of these
         self.num_bytes = 0  # as they were counted last
 
-    def provide(self, num_tokens: int) -> None:
+    def claim_memory(self, num_tokens: int) -> None:
         """Claim memory for a text of `num_tokens` and 64 more, unless that was claimed before.
 
+        Room is for a multiple of 256 tokens. What the pool keeps for later answers may be dropped
+        for it.
+
         Raises:
-            NoRoomError: there is none, even if all that is kept were dropped; the claim is as
-                before.
+            NoRoomError: there is none, even if all that is kept were dropped; the claimed bytes are
+                as before.
         """
         if num_tokens + _MARGIN <= self._provided:
             return
@@ -127,7 +133,7 @@ class Holding:
             self._claimed = before
             raise
 
-    def count(self) -> int:
+    def count_bytes(self) -> int:
         """Bytes that it holds, or has claimed where that is more; also kept in `num_bytes`.
 
         On the thread that runs MLX.
@@ -173,16 +179,17 @@ class MemoryPool:
     # --- what is kept ---
 
     def keep(self, one: Kept, num_bytes: int) -> None:
-        """Count `one` as the newest of what is kept; older ones are dropped until it fits.
+        """Count `one` as the newest of what is kept; the longest unused are dropped until it fits.
 
-        Where it does not fit beside running answers at all, it is dropped itself.
+        Where it does not fit beside running answers at all, it is dropped itself (`free_memory`),
+        and the others stay.
 
         Args:
             one: held by a weak reference; one that is counted already is counted anew.
             num_bytes: bytes that it takes.
         """
         self.forget(one)
-        left = self.limit - self._count()
+        left = self.limit - self._count_bytes()
         if num_bytes > left:  # in vain: nothing else has to go for it
             one.free_memory()
             return
@@ -209,15 +216,15 @@ class MemoryPool:
             self._shared.add(one)
 
     def hold(self, holding: Holding, num_tokens: int) -> Holding:
-        """Count a new answer, whose text has `num_tokens`; returns `holding`.
+        """Count a new answer, whose text has `num_tokens`, and claim its memory; returns `holding`.
 
         Raises:
-            NoRoomError: there is no room for it.
+            NoRoomError: there is no room for it; it is not counted then.
         """
         with self._lock:
             self._running.add(holding)
         try:
-            holding.provide(num_tokens)
+            holding.claim_memory(num_tokens)
         except NoRoomError:
             self.release(holding)
             raise
@@ -227,18 +234,19 @@ class MemoryPool:
         """Drop what is kept until there is room for what `holding`, counted here, has claimed.
 
         Raises:
-            NoRoomError: there is none, even if all were dropped; then nothing is.
+            NoRoomError: there is none, even if all were dropped; then nothing that is kept is, but
+                what answers share has dropped its idle part.
         """
-        wanted = holding.count()
+        wanted = holding.count_bytes()
         if not self.make_room():
-            free = self.limit - self._count() + wanted
+            free = self.limit - self._count_bytes() + wanted
             raise NoRoomError(wanted, free, self.limit)
 
     def make_room(self, num_bytes: int = 0) -> bool:
         """Drop what is kept, the longest unused first, until running answers and `num_bytes` fit.
 
-        What answers share drops its idle part first where that is needed. Where there is no room in
-        any case, nothing that is kept is dropped.
+        Where even without all that is kept there is no room, what answers share drops its idle part
+        first; where that is not enough, nothing that is kept is dropped. Nothing is claimed.
 
         Args:
             num_bytes: bytes that are wanted beside what runs.
@@ -246,10 +254,10 @@ class MemoryPool:
         Returns:
             Whether there is room for them.
         """
-        left = self.limit - self._count() - num_bytes
+        left = self.limit - self._count_bytes() - num_bytes
         if left < 0:
             self._drop_idle()
-            left = self.limit - self._count() - num_bytes
+            left = self.limit - self._count_bytes() - num_bytes
         if left < 0:
             return False
         self._evict_down_to(left)
@@ -263,9 +271,12 @@ class MemoryPool:
     def within_limit(self, decode: Decode) -> Decode:
         """Wrap `decode` so that each of its answers is counted, and refused where there is no room.
 
+        Draft models that an answer has loaded are counted as shared.
+
         Returns:
             A function like `decode`. Called, it raises NoRoomError where there is no room for the
-            prompt; its iterator does where there is none for more tokens.
+            prompt; its iterator does where there is none for more tokens. An answer is counted
+            until its iterator ends or is closed.
         """
 
         def decoded(
@@ -277,6 +288,7 @@ class MemoryPool:
             context: Sequence[int] = (),
             **more: Any,
         ) -> Iterator[list[int]]:
+            """Count the answer, then begin it; its iterator claims memory as the text grows."""
             for one in plan.loaded:
                 if isinstance(one, DraftModel):
                     self.share(one)
@@ -289,12 +301,15 @@ class MemoryPool:
 
         return decoded
 
-    def _count(self) -> int:
-        """Bytes of running answers and of what they share, counted now."""
+    def _count_bytes(self) -> int:
+        """Bytes of running answers and of what they share, counted anew; what is kept is left out.
+
+        On the thread that runs MLX.
+        """
         with self._lock:
             running = list(self._running)
             shared: list[Shared] = list(self._shared)
-        return sum(one.count() for one in running) + sum(one.cache_bytes for one in shared)
+        return sum(one.count_bytes() for one in running) + sum(one.cache_bytes for one in shared)
 
     def _drop_idle(self) -> None:
         """Have all that answers share drop what no running answer uses."""
@@ -304,7 +319,10 @@ class MemoryPool:
             one.drop_idle()
 
     def _evict_down_to(self, num_bytes: int) -> None:
-        """Drop what is kept, the longest unused first, until it has `num_bytes` at most."""
+        """Drop what is kept, the longest unused first, until it has `num_bytes` at most.
+
+        MLX's cache of free buffers is emptied where anything was dropped.
+        """
         has_gone = False
         while (one := self._pop_oldest_above(num_bytes)) is not None:
             one.free_memory()
@@ -314,7 +332,10 @@ class MemoryPool:
 
     def _pop_oldest_above(self, num_bytes: int) -> Kept | None:
         """Take out and return what is unused the longest, if all that is kept has more than
-        `num_bytes`; else None. What is no longer alive is forgotten."""
+        `num_bytes`.
+
+        Else None. What is no longer alive is forgotten.
+        """
         with self._lock:
             alive = [(one, size) for one, size in self._kept.items() if one() is not None]
             self._kept = dict(alive)
@@ -328,15 +349,23 @@ class MemoryPool:
 def _reserve_while_decoding(
     steps: Iterator[list[int]], holding: Holding, num_tokens: int
 ) -> Iterator[list[int]]:
-    """Yield `steps`, and claim memory for the text after each; `num_tokens` is its length before.
+    """Yield `steps`, and claim memory for the text behind each, before the next is computed.
 
-    In the end `steps` are closed and `holding` is released.
+    In the end, whatever it is, `steps` are closed and `holding` is released.
+
+    Args:
+        steps: the tokens of each call.
+        holding: the answer's.
+        num_tokens: of the text before the first step.
+
+    Raises:
+        NoRoomError: there is no memory for more.
     """
     try:
         with closing(cast("Generator[list[int]]", steps)):
             for step in steps:
                 yield step
                 num_tokens += len(step)
-                holding.provide(num_tokens)
+                holding.claim_memory(num_tokens)
     finally:
         holding.release()

@@ -27,9 +27,10 @@ class ScoredPrompt:
 def score_in_pieces(
     model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache, top: int
 ) -> Iterator[list[TokenLogprobs]]:
-    """Log probabilities of each token of a prompt but the first, `PIECE` tokens at a time.
+    """Yield log probabilities of each token of a prompt but the first, `PIECE` tokens at a time.
 
-    Yields an empty list before each piece, for others to take their turn, and then the piece's.
+    An empty list comes before each piece, for others to take their turn, and then the piece's
+    entries, in order. Nothing comes for a prompt of one token. On the thread that runs MLX.
 
     Args:
         model: the target.

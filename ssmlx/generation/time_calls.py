@@ -63,10 +63,10 @@ class AnyChain:
         self._last = tokens[-1]
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """A chain of `shape` that repeats the newest token."""
+        """A chain of `shape` that repeats the newest token, padded to a usual number of nodes."""
         trie = Trie(self._last, shape.nodes)
         trie.add([self._last] * shape.levels)
-        tree, _ = trie.tree(shape.levels)
+        tree, _ = trie.to_tree(shape.levels)
         return tree
 
 
@@ -110,7 +110,11 @@ def measure_call_costs(
     is_first_round = True
 
     def time_calls(size: int) -> bool:
-        """Time calls of a size, keep the least mean; False where the time was over before."""
+        """Time some calls of a size; keep the least mean, and the seconds of plain calls.
+
+        Returns:
+            False, with nothing kept, where the time was over before.
+        """
         deadline = started + first_round_seconds if is_first_round else inf
         calls = _decode_calls(model, list(tokens), cache, drafter, size)
         took = _seconds_of_calls(calls, deadline)
@@ -149,10 +153,10 @@ def _drafter_for(model: StreamFusedModel, nodes: int) -> Drafter:
 
 
 def _seconds_of_calls(calls: Iterator[list[int]], deadline: float) -> list[float]:
-    """Seconds of `_TIMED_CALLS` calls, behind `_DROPPED_CALLS` that are not timed.
+    """Seconds of each of `_TIMED_CALLS` calls, behind `_DROPPED_CALLS` that are not timed.
 
     An empty list where the first call, which processes the prompt, does not end before `deadline`
-    (of `time.perf_counter`).
+    (of `time.perf_counter`). `calls` are without end, and are left open.
     """
     for _ in islice(calls, _DROPPED_CALLS):
         if time.perf_counter() > deadline:
@@ -171,8 +175,15 @@ def _decode_calls(
 ) -> Iterator[list[int]]:
     """Decode behind `text` with a tree of `size` nodes in every call; plainly where it is `PLAIN`.
 
-    `cache` may hold a beginning of `text`, or all of it and more, which is taken back. Yields the
-    tokens of each call, without end.
+    Args:
+        model: the target.
+        text: tokens, two or more.
+        cache: may hold a beginning of `text`, or all of it and more, which is taken back now.
+        drafter: of trees as large at least.
+        size: nodes, the root included.
+
+    Returns:
+        An iterator over the tokens of each call, without end.
     """
     held = cache.longest_trim(min(cache.offset, len(text) - 1))
     cache.trim(held)

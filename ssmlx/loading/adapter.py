@@ -37,7 +37,7 @@ from ..model.identity import BaseIdentity
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig
-from .files import account_for, read_tensors, save_tensors
+from .files import check_tensors, read_tensors, save_tensors
 from .lora_files import (
     SCALE,
     Loras,
@@ -49,7 +49,7 @@ from .lora_files import (
     write_lora,
     write_lora_file,
 )
-from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora
+from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora_folder
 
 FORMAT = "ssmlx-adapter/1"
 _AGAIN = "convert the checkpoint again"
@@ -57,12 +57,12 @@ _AGAIN = "convert the checkpoint again"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter:
-    """LoRA, streams, or both.
+    """LoRA, streams, or both; this class itself is LoRA without streams.
 
     Attributes:
         lora: on every row, by module path: what makes of the base the model whose answers are
-            given. Empty where these are the base's, or it is fused into the base.
-        base_model: what the model is called that it is for, as far as it says.
+            given. Empty where these are the base's, or where it is fused into the base.
+        base_model: the name of the model that it is for; empty where its files name none.
     """
 
     lora: Loras = field(default_factory=dict)
@@ -75,13 +75,13 @@ class Adapter:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StreamAdapter(Adapter):
-    """Streams, with what LoRA comes with them.
+    """Streams, and the LoRA that comes with them.
 
     Attributes:
-        config: settings.
+        config: settings of the streams, and of the base as they know it.
         streams: weights.
-        base: identifies the model that it belongs to.
-        stream_lora: on stream rows alone, by module path.
+        base: identifies the base model that it belongs to.
+        stream_lora: on stream rows alone, by module path; empty of scope "all".
     """
 
     config: StreamConfig
@@ -91,28 +91,33 @@ class StreamAdapter(Adapter):
 
     @property
     def trained_lora(self) -> Loras:
-        """The LoRA that is trained with the streams: on every row of scope "all", else on stream
-        rows.
+        """The LoRA that is trained with the streams: `lora` where the scope is "all", else
+        `stream_lora`.
         """
         return self.lora if self.config.adapter_scope == "all" else self.stream_lora
 
     @property
     def task_lora(self) -> Loras:
-        """The LoRA on every row that streams of scope "streams" draft beside; empty of scope
-        "all".
+        """The LoRA on every row that streams of scope "streams" draft beside, which is `lora`;
+        empty of scope "all".
         """
         return {} if self.config.adapter_scope == "all" else self.lora
 
     def with_trained(self, lora: Loras, **changes: Any) -> "StreamAdapter":
-        """Return the adapter with another `trained_lora`, and other fields as `changes` name
-        them.
+        """Return a copy of the adapter with `lora` as its `trained_lora`.
+
+        `changes` are other fields to replace, by name. The adapter itself stays as it is.
         """
         if self.config.adapter_scope == "all":
             return replace(self, lora=lora, **changes)
         return replace(self, stream_lora=lora, **changes)
 
     def describe(self) -> str:
-        """Return one line on the streams and LoRA, and whether they change the answers."""
+        """Return one line for the user: how many streams in how many top layers, which LoRA on
+        every row, and whether the answers change.
+
+        An adapter with 0 streams is described as LoRA alone.
+        """
         config = self.config
         if not config.num_streams:
             return super().describe()
@@ -125,11 +130,12 @@ class StreamAdapter(Adapter):
 def check_draft_vocab(
     found: Any, config: StreamConfig, vocab_size: int, source: str | Path
 ) -> None:
-    """Raise InputError unless a draft vocabulary is [Vd] int32 ids, strictly ascending, below V.
+    """Raise InputError unless a draft vocabulary is [Vd] int32 token ids, strictly ascending, from
+    0 to below V.
 
     Args:
-        found: an array of MLX, or a tensor of PyTorch.
-        config: has Vd.
+        found: an array of MLX, or a tensor of PyTorch; its values are read.
+        config: `config.draft_vocab_size` is Vd, 1 or more.
         vocab_size: V, of the base model.
         source: named in the message.
     """
@@ -151,16 +157,21 @@ def check_draft_vocab(
     )
 
 
-def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWeights:
+def read_stream_weights(path: Path, config: StreamConfig, vocab_size: int) -> StreamWeights:
     """Read a streams file, which must have exactly the tensors that its settings ask for.
 
     Args:
         path: of the file.
-        config: the settings.
+        config: the settings, which decide names and shapes.
         vocab_size: V, of the base model.
 
+    Returns:
+        The weights, evaluated, in the dtypes of the file.
+
     Raises:
-        InputError: tensors are missing, spare, of another shape, or not finite.
+        InputError: there is no file, it cannot be read, a tensor is missing, spare, of another
+            shape, no float or not finite; or the draft vocabulary is not as `check_draft_vocab`
+            wants it.
     """
     size = config.hidden_size
     expected: dict[str, tuple[int, ...]] = {}
@@ -180,17 +191,24 @@ def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWei
         shapes = {"embed": (rank, size), "gate": (rank, size), "out": (size, rank)}
         expected |= {f"condition.{part}.weight": shape for part, shape in shapes.items()}
     tensors = read_tensors(path, "stream weights")
-    account_for(tensors, expected, path)
+    check_tensors(tensors, expected, path)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
     return streams_from_tensors(tensors)
 
 
 def streams_from_tensors(tensors: Mapping[str, mx.array]) -> StreamWeights:
-    """Build stream weights from the tensors of a streams file; other tensors are not looked at."""
+    """Build stream weights from tensors under their names in a streams file.
+
+    Parts whose tensors are not there become None. Other tensors are ignored. Shapes are not
+    checked.
+
+    Raises:
+        KeyError: a part has its first tensor and lacks another.
+    """
 
     def low_rank(name: str) -> LowRank | None:
-        """Build a low-rank pair; None where the tensors lack it."""
+        """Return the low-rank pair `name`; None where `tensors` has no first factor of it."""
         if f"{name}.lora_A.weight" not in tensors:
             return None
         return LowRank(tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
@@ -210,7 +228,9 @@ def streams_from_tensors(tensors: Mapping[str, mx.array]) -> StreamWeights:
 
 
 def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
-    """Return the arrays of stream weights by their names in a streams file."""
+    """Return the arrays of stream weights by their names in a streams file; parts that are None are
+    left out.
+    """
     arrays = {"stream_embeddings": streams.embeddings, "draft_vocab": streams.draft_vocab}
     tensors = {name: array for name, array in arrays.items() if array is not None}
     for name, low_rank in (
@@ -228,7 +248,7 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
 
 
 def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Return the tensors in `dtype`; a draft vocabulary stays int32."""
+    """Return copies of the tensors of a streams file in `dtype`; `draft_vocab` stays as it is."""
     return {
         name: array if name == "draft_vocab" else array.astype(dtype)
         for name, array in tensors.items()
@@ -240,10 +260,18 @@ def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
     return streams_from_tensors(cast_tensors(stream_tensors(streams), dtype))
 
 
-def write_streams(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
-    """Write the streams file and the settings of an adapter, without LoRA, into a folder.
+def write_stream_files(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
+    """Write the streams file and the settings file of an adapter into a folder, over older ones.
 
-    `fused` notes in the settings that LoRA is merged into the model beside them.
+    LoRA tensors are not written; of them the settings note the scale, None without LoRA.
+
+    Args:
+        folder: which is there.
+        adapter: its LoRA has one scale, see `unify_rank_and_scale`.
+        fused: noted in the settings: whether LoRA is merged into a model in the same folder.
+
+    Raises:
+        InputError: a weight is not finite, or the streams file cannot be written.
     """
     save_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
@@ -259,13 +287,20 @@ def write_streams(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
 
 
 def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
-    """Write an adapter into a folder: streams, settings, and LoRA with one rank and scale."""
+    """Write an adapter into a folder that is there: streams, settings, and the files of its LoRA.
+
+    LoRA is written with one rank and scale, see `unify_rank_and_scale`; `adapter` itself stays as
+    it is. Files of a LoRA that the adapter lacks are not written, and older ones are not deleted.
+
+    Raises:
+        InputError: a weight is not finite, or a file of tensors cannot be written.
+    """
     adapter = replace(
         adapter,
         lora=unify_rank_and_scale(adapter.lora),
         stream_lora=unify_rank_and_scale(adapter.stream_lora),
     )
-    write_streams(folder, adapter, fused=False)
+    write_stream_files(folder, adapter, fused=False)
     if adapter.stream_lora:
         write_lora_file(folder / LORA_FILES["streams"], adapter.stream_lora)
     if adapter.lora:
@@ -273,25 +308,33 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
 
 
 def load_adapter(folder: Path) -> Adapter:
-    """Read an adapter folder: LoRA of mlx-lm's or PEFT's, or streams with their LoRA.
+    """Read an adapter folder: LoRA alone, of mlx-lm's or PEFT's, or streams with their LoRA.
+
+    Returns:
+        A `StreamAdapter` where the folder has settings of streams, else an `Adapter`.
 
     Raises:
         InputError: it holds neither, or what it holds is broken or cannot be used as it is.
     """
-    if not is_lora(folder):
-        return load_streams(folder)
+    if not is_lora_folder(folder):
+        return load_stream_adapter(folder)
     lora, base_model = read_lora(folder)
     return Adapter(lora=lora, base_model=base_model)
 
 
-def load_streams(folder: Path) -> StreamAdapter:
+def load_stream_adapter(folder: Path) -> StreamAdapter:
     """Read an adapter folder with streams, or the streams of a fused model folder.
 
+    Returns:
+        The adapter with its LoRA; of a fused folder, without any.
+
     Raises:
-        InputError: it has no streams, or a file is broken or does not fit the others.
+        InputError: the folder has LoRA and no streams, or neither; a file is missing, broken or
+            does not fit the others; or the LoRA that was trained with the streams is DoRA, or is
+            outside of the layers.
     """
     require(
-        not is_lora(folder),
+        not is_lora_folder(folder),
         f"{folder} has LoRA and no streams",
         expected="an adapter with streams",
         do=f"let it learn some: python -m ssmlx.adapt --model MODEL --adapter {folder}",
@@ -302,13 +345,17 @@ def load_streams(folder: Path) -> StreamAdapter:
     identity = BaseIdentity.from_settings(path, values)
     adapter = StreamAdapter(
         config=config,
-        streams=read_streams(folder / STREAMS_FILE, config, identity.vocab_size),
+        streams=read_stream_weights(folder / STREAMS_FILE, config, identity.vocab_size),
         base=identity,
         base_model=config.base_model,
     )
 
     def read(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
-        """Read the LoRA of a scope, with the scale that the settings have under `scale_name`."""
+        """Read the LoRA file of a scope, with the scale that the settings have under `scale_name`.
+
+        Raises:
+            InputError: the scale is no number or out of bounds, or the file is missing or broken.
+        """
         scale: Any = values.get(scale_name)
         what = f"{path} has {scale_name} {scale!r}"
         expected = f"a number, {SCALE.text()}"
@@ -331,16 +378,18 @@ def load_streams(folder: Path) -> StreamAdapter:
     return replace(adapter, lora=read("all", "task_lora_scale"))
 
 
-def read_identity(folder: Path) -> BaseIdentity:
+def read_base_identity(folder: Path) -> BaseIdentity:
     """Read which base model an adapter folder is for; of its files, the settings alone."""
     return BaseIdentity.from_settings(folder / CONFIG_FILE, _read_settings(folder))
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """Read an adapter's settings, with "fused" filled in.
+    """Read the JSON object in an adapter's `CONFIG_FILE`, with "fused" set to False where it is
+    missing.
 
     Raises:
-        InputError: there is no folder, or its settings are of another format.
+        InputError: there is no folder or no such file; "format" is not `FORMAT`; or "fused" is
+            neither true nor false.
     """
     what = f"no adapter folder {folder}"
     do = "check --adapter, or convert a checkpoint"

@@ -13,22 +13,24 @@ from ..model.identity import digest_tensors
 from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
-from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_identity
-from .files import account_for
-from .found import log_outdated, runs_for
+from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
+from .files import check_tensors
+from .found import find_runs, log_outdated
 from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
     AUTO_ADAPTER,
     DEFAULT_ADAPTER,
     Fetch,
+    adapters_made_here,
     bundled_adapters,
-    own_adapters,
     resolve_adapter,
 )
 
 
 def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
-    """Raise InputError where an adapter with streams was made for another model than `backbone`."""
+    """Raise InputError where an adapter with streams was made for another model than `backbone`, or
+    its settings have other numbers than its own base: layers, and hidden size.
+    """
     config = adapter.config
     base = adapter.base
     base.require_same(
@@ -44,14 +46,20 @@ def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     require(own == true, what, expected=expected, do="convert the checkpoint again")
 
 
-def fit_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
-    """Return an adapter's LoRA on every row, by the paths that its modules have in the base model.
+def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
+    """Return an adapter's LoRA on every row, checked, by the base model's own module paths.
 
     Wrappers such as `language_model` in front of a path are matched, and the LoRA of single experts
-    is stacked.
+    is stacked. Neither the adapter nor the model is changed.
+
+    Args:
+        adapter: of which only `lora` is looked at; it may be empty.
+        backbone: the base model.
 
     Raises:
-        InputError: it is another model's, or cannot be split over the ranks that share the model.
+        InputError: a module is missing in the model, cannot have LoRA, or is of another size; a
+            tensor is no float or not finite; or ranks share the model, and the LoRA is DoRA or acts
+            on more than linear layers.
     """
     modules: dict[str, Any] = dict(backbone.model.named_modules())
     places = {_strip_wrappers(path): path for path in modules}
@@ -83,9 +91,11 @@ def fit_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
     return lora
 
 
-def _strip_wrappers(path: str) -> str:
-    """Return a module's path without `model` and `language_model` at its front."""
-    parts = path.split(".")
+def _strip_wrappers(module_path: str) -> str:
+    """Return a module's path without all `model` and `language_model` at its front:
+    "model.layers.0.mlp" becomes "layers.0.mlp". Empty where it has no other parts.
+    """
+    parts = module_path.split(".")
     names = ("model", "language_model")
     first = next((n for n, part in enumerate(parts) if part not in names), len(parts))
     return ".".join(parts[first:])
@@ -94,10 +104,14 @@ def _strip_wrappers(path: str) -> str:
 def check_lora(
     model: nn.Module, lora: Loras, source: Path, kinds: tuple[type, ...] = LORA_KINDS
 ) -> None:
-    """Raise InputError unless each LoRA is of a module of `model`, of one of the `kinds`, and of
-    its sizes.
+    """Raise InputError unless each LoRA is of a module of `model` that is one of the `kinds`, has
+    the shapes that this module asks for, and is of finite floats.
 
-    `source` is named in the message.
+    Args:
+        model: mlx-lm's, without LoRA on it.
+        lora: by the model's module paths; may be empty.
+        source: named in the message.
+        kinds: classes of modules that may have LoRA.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
     modules = {path: layer for path, layer in modules.items() if isinstance(layer, kinds)}
@@ -106,11 +120,15 @@ def check_lora(
         for path, weights in lora.items()
         for leaf, shape in lora_shapes(modules.get(path), weights).items()
     }
-    account_for(lora_tensors(lora), expected, source)
+    check_tensors(lora_tensors(lora), expected, source)
 
 
 def lora_digest(lora: Loras) -> str | None:
-    """Return a digest of LoRA's paths, scales and weights; None without LoRA."""
+    """Return 32 hexadecimal digits that tell a LoRA from others; None where there is no LoRA.
+
+    They are a digest, see `digest_tensors`, of module paths, scales, shapes and some values of the
+    weights, and of whether that of an embedding acts on the LM head too.
+    """
     pairs = (
         (f"{path} {one.scale}" + ("" if one.acts_on_head else " embeds"), array)
         for path, one in lora.items()
@@ -122,25 +140,27 @@ def lora_digest(lora: Loras) -> str | None:
 def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
     """Put an adapter on a copy of a base model's modules that shares its arrays.
 
-    `backbone`, alone or with another adapter, stays as it is.
+    `backbone` stays as it is. An adapter that is on it already is not on the copy.
 
     Args:
         backbone: the base, or a model on it.
-        adapter: LoRA, streams, or both.
+        adapter: LoRA, streams, or both; streams are cast to the backbone's dtype.
         merge_lora: add LoRA on every row into the weights of layers that are not quantised; their
-            own weights are then dropped where the backbone can read them again.
+            own weights are then dropped where the backbone can read them again. LoRA on stream rows
+            alone is never merged.
 
     Returns:
         The model, its weights evaluated.
 
     Raises:
-        InputError: the adapter is another model's.
+        InputError: the adapter is another model's, or weights that an earlier adapter was merged
+            into cannot be read again.
     """
     streams = adapter if isinstance(adapter, StreamAdapter) else None
     if streams is not None:
         check_base(streams, backbone)
     base = backbone.base()
-    lora = fit_lora_to_model(adapter, base)
+    lora = match_lora_to_model(adapter, base)
     if streams is not None:
         check_lora(base.model, streams.stream_lora, Path("the adapter"), LINEARS)
     _ = base.digest  # before layers are changed
@@ -176,9 +196,9 @@ def swap_adapter(
 ) -> StreamFusedModel:
     """Return the same base model with another adapter, without loading the base again.
 
-    Only the layers that LoRA was merged into are read again, from the model's folder. `model`
-    stays as it is, and both share what the adapters leave alone; what is no longer used is freed.
-    A cache belongs to the model that filled it, for an adapter may change keys and values.
+    Only the layers that LoRA was merged into are read again, from the model's folder. `model` stays
+    as it is, and both share what the adapters leave alone; what is no longer used is freed. A cache
+    belongs to the model that filled it, for an adapter may change keys and values.
 
     Args:
         model: as `load` or `swap_adapter` returned it.
@@ -188,8 +208,12 @@ def swap_adapter(
             own streams.
         merge_lora: as for `load`.
 
+    Returns:
+        A new model; the base alone, too, where "auto" finds nothing.
+
     Raises:
-        InputError: the adapter is missing, broken, or belongs to another model.
+        InputError: the adapter is missing, broken, or belongs to another model; or the model's
+            folder cannot be read again.
     """
     if adapter == AUTO_ADAPTER:
         _, adapter = default_adapter(model) or ("", None)
@@ -208,13 +232,14 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
     Settings are read and no weights; an adapter whose settings cannot be read is left out.
 
     Returns:
-        Folders by name.
+        Folders by name: those made here, the newest first, then bundled ones. Of two of one name
+        the bundled one is returned.
     """
     identity = model.backbone.identity
     found = {}
-    for name, folder in {**own_adapters(), **bundled_adapters()}.items():
+    for name, folder in {**adapters_made_here(), **bundled_adapters()}.items():
         with suppress(InputError):
-            if read_identity(folder).find_difference(identity) is None:
+            if read_base_identity(folder).find_difference(identity) is None:
                 found[name] = folder
     return found
 
@@ -222,15 +247,18 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
 def default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
     """Choose the adapter that drafts for a model where the user names none.
 
-    That is the newest one that was made here from its very weights, unless it brought nothing on
-    this machine; else the bundled adapter "chat", where it belongs to the model. That an adapter of
-    other weights is left aside is logged.
+    That is the newest one that was made here from the very weights of the model's folder, by
+    `FoundRuns.chosen`; else the bundled adapter "chat", where it belongs to the model. Where only
+    adapters of other weights were made here, that is logged.
+
+    Args:
+        model: whose base is looked at; an adapter on it changes nothing.
 
     Returns:
         Its name and its folder; None where there is none.
     """
     backbone = model.backbone
-    found = runs_for(backbone.folder, backbone.name)
+    found = find_runs(backbone.folder, backbone.name)
     log_outdated(found, backbone.name)
     names = [found.chosen.name] if found.chosen else []
     fitting = adapters_for(model)
@@ -243,11 +271,14 @@ def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     """Read the LoRA that a model has on every row while streams learn to draft for it.
 
     Args:
-        folder: an adapter's, given as --task-lora.
+        folder: an adapter's, given as --task-lora. It may have streams, which are not returned.
         backbone: the base model.
 
+    Returns:
+        The LoRA by the base model's module paths, as `match_lora_to_model` returns it.
+
     Raises:
-        InputError: the folder has no such LoRA, or another model's.
+        InputError: there is no folder, it has no LoRA on every row, or that is another model's.
     """
     expected = "LoRA that changes what the model says"
     require(folder.is_dir(), f"no folder {folder}", expected=expected, do="check --task-lora")
@@ -256,4 +287,4 @@ def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     require(bool(adapter.lora), found, expected=expected, do="check --task-lora")
     if isinstance(adapter, StreamAdapter):
         check_base(adapter, backbone)
-    return fit_lora_to_model(adapter, backbone)
+    return match_lora_to_model(adapter, backbone)

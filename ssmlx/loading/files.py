@@ -18,7 +18,14 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 
 from ..answers import claim_process
-from ..errors import InputError, first_line, join_first, naming, require, unwritable_error
+from ..errors import (
+    InputError,
+    first_line,
+    join_first,
+    name_file_in_os_errors,
+    require,
+    unwritable_error,
+)
 from ..json_files import parse_json
 
 logger = logging.getLogger("ssmlx")
@@ -27,7 +34,7 @@ _LOCKED_AFTER = 5  # seconds
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, where there are none.
+    """Make a folder and those above it; do nothing where it is there.
 
     Raises:
         InputError: it cannot be made.
@@ -39,9 +46,9 @@ def make_folder(folder: Path) -> None:
 
 
 def lock_exclusively(file: int | BinaryIO, path: Path) -> None:
-    """Lock an open file or folder, until it is closed or this process ends.
+    """Lock an open file or folder, without waiting, until it is closed or this process ends.
 
-    Where the file system has no locks, that is logged.
+    Where the file system has no locks, that is logged, and nothing is locked.
 
     Args:
         file: open, or its descriptor.
@@ -64,9 +71,10 @@ def lock_exclusively(file: int | BinaryIO, path: Path) -> None:
 
 @contextmanager
 def exclusive_folder(folder: Path) -> Iterator[None]:
-    """Make a folder where there is none, and keep other processes from it inside the block.
+    """Make a folder where there is none, and lock it inside the block, see `lock_exclusively`.
 
-    At the end of the block an empty folder is removed.
+    Only processes that ask for the lock are kept out. At the end of the block, also of one that
+    fails, the folder is removed if it is empty.
 
     Raises:
         InputError: another process has the lock, or the folder cannot be made.
@@ -85,11 +93,13 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `target`, which takes its place when the block ends well.
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder beside `target`, which takes its place when the block ends
+    well.
 
-    Where `target` is a link, what it leads to is replaced. If the block fails or is interrupted,
-    the temporary folder is removed and an older `target` stays.
+    An older `target` is then deleted with all that it held; where it is a link, what it leads to is
+    replaced. If the block fails or is interrupted, the temporary folder is removed and the older
+    `target` stays. Folders above are made. The new folder's mode is 755.
 
     Raises:
         InputError: no folder can be made there.
@@ -118,15 +128,19 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def write_whole(target: Path, content: bytes) -> None:
-    """Write a file beside `target` and rename it there: after a crash it is the old one or the new
-    one.
+    """Write a file beside `target` and rename it there: after a crash of this process it is the old
+    one or the new one.
 
-    An older file's mode is kept.
+    An older file's mode is kept; where `target` is a link, what it leads to is replaced. Its folder
+    must be there.
+
+    Raises:
+        OSError: it cannot be written; the error names a file.
     """
     target = target.resolve()
     work = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with naming(target):
+        with name_file_in_os_errors(target):
             work.write_bytes(content)
         if target.exists():
             shutil.copymode(target, work)
@@ -136,14 +150,15 @@ def write_whole(target: Path, content: bytes) -> None:
 
 
 @contextmanager
-def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
-    """Yield a file to write, which takes the place of `target` when the block ends well.
+def atomic_file(target: Path, mode: int) -> Iterator[BinaryIO]:
+    """Yield a new binary file to write, which takes the place of `target` when the block ends well.
 
-    The file is locked meanwhile, so that `clear_leftovers` of other processes leaves it alone. If
-    the block fails, an older `target` stays.
+    The file is written to disk before it is renamed. It is locked meanwhile, so that
+    `delete_unfinished_files` of other processes leaves it alone. If the block fails, it is deleted
+    and an older `target` stays.
 
     Args:
-        target: the path.
+        target: the path, in a folder that is there.
         mode: permissions of the new file.
     """
     target = target.resolve()
@@ -152,7 +167,7 @@ def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
-            with naming(target):
+            with name_file_in_os_errors(target):
                 file.flush()
                 os.fsync(file.fileno())
             work.replace(target)
@@ -160,17 +175,18 @@ def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
             work.unlink(missing_ok=True)
 
 
-def clear_leftovers(folder: Path, name: str = "") -> list[Path]:
-    """Delete the unfinished files of `new_file` that killed processes have left in a folder.
+def delete_unfinished_files(folder: Path, name: str = "") -> list[Path]:
+    """Delete the unfinished files of `atomic_file` that killed processes have left in a folder.
 
-    Files that are locked, or less than 5 seconds old, stay.
+    Files that are locked, or were changed less than 5 seconds ago, stay; so do those that cannot be
+    opened or deleted. Folders inside are not looked into.
 
     Args:
         folder: to look in.
-        name: only unfinished files whose target's name begins with this.
+        name: only unfinished files whose target's name begins with this; empty for all.
 
     Returns:
-        The files that were deleted.
+        The paths that were deleted.
     """
     cleared = []
     for path in folder.glob(f".*{_UNFINISHED}"):
@@ -187,22 +203,26 @@ def clear_leftovers(folder: Path, name: str = "") -> list[Path]:
 class PartFile:
     """A file with what a long run has made so far: a line of settings, then a JSON list a line.
 
+    It is open and locked until `close`.
+
     Attributes:
-        done: the lists in the file.
+        path: of the file.
+        done: the lists in the file, in order.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], *, fresh: bool = False) -> None:
-        """Open or make the file, lock it, and read what it has.
+        """Open or make the file, lock it, and read the lists that it has into `done`.
 
-        A last line that was cut off is removed.
+        A last line that was cut off is removed. A new or empty file gets the line of settings.
 
         Args:
-            path: of the file.
+            path: of the file, in a folder that is there.
             settings: JSON values that must be those in the file.
-            fresh: forget what is there.
+            fresh: empty the file first.
 
         Raises:
-            InputError: another process writes into it, it cannot be read, or its settings differ.
+            InputError: another process writes into it, it cannot be opened or read, or its settings
+                differ.
         """
         self.path = path
         self.done: list[list[Any]] = []
@@ -224,8 +244,11 @@ class PartFile:
             raise
 
     def append(self, value: list[Any]) -> None:
-        """Write a list to the disk, and add it to `done`; once this returns, a kill does not lose
-        it.
+        """Write a list to the disk as a line, and add it to `done`. Once this returns, a kill does
+        not lose it.
+
+        Raises:
+            OSError: it cannot be written; `done` stays as it is.
         """
         self._write(value)
         self.done.append(value)
@@ -234,14 +257,26 @@ class PartFile:
         self._file.close()
 
     def _write(self, value: Any) -> None:
-        """Write a line of JSON, and wait until the disk has it."""
-        with naming(self.path):
+        """Append a value as a line of JSON, and wait until the disk has it.
+
+        Raises:
+            OSError: it cannot be written; the error names the file.
+        """
+        with name_file_in_os_errors(self.path):
             self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def _read(self, settings: dict[str, Any]) -> int:
-        """Fill `done`, and return how many bytes of the file are whole lines."""
+        """Read the file into `done`, and check its settings.
+
+        Returns:
+            How many bytes, from the beginning, are whole lines; 0 of an empty file.
+
+        Raises:
+            InputError: a whole line is no JSON, or a line behind the first is no list; or the
+                settings differ, which are named.
+        """
         data = self.path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         try:
@@ -271,8 +306,10 @@ def json_digest(values: Any) -> str:
 
 
 def folder_digest(folder: Path | None) -> str:
-    """Return the SHA-256 of the safetensors and config.json files in a folder; of nothing for
-    None.
+    """Return the SHA-256, in hexadecimal, over names and contents of the files `*.safetensors` and
+    `*config.json` in a folder.
+
+    Other files and folders inside do not count. For None it is the digest of nothing.
     """
     digest = hashlib.sha256()
     if folder is not None:
@@ -286,10 +323,16 @@ def folder_digest(folder: Path | None) -> str:
 def save_tensors(
     path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file.
+    """Write a safetensors file, over an older one.
+
+    Args:
+        path: of the file, in a folder that is there.
+        tensors: by name; they are evaluated.
+        metadata: texts for the file's header; None for none.
 
     Raises:
-        InputError: a tensor has NaN or infinity, or the file cannot be written.
+        InputError: a tensor has NaN or infinity, before anything is written; or the file cannot be
+            written.
     """
     odd = next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
     found = f"{odd} has NaN or infinity in {path.name}"
@@ -307,10 +350,14 @@ def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]
     Args:
         path: of the file.
         what: it should hold, for messages.
-        prefix: of the names.
+        prefix: of the names, which keep it; empty for all tensors.
+
+    Returns:
+        The tensors by name; empty where no name begins so.
 
     Raises:
-        InputError: there is no file, or it cannot be read.
+        InputError: there is no file, it cannot be read, or this process may not use MLX, see
+            `claim_process`.
     """
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
@@ -330,19 +377,26 @@ def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]
 
 
 def _is_finite(tensor: mx.array) -> bool:
-    """Whether a tensor has no NaN and no infinity, by its sum in float32."""
+    """Whether a tensor has no NaN and no infinity. It is told by its sum in float32, so a sum that
+    overflows makes it False too.
+    """
     # The sum is no number where a value is none, and several times as fast as a look at each.
     total: Any = tensor.astype(mx.float32).sum().item()
     return math.isfinite(total)
 
 
-def account_for(
+def check_tensors(
     found: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]], source: Path
 ) -> None:
-    """Raise InputError unless `found` has exactly the `expected` names and shapes.
+    """Raise InputError unless `found` has exactly the `expected` names and shapes, of finite
+    floats.
 
-    All must be finite, and of floating types but for a `draft_vocab`. `source` is named in the
-    message.
+    A tensor called `draft_vocab` may be of another type.
+
+    Args:
+        found: tensors by name.
+        expected: shapes by name.
+        source: named in the message, which lists the first few tensors of every fault.
     """
     missing = [name for name in expected if name not in found]
     spare = [name for name in found if name not in expected]

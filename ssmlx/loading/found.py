@@ -47,19 +47,21 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the adapter was measured, and nothing was planned since."""
+        """Whether the adapter is there and was measured after the last round that is planned."""
         return self.has_adapter and self.figures.get("rounds") == len(self.plan["rounds"])
 
     @property
     def changed(self) -> float:
-        """When the adapter, or else the plan, was written; seconds since the epoch."""
+        """When the settings file of the adapter, or the plan where there is no adapter, was last
+        changed; seconds since the epoch.
+        """
         file = self.adapter / CONFIG_FILE if self.has_adapter else self.folder / PLAN_FILE
         return file.stat().st_mtime
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Settings that must be the same for the run to go on, see
-        `ssmlx.training.adapt_run.run_settings`.
+        `ssmlx.training.adapt_run.fixed_settings`.
         """
         settings: Mapping[str, Any] = self.plan["settings"]
         return settings
@@ -86,8 +88,8 @@ class Run:
 
     @property
     def speed_up(self) -> float | None:
-        """The speed of whole answers over plain decoding's, if it was measured on this machine;
-        else None.
+        """The speed of whole answers with the adapter, as a multiple of plain decoding's; None
+        where it was not measured, or not on this machine.
         """
         figures = self.figures.get("figures") or {}
         is_here = figures.get("machine") == ", ".join(this_machine())
@@ -95,14 +97,16 @@ class Run:
 
     @property
     def pays(self) -> bool:
-        """Whether the adapter drafts without being asked for: it was faster here, or was not
-        measured here.
+        """Whether the adapter drafts without being asked for: True where it was not measured on
+        this machine, else by `is_worth_using`.
         """
-        return self.speed_up is None or has_paid(self.figures["figures"])
+        return self.speed_up is None or is_worth_using(self.figures["figures"])
 
     @property
     def verdict(self) -> str:
-        """What was measured on this machine, in words."""
+        """A phrase for the user: the speed-up that was measured on this machine, and that of prompt
+        lookup where it was faster than plain decoding; or that nothing was measured here.
+        """
         if self.speed_up is None:
             return "not measured on this machine"
         text = float(self.figures["figures"]["text_speed_up"])
@@ -110,28 +114,35 @@ class Run:
         return f"{self.speed_up:.2f} times plain decoding's speed{without} when it was made"
 
     def is_called(self, name: str, folder: Path) -> bool:
-        """Whether the run was made from a model in this folder, or, where `name` is no folder, of
-        this name; revisions after an @ are left aside.
+        """Whether the run was made from a model in this folder, or of this name.
+
+        Names are compared without what follows an @; a name that is a path here is compared by
+        `folder` alone.
+
+        Args:
+            name: what a model is called.
+            folder: where it lies.
         """
         is_same = self.model.partition("@")[0] == name.partition("@")[0]
         return self.model_folder == folder.resolve() or (is_same and not Path(name).exists())
 
 
-def has_paid(measured: Mapping[str, Any]) -> bool:
-    """Whether measured answers with an adapter were at least 5 % faster than plain decoding and
-    than prompt lookup.
+def is_worth_using(measured: Mapping[str, Any]) -> bool:
+    """Whether measured answers with an adapter were at least 5 % faster than both plain decoding
+    and prompt lookup.
 
     Args:
-        measured: figures of a run, as `ssmlx.adapt` writes them.
+        measured: figures of a run, as `ssmlx.adapt` writes them: "speed_up" and "text_speed_up".
     """
     return float(measured["speed_up"]) >= PAYS * max(1.0, float(measured["text_speed_up"]))
 
 
-def runs() -> list[Run]:
-    """Read every run of `ssmlx.adapt` that is kept on this machine.
+def read_runs() -> list[Run]:
+    """Read every run of `ssmlx.adapt` that is kept on this machine, see `adapters_home`.
 
     Returns:
-        The runs, those that changed last first; those whose files cannot be read are left out.
+        The runs with a plan, those that changed last first; those whose files cannot be read or
+        lack something are left out.
     """
     found = []
     for path in adapters_home().glob(f"*/{PLAN_FILE}"):
@@ -144,19 +155,24 @@ def runs() -> list[Run]:
 
 
 def _figures(folder: Path) -> dict[str, Any]:
-    """Read what a finished run has measured; empty before the run has ended."""
+    """Read the figures.json of the adapter in a run's folder; empty where there is no such file.
+
+    Raises:
+        InputError: the file is no JSON object.
+    """
     path = folder / TRAINED_FOLDER / FIGURES_FILE
     return read_json(path, "the figures of an adapter") if path.exists() else {}
 
 
 @dataclass(frozen=True)
-class Found:
-    """Runs that belong to a model, the newest first.
+class FoundRuns:
+    """Runs that belong to a model, in each list those that changed last first. Some may have no
+    adapter yet.
 
     Attributes:
-        fitting: those that were made from its very weights.
-        outdated: those that were made from other weights in the same folder, or of the same name.
-        tuned: those that were made from its very weights with a LoRA on them.
+        fitting: made from its very weights, without a LoRA.
+        outdated: made from other weights in the same folder, or of the same name, without a LoRA.
+        tuned: made from its very weights with a LoRA on them.
     """
 
     fitting: tuple[Run, ...] = ()
@@ -165,13 +181,13 @@ class Found:
 
     @property
     def chosen(self) -> Run | None:
-        """The run whose adapter drafts without being asked for: the newest that fits, unless it
-        brought nothing on this machine; None where there is none.
+        """The run whose adapter drafts without being asked for: the newest of `fitting` that has an
+        adapter and `pays`; None where there is none.
         """
         return next((one for one in self.fitting if one.has_adapter and one.pays), None)
 
 
-def runs_for(folder: Path | None, name: str) -> Found:
+def find_runs(folder: Path | None, name: str) -> FoundRuns:
     """Find the runs that belong to the model in a folder, by the digest of its weights.
 
     Args:
@@ -179,28 +195,33 @@ def runs_for(folder: Path | None, name: str) -> Found:
         name: what the model is called.
 
     Returns:
-        The runs; none where the weights cannot be read.
+        The runs; none where the weights cannot be read, which is logged.
     """
-    every = runs() if folder is not None else []
+    every = read_runs() if folder is not None else []
     if folder is None or not every:
-        return Found()
+        return FoundRuns()
     try:
         digest = weights_digest(folder)
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
         _log.debug("no adapter is looked for: %s", error)
-        return Found()
+        return FoundRuns()
     same = [run for run in every if run.settings["weights"] == digest]
     others = [run for run in every if run not in same and run.is_called(name, folder)]
-    return Found(
+    return FoundRuns(
         tuple(run for run in same if run.is_for_base),
         tuple(run for run in others if run.is_for_base),
         tuple(run for run in same if not run.is_for_base),
     )
 
 
-def log_outdated(found: Found, name: str) -> None:
-    """Log that the newest adapter is not used, where it was made from other weights and no other
-    adapter is chosen.
+def log_outdated(found: FoundRuns, name: str) -> None:
+    """Log that the newest outdated adapter is not used, and the option that takes it all the same.
+
+    Nothing is logged where no outdated run has an adapter, or where an adapter is chosen.
+
+    Args:
+        found: the runs that belong to the model.
+        name: what the model is called.
     """
     outdated = [run for run in found.outdated if run.has_adapter]
     if outdated and found.chosen is None:

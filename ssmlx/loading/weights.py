@@ -25,7 +25,7 @@ _MOST_REMEMBERED = 256
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """Where a tensor lies."""
+    """Where the bytes of a tensor lie: from `begin` to below `end` of the file `path`."""
 
     name: str
     kind: str  # its type and shape, as the header says them
@@ -40,8 +40,9 @@ def weights_digest(folder: Path) -> str:
     It is of the names, types and shapes of all tensors, and of up to `MOST_PIECES` pieces of
     `PIECE_BYTES` of each one's bytes: the first, the last, and those evenly between. So a copy of
     the folder has the same, whatever its configuration says and in whatever type it is loaded, and
-    a model of 40 GB takes a second or two, once: the digest is remembered by the files' paths,
-    sizes and times. A fine-tuned model has another, for training changes all of a matrix.
+    a model of 40 GB takes a second or two, once: the digests of the last 256 folders are remembered
+    in the cache folder, by their files' names, sizes and times. A fine-tuned model has another, for
+    training changes all of a matrix.
 
     What it does not see: which file a tensor is in; and a change that misses every piece, such as
     that of a few rows of a large embedding.
@@ -64,7 +65,7 @@ def weights_digest(folder: Path) -> str:
         )
     stamp = [_file_stamp(file) for file in files]
     place = str(folder.resolve())
-    remembered = _read_remembered()
+    remembered = _read_known_digests()
     known = remembered.get(place)
     if isinstance(known, dict) and known.get("files") == stamp:
         return str(known.get("digest"))
@@ -79,14 +80,17 @@ def weights_digest(folder: Path) -> str:
 
 
 def _file_stamp(file: Path) -> list[Any]:
-    """Return a file's name, size and times: they change when it does."""
+    """Return a file's name, size in bytes, and times of its last change of content and of state, in
+    nanoseconds.
+    """
     stat = file.stat()
     return [file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _read_remembered() -> dict[str, Any]:
-    """Read the digests that were made before, by folder, the newest last; empty where there are
-    none.
+def _read_known_digests() -> dict[str, Any]:
+    """Read the digests that were made before: {"files", "digest"} by folder, the newest last.
+
+    Empty where the file is missing or no JSON object.
     """
     path = cache_dir() / _REMEMBERED_FILE
     with suppress(InputError):
@@ -96,8 +100,12 @@ def _read_remembered() -> dict[str, Any]:
 
 
 def _digest_files(files: list[Path]) -> str:
-    """Compute the digest of `weights_digest` from safetensors files: 32 hexadecimal digits."""
-    tensors = [tensor for file in files for tensor in _tensors_in(file)]
+    """Compute the 32 hexadecimal digits of `weights_digest` from safetensors files.
+
+    Raises:
+        InputError: a file has no header that can be read.
+    """
+    tensors = [tensor for file in files for tensor in _read_header(file)]
     tensors.sort(key=lambda one: one.name)
     pieces = max(1, min(MOST_PIECES, MOST_READS // max(1, len(tensors))))
     digest = hashlib.sha256()
@@ -113,11 +121,11 @@ def _digest_files(files: list[Path]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _tensors_in(path: Path) -> Iterator[_StoredTensor]:
-    """Yield where each tensor of a safetensors file lies, from the file's header.
+def _read_header(path: Path) -> Iterator[_StoredTensor]:
+    """Yield where each tensor of a safetensors file lies, from the file's header, in its order.
 
     Raises:
-        InputError: the header cannot be read.
+        InputError: the header cannot be read, or is larger than `_MOST_HEADER` bytes.
     """
     try:
         with path.open("rb") as file:
@@ -139,8 +147,8 @@ def _tensors_in(path: Path) -> Iterator[_StoredTensor]:
 
 
 def _read_pieces(tensor: _StoredTensor, file: BinaryIO, count: int) -> Iterator[bytes]:
-    """Yield `count` pieces of a tensor's bytes, evenly from the first to the last; all bytes of a
-    small one.
+    """Yield `count` pieces of `PIECE_BYTES` of a tensor's bytes, evenly from the first to the last;
+    of a tensor that is no larger than these together, all bytes as one piece.
     """
     size = tensor.end - tensor.begin
     if size <= count * PIECE_BYTES:

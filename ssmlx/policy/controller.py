@@ -95,7 +95,7 @@ class Candidate:
         offer: the offer of its drafter.
         tokens: that the call should advance by, 1 or more.
         cost: plain calls that it should take.
-        hoped_cost: plain calls that it may take at best, by how little is known.
+        hoped_cost: plain calls that it may take at best: the less than `cost`, the less is known.
     """
 
     shape: DraftShape
@@ -145,7 +145,7 @@ def size_to_time(offer: Offer, most_timed: int) -> int:
     """Nodes of the shape that is to be timed next, not always one of the offer's sizes.
 
     Args:
-        offer: its shapes bound the result from both sides.
+        offer: its smallest and largest shape bound the result.
         most_timed: the largest number of nodes that was timed so far, 0 for none.
 
     Returns:
@@ -219,6 +219,8 @@ class Controller:
     def next(self, *, is_read: bool = False) -> DraftShape | None:
         """The shape that the call under way is to draft; None for nothing.
 
+        The decision is remembered, so that `record` finds it again; of the last three.
+
         Args:
             is_read: whether drafters know that call's tokens already.
         """
@@ -226,11 +228,11 @@ class Controller:
         return self._decisions[-1].shape
 
     def expected_call(self) -> tuple[float, float]:
-        """What the fastest call should bring and take now.
+        """What the fastest call should bring and take, were all tokens so far known to drafters.
 
         Returns:
             Tokens, and plain calls, of the candidate with the greatest expected speed; 1 and 1
-            where none is faster than plain decoding.
+            where there is none, or none that is faster than plain decoding.
         """
         best = max(self._candidates(is_read=True), key=lambda one: one.speed, default=None)
         if best is None or best.speed <= 1:
@@ -238,14 +240,15 @@ class Controller:
         return best.tokens, best.cost
 
     def record(self, call: Call) -> None:
-        """Note a call that was done: its tokens, what its draft had accepted, and its seconds.
+        """Note a call that was done, in order and each once: tokens, acceptance, seconds, probe.
 
-        Calls have to be recorded in order, each once.
+        Where the text has grown into another context bucket, its costs are taken first. What the
+        call drafted is what the next call is taken to verify.
         """
         if context_bucket(call.context) > context_bucket(self._context):
             self._switch_context_bucket(call.context)
         decision = self._find_decision(call.drafted)
-        self._count_tokens(call)
+        self._record_tokens(call)
         self._advance_probe(call, decision)
         if self._reads_seconds:
             self._record_seconds(call)
@@ -255,7 +258,8 @@ class Controller:
     def finish(self) -> None:
         """Write what the answer has taught into the table and the prior. To be called once.
 
-        A probe that the answer's end has cut off may begin again at once.
+        All counts of acceptance go to the bucket of the context that the answer began with. Where a
+        probe was begun that did not yet time a new size, another may begin at once.
         """
         for name, counted in self._acceptance.items():
             self._prior.learn(
@@ -265,16 +269,19 @@ class Controller:
                 counted.total_offered,
                 counted.first_ratio,
             )
-        self._teach_costs()
+        self._write_costs_to_table()
         if self._probe is not None:
             self._table.reset_probes()  # the answer has ended before it taught anything
 
-    def _teach_costs(self) -> None:
+    def _write_costs_to_table(self) -> None:
         """Move the seconds that were collected into the table, as costs in plain calls.
 
-        Nothing is learned, and runs are kept, where no plain call was timed in this process.
-        Afterwards runs that are still too short stay, of drafters that wait for tokens; all other
-        runs are dropped.
+        Seconds of plain calls go first, from `MIN_PLAIN_CALLS` of them on. Where no plain call was
+        timed in this process, that is all, and runs are kept. Else the table learns, of each shape,
+        the median of its runs of `MIN_RUN_CALLS` calls or more, over a plain call's seconds; where
+        one changes by more than `INFORMATIVE_CHANGE`, probes may begin at once. Then all runs are
+        dropped but those that are still too short of drafters that wait for tokens, and the open
+        run ends.
         """
         if len(self._plain) >= MIN_PLAIN_CALLS:
             self._table.learn_plain(self._context, self._plain)
@@ -300,11 +307,14 @@ class Controller:
         self._is_run_open = False
 
     def _switch_context_bucket(self, context: int) -> None:
-        """Go on with the costs of the context bucket of `context`, in tokens.
+        """Go on with the costs of the bucket of a context of `context` tokens, which is another
+        one.
 
-        What was timed so far is taught first; plain calls are timed again where that is due.
+        What was timed so far is first learned for the bucket before; what is left of it, the latest
+        seconds and surprises are dropped. The answer's scale stays. Where the table says so, plain
+        calls are timed next.
         """
-        self._teach_costs()
+        self._write_costs_to_table()
         self._runs = []
         self._context = context
         self._costs = self._table.frozen(context).scaled(self._costs.scale)
@@ -317,8 +327,13 @@ class Controller:
             self._plain_calls_due = MAX_PLAIN_CALLS
 
     def _decide(self, is_read: bool) -> Decision:
-        """What to draft now: nothing while plain calls are timed; a probe that is under way; else
-        another probe where one is due and affordable; else the fastest shape, if it pays."""
+        """Decide what to draft now.
+
+        That is nothing while plain calls are timed, or where nothing can be drafted; the probe
+        under way, as long as its shape can be drafted and its cost is not learned; else the start
+        of another probe, if one is due and affordable; else the fastest shape, if it pays, with
+        `STAY_BONUS` for the present one; else nothing.
+        """
         if self._plain_calls_due:
             return Decision(None)
         candidates = list(self._candidates(is_read))
@@ -350,8 +365,9 @@ class Controller:
         Of a drafter's shapes these are the ones up to the largest number of nodes that was timed
         (`FIRST_NODES` where none was), and the next larger one to time. Where a drafter has to wait
         for the tokens of the call under way and these are not read, its offer may no longer hold
-        behind them: tokens and costs are then weighted by how likely it holds, and the wait is
-        added.
+        behind them: tokens and costs are then weighted by how likely it holds, and `HOST_WAIT` is
+        added, unless the call under way is awaited anyhow. Notes for each drafter under which name
+        its costs are kept, and whether it waits.
 
         Args:
             is_read: whether drafters know the tokens of the call under way.
@@ -397,8 +413,11 @@ class Controller:
     def _may_draft(self, best: Candidate) -> bool:
         """Whether `best` is fast enough, and the answer not too far behind plain decoding.
 
-        What counts as fast enough depends on whether the call under way drafts already. Behind is
-        what the answer has lost so far and what the next call would lose if it brought one token.
+        Fast enough is above `LEAVE_SPEED` where the call under way drafts already, else above
+        `ENTER_SPEED`. What the answer has lost so far and what the next call would lose if it
+        brought one token, the entry included, must not exceed `MAX_BEHIND` plain calls, or
+        `MAX_BEHIND_PER_TOKEN` of the answer where that is more, and `CREDIT_CALLS` times the
+        expected gain.
         """
         allowed = max(MAX_BEHIND, MAX_BEHIND_PER_TOKEN * self._tokens)
         allowed += CREDIT_CALLS * max(0.0, best.tokens - best.cost)
@@ -412,15 +431,17 @@ class Controller:
     def _choose_probe(self, speed: float) -> Decision | None:
         """The start of a probe: a shape that may turn out faster than what is drafted now.
 
-        Candidates are judged as if the call under way was read.
+        Candidates are judged as if the call under way was read. Nothing is paid yet.
 
         Args:
-            speed: what is reached without a probe; exactly 1.0 says that plain decoding is best.
+            speed: what is reached without a probe, in tokens per plain call; exactly 1.0 says that
+                plain decoding is best.
 
         Returns:
             Of the shapes whose risk the bank can pay for, the one with the greatest hoped speed.
             Where plain decoding is best, none is affordable and the bank is full, the one of the
-            least risk. None where no probe is due, none promises enough, or the answer is behind.
+            least risk. None where no probe is due, none promises enough (`MIN_PROBE_GAIN`, but any
+            is enough where plain decoding is best), or the answer is too far behind.
         """
         if self._behind > MAX_BEHIND_FOR_PROBE or not self._table.may_probe(
             is_start=self._tokens <= 1
@@ -443,7 +464,11 @@ class Controller:
         return None
 
     def _probe_risk(self, probe: Candidate, speed: float) -> float:
-        """Plain calls that a probe may lose, compared with going on at `speed`; 0 or more."""
+        """Plain calls that a probe may lose, compared with going on at `speed`; 0 or more.
+
+        They are what `PROBE_CALLS` calls take, at the mean of expected and hoped cost, beyond what
+        their tokens take at `speed`; and the entry, where the call under way drafts nothing.
+        """
         entry = self._entry_cost(probe.shape) if self._pending is None else 0.0
         likely = (probe.cost + probe.hoped_cost) / 2
         return entry + PROBE_CALLS * max(0.0, likely - probe.tokens / speed)
@@ -458,7 +483,7 @@ class Controller:
         return self._acceptance_for(name, first_ratio).ratio
 
     def _acceptance_for(self, name: str, first_ratio: float) -> AnswerAcceptance:
-        """This answer's counts under a name, begun with the prior's ratio where there are none."""
+        """This answer's counts under a name; begun with the prior's ratio at the first question."""
         if name not in self._acceptance:
             prior = self._prior.ratio(name, self._first_context, first_ratio)
             self._acceptance[name] = AnswerAcceptance(prior, first_ratio)
@@ -472,34 +497,42 @@ class Controller:
         found = (one for one in reversed(self._decisions) if one.shape == drafted)
         return next(found, Decision(None))
 
-    def _table_cost(self, call: Call) -> float:
-        """Plain calls that a recorded call is charged with, by frozen costs and not by its seconds.
+    def _charge_for(self, call: Call) -> float:
+        """Plain calls that a call is charged with: by frozen costs, pessimistic, not by its
+        seconds.
 
-        A call that verifies without drafting is cheaper by a drafting pass, one that drafts without
-        verifying dearer.
+        A plain call is charged 1. One that verifies without drafting is charged less, by the entry
+        but never below 1; one that drafts without verifying 1 and the entry.
         """
         if call.shape is None:
             return 1.0 if call.drafted is None else 1 + self._entry_cost(call.drafted)
         steady = self._costs.pessimistic_calls(self._kind(call.shape))
         return steady if call.drafted else max(1.0, steady - self._entry_cost(call.shape))
 
-    def _count_tokens(self, call: Call) -> None:
-        """Add a call's tokens to the answer's, to the table's age and to acceptance counts."""
+    def _record_tokens(self, call: Call) -> None:
+        """Add a call's tokens to the answer, to the table (bank, ages) and to the acceptance
+        counts.
+
+        The answer is behind by what the call is charged, less its tokens. A call without a draft
+        lets all counts decay; one with a draft is counted by the offer that it came from, if that
+        is known.
+        """
         self._tokens += call.tokens
-        self._behind += self._table_cost(call) - call.tokens
-        self._table.count_tokens(call.tokens, self._context)
+        self._behind += self._charge_for(call) - call.tokens
+        self._table.record_tokens(call.tokens, self._context)
         if call.shape is None:
             for counted in self._acceptance.values():
-                counted.count_plain_tokens(call.tokens)
+                counted.decay_by_plain_tokens(call.tokens)
         elif self._pending_candidate is not None:
             for one in self._pending_candidate.offer.acceptance_counts(call.shape, call.tokens - 1):
                 counted = self._acceptance_for(one.name, one.first_ratio)
-                counted.count(one.accepted, one.offered)
+                counted.add_counts(one.accepted, one.offered)
 
     def _advance_probe(self, call: Call, decision: Decision) -> None:
         """Count a probe's calls down, end it where another shape was drafted, or begin one.
 
-        A probe that begins is paid for from the table's bank.
+        One begins where `decision`, which the call followed, has a risk and the call drafted
+        another shape than it verified. Its risk is taken from the table's bank.
         """
         if self._probe_calls:
             self._probe_calls = self._probe_calls - 1 if call.drafted == self._probe else 0
@@ -509,19 +542,23 @@ class Controller:
             self._table.pay_for_probe(decision.risk)
 
     def _learn_first_timings(self) -> None:
-        """End the probe, teach the table what the open run took, and go on with its new costs.
+        """End the probe, have the table learn what was timed, and go on with its new costs.
 
-        For a size that nobody had timed: so this answer gains too, and not only later ones.
+        For a size that nobody had timed: so this answer gains too, and not only later ones. The
+        answer's scale stays.
         """
         self._probe = None
-        self._teach_costs()
+        self._write_costs_to_table()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
 
     def _record_seconds(self, call: Call) -> None:
-        """Collect a call's seconds: with plain calls, or in the run of its shape.
+        """Collect a call's seconds: with plain calls, or in the run of the shape that it verified.
 
-        Of a call that verified and drafted nothing, the seconds of a drafting pass are added. A run
-        that first times a size changes the answer's costs; others are checked for surprises.
+        A call that drafted and verified nothing is a plain call; one that drafted without verifying
+        is left out. Either ends the open run. To a call that verified without drafting the seconds
+        of a drafting pass are added; it is left out where no plain call was timed yet. So is a call
+        without seconds. When a run reaches `MIN_RUN_CALLS` and its size was not timed before, the
+        answer's costs are taken anew; every other call of a run is checked for surprises.
         """
         self._since_plain += call.tokens
         if call.shape is None:
@@ -536,7 +573,7 @@ class Controller:
             seconds = None if plain is None else seconds + self._entry_cost(call.shape) * plain
         if seconds is None:
             return
-        run = self._run_for(call.shape)
+        run = self._find_or_begin_run(call.shape)
         run.seconds.append(seconds)
         is_untimed = self._costs.weight(self._kind(call.shape)) < MIN_TIMED_WEIGHT
         if len(run.seconds) == MIN_RUN_CALLS and is_untimed:
@@ -544,11 +581,13 @@ class Controller:
         else:
             self._check_for_surprise(call.shape, seconds)
 
-    def _run_for(self, shape: DraftShape) -> Run:
-        """The run that a call of `shape` joins, begun where there is none.
+    def _find_or_begin_run(self, shape: DraftShape) -> Run:
+        """The run that a call of `shape` joins, begun where there is none; surprises then count
+        from 0.
 
-        Calls of drafters that wait for tokens are timed each for itself, so they join their shape's
-        run from anywhere; others only where the call before was of the same shape.
+        Calls of drafters that wait for tokens are timed each for itself: they join their shape's
+        run from anywhere, and leave no run open. Others join only where the call before was of the
+        same shape.
         """
         is_alone = shape.drafter in self._need_host_tokens
         if is_alone:
@@ -564,8 +603,12 @@ class Controller:
         return found
 
     def _record_plain_seconds(self, call: Call) -> None:
-        """Collect the seconds of a plain call, and end a timing of plain calls that is good enough
-        or has no calls left: its seconds go to the table, and costs are rescaled where due."""
+        """Collect the seconds of a plain call, if it has any; end a timing of plain calls when it
+        may.
+
+        It ends when the seconds are certain enough, or no calls are left for it and one had
+        seconds. The table then learns them, and costs are rescaled if there were surprises.
+        """
         if call.seconds is not None:
             self._plain.append(call.seconds)
             self._since_plain = 0
@@ -592,8 +635,10 @@ class Controller:
     def _check_for_surprise(self, shape: DraftShape, seconds: float) -> None:
         """Count calls in a row whose seconds are far off their cost, all to one side.
 
-        After `SURPRISING_CALLS` of them, and at every call from then on, the answer's costs are
-        rescaled; where plain calls were not timed lately, these are timed again first.
+        Far off is by `SURPRISING_ERROR` or more. After `SURPRISING_CALLS` of them the answer's
+        costs are rescaled, and at every call from then on; where plain calls were not timed in the
+        last `PLAIN_FRESH_TOKENS`, these are timed again first. Nothing is counted where a plain
+        call was never timed.
         """
         kind = self._kind(shape)
         self._latest.append((kind, seconds))
@@ -619,10 +664,11 @@ class Controller:
                 self._plain_calls_due = MAX_PLAIN_CALLS
 
     def _rescale_costs(self) -> None:
-        """After surprises: scale the answer's costs to what its latest calls took.
+        """After surprises: scale the answer's costs to the median of what its latest calls took.
 
-        Nothing happens before surprises, or where no plain call was timed in this process. The
-        answer is also charged with what the surprising calls took beyond their old cost.
+        What calls take beyond a plain one is multiplied by 1 / `MAX_SCALE` to `MAX_SCALE`. Nothing
+        happens before surprises, or where no plain call was timed in this process. The first time,
+        the answer is also charged with what the surprising calls took beyond their old cost.
         """
         plain = self._table.plain_seconds(self._context, is_recent=True)
         if plain is None or not self._follows_seconds or not self._latest:

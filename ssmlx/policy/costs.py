@@ -96,10 +96,14 @@ class Mean:
     value: float
     weight: float
 
-    def add(self, value: float, clamp: float) -> None:
-        """Average in a run's `value`, cut to at most the share `clamp` above or below the mean."""
-        low = self.value * (1 - clamp)
-        high = self.value * (1 + clamp)
+    def add(self, value: float, most_change: float) -> None:
+        """Average in a run's `value`, first cut to the mean times 1 - `most_change` to 1 +
+        `most_change`.
+
+        `weight` grows by 1, but the past counts as `MAX_WEIGHT` - 1 runs at most.
+        """
+        low = self.value * (1 - most_change)
+        high = self.value * (1 + most_change)
         self.weight = min(self.weight, MAX_WEIGHT - 1) + 1
         self.value += (min(max(value, low), high) - self.value) / self.weight
 
@@ -112,7 +116,8 @@ class PlainTiming:
         seconds: of one call.
         tokens_since: tokens that were written since the last timing.
         wait: tokens after which plain calls are timed again.
-        calls: calls timed in this process that agree; 0 where `seconds` is from an earlier one.
+        calls: calls timed in this process that agree, up to `MAX_AVERAGED_PLAIN_CALLS`; 0 where
+            `seconds` is from an earlier process.
         last_calls: calls of the last timing.
     """
 
@@ -135,7 +140,10 @@ def assumed_extra_calls(kind: Kind) -> float:
 
 
 def interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:
-    """The value at `at` on straight lines through (known, values); the ends' values beyond."""
+    """The value at `at` on straight lines through the points (known, values); beyond, the end's.
+
+    `known` is ascending, and has one number or more.
+    """
     right = bisect_right(known, at)
     if right == 0:
         return values[0]
@@ -176,8 +184,11 @@ class FrozenCosts:
         return self._extra_calls_and_weight(kind)[1]
 
     def pessimistic_calls(self, kind: Kind) -> float:
-        """Plain calls that a call may take at worst: `calls` and `CAUTION` standard errors of the
-        timings behind it."""
+        """Plain calls that a call of a kind may take at worst.
+
+        They are `calls` and `CAUTION` standard errors of the timings that it rests on, its own and
+        those of plain calls.
+        """
         extra, weight = self._extra_calls_and_weight(kind)
         run_error = (
             MEDIAN_ERROR * self.noise / math.sqrt(TYPICAL_RUN_CALLS * max(weight, UNKNOWN_WEIGHT))
@@ -203,12 +214,13 @@ class FrozenCosts:
         return self._found[kind]
 
     def _interpolated(self, kind: Kind) -> tuple[float, float]:
-        """The extra plain calls of a kind, and their weight, from what was measured.
+        """The extra plain calls of a kind, scaled, and their weight in runs, from what was
+        measured.
 
-        The measured extra over the assumed one is interpolated between node counts, and kept
-        beyond the first and last; so one measured count moves all others of its name. `ROWS` that
-        were never measured take that factor from a drafter. A kind without measurements has the
-        assumed cost and weight 0.
+        The measured extra over the assumed one is interpolated between node counts, and kept beyond
+        the first and last; so one measured count moves all others of its name. `ROWS` that were
+        never measured take that factor from a drafter. A kind without measurements has the assumed
+        cost and weight 0. Weights are interpolated too; what lies beyond has `UNKNOWN_WEIGHT`.
         """
         name, count = kind
         counts = sorted(n for one, n in self.known if one == name)
@@ -255,7 +267,7 @@ class CostTable:
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
         return FrozenCosts(known, self.noise, self.plain_error(context))
 
-    def seed(
+    def set_head_start(
         self,
         costs: Mapping[Kind, float],
         context: int = 0,
@@ -263,10 +275,14 @@ class CostTable:
     ) -> None:
         """Set costs that were timed before any answer; what answers have taught stays.
 
+        A cost is set where none is known for the bucket of `context`, or one of at most
+        `SEED_WEIGHT` runs.
+
         Args:
-            costs: plain calls that kinds of calls take.
+            costs: plain calls that kinds of calls take; `LEAST_COST` is set where they are fewer.
             context: committed tokens behind which they were timed.
-            plain_seconds: of the plain calls that they were compared with.
+            plain_seconds: of the plain calls that they were compared with; learned first, as by
+                `learn_plain`.
         """
         if plain_seconds:
             self.learn_plain(context, plain_seconds)
@@ -278,13 +294,15 @@ class CostTable:
     def learn(self, kind: Kind, context: int, calls: float, is_surprise: bool = False) -> float:
         """Average in what calls of a kind took in an answer.
 
-        Costs of the same name that are not yet learned are scaled along, for a head start that is
-        wrong for one node count is mostly wrong for all. Where a learned cost is off by more than
-        `CLAMP`, the machine has changed: all costs of the name are scaled along.
+        It may change by `CLAMP` at most, by `FIRST_CLAMP` where it was not learned yet; where it is
+        off by more than `DISTRUST_ERROR`, or at a surprise, its past counts as one run, or as none.
+        Other costs of the same name that are not yet learned are scaled along, for a head start
+        that is wrong for one node count is mostly wrong for all. Where a learned cost is off by
+        more than `CLAMP`, the machine has changed: all costs of the name are scaled along.
 
         Args:
             kind: what was measured.
-            context: committed tokens behind which it was.
+            context: committed tokens behind which it was; only their bucket is changed.
             calls: plain calls that it took.
             is_surprise: whether the answer found its costs to be wrong.
 
@@ -296,12 +314,12 @@ class CostTable:
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
         is_learned = mean.weight >= 1
-        clamp = CLAMP if is_learned else FIRST_CLAMP
+        most_change = CLAMP if is_learned else FIRST_CLAMP
         if off > DISTRUST_ERROR or is_surprise:
             mean.weight = 1.0 if is_learned else 0.0
-        mean.add(calls, clamp)
+        mean.add(calls, most_change)
         mean.value = max(mean.value, LEAST_COST)
-        if not is_learned and off > clamp:
+        if not is_learned and off > most_change:
             mean.weight = SEED_WEIGHT  # still too far off to count as learned
         moved = (mean.value - 1) / (before - 1)
         has_changed = is_learned and off > CLAMP
@@ -312,19 +330,21 @@ class CostTable:
         return moved
 
     def plain_seconds(self, context: int, is_recent: bool = False) -> float | None:
-        """Seconds of a plain call in the bucket of `context`; None where it was never timed, or,
-        with `is_recent`, not in this process."""
+        """Seconds of a plain call in the bucket of `context` tokens; None where it was never timed.
+
+        With `is_recent`, None as well where it was not timed in this process.
+        """
         timing = self._plain.get(context_bucket(context))
         if timing is None or (is_recent and not timing.calls):
             return None
         return timing.seconds
 
     def is_timing_due(self, context: int, error: float) -> bool:
-        """Whether an answer should time plain calls.
+        """Whether an answer should time plain calls behind `context` tokens.
 
         True where they were never timed in the context's bucket, where `wait` tokens have passed
-        since, or where their relative standard error is above `error` and the last timing was short
-        or `TIMING_PAUSE` tokens ago.
+        since, or where, timed in this process, their relative standard error is above `error` and
+        the last timing had fewer than `MAX_PLAIN_CALLS` or is `TIMING_PAUSE` tokens ago.
         """
         timing = self._plain.get(context_bucket(context))
         if timing is None or timing.tokens_since >= timing.wait:
@@ -334,16 +354,21 @@ class CostTable:
         return is_poor and has_more
 
     def plain_error(self, context: int, more_calls: int = 0) -> float:
-        """Relative standard error of the seconds of a plain call, with `more_calls` timed beside
-        those of the table; 0 where none was timed."""
+        """Relative standard error of the seconds of a plain call in the bucket of `context` tokens.
+
+        As if `more_calls` were timed beside those of the table; 0 where none was.
+        """
         timing = self._plain.get(context_bucket(context))
         calls = more_calls + (timing.calls if timing else 0)
         return MEDIAN_ERROR * self.noise / math.sqrt(calls) if calls else 0.0
 
     def learn_plain(self, context: int, seconds: Sequence[float]) -> None:
-        """Average in the seconds of a few plain calls in a row, and update the noise.
+        """Average in the median of the seconds of some plain calls in a row, one or more.
 
         A median that is off by more than `CLAMP` replaces the old timing: the machine has changed.
+        From three calls on, the noise is averaged in too. Tokens since the last timing count from
+        0; where the timing was due by them, the next has to wait twice as long, `TIMING_WAIT_MOST`
+        at most.
         """
         bucket = context_bucket(context)
         found = median(seconds)
@@ -360,8 +385,12 @@ class CostTable:
             timing.wait = min(2 * timing.wait, TIMING_WAIT_MOST)
         timing.tokens_since = 0
 
-    def count_tokens(self, tokens: int, context: int) -> None:
-        """Note that an answer advanced by `tokens`: the bank gains, and timings and probes age."""
+    def record_tokens(self, tokens: int, context: int) -> None:
+        """Note that an answer behind `context` tokens advanced by `tokens`.
+
+        The bank gains `BANK_REFILL` a token, up to `BANK_MOST`; the last probe, and the timing of
+        plain calls in that bucket, grow older.
+        """
         self.bank = min(BANK_MOST, self.bank + BANK_REFILL * tokens)
         self.since_probe += tokens
         timing = self._plain.get(context_bucket(context))
@@ -379,22 +408,29 @@ class CostTable:
         self.since_probe = PROBE_WAIT
 
     def pay_for_probe(self, risk: float) -> None:
-        """Take `risk` plain calls from the bank, or all there is; the next probe has to wait twice
-        as long."""
+        """Take `risk` plain calls from the bank, or all there is, as a probe begins now.
+
+        The next probe has to wait twice as many tokens as this one, `PROBE_WAIT_MOST` at most.
+        """
         self.bank = max(0.0, self.bank - risk)
         self.since_probe = 0
         self.probe_wait = min(2 * self.probe_wait, PROBE_WAIT_MOST)
 
     def _bucket(self, context: int) -> dict[Kind, Mean]:
-        """The costs of a context's bucket, else of the next shorter one that has any, else none; to
-        read."""
+        """The costs of a context's bucket, else of the next shorter one that has any, else none.
+
+        They are not to be changed.
+        """
         bucket = context_bucket(context)
         known = [one for one in self._means if one <= bucket]
         return self._means[max(known)] if known else {}
 
     def _bucket_to_change(self, context: int) -> dict[Kind, Mean]:
-        """The costs of a context's own bucket, to change; made from the next shorter one's, with a
-        head start's weight, where it had none."""
+        """The costs of a context's own bucket, to be changed by the caller.
+
+        Where there are none they are made now, from the next shorter bucket's with the weight of a
+        head start at most; empty where there is none of these either.
+        """
         bucket = context_bucket(context)
         if bucket not in self._means:
             inherited = self._bucket(context)
@@ -406,7 +442,11 @@ class CostTable:
         return self._means[bucket]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values to write to disk: costs, seconds of plain calls, bank and noise."""
+        """JSON values to write to disk.
+
+        "costs": [bucket, name, count, plain calls, weight] each; "plain": [bucket, seconds, tokens
+        since] each; "bank" and "noise". Waits, and counts of timed calls, are left out.
+        """
         costs = [
             [bucket, name, count, mean.value, mean.weight]
             for bucket, means in self._means.items()
@@ -417,10 +457,10 @@ class CostTable:
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """The table that `to_dict` gave.
+        """A new table from what `to_dict` gave.
 
         Raises:
-            ValueError: where it is none, or holds what no table would.
+            ValueError: it is not of that form, has too many entries, or a number out of its range.
         """
         try:
             return cls._read(values)
@@ -429,7 +469,7 @@ class CostTable:
 
     @classmethod
     def _read(cls, values: Any) -> Self:
-        """As `from_dict`, but malformed values may raise what Python raises."""
+        """As `from_dict`, but values of another form may raise TypeError, KeyError and the like."""
         table = cls()
         table.bank = _checked_number(values["bank"], 0.0, BANK_MOST)
         table.noise = _checked_number(values["noise"], 0.0, MAX_NOISE)
@@ -449,7 +489,11 @@ class CostTable:
 
 
 def _checked_number(value: Any, low: float, high: float) -> float:
-    """`value` if it is a finite number, and no bool, from `low` to `high`; else a ValueError."""
+    """`value` as it is, if it is a number from `low` to `high`.
+
+    Raises:
+        ValueError: it is none, a bool, not finite, or beyond.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"no number: {value!r}")
     if not (math.isfinite(value) and low <= value <= high):

@@ -36,7 +36,7 @@ class Offer(Protocol):
 
     Attributes:
         drafter: its registered name.
-        shapes: what it can draft, the fewest nodes first.
+        shapes: what it can draft, the fewest nodes first; may be empty.
         cost_name: the name under which costs of its calls are kept: the drafter's, or `ROWS`.
         needs_host_tokens: whether the call under way has to be read before it drafts.
     """
@@ -90,12 +90,13 @@ class CurveOffer:
 
     @classmethod
     def of_curve(cls, largest: DraftShape, tokens_by_nodes: Mapping[int, float]) -> Self:
-        """Trees of every number of nodes, by what is known of some.
+        """Trees of every number of nodes from 2 on, by what is known of some.
 
         Args:
-            largest: what the drafter can draft at most; a chain has a level fewer than nodes.
-            tokens_by_nodes: tokens that a call advances by, by nodes (2 or more); for numbers
-                between, interpolated.
+            largest: what the drafter can draft at most; a tree of fewer nodes has one level fewer
+                than nodes, if `largest` has as many.
+            tokens_by_nodes: tokens that a call advances by, by nodes (2 or more); numbers between
+                are interpolated, and none is offered beyond the largest of these.
         """
         known = {1: 1.0, **tokens_by_nodes}
         counts = sorted(known)
@@ -177,8 +178,12 @@ class ChainOffer:
 
     @cached_property
     def shapes(self) -> Sequence[DraftShape]:
-        """Chains of the sizes in `CHAIN_NODES` and of the largest, fewest nodes first; only those
-        that the tokens that follow fill by half or more."""
+        """Chains of the sizes in `CHAIN_NODES` below the largest, and the largest; fewest nodes
+        first.
+
+        Only those of fewer than twice as many nodes as the root and the tokens that follow, or that
+        the largest has levels for.
+        """
         most = min(self.following, self.largest.levels)
         counts = [nodes for nodes in CHAIN_NODES if nodes < self.largest.nodes]
         return [
@@ -188,7 +193,11 @@ class ChainOffer:
         ]
 
     def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
-        """The sum over levels of the probability that all tokens down to there are accepted."""
+        """Drafted tokens of `shape` that should be accepted.
+
+        The sum, over the levels that have a token, of the probability that all tokens down to there
+        are accepted; `ratio_of` gives each one's.
+        """
         likely = 1.0
         accepted = 0.0
         for level in range(self._depth(shape)):
@@ -202,7 +211,10 @@ class ChainOffer:
             yield AcceptanceCount(*self._ratio(level), float(level < accepted), 1.0)
 
     def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
-        """The probability that the next `tokens` are the chain's first, and what is left of it."""
+        """The probability that the next `tokens` are the chain's first, and the offer then.
+
+        Its match is longer by `tokens`, and so many fewer follow, 0 at least.
+        """
         likely = 1.0
         for level in range(tokens):
             likely *= ratio_of(*self._ratio(level))

@@ -22,7 +22,7 @@ import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from ..errors import InputError, first_line, require
-from ..loading.files import account_for, clear_leftovers, new_file
+from ..loading.files import atomic_file, check_tensors, delete_unfinished_files
 from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
 from ..model.layer_state import Rows
@@ -106,7 +106,7 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
             name: (*array.shape[:2], len(tokens), array.shape[3])
             for name, array in _arrays_by_name(like).items()
         }
-        account_for(arrays, shapes, path)
+        check_tensors(arrays, shapes, path)
     except (RuntimeError, OSError) as error:
         found = f"{path} cannot be read ({first_line(error)})"
         raise InputError(found, expected=_WHOLE, do=_DO) from error
@@ -178,7 +178,7 @@ def write_prompt(path: Path, key: CacheKey, tokens: Tokens, cache: TreeCache, ru
     def save() -> None:
         mx.save_safetensors(file, _arrays_by_name(cache.rows(len(tokens))), metadata)
 
-    with new_file(path, mode=0o600) as file:
+    with atomic_file(path, mode=0o600) as file:
         run(save)
 
 
@@ -253,7 +253,7 @@ class PromptFolder:
         if size > self.max_bytes:
             return
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        clear_leftovers(self.path)
+        delete_unfinished_files(self.path)
         self._make_room(size)
         name = sha256(repr((key, tokens)).encode()).hexdigest()[:32]
         target = self.path / f"{name}.safetensors"
@@ -278,4 +278,4 @@ class PromptFolder:
         paths = [path for path, _ in self.files()]
         for path in paths:
             path.unlink(missing_ok=True)
-        return [*paths, *clear_leftovers(self.path)]
+        return [*paths, *delete_unfinished_files(self.path)]

@@ -28,7 +28,11 @@ BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of the server command."""
+    """Parse the options of `python -m ssmlx.server`.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
     parser = options.make_parser(
         PROG,
         "Serve a language model over HTTP, sped up by speculative decoding.",
@@ -87,7 +91,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_keys(path: Path | None) -> list[bytes]:
-    """Return the keys of a file, one a line, each once; no keys without a file.
+    """Return the keys of a file, one a line, each once, in their order; no keys without a file.
 
     Raises:
         InputError: the file is empty, cannot be read, or others than its owner may read it.
@@ -103,7 +107,7 @@ def read_keys(path: Path | None) -> list[bytes]:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0 takes any that is free.
+    """Return a TCP socket that listens; port 0 takes any that is free.
 
     Raises:
         InputError: nothing can listen there.
@@ -121,10 +125,15 @@ def listen_at(host: str, port: int) -> socket.socket:
 def make_prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
     """Make a prompt cache for each key, or one for all where there are no keys.
 
+    They share 4 GiB of disk evenly.
+
     Args:
-        folder: where prompts are kept on disk, in folders named by the keys' hashes; None for
-            memory alone.
+        folder: where prompts are kept on disk, in folders named by the keys' hashes, or in itself
+            without keys; None for memory alone.
         keys: API keys.
+
+    Returns:
+        `PromptCache` objects, in the order of the keys.
     """
     from ..prompt_cache import PromptCache
 
@@ -139,10 +148,10 @@ def models_by_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
     Args:
         name: of the model.
         adapters: those of --adapter. Each gets the name `name:adapter`; "auto" or "none" says what
-        `name` itself has.
+            `name` itself has.
 
     Returns:
-        Adapters by name; None stands for the one that a chat takes.
+        Adapters by name, `name` first; None stands for the one that a chat takes.
 
     Raises:
         InputError: two adapters have the same name, or both "auto" and "none" are given.
@@ -161,7 +170,12 @@ def models_by_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
 
 
 def _main(args: argparse.Namespace) -> None:
-    """Load the model, then serve until the process is stopped."""
+    """Load the model, time what drafting costs, then serve until the process is stopped.
+
+    Raises:
+        InputError: an option is wrong, a package is missing, nothing can listen at the address, or
+            the model cannot be loaded.
+    """
     config = options.generate_config(args)
     keys = read_keys(args.api_keys)
     drafter: options.DrafterOption = args.drafter
@@ -208,8 +222,12 @@ def _main(args: argparse.Namespace) -> None:
     print(*lines, sep="\n", flush=True)
 
     class Server(uvicorn.Server):
+        """uvicorn's server, which cancels open answers before it waits for their requests to
+        end.
+        """
+
         async def shutdown(self, sockets: Any = None) -> None:
-            """Answers end before their requests are waited for."""
+            """Cancel open answers, and free the engine, before the requests are waited for."""
             await asyncio.to_thread(handler.close)
             await super().shutdown(sockets)
 
@@ -219,7 +237,15 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def _print_address(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
-    """Print where the server listens, its models, and an example request."""
+    """Print where the server listens, its models, and an example request.
+
+    Without a key, an address that other machines reach is followed by a warning.
+
+    Args:
+        sock: that listens.
+        models: names of models.
+        needs_key: whether requests need a key.
+    """
     host, port = sock.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     headers = "-H 'Content-Type: application/json'"

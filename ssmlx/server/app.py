@@ -78,7 +78,10 @@ _log = logging.getLogger("ssmlx")
 
 @dataclass(frozen=True)
 class Routes:
-    """The handlers of all routes, with the checks of host, origin and API key."""
+    """The handlers of all routes, with the checks of host, origin and API key.
+
+    `hosts` are names of this server in lower case; without `keys` nobody needs one.
+    """
 
     handler: RequestHandler
     config: GenerateConfig
@@ -86,7 +89,11 @@ class Routes:
     keys: Sequence[bytes]
 
     async def get(self, request: Request) -> Response:
-        """Answer GET of the page, /health, /metrics and the list of models."""
+        """Answer GET of the page, /health, /metrics and the list of models.
+
+        Raises:
+            HTTPException: the host, origin or key is refused.
+        """
         self._checked_user(request)
         match request.url.path:
             case "/":
@@ -101,7 +108,11 @@ class Routes:
         return JSONResponse({"object": "list", "data": [*map(self._model_entry, names)], **pages})
 
     async def get_model(self, request: Request) -> Response:
-        """Answer GET of one model; an unknown one raises a 404."""
+        """Answer GET of one model.
+
+        Raises:
+            HTTPException: the model is unknown (404), or the host, origin or key is refused.
+        """
         self._checked_user(request)
         name = request.path_params["name"]
         if name not in self.handler.models:
@@ -109,7 +120,11 @@ class Routes:
         return JSONResponse(self._model_entry(name))
 
     def _model_entry(self, name: str) -> dict[str, Any]:
-        """A model's object, with the fields that OpenAI's, Anthropic's and vLLM's clients read."""
+        """Return a model's object, with the fields that OpenAI's, Anthropic's and vLLM's clients
+        read.
+
+        Times are the epoch, as a model has none here.
+        """
         size = self.handler.context_length
         return {
             "id": name,
@@ -133,8 +148,11 @@ class Routes:
     async def post(self, request: Request) -> Response:
         """Answer a POST: a whole answer, a stream of it, or a count of tokens.
 
+        Names of fields that are ignored go into the header `X-Ignored-Fields`.
+
         Raises:
-            HTTPException: the content type is not JSON (415), or the model is unknown (404).
+            HTTPException: the content type is not JSON (415), the model is unknown (404), the body
+                is too large (413) or too slow (408), or the host, origin or key is refused.
             InputError: the request cannot be followed.
         """
         user = self._checked_user(request)
@@ -157,13 +175,13 @@ class Routes:
         return reply
 
     def _checked_user(self, request: Request) -> int:
-        """Return the index of the request's API key; 0 where none is needed.
+        """Return the index of the request's API key in `keys`; 0 where none is needed.
 
         `Host` and `Origin` have to be names of this server, so that a page of another site, whose
-        name may resolve to this machine, cannot use it.
+        name may resolve to this machine, cannot use it. A request without `Origin` passes.
 
         Raises:
-            HTTPException: host or origin is unknown (403), or the key is wrong (401).
+            HTTPException: host or origin is unknown (403), or the key is wrong or missing (401).
         """
         headers = request.headers
         if not self._is_known_host("//" + headers.get("host", "")):
@@ -181,17 +199,19 @@ class Routes:
         return same.index(True)
 
     def _is_known_host(self, address: str) -> bool:
-        """Whether the host name of a URL is one of this server's."""
+        """Whether the host name of a URL is one of this server's; False where it is no URL. The
+        port is not looked at.
+        """
         with suppress(ValueError):
             return urlsplit(address).hostname in self.hosts
         return False
 
     async def _read_json_body(self, request: Request) -> dict[str, Any]:
-        """Return the body, a JSON object.
+        """Return the body of a request, a JSON object.
 
         Raises:
-            InputError: it is none.
-            HTTPException: it took too long (408), or is too large (413).
+            InputError: it is none, or the client has gone.
+            HTTPException: it took more than `limits.wait` seconds (408), or is too large (413).
         """
         try:
             async with asyncio.timeout(self.handler.limits.wait):
@@ -212,7 +232,8 @@ class Routes:
         that still sends reads no answer.
 
         Raises:
-            HTTPException: it is too large (413).
+            HTTPException: it has more than `limits.body` bytes (413).
+            ClientDisconnect: the client has gone.
         """
         limit = self.handler.limits.body
         pieces = []
@@ -228,20 +249,23 @@ class Routes:
         return b"".join(pieces)
 
     async def error_response(self, request: Request, failure: Exception) -> Response:
-        """Turn an exception into an error response, and count it."""
+        """Turn an exception into an error response with its status, and count it by that."""
         told = _as_http_error(failure)
         self.handler.metrics.refused.labels(told.status_code).inc()
         return JSONResponse(_error_object(told), status_code=told.status_code, headers=told.headers)
 
 
 def _header_text(names: Sequence[str]) -> str:
-    """At most 20 names of fields for a header: ASCII, 40 characters each, others as `?`."""
+    """Return names of fields for a header: at most 20, of 40 characters each.
+
+    Characters other than ASCII letters, digits, `_`, `.` and `-` become `?`.
+    """
     plain = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:40] for name in names]
     return ", ".join(plain[:20])
 
 
 def _as_http_error(failure: Exception) -> HTTPException:
-    """The HTTP error for an exception.
+    """Return the HTTP error for an exception; one that is an HTTP error stays.
 
     Input errors become 400, no memory 503, a timeout 504, and all else 500 without its message.
     """
@@ -267,7 +291,7 @@ def _as_http_error(failure: Exception) -> HTTPException:
 
 
 def _error_object(told: HTTPException) -> dict[str, Any]:
-    """The JSON object of an error, with the fields of OpenAI's and of Anthropic's."""
+    """Return the JSON object of an error, with the fields of OpenAI's and of Anthropic's."""
     usual = "api_error" if told.status_code >= 500 else "invalid_request_error"
     error = {"message": told.detail, "param": None, "code": None}
     if isinstance(told, DetailedHTTPException):
@@ -289,6 +313,14 @@ class AnswerResponse(StreamingResponse):
     def __init__(
         self, handler: RequestHandler, ask: AnswerRequest, writer: ResponseWriter, user: int
     ) -> None:
+        """Prepare the response; the answer begins when it is sent.
+
+        Args:
+            handler: answers the request.
+            ask: the request; its `stream` decides the form.
+            writer: writes the answer's parts in the API's form.
+            user: index of the API key.
+        """
         self._limits = handler.limits
         self._parts = handler.parts(ask, user)
         self._writer = writer
@@ -302,10 +334,16 @@ class AnswerResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        """Send the answer.
+        """Send the answer, as events or as one object.
 
         An error before the first byte is raised, so that it gets a status; a later one is sent as
-        an event `error`.
+        an event `error`, and logged where it is none of the client's.
+
+        Args:
+            send: of ASGI.
+
+        Raises:
+            ClientDisconnect: the client has gone, or does not take what is sent.
         """
         try:
             async with aclosing(self._parts), asyncio.timeout(self._limits.time):
@@ -324,7 +362,11 @@ class AnswerResponse(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _items_with_keep_alive(self, send: Send) -> AsyncIterator[StreamItem]:
-        """Yield all items; of a stream, send the headers or a keep-alive at each `Waiting`."""
+        """Yield all items of the answer.
+
+        At each `Waiting` of a stream, send the headers where nothing was sent yet, else a
+        keep-alive.
+        """
         async for part in self._parts:
             if self._stream and isinstance(part, Waiting):
                 text = self._writer.keep_alive(part) if self._is_begun else ""
@@ -357,7 +399,9 @@ def _event(name: str | None, data: Mapping[str, Any] | str) -> str:
 
 @cache
 def _page() -> Response:
-    """The chat page, with a policy that lets only its own script and style run."""
+    """Return the chat page, with a policy that lets only its own script and style run; it is read
+    once.
+    """
     page = Path(__file__).with_name("page.html").read_bytes()
     found = re.findall(rb"<(style|script)>(.*?)</\1>", page, re.DOTALL)
     sums = [base64.b64encode(sha256(block).digest()).decode() for _, block in found]
@@ -374,14 +418,14 @@ def make_app(
 ) -> Starlette:
     """Make the ASGI application of the server.
 
+    Pages of this machine may use it from any port (CORS).
+
     Args:
         handler: answers the requests.
-        config: settings for what a request does not say; its `max_tokens` is a maximum.
+        config: settings for what a request does not say; its `max_tokens` is a maximum. None for
+            the defaults.
         hosts: names by which the server may be addressed, in lower case.
         keys: API keys; without any, nobody needs one.
-
-    Returns:
-        The application.
     """
     routes = Routes(handler, config or GenerateConfig(), hosts, keys)
     failures = (Exception, HTTPException, InputError, TimeoutError)

@@ -33,14 +33,16 @@ class Choice:
         tokenizer: TokenizerWrapper,
         user: int,
     ) -> None:
-        """Args:
-        ask: the request.
-        number: of this choice among all of the request; those of one prompt follow each other.
-        prompt: what is answered.
-        config: the request's settings. The choice's seed is theirs plus its number of the
-            prompt.
-        tokenizer: of the model.
-        user: whose prompt cache is used.
+        """Begin a choice; nothing is decoded yet.
+
+        Args:
+            ask: the request.
+            number: of this choice among all of the request; those of one prompt follow each other.
+            prompt: what is answered.
+            config: the request's settings. The choice's seed is theirs plus its number among those
+                of its prompt.
+            tokenizer: of the model.
+            user: index of the prompt cache that is used.
         """
         own = number % ask.choices
         self.ask = ask
@@ -53,22 +55,32 @@ class Choice:
         self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
 
     def read(self, said: GenerationResponse) -> list[Part]:
-        """Return the parts that one response adds; at least one, which may be an empty text."""
+        """Return the parts that one response adds; at least one, which may be an empty text.
+
+        The first one has the response's token count and log probabilities.
+
+        Args:
+            said: the next response of the answer.
+        """
         # A text completion tells its end token, too, as OpenAI's and vLLM's do.
         told = segment_logprobs(self._tokenizer, said, with_end=not self.ask.is_chat)
         return self._with_number(self._parser.read(TextPart(said.text, len(said.tokens), told)))
 
     def finish(self, last: GenerationResponse) -> list[Part]:
-        """Return the parts that were still held back, and the `ChoiceEnd`."""
+        """Return the parts that were still held back, and last the `ChoiceEnd`.
+
+        Args:
+            last: the answer's last response, which was read already.
+        """
         reason: Any = "stop" if last.finish_reason == "stop" else "length"
         num_predicted = len(self.config.prompt_lookup.reference)
         return self._with_number(self._parser.read(ChoiceEnd(reason, last, num_predicted)))
 
     def with_scoring_time(self, last: GenerationResponse) -> GenerationResponse:
-        """Return `last` with the time that scoring its prompt took in `prefill_seconds`.
+        """Return `last` with the time that scoring its prompt took added to its `prefill_seconds`.
 
-        Only the first choice of a scored prompt is changed; its `cached_tokens` become 0, as the
-        score processed the whole prompt for it.
+        Only for the first choice of a scored prompt; its `cached_tokens` become 0, as the score
+        processed the whole prompt for it. Else `last` is returned as it is.
         """
         if self.prompt.logprobs is None or not self.is_first:
             return last
@@ -90,6 +102,16 @@ class AnswerParser:
     def __init__(
         self, tokenizer: TokenizerWrapper, ask: AnswerRequest, prompt: Sequence[int] = ()
     ) -> None:
+        """Begin a text, inside of reasoning where the prompt's end opens it.
+
+        A text completion, or an answer that follows a grammar other than a forced call's, is not
+        split.
+
+        Args:
+            tokenizer: of the model; knows its markers and its parser of calls.
+            ask: the request.
+            prompt: token ids of the prompt.
+        """
         self._tokenizer = tokenizer
         self._tools = ask.tools
         self._most_calls = None if ask.parallel_calls else 1
@@ -112,8 +134,9 @@ class AnswerParser:
         """Return the parts of the next piece of text, or of the end of the answer.
 
         Of a piece there is at least one part. The first one has the piece's token count and log
-        probabilities. At the end, text that was held back comes first; `reason` is "tool_calls" if
-        the answer stopped by itself and has called a tool.
+        probabilities, unless it is a call. At the end, text that was held back comes first, and the
+        end last; its `reason` is "tool_calls" if the answer stopped by itself and has called a
+        tool.
         """
         if isinstance(part, TextPart):
             self._state, segments = TextStateMachine.split(self._state, part.text)
@@ -131,7 +154,10 @@ class AnswerParser:
         return [*found, replace(part, reason="tool_calls") if is_call else part]
 
     def _parts_of_segments(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
-        """Return the parts of (state, text) segments of mlx-lm's state machine."""
+        """Return the parts of (state, text) segments of mlx-lm's state machine.
+
+        Text of a call is collected, and parsed when the call's segments end.
+        """
         found: list[Part] = []
         for name, text in segments:
             if name != self._name:
@@ -154,9 +180,9 @@ class AnswerParser:
             is_cut: whether the answer was cut inside of it, so that it cannot be a whole call.
 
         Returns:
-            The calls, or the text as a part where they cannot be parsed; nothing for white space,
-            or for
-            further calls where the request allows one.
+            The calls. Where the text cannot be parsed, is cut, or the request has no tools: the
+            text as one part, without its markers; nothing where it is white space. Nothing, too,
+            for every call behind the first where the request allows only one.
         """
         text = self._call
         self._call = ""
@@ -176,6 +202,10 @@ class AnswerParser:
 
 def _checked_call(parsed: Mapping[str, Any]) -> ToolCallPart:
     """Make a part of what mlx-lm's parser returned, with an id if it has none.
+
+    Args:
+        parsed: "name", "arguments" (an object or its JSON text; none count as an empty object), and
+            perhaps "id".
 
     Raises:
         Exception: of any type, where that is no call with a name and an object of arguments.

@@ -13,6 +13,12 @@ class AnswerSlots:
     """A semaphore for open answers, over all requests, whose count a gauge shows."""
 
     def __init__(self, count: int, gauge: Gauge) -> None:
+        """Make all slots free.
+
+        Args:
+            count: how many there are.
+            gauge: shows how many are taken.
+        """
         self._free = asyncio.Semaphore(count)
         self._gauge = gauge  # shows how many are taken
 
@@ -40,8 +46,10 @@ class RequestSlots:
     """
 
     def __init__(self, slots: AnswerSlots) -> None:
-        """Args:
-        slots: those of the server, one of which was already taken for this request.
+        """Begin with the slot that the request was admitted with.
+
+        Args:
+            slots: those of the server, one of which was already taken for this request.
         """
         self._slots = slots
         self._has_first = True
@@ -49,7 +57,10 @@ class RequestSlots:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
-        """Hold one slot inside the block; waits for it first."""
+        """Wait for a slot, hold it inside the block, and free it.
+
+        The first block gets the slot that the request was admitted with.
+        """
         async with self._turn:
             if not self._has_first:
                 await self._slots.take()
@@ -60,7 +71,7 @@ class RequestSlots:
             self._slots.give_back()
 
     def close(self) -> None:
-        """Give the first place back, if no answer came for it."""
+        """Free the slot that the request was admitted with, if no answer took it."""
         if self._has_first:
             self._slots.give_back()
         self._has_first = False
@@ -73,8 +84,9 @@ class PromptProgress:
         self._counts: dict[int, tuple[int, int]] = {}
 
     def of(self, number: int) -> Callable[[int, int], None]:
-        """Return the progress callback, called with (tokens done, tokens in all), of answer
-        `number`."""
+        """Return a callback for the progress of answer `number`; it is called with (tokens done,
+        tokens in all).
+        """
 
         def tell(done: int, total: int) -> None:
             self._counts[number] = done, total
@@ -82,7 +94,7 @@ class PromptProgress:
         return tell
 
     def waiting(self) -> Waiting:
-        """The sums over all answers, as a `Waiting`."""
+        """Return a `Waiting` with the sums over all answers whose progress was told."""
         counts = self._counts.values()
         return Waiting(sum(done for done, _ in counts), sum(total for _, total in counts))
 
@@ -128,7 +140,9 @@ async def merge_answers(
 async def _put_parts(
     answer: AsyncGenerator[StreamItem], queue: asyncio.Queue[StreamItem | Exception | None]
 ) -> None:
-    """Put an answer's parts into the queue; at its end None, or the error that ended it."""
+    """Put an answer's parts into the queue; at its end None, or the error that ended it. The answer
+    is closed.
+    """
     try:
         async with aclosing(answer):
             async for part in answer:

@@ -98,14 +98,15 @@ _INSTEAD = {
 
 
 def check_fields(path: str, body: Body) -> Sequence[str]:
-    """Check a request's fields by the rule at the head of this file.
+    """Check a request's fields by the rule at the head of this file; values of followed fields are
+    not looked at.
 
     Args:
-        path: of the route.
+        path: of the route, one of `FOLLOWED`.
         body: the request.
 
     Returns:
-        The names of unknown fields, which are ignored.
+        The names of fields that this route neither follows nor refuses; they are ignored.
 
     Raises:
         RequestError: a field is known and cannot be followed, and its value asks for something.

@@ -22,7 +22,8 @@ STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separa
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return llguidance's grammar of JSON that follows a schema; {} stands for any object.
+    """Return llguidance's grammar of JSON in one line that follows a schema; {} stands for any
+    object.
 
     Objects may have only the properties that the schema names, unless it says otherwise.
 
@@ -39,7 +40,11 @@ def _json_form(value: Any) -> str:
 
 
 def _choice_form(value: Any) -> str:
-    """The grammar of one of several texts."""
+    """Return the grammar of one of several texts.
+
+    Raises:
+        ValueError: it is no list of texts, or one is empty.
+    """
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise ValueError("it is no list of texts")
     return grammar_from("choice", json.dumps(value))
@@ -67,7 +72,8 @@ _FIELDS = {
 def read_grammar(body: Body) -> str | None:
     """Return the llguidance grammar that a request asks for, or None.
 
-    The fields are `response_format`, `structured_outputs`, and those of `_FIELDS`.
+    The fields are `response_format`, `structured_outputs`, and those of `_FIELDS`. Whether
+    llguidance can follow the grammar is found out by `grammar_mask`.
 
     Raises:
         RequestError: there are several forms, or one is of an unknown kind or broken.
@@ -97,7 +103,7 @@ def read_grammar(body: Body) -> str | None:
 
 
 def _response_format_schema(form: Body) -> Body | None:
-    """Return the JSON schema of a `response_format`: {} for any object, None for text.
+    """Return the JSON schema of a `response_format`: {} for any object, None for text or no format.
 
     Raises:
         RequestError: its type is unknown, or `json_schema` has no schema.
@@ -114,7 +120,12 @@ def _response_format_schema(form: Body) -> Body | None:
 
 
 def _unsupported_form(name: str | None, why: str) -> RequestError:
-    """Make the error for a form that llguidance cannot follow; `why` is its message."""
+    """Make the error for a form that llguidance cannot follow.
+
+    Args:
+        name: the request's field; None where it is not known.
+        why: llguidance's message.
+    """
     found = f"{name or 'the form of the answer'} cannot be followed: {why}"
     return RequestError(name, found, "one that llguidance knows", "simplify it")
 
@@ -122,9 +133,14 @@ def _unsupported_form(name: str | None, why: str) -> RequestError:
 def grammar_mask(tokenizer: TokenizerWrapper, grammar: str) -> Mask:
     """Return a function that masks logits so that an answer follows a grammar.
 
-    Given an answer's tokens so far and the logits of the next one, it sets the logits of tokens
-    that would leave the grammar to -inf. After a complete text only end tokens are allowed. It may
-    be called again with fewer tokens, which takes the rest back.
+    Given an answer's tokens so far and the logits [V] of the next one, it returns these with -inf
+    for tokens that would leave the grammar. After a complete text only end tokens are allowed. It
+    may be called again with fewer tokens, which takes the rest back. It has a state of its own: one
+    function for one answer.
+
+    Args:
+        tokenizer: of the model.
+        grammar: of llguidance.
 
     Raises:
         RequestError: llguidance cannot follow the grammar.
@@ -135,7 +151,7 @@ def grammar_mask(tokenizer: TokenizerWrapper, grammar: str) -> Mask:
     num_known = 0
 
     def constrained(tokens: Sequence[int], logits: mx.array) -> mx.array:
-        """Mask the logits [V] of the token after `tokens`, the answer so far."""
+        """Return the logits [V] of the token after `tokens`, the whole answer so far, masked."""
         nonlocal num_known
         matcher.rollback(max(0, num_known - len(tokens)))
         matcher.consume_tokens([*tokens[num_known:]])

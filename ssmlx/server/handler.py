@@ -27,7 +27,9 @@ from .requests import AnswerRequest, DetailedHTTPException, StreamItem, TextPart
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one server: open answers, waiting requests, seconds and bytes."""
+    """Bounds of one server: open answers, waiting requests, seconds and bytes. One that is out of
+    range raises InputError.
+    """
 
     open: int = setting(8, least=1, option="--max-open")  # answers at once
     waiting: int = setting(64, least=0, option="--max-waiting")  # requests that wait for that
@@ -45,6 +47,7 @@ class Metrics:
     """The Prometheus counters of one server, over all users."""
 
     def __init__(self) -> None:
+        """Make the counters, all at 0, in a registry of their own."""
         own = self.registry = CollectorRegistry()
         self.refused = Counter("ssmlx_refused", "Requests, by status.", ["status"], registry=own)
         self.waiting = Gauge("ssmlx_waiting", "Requests that wait.", registry=own)
@@ -54,13 +57,19 @@ class Metrics:
         self._counts = Counter("ssmlx_tokens", "Tokens, and target calls.", ["kind"], registry=own)
 
     def watch(self, pool: MemoryPool) -> None:
-        """Report a pool's bytes from now on: of running answers, of kept prompts, and the limit."""
+        """Report a pool's bytes whenever metrics are asked for: of running answers, of kept
+        prompts, and the limit.
+        """
         self._memory.labels("running").set_function(lambda: pool.running)
         self._memory.labels("kept").set_function(lambda: pool.kept)
         self._memory.labels("limit").set_function(lambda: pool.limit)
 
     def add(self, last: GenerationResponse) -> None:
-        """Count an answer's tokens, target calls and seconds of prefill, by its last response."""
+        """Count an answer that has ended: its tokens, target calls and seconds of prefill.
+
+        Args:
+            last: the answer's last response.
+        """
         self._prefill.observe(last.prefill_seconds)
         self._counts.labels("prompt").inc(last.prompt_tokens)
         self._counts.labels("cached").inc(last.cached_tokens)
@@ -82,6 +91,9 @@ class RequestHandler:
     any_model: bool = False  # whether the first model answers for names that are not known
 
     def __post_init__(self) -> None:
+        """Take the engine's context length, begin to count, and give all users the engine's prompt
+        cache where no caches are given.
+        """
         self.context_length: int | None = self.engine.model().backbone.context_length
         self.prompts = self.prompts or (self.engine.prompt_cache,)
         self.reader = PromptReader(self.engine, self.models, self.template_args)
@@ -91,13 +103,15 @@ class RequestHandler:
         self._waiting = 0
 
     def close(self) -> None:
-        """Cancel open answers, write prompts that are kept on disk, free the engine's memory."""
+        """Close the engine, which cancels open answers and frees its memory; then write prompts
+        that are kept on disk.
+        """
         self.engine.close()
         for one in self.prompts:
             one.close()
 
     def named(self, ask: AnswerRequest) -> AnswerRequest:
-        """Return the request with a known model's name.
+        """Return the request with the name of a model that is known here.
 
         A request without a name gets the first model; so does one with an unknown name if
         `any_model`.
@@ -114,7 +128,7 @@ class RequestHandler:
         return replace(ask, model=name)
 
     def unknown_model(self, name: str) -> HTTPException:
-        """Make the 404 error for an unknown model; it lists the known ones."""
+        """Make the 404 error for an unknown model, without raising it; it lists the known ones."""
         found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
@@ -123,14 +137,19 @@ class RequestHandler:
         return self.reader.prepare(ask)
 
     async def parts(self, ask: AnswerRequest, user: int = 0) -> AsyncGenerator[StreamItem]:
-        """The parts of all choices as they come; to close the generator cancels them.
+        """Yield the parts of all choices as they come; to close the generator cancels them.
 
-        Before anything else comes `Waiting`, once it is known that the request can be followed.
+        Where anything is generated, a `Waiting` says that the first choice has begun; only an
+        echoed prompt may come before it. Another one comes after each silence.
+
+        Args:
+            ask: the request, with a known model's name.
+            user: index of the prompt cache.
 
         Raises:
             InputError: it cannot be followed.
             NoRoomError: there is no memory for it.
-            HTTPException: too many others wait.
+            HTTPException: too many others wait, or the server is being stopped (503).
         """
         await self._take_first_slot()
         slots = RequestSlots(self._slots)
@@ -153,13 +172,20 @@ class RequestHandler:
     async def _answer(
         self, choice: Choice, slots: RequestSlots, progress: Progress
     ) -> AsyncGenerator[StreamItem]:
-        """Yield the parts of one choice.
+        """Yield the parts of one choice; the last one is its `ChoiceEnd`.
 
         A choice waits until the first choice of the same prompt has processed that prompt, so that
-        it finds it in the prompt cache. It then waits for a slot.
+        it finds it in the prompt cache. It then waits for a slot. Its tokens are counted in the
+        end.
+
+        Args:
+            choice: to answer.
+            slots: of the request.
+            progress: is told the prompt's tokens.
 
         Raises:
             HTTPException: the server is being stopped (503).
+            InputError, NoRoomError: the engine refuses the choice.
         """
         prompt = choice.prompt
         if not choice.is_first:
@@ -191,7 +217,12 @@ class RequestHandler:
     async def _prompt_text(self, choice: Choice, progress: Progress) -> TextPart:
         """Return the prompt as the first part of a choice that echoes it.
 
-        Where log probabilities are wanted, the prompt is scored first, once for all of its choices.
+        Where log probabilities are wanted, the prompt is scored first, once for all of its choices;
+        the part then has them.
+
+        Args:
+            choice: whose prompt it is.
+            progress: is told the prompt's tokens while it is scored.
 
         Raises:
             HTTPException: the server is being stopped (503).
@@ -208,10 +239,12 @@ class RequestHandler:
         return TextPart(prompt.text, 0, prompt.logprobs, choice.number)
 
     async def _take_first_slot(self) -> None:
-        """Wait for the slot of a request's first answer, first come, first served.
+        """Wait for the slot of a request's first answer, first come, first served; the caller has
+        to give it back.
 
         Raises:
-            HTTPException: too many requests wait, or none ended within `limits.wait` seconds (503).
+            HTTPException: too many requests wait, or no slot got free within `limits.wait` seconds
+                (503).
         """
         if self._slots.is_full and self._waiting >= self.limits.waiting:
             raise HTTPException(503, "too many requests wait already; try again later", AGAIN)
@@ -226,7 +259,7 @@ class RequestHandler:
             self._waiting -= 1
 
     def _open_answer(self, choice: Choice, progress: Progress) -> Answer[GenerationResponse]:
-        """Begin a choice's answer in the engine.
+        """Begin a choice's answer in the engine, and return it.
 
         Raises:
             HTTPException: the server is being stopped.
@@ -250,6 +283,10 @@ class RequestHandler:
         """Begin to score a choice's prompt: the log probability of each of its tokens.
 
         The processed prompt goes into the prompt cache if the choice generates tokens after it.
+
+        Raises:
+            HTTPException: the server is being stopped.
+            InputError, NoRoomError: the engine refuses it.
         """
         self.reader.check_open()
         return self.engine.score(

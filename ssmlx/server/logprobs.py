@@ -23,8 +23,8 @@ def segment_logprobs(
         with_end: whether an end token, which is not in the text, has an entry too.
 
     Returns:
-        An entry for each token, with the likeliest tokens at its place; None where the response has
-        no log probabilities.
+        An entry for each token, with the likeliest tokens at the same position; None where the
+        response has no log probabilities.
     """
     if said.logprobs is None:
         return None
@@ -35,12 +35,12 @@ def segment_logprobs(
 def prompt_logprobs(
     tokenizer: TokenizerWrapper, first: int, others: Sequence[TokenLogprobs]
 ) -> list[dict[str, Any]]:
-    """Return the entries of a prompt's tokens.
+    """Return an entry for each of a prompt's tokens.
 
     Args:
         tokenizer: of the model.
         first: the id of the first token, whose entry has no log probability.
-        others: those of the other tokens.
+        others: the log probabilities of the other tokens, in their order.
     """
     text = tokenizer.decode([first])
     own = {"token": text, "logprob": None, "bytes": _utf8_bytes(text), "top_logprobs": None}
@@ -50,7 +50,7 @@ def prompt_logprobs(
 def _logprob_entries(
     tokenizer: TokenizerWrapper, logprobs: Sequence[TokenLogprobs]
 ) -> list[dict[str, Any]]:
-    """An entry for each token, with those of the likeliest tokens at its place."""
+    """Return an entry for each token, with those of the likeliest tokens at the same position."""
     shape = _entry_maker(tokenizer)
     return [
         {**shape(one.token, one.logprob), "top_logprobs": [shape(*other) for other in one.top]}
@@ -59,7 +59,11 @@ def _logprob_entries(
 
 
 def _entry_maker(tokenizer: TokenizerWrapper) -> Callable[[int, float], dict[str, Any]]:
-    """Return a function from (token id, log probability) to an entry: text, number and bytes."""
+    """Return a function from (token id, log probability) to an entry with "token", "logprob" and
+    "bytes".
+
+    A text that is no whole character has no bytes. Minus infinity becomes `LEAST`.
+    """
     (*_, anchor) = tokenizer.encode("a", add_special_tokens=False)
     before = len(tokenizer.decode([anchor]))
 
@@ -72,5 +76,7 @@ def _entry_maker(tokenizer: TokenizerWrapper) -> Callable[[int, float], dict[str
 
 
 def _utf8_bytes(text: str) -> list[int] | None:
-    """The UTF-8 bytes of a token's text; None for a part of a character, which has no text."""
+    """Return the UTF-8 bytes of a token's text; None for a part of a character, which has no
+    text.
+    """
     return None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]

@@ -44,14 +44,18 @@ _BLOCKS = {
 
 
 class _Turns(list[dict[str, Any]]):
-    """The turns of a chat, built from typed blocks. Blocks of one role in a row become one turn."""
+    """The turns of a chat, a list of messages, built from typed blocks.
+
+    Blocks of one role in a row become one turn; a tool's result is a turn of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
 
     def add(self, role: Any, block: Body) -> None:
-        """Add a block or item by its type, as `_BLOCKS` says; other types are texts.
+        """Add a block or item by its type, as `_BLOCKS` says; a type that is not listed there is
+        read as a text.
 
         Args:
             role: whose text it is, for types that do not say so.
@@ -67,18 +71,40 @@ class _Turns(list[dict[str, Any]]):
         getattr(self, does)(*fields)
 
     def add_text(self, role: Any, content: Any) -> None:
-        """Add text to a turn of `role`; "developer" counts as "system"."""
+        """Add text to the last turn if that is `role`'s, behind a blank line, else to a new one.
+
+        Args:
+            role: "developer" counts as "system".
+            content: a text, or a list of parts with text.
+
+        Raises:
+            RequestError: a part is no text.
+        """
         turn = self._turn_of("system" if role == "developer" else role)
         said = requests.content_text(content)
         turn["content"] = "\n\n".join(one for one in (turn["content"], said) if one)
 
     def add_reasoning(self, content: Any) -> None:
-        """Set what the assistant's turn thought; nothing for empty text."""
+        """Set what the assistant's turn thought, in the place of what was there; nothing for empty
+        text.
+
+        Raises:
+            RequestError: a part of it is no text.
+        """
         if thought := requests.content_text(content or ""):
             self._turn_of("assistant")["reasoning_content"] = thought
 
     def add_tool_call(self, id: Any, name: Any, arguments: Any) -> None:
-        """Add a call to the assistant's turn. `arguments` are an object, or its JSON text."""
+        """Add a call to the assistant's turn, the last one if it is the assistant's.
+
+        Args:
+            id: of the call, by which a result names it.
+            name: of the tool.
+            arguments: an object, or its JSON text.
+
+        Raises:
+            RequestError: one of them is missing or of another type.
+        """
         ok = isinstance(id, str) and isinstance(name, str) and isinstance(arguments, str | dict)
         requests.check_field(ok, f"a call of {quoted(name)}", "an id, a name and arguments")
         self._names[id] = name
@@ -87,10 +113,14 @@ class _Turns(list[dict[str, Any]]):
         calls.append({"id": id, "type": "function", "function": function})
 
     def add_tool_result(self, id: Any, content: Any) -> None:
-        """Add a turn with a tool's result.
+        """Add a turn with a tool's result, and the tool's name.
+
+        Args:
+            id: of the call.
+            content: a text, a list of parts with text, or None.
 
         Raises:
-            RequestError: no call before it has this id.
+            RequestError: no call before it has this id, or a part is no text.
         """
         is_known = isinstance(id, str) and id in self._names
         requests.check_field(is_known, f"a result of the call {quoted(id)}", "that call before it")
@@ -98,18 +128,19 @@ class _Turns(list[dict[str, Any]]):
         self.append({**told, "tool_call_id": id, "name": self._names[id]})
 
     def _turn_of(self, role: str) -> dict[str, Any]:
-        """The last turn if it is `role`'s, else a new one."""
+        """Return the last turn if it is `role`'s, else a new, empty one, which is added."""
         if not self or self[-1]["role"] != role:
             self.append({"role": role, "content": ""})
         return self[-1]
 
 
 def _read_tools(body: Body, schema: str) -> list[dict[str, Any]]:
-    """Return the `tools` of a request in the form that chat templates take.
+    """Return the `tools` of a request in the form that chat templates take, OpenAI's chat form.
 
     Args:
         body: the request.
-        schema: the field of a tool that has the JSON schema of its arguments.
+        schema: the field of a tool that has the JSON schema of its arguments; an empty one becomes
+            that of any object.
 
     Raises:
         RequestError: a tool has no schema, as the API's own server would run it, or no name.
@@ -132,12 +163,17 @@ def _read_tools(body: Body, schema: str) -> list[dict[str, Any]]:
 
 
 def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/messages (Anthropic) or to its token count.
+    """Read a request to /v1/messages (Anthropic) or to its token count; it becomes a chat
+    completion's.
 
     `max_tokens` may be missing, as it is in a token count.
 
+    Args:
+        body: the request.
+        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
+
     Raises:
-        RequestError: a field cannot be followed.
+        RequestError: a field cannot be followed; it has this API's name.
     """
     if body.get("thread") is not None:  # clients send the whole conversation then
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -168,11 +204,16 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
 
 
 def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/responses (OpenAI); it has to bring its whole conversation.
+    """Read a request to /v1/responses (OpenAI); it has to bring its whole conversation, and becomes
+    a chat completion's.
+
+    Args:
+        body: the request.
+        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
 
     Raises:
         RequestError: a field cannot be followed, or refers to a conversation that a server would
-            keep.
+            keep; it has this API's name.
     """
     for name in ("previous_response_id", "conversation", "prompt", "background"):
         requests.check_field(
@@ -215,9 +256,9 @@ async def _group_parts(parts: AsyncIterator[StreamItem]) -> AsyncIterator[tuple[
 
     Yields:
         (event, part): "begins" once, with the first item, which may be a `Waiting`; then for each
-        group "opens", "adds" for each of its parts, and "closes", with the part after the group; in
-        the end "ends", with the `ChoiceEnd`. Empty texts are left out; each call is a group of its
-        own.
+        group "opens", with its first part, "adds" for each of its parts, and "closes", with the
+        part after the group; in the end "ends", with the `ChoiceEnd`. Empty texts and every
+        `Waiting` are left out otherwise; each call is a group of its own.
     """
     run: type | None = None
     async for part in parts:
@@ -247,7 +288,10 @@ _DELTA_USAGE = (
 
 
 class MessagesWriter:
-    """Writes Anthropic's messages: events for each part, and `reply`, the whole object."""
+    """Writes Anthropic's messages: events for each part, and `reply`, the whole object.
+
+    `reply` is complete once `events` has ended.
+    """
 
     @staticmethod
     def keep_alive(waiting: Waiting) -> str:
@@ -255,6 +299,7 @@ class MessagesWriter:
         return 'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, ask: AnswerRequest) -> None:
+        """Begin an empty message for a request."""
         self._blocks: list[dict[str, Any]] = []
         self.reply: dict[str, Any] = {"id": f"msg_{token_hex(12)}", "type": "message"}
         self.reply |= {"role": "assistant", "model": ask.model, "content": self._blocks}
@@ -263,7 +308,13 @@ class MessagesWriter:
         self.reply["usage"] = _message_usage()  # known at the end
 
     async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
-        """Yield the events of a message; each group of parts becomes a block of its content."""
+        """Yield the events of a message; each group of parts becomes a block of its content.
+
+        Every part is added to `reply`, which has usage and timings in the end.
+
+        Args:
+            parts: of the request's only choice, with its `ChoiceEnd`.
+        """
         thought = 0
         async for does, part in _group_parts(parts):
             match does:
@@ -291,12 +342,12 @@ class MessagesWriter:
                     yield _event("message_stop")
 
     def _block_event(self, name: str, **data: Any) -> Event:
-        """An event `content_block_{name}` of the last block."""
+        """Return an event `content_block_{name}` of the last block, with its index and `data`."""
         return _event(f"content_block_{name}", index=len(self._blocks) - 1, **data)
 
 
 def _message_usage(last: GenerationResponse | None = None, thought: int = 0) -> dict[str, Any]:
-    """The `usage` object of a message.
+    """Return the `usage` object of a message; all counts are 0 before there is an answer.
 
     Args:
         last: the answer's last response; None before there is one.
@@ -321,7 +372,9 @@ def _event(name: str, **data: Any) -> Event:
 
 
 def _empty_block(part: TextPart | ToolCallPart) -> dict[str, Any]:
-    """The block of a message for a group of parts, before any is added."""
+    """Return the block of a message for a group of parts, before any is added: a call, thinking or
+    text.
+    """
     if isinstance(part, ToolCallPart):
         used = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
         return used | {"caller": {"type": "direct"}, "toolset_name": None}
@@ -331,7 +384,12 @@ def _empty_block(part: TextPart | ToolCallPart) -> dict[str, Any]:
 
 
 def _extend_block(block: dict[str, Any], part: TextPart | ToolCallPart) -> dict[str, Any]:
-    """Add a part to its block, in place; return the event's `delta`."""
+    """Add a part to its block, in place; return the event's `delta`.
+
+    Args:
+        block: as `_empty_block` made it, with the parts before.
+        part: of the block's type.
+    """
     if isinstance(part, ToolCallPart):
         block["input"] = parse_json(part.text)
         return {"type": "input_json_delta", "partial_json": part.text}
@@ -341,11 +399,15 @@ def _extend_block(block: dict[str, Any], part: TextPart | ToolCallPart) -> dict[
 
 
 class ResponsesWriter:
-    """Writes OpenAI's responses: events for each part, and `reply`, the whole object."""
+    """Writes OpenAI's responses: events for each part, and `reply`, the whole object.
+
+    `reply` is complete once `events` has ended.
+    """
 
     keep_alive = staticmethod(openai.keep_alive_comment)
 
     def __init__(self, ask: AnswerRequest) -> None:
+        """Begin an empty response for a request, with the fields that repeat it."""
         self._items = list[dict[str, Any]]()
         self._sequence = count()
         self.reply: dict[str, Any] = {"id": f"resp_{token_hex(12)}", "object": "response"}
@@ -354,7 +416,13 @@ class ResponsesWriter:
         self.reply |= {"completed_at": None, "usage": None, **_echoed_fields(ask)}
 
     async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
-        """Yield the events of a response; each group of parts becomes an item of its output."""
+        """Yield the events of a response; each group of parts becomes an item of its output.
+
+        Every part is added to `reply`, which has status, usage and timings in the end.
+
+        Args:
+            parts: of the request's only choice, with its `ChoiceEnd`.
+        """
         thought = 0
         kind = ""
         item = dict[str, Any]()
@@ -390,9 +458,12 @@ class ResponsesWriter:
     ) -> tuple[str, dict[str, Any], dict[str, Any], str]:
         """Append an empty item for a group of parts to the output.
 
+        Args:
+            part: the group's first part, which is not added yet.
+
         Returns:
             (kind of its events, the item, the object that has its text, the name of the text
-            there).
+            there). Of a call that object is the item itself.
         """
         item: dict[str, Any] = {"id": f"item_{token_hex(12)}", "status": "in_progress"}
         self._items.append(item)
@@ -408,7 +479,12 @@ class ResponsesWriter:
         return "output_text", item, held, "text"
 
     def _finish_reply(self, end: ChoiceEnd, thought: int) -> None:
-        """Set usage, status and timings of the whole response; `thought` tokens were reasoning."""
+        """Set usage, status and timings of the whole response.
+
+        Args:
+            end: of the answer.
+            thought: how many of its tokens are reasoning.
+        """
         last = end.last
         is_cut = end.reason == "length"
         cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}
@@ -421,7 +497,9 @@ class ResponsesWriter:
         self.reply["completed_at"] = None if is_cut else int(time())
 
     def _item_event(self, name: str, **data: Any) -> Event:
-        """An event about the last item, with its position in the output."""
+        """Return an event about the last item, with its position in the output, the next number,
+        and `data`.
+        """
         where: dict[str, Any] = {"output_index": len(self._items) - 1}
         if not name.startswith("output_item"):
             where["item_id"] = self._items[-1]["id"]
@@ -436,7 +514,7 @@ class ResponsesWriter:
 
 
 def _echoed_fields(ask: AnswerRequest) -> dict[str, Any]:
-    """The fields of a response that repeat its request, with defaults for those it lacks."""
+    """Return the fields of a response that repeat its request, with defaults for those it lacks."""
     body = ask.body
     offered = ask.tools or ()
     metadata = body.get("metadata")
@@ -467,6 +545,6 @@ def _echoed_fields(ask: AnswerRequest) -> dict[str, Any]:
 
 
 def _status_before(next: Part) -> str:
-    """ "incomplete" if the next part says that the answer was cut, else "completed"."""
+    """Return "incomplete" if `next` is the end of an answer that was cut, else "completed"."""
     is_cut = isinstance(next, ChoiceEnd) and next.reason == "length"
     return "incomplete" if is_cut else "completed"

@@ -51,7 +51,7 @@ MOST_ANSWERS = 256
 
 
 def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
-    """Read a request to /v1/chat/completions.
+    """Read a request to /v1/chat/completions; "developer" turns become "system".
 
     Args:
         body: the request.
@@ -83,8 +83,12 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
 def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/completions; with `max_tokens` 0, nothing is generated.
 
+    Args:
+        body: the request.
+        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
+
     Raises:
-        RequestError: a field cannot be followed.
+        RequestError: a field cannot be followed, or more than `MOST_ANSWERS` answers are asked for.
     """
     first, *others = _read_prompts(body.get("prompt"))
     requests.check_field(not body.get("suffix"), "suffix", "none")
@@ -105,7 +109,11 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
 
 
 def _read_prompts(prompt: Any) -> list[str | list[int]]:
-    """Return the `prompt` field as a list of prompts, each a text or a list of token ids."""
+    """Return the `prompt` field as a list of prompts, each a text or a list of token ids.
+
+    Raises:
+        RequestError: it is neither of these nor a list of them.
+    """
 
     def is_one(value: Any) -> bool:
         is_tokens = isinstance(value, list) and all(type(one) is int for one in value)
@@ -124,11 +132,14 @@ def _shared_fields(body: Body, config: GenerateConfig, logprobs: int | None) -> 
 
     Args:
         body: the request.
-        config: the server's settings, for what the request does not say.
-        logprobs: how many likeliest tokens are reported at each place; None for none.
+        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
+        logprobs: how many likeliest tokens are reported at each position; None reports none.
 
     Returns:
         Arguments of `AnswerRequest`.
+
+    Raises:
+        RequestError: a field cannot be followed.
     """
     own = replace(config, **_read_settings(body, config), logprobs=logprobs)
     return {
@@ -146,7 +157,21 @@ def _shared_fields(body: Body, config: GenerateConfig, logprobs: int | None) -> 
 
 
 def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
-    """The settings that a request changes, each checked under the request's name for it."""
+    """Return the settings that a request changes, each checked under the request's name for it.
+
+    `stop` and `logit_bias` are always among them.
+
+    Args:
+        body: the request.
+        config: the server's settings.
+
+    Returns:
+        Arguments of `GenerateConfig`.
+
+    Raises:
+        RequestError: a value is out of bounds, or asks for greedy decoding where the server accepts
+            typical tokens.
+    """
     found: dict[str, Any] = {}
     for name, own in SETTINGS.items():
         if body.get(name) is not None:
@@ -167,7 +192,11 @@ def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
 
 
 def _read_stop(body: Body, config: GenerateConfig) -> Sequence[str]:
-    """The texts of `stop`, one or a list; the server's where it is absent."""
+    """Return the texts of `stop`, one or a list; the server's where it is absent.
+
+    Raises:
+        RequestError: they are no texts, or one is empty or too long.
+    """
     stop = body.get("stop")
     texts = (
         [stop] if isinstance(stop, str) else requests.read_typed(body, "stop", list, config.stop)
@@ -179,7 +208,11 @@ def _read_stop(body: Body, config: GenerateConfig) -> Sequence[str]:
 
 
 def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] | None:
-    """The numbers of `logit_bias` by token id; the server's where it is absent or empty."""
+    """Return the numbers of `logit_bias` by token id; the server's where it is absent or empty.
+
+    Raises:
+        RequestError: a key is no id, or a number is not from -100 to 100.
+    """
     bias = requests.read_typed(body, "logit_bias", dict, {})
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)
     ok = ok and all(_BIAS.holds(one, whole=False) for one in bias.values())
@@ -189,9 +222,9 @@ def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] 
 
 
 def _read_template_args(body: Body) -> dict[str, Any]:
-    """The variables of the chat template, with `reasoning_effort` among them.
+    """Return the variables of the chat template, with `reasoning_effort` among them if it is given.
 
-    An effort of "none" becomes `enable_thinking` false.
+    An effort of "none" becomes `enable_thinking` false. What `chat_template_kwargs` has goes first.
     """
     given = requests.read_typed(body, "chat_template_kwargs", dict, {})
     effort = requests.read_typed(body, "reasoning_effort", str)
@@ -201,13 +234,18 @@ def _read_template_args(body: Body) -> dict[str, Any]:
 
 
 def _read_last_turn(body: Body, turns: Sequence[Body]) -> dict[str, Any]:
-    """Read whether the answer continues the last turn, and whether it opens a turn of its own.
+    """Read whether the answer continues the last turn, and whether the template opens a turn for
+    it.
 
-    It continues a last turn of the assistant that has text, as in llama.cpp's server, unless
-    `continue_final_message` is false or `add_generation_prompt` is true.
+    It continues a last turn of the assistant that has text and no calls, as in llama.cpp's server,
+    unless `continue_final_message` is false or `add_generation_prompt` is true.
+
+    Args:
+        body: the request.
+        turns: of the chat, one or more.
 
     Returns:
-        Arguments of `AnswerRequest`.
+        Arguments of `AnswerRequest`: `continues` and `opens_turn`.
 
     Raises:
         RequestError: both fields are true, as in vLLM's server, or there is no such turn.
@@ -243,6 +281,7 @@ class TextCompletionWriter:
     kind_of_chunk = "text_completion"
 
     def __init__(self, ask: AnswerRequest) -> None:
+        """Begin an empty reply for all of a request's answers."""
         options = requests.read_typed(ask.body, "stream_options", dict, {})
         self._has_usage = options.get("include_usage")
         self._choices_each = ask.choices  # of a prompt
@@ -255,7 +294,14 @@ class TextCompletionWriter:
         self.reply["system_fingerprint"] = FINGERPRINT
 
     async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
-        """Yield an event for each part of all choices, the usage if it is wanted, and [DONE]."""
+        """Yield an event for each part of all choices, the usage if it is wanted, and [DONE].
+
+        Events have no names. Every part is added to `reply`, which has usage and timings in the
+        end.
+
+        Args:
+            parts: of all choices, each with its `ChoiceEnd`; a `Waiting` is passed over.
+        """
         head = {**self.reply, "object": self.kind_of_chunk}
         if self._has_usage:
             head["usage"] = None
@@ -279,7 +325,7 @@ class TextCompletionWriter:
         yield None, "[DONE]"
 
     def _add_part(self, part: Part) -> dict[str, Any]:
-        """Add a part to its choice in `reply`, and return that choice's entry of a chunk."""
+        """Add a part to its choice in `reply`, in place; return that choice's entry of a chunk."""
         whole = self.reply["choices"][part.choice]
         logprobs = None
         if isinstance(part, TextPart) and part.logprobs is not None:
@@ -291,7 +337,12 @@ class TextCompletionWriter:
         return own | self._add_content(whole, part)
 
     def _add_content(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
-        """Add a part's text to a choice in `reply`; return what a chunk has of it."""
+        """Add a part's text to a choice in `reply`, in place; return what a chunk has of it.
+
+        Args:
+            whole: the choice.
+            part: a text; others add nothing.
+        """
         more = {"text": part.text if isinstance(part, TextPart) else ""}
         _extend(whole, more)
         return more
@@ -326,7 +377,15 @@ class ChatCompletionWriter(TextCompletionWriter):
         self.reply["service_tier"] = "default"
 
     def _add_content(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
-        """Add a part to a choice's message in `reply`; return the chunk's `delta`."""
+        """Add a part to a choice's message in `reply`, in place; return the chunk's `delta`.
+
+        The first part of a choice also has its role. A message without text has null as its content
+        where it has calls, else an empty text.
+
+        Args:
+            whole: the choice.
+            part: of any kind.
+        """
         delta: dict[str, Any] = {} if "message" in whole else {"role": "assistant"}
         message = whole.setdefault("message", {"refusal": None, "annotations": []})
         match part:
@@ -351,9 +410,10 @@ class ChatCompletionWriter(TextCompletionWriter):
 
 
 def _logprobs_by_text(one: dict[str, Any]) -> dict[str, float] | None:
-    """Log probabilities of an entry's likeliest tokens by text, and the token's own.
+    """Return log probabilities of an entry's likeliest tokens by text, and the token's own.
 
-    Of tokens with the same text the likeliest counts. None where the entry has none.
+    Of tokens with the same text the first, and so the likeliest, counts. None where the entry has
+    none.
     """
     if one["top_logprobs"] is None:
         return None
@@ -376,7 +436,7 @@ def _extend(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _total_usage(ends: Sequence[ChoiceEnd], choices_each: int) -> dict[str, Any]:
-    """The `usage` object over all choices; each prompt counts once.
+    """Return the `usage` object over all choices; each prompt counts once.
 
     Args:
         ends: of all choices, in order.

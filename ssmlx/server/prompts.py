@@ -29,7 +29,7 @@ STOPPED = HTTPException(503, "the server is being stopped", AGAIN)
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt of a request, as tokens."""
+    """A prompt of a request, as tokens, with what its choices share."""
 
     tokens: list[int]
     text: str  # what is echoed of it
@@ -39,7 +39,9 @@ class Prompt:
     seconds: float = 0.0  # that it took to score it
 
     def empty_answer(self) -> GenerationResponse:
-        """The response of an answer without tokens, for a prompt that is only scored."""
+        """Return the response of an answer without tokens, for a prompt that is only scored; all
+        times are 0.
+        """
         return GenerationResponse(
             text="",
             tokens=(),
@@ -55,7 +57,9 @@ class Prompt:
 
 @dataclass(eq=False)
 class PromptReader:
-    """Turns requests into tokens, settings and masks for an engine's models."""
+    """Turns requests into tokens, settings and masks for an engine's models; any thread may call
+    it.
+    """
 
     engine: Engine
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
@@ -65,7 +69,11 @@ class PromptReader:
         self._tokenizing = threading.Lock()
 
     def read(self, ask: AnswerRequest) -> tuple[list[Prompt], GenerateConfig]:
-        """Return all prompts of a request, checked against the model, and its settings.
+        """Return all prompts of a request, in their order, checked against the model, and its
+        settings.
+
+        Args:
+            ask: the request, with a known model's name.
 
         Raises:
             InputError: a prompt cannot be answered.
@@ -123,10 +131,20 @@ class PromptReader:
             raise STOPPED
 
     def _tokens(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
-        """The tokens of a request's prompt: text, token ids, or turns under a chat template.
+        """Return the tokens of a request's prompt: text, token ids, or turns under a chat template.
 
-        Variables that the template does not name are left out; where the answer has to follow a
-        grammar, `enable_thinking` is false.
+        The request's variables go before the server's. `enable_thinking` and `reasoning_effort` are
+        left out where the template does not name them; where the answer has to follow a grammar or
+        a forced tool call, and the template names it, `enable_thinking` is false whatever was asked
+        for.
+
+        Args:
+            ask: the request; its `question` is read.
+            model: whose adapter may have a template of its own.
+
+        Raises:
+            InputError: the text cannot be read, or the template does not read another variable, or
+                refuses the turns.
         """
         tokenizer = self.engine.tokenizer
         if isinstance(ask.question, str):
@@ -149,7 +167,7 @@ class PromptReader:
         return list[Any](ask.question)
 
     def mask(self, ask: AnswerRequest) -> Mask | None:
-        """Return the mask that holds an answer to a grammar, or None.
+        """Return the mask that holds an answer to a grammar, or None; each call makes a new one.
 
         A tool call that the request forces has precedence over another grammar.
 
@@ -167,13 +185,18 @@ class PromptReader:
             return grammar_mask(tokenizer, grammar)
 
     def scored(self, prompt: Prompt, found: ScoredPrompt) -> list[dict[str, Any]]:
-        """The entries of a scored prompt's tokens, as `logprobs.prompt_logprobs` returns them."""
+        """Return the entries of a scored prompt's tokens, as `logprobs.prompt_logprobs` returns
+        them.
+        """
         with self._tokenizing:
             return prompt_logprobs(self.engine.tokenizer, prompt.tokens[0], found.logprobs)
 
 
 def _check_template(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
-    """Raises RequestError where the model's chat template has no place for what is asked."""
+    """Raise RequestError where the model's chat template has no place for what is asked.
+
+    That is turns of a chat without a template, or tools or calls that the template does not name.
+    """
     turns = [one for one in ask.question if isinstance(one, Mapping)]
     is_text = len(turns) == 1 and turns[0].get("role") == "user" and not ask.tools
     if not tokenizer.has_chat_template and not is_text:

@@ -20,7 +20,10 @@ _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
-    """A request of any API, its fields checked as far as they can be without a model."""
+    """A request of any API, its fields checked as far as they can be without a model.
+
+    `config.max_tokens` is bounded by the server's.
+    """
 
     model: str = ""  # as the request named it; "" for the server's own
     question: str | list[int] | list[Message]  # a prompt as it stands, or the turns of a chat
@@ -64,7 +67,10 @@ class ReasoningPart(TextPart):
 
 @dataclass(frozen=True)
 class ToolCallPart:
-    """A whole call of a tool. `text` has its arguments, as the JSON text of an object."""
+    """A whole call of a tool. `text` has its arguments, as the JSON text of an object.
+
+    `choice` is the number of the choice that it is a part of.
+    """
 
     id: str
     name: str
@@ -89,7 +95,11 @@ class ChoiceEnd:
 
     @property
     def timings(self) -> dict[str, Any]:
-        """Tokens, milliseconds and target calls of the choice, as llama.cpp's server names them."""
+        """Tokens, milliseconds and target calls of the choice, as llama.cpp's server names them.
+
+        "draft_n_accepted" is tokens less target calls, and `cached_tokens` are not among
+        "prompt_n".
+        """
         last = self.last
         return {
             "cache_n": last.cached_tokens,
@@ -142,7 +152,7 @@ class RequestError(InputError):
         self.details = details
 
     def renamed(self, names: Mapping[str, str]) -> "RequestError":
-        """The same error for another API's name of the field.
+        """Return the same error for another API's name of the field; this one stays as it is.
 
         Args:
             names: the other API's names, by this error's. Names that it lacks stay.
@@ -171,6 +181,16 @@ class DetailedHTTPException(HTTPException):
         code: str | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
+        """Make the error.
+
+        Args:
+            status_code: of HTTP.
+            detail: the message.
+            headers: of the response, if any.
+            param: the request's field that is meant, if any.
+            code: OpenAI's code of the error, if any.
+            details: what Anthropic's clients read of the error beside its words.
+        """
         super().__init__(status_code, detail, headers)
         self.param = param
         self.code = code
@@ -184,16 +204,16 @@ def check_field(ok: bool, found: str, expected: str, param: str | None = None) -
 
 
 def checked_number(name: str, value: Any, allowed: Allowed, *, whole: bool) -> Any:
-    """Return a field's number, or None where it is absent.
+    """Check a field's number, and return it; None where it is absent.
 
     Args:
         name: the field, for the message.
-        value: what the request has for it.
+        value: what the request has for it; None where it is absent.
         allowed: the bounds of the number.
         whole: whether it has to be a whole number.
 
     Raises:
-        RequestError: it is no number, or out of bounds.
+        RequestError: it is no such number, or out of bounds.
     """
     ok = value is None or allowed.holds(value, whole=whole)
     kind = "a whole number, " if whole else ""
@@ -220,7 +240,7 @@ def read_typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
         body: the request.
         name: the field.
         kind: dict, list, str or bool, the type that it has to have.
-        default: what to return for an absent field.
+        default: what to return for an absent field; its type is not checked.
 
     Raises:
         RequestError: the value has another type.
@@ -232,10 +252,15 @@ def read_typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
 
 
 def content_parts(content: Any, name: str = "content") -> list[Any]:
-    """Return a list of objects; a text becomes one object of type `text`.
+    """Return a list of objects; a text becomes one object of type `text`, and a list is returned as
+    it is.
+
+    Args:
+        content: of a request.
+        name: the field, for the message.
 
     Raises:
-        RequestError: `content` is neither a text nor a list of objects. `name` is the field.
+        RequestError: `content` is neither a text nor a list of objects.
     """
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     ok = isinstance(parts, list) and all(isinstance(one, dict) for one in parts)
@@ -244,7 +269,8 @@ def content_parts(content: Any, name: str = "content") -> list[Any]:
 
 
 def content_text(content: Any) -> str:
-    """Return the text of a `content` field: the text itself, or those of its parts, joined.
+    """Return the text of a `content` field: the text itself, or those of its parts, joined without
+    anything between.
 
     Raises:
         RequestError: a part is no text.

@@ -22,7 +22,7 @@ _SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "el
 
 
 def with_closed_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema in which objects have only the properties that they name.
+    """Return a copy of a schema in which objects have only the properties that they name.
 
     OpenAI's, vLLM's and llama.cpp's servers read schemas so, while JSON Schema would allow any
     others. `additionalProperties` of the schema stays as it is. A schema that combines several
@@ -41,7 +41,10 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _combines_schemas(schema: Any) -> bool:
-    """Whether a schema, or one inside of it, describes one object by several schemas."""
+    """Whether a schema, or one inside of it, describes one object by several schemas.
+
+    False for what is no schema.
+    """
     if not isinstance(schema, Mapping):
         return False
     every = schema.get("allOf")
@@ -53,7 +56,11 @@ def _combines_schemas(schema: Any) -> bool:
 
 
 def _close_objects(schema: Any) -> Any:
-    """Do what `with_closed_objects` says, whatever the schema combines."""
+    """Return a copy of a schema in which every object that names properties forbids others, unless
+    it says otherwise.
+
+    What is no schema is returned as it is.
+    """
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
@@ -69,7 +76,7 @@ def _close_objects(schema: Any) -> Any:
 
 
 def tools_for_parser(tools: Sequence[Any] | None) -> list[Any] | None:
-    """Return tools with a `type` for each argument, which mlx-lm's parsers look for.
+    """Return copies of tools with a `type` for each argument, which mlx-lm's parsers look for.
 
     References are resolved, and an argument that may be null gets its other type. What is no schema
     stays as it is. None stays None.
@@ -78,7 +85,9 @@ def tools_for_parser(tools: Sequence[Any] | None) -> list[Any] | None:
 
 
 def _tool_for_parser(tool: Any) -> Any:
-    """One tool of `tools_for_parser`; returned as it is if it has no schema of properties."""
+    """Return a copy of a tool whose arguments have types; the tool itself if it has no schema of
+    properties.
+    """
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         return tool
@@ -91,7 +100,7 @@ def _tool_for_parser(tool: Any) -> Any:
 
 
 def _with_single_type(schema: Any) -> Any:
-    """Return a schema with the type of its only alternative beside null.
+    """Return a copy of a schema with the type of its only alternative beside null; else the schema.
 
     A text's type is left out, as the parsers take an argument without a type for a text.
     """
@@ -104,9 +113,10 @@ def _with_single_type(schema: Any) -> Any:
 
 
 def resolved_parameters(schema: Any) -> Any:
-    """Return a tool's parameters with references to definitions replaced by these.
+    """Return a copy of a tool's parameters with references to definitions replaced by these.
 
-    It reaches the arguments and their alternatives. Schemas further inside keep their references.
+    It reaches the arguments and their alternatives. Schemas further inside keep their references,
+    and the definitions are kept for these. What is no schema is returned as it is.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -129,7 +139,12 @@ def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved_argument(schema: Any, known: Mapping[str, Any]) -> Any:
-    """An argument's schema, and its alternatives, with references resolved in them."""
+    """Return an argument's schema, and its alternatives, with references resolved in them.
+
+    Args:
+        schema: any value; what is no schema is returned.
+        known: definitions by reference, such as "#/$defs/name".
+    """
     schema = _resolve_reference(schema, known)
     if not isinstance(schema, Mapping):
         return schema
@@ -141,9 +156,11 @@ def _resolved_argument(schema: Any, known: Mapping[str, Any]) -> Any:
 
 
 def _resolve_reference(schema: Any, known: Mapping[str, Any]) -> Any:
-    """Return a schema with the definition that it refers to merged in, and with a type.
+    """Return a schema with the definition that it refers to merged in, and with a type where that
+    can be inferred.
 
-    It follows at most `_MOST_STEPS` references; one that is unknown or too large stays.
+    The schema's own keywords go before the definition's. It follows at most `_MOST_STEPS`
+    references; one that is unknown or too large stays.
 
     Args:
         schema: any value; what is no schema is returned.
@@ -160,7 +177,9 @@ def _resolve_reference(schema: Any, known: Mapping[str, Any]) -> Any:
 
 
 def _with_inferred_type(schema: Any) -> Any:
-    """Return a schema without a type with the type that all of its listed values have."""
+    """Return a schema without a type with the type that all of its listed values have; else the
+    schema itself.
+    """
     if not isinstance(schema, Mapping) or "type" in schema:
         return schema
     kinds = {_TYPES.get(type(value)) for value in listed_values(schema) or ()}
@@ -169,7 +188,9 @@ def _with_inferred_type(schema: Any) -> Any:
 
 
 def listed_values(schema: Any) -> list[Any] | None:
-    """The values of a schema's `enum` or `const`; None where it has neither."""
+    """Return the values of a schema's `enum` or `const`; None where it has neither, or is no
+    schema.
+    """
     if not isinstance(schema, Mapping):
         return None
     found = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -177,9 +198,10 @@ def listed_values(schema: Any) -> list[Any] | None:
 
 
 def alternatives(schema: Any) -> list[Any]:
-    """The schemas of `anyOf` or `oneOf`, or of each of several types; else the schema alone.
+    """Return the schemas of `anyOf` or `oneOf`, or of each of several types; else the schema alone.
 
-    What stands beside `anyOf` is part of each. A schema that is too large is returned alone.
+    What stands beside `anyOf` is part of each. A schema that is too large, or none, is returned
+    alone.
     """
     if not isinstance(schema, Mapping) or len(schema) > _MOST_KEYWORDS:
         return [schema]

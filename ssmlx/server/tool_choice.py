@@ -9,7 +9,9 @@ from .requests import Body
 
 
 class ToolChoice(NamedTuple):
-    """The tools that a request offers, and those of which it forces a call."""
+    """The tools that a request offers, and those of which it forces a call. `tools` is None where
+    it offers none.
+    """
 
     tools: list[Any] | None  # those that are offered
     forced: tuple[str, ...]  # names of which the answer has to call one; () where it need not
@@ -22,10 +24,13 @@ _EXPECTED = "auto, none, required or any, or the name of one of the tools"
 def read_tool_choice(body: Body) -> ToolChoice:
     """Read `tools`, `tool_choice` and `parallel_tool_calls`, by OpenAI's or Anthropic's names.
 
-    "required" and "any" mean the same, and so do a named "function" and a "tool".
+    "required" and "any" mean the same, and so do a named "function" and a "tool". A named tool
+    allows one call alone; with "none" no tools are offered; "allowed_tools" offers those of its
+    list.
 
     Raises:
-        RequestError: a tool is no function of the client's, or the choice is none of the tools.
+        RequestError: a tool is no function of the client's, the choice is none of the tools, or a
+            forced tool has no name.
     """
     choice = body.get("tool_choice")
     inner: Mapping[str, Any] = choice if isinstance(choice, Mapping) else {"type": choice}
@@ -66,13 +71,15 @@ def _check_choice(ok: bool, choice: Any) -> None:
 
 
 def _checked_names(names: Sequence[Any]) -> tuple[str, ...]:
-    """The names, all of which have to be texts."""
+    """Return the names as a tuple; raise a `RequestError` for `tools` unless all are texts."""
     found = tuple(one for one in names if isinstance(one, str))
     requests.check_field(len(found) == len(names), "tools", "a name for each", "tools")
     return found
 
 
 def _tool_name(tool: Any) -> Any:
-    """The name of a tool, or of a choice of one; None where it has none."""
+    """Return the name of a tool, or of a choice of one, whatever its type; None where it has
+    none.
+    """
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None

@@ -30,9 +30,14 @@ _LETTER = "[^<]"
 
 
 class GrammarRules:
-    """The rules of a Lark grammar for llguidance, collected one by one."""
+    """The rules of a Lark grammar for llguidance, collected one by one; each is called `rule_N`."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        """Begin without rules.
+
+        Args:
+            tokenizer: of the model, whose special tokens are written as ids.
+        """
         self._rules: list[str] = []
         self._chars = 0
         special = [one.content for one in _added_tokens(tokenizer).values() if one.special]
@@ -41,21 +46,30 @@ class GrammarRules:
         self._special = re.compile(f"({names})" if names else r"(?!)()")
 
     def literal(self, text: str) -> str:
-        """The grammar's literal for a text; special tokens in it become token ids."""
+        """Return the grammar's expression for a text; special tokens in it become token ids. Empty
+        for an empty text.
+        """
         parts = [one for one in self._special.split(text) if one]
         is_id = self._special.fullmatch
         return " ".join(f"<[{self._ids[one]}]>" if is_id(one) else json.dumps(one) for one in parts)
 
     def json_value(self, schema: Any) -> str:
-        """Add a rule for JSON that follows a schema; return its name."""
+        """Add a rule for JSON in one line that follows a schema, with closed objects; return its
+        name.
+
+        What is no schema allows any JSON.
+        """
         own = with_closed_objects(schema) if isinstance(schema, Mapping) else {}
         return self.add_rule(f"%json {json.dumps({**own, 'x-guidance': STYLE})}")
 
     def add_rule(self, body: str) -> str:
         """Add a rule and return its name.
 
+        Args:
+            body: the rule's expression.
+
         Raises:
-            RequestError: the grammar gets larger than `_MAX_CHARS` characters.
+            RequestError: all rules together get larger than `_MAX_CHARS` characters.
         """
         self._rules.append(body)
         self._chars += len(body)
@@ -64,7 +78,7 @@ class GrammarRules:
         return f"rule_{len(self._rules)}"
 
     def source(self, start: str) -> str:
-        """The text of the whole grammar, which begins with the expression `start`."""
+        """Return the text of the whole grammar, which begins with the expression `start`."""
         rules = [f"rule_{number}: {body}" for number, body in enumerate(self._rules, 1)]
         return "\n".join(["%llguidance {}", f"start: {start}", *rules])
 
@@ -76,16 +90,21 @@ def _added_tokens(tokenizer: TokenizerWrapper) -> Mapping[int, Any]:
 
 
 def _object_schema(schema: Schema) -> dict[str, Any]:
-    """The schema of a tool's arguments as an object without other properties, unless it allows
-    them."""
+    """Return the schema of a tool's arguments as an object; one that names properties has no
+    others, unless it allows them.
+    """
     only = {"additionalProperties": False} if "properties" in schema else {}
     return {"type": "object", **only, **schema}
 
 
 def _sorted_parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
-    """Return (name, schema, whether it is required) of each argument, required ones first.
+    """Return (name, schema, whether it is required) of each argument, required ones first, else in
+    their order.
 
     A schema that refers to definitions of the tool has them in it.
+
+    Args:
+        schema: of the arguments, an object's.
 
     Raises:
         RequestError: the parameters are no JSON schema of an object.
@@ -104,10 +123,12 @@ def _sorted_parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
 
 
 def _text_rule(rules: GrammarRules, schema: Any, letter: str) -> str | None:
-    """Return a rule for a text without quotes; None where the schema is not that of a text.
+    """Return the expression of a text without quotes; None where the schema is not that of a text.
+
+    Listed values become a rule, whose name is returned; else the schema's lengths are kept.
 
     Args:
-        rules: where the rule is added.
+        rules: where a rule is added.
         schema: of the argument.
         letter: regular expression of a character that the text may have.
     """
@@ -120,7 +141,13 @@ def _text_rule(rules: GrammarRules, schema: Any, letter: str) -> str | None:
 
 
 def _json_call(rules: GrammarRules, name: str, schema: Schema) -> str:
-    """Write a call as JSON: {"name": ..., "arguments": ...}."""
+    """Return the expression of a call as JSON: {"name": ..., "arguments": ...}.
+
+    Args:
+        rules: where rules are added.
+        name: of the tool.
+        schema: of its arguments.
+    """
     head = rules.literal(f'{{"name": {json.dumps(name)}, "arguments": ')
     return f"{head} {rules.json_value(_object_schema(schema))} {rules.literal('}')}"
 
@@ -140,12 +167,16 @@ def _tagged_format(
         foot: behind the arguments.
         line: behind a value that is JSON; the parser cuts it off a text.
         splits: whether the parser tells a text from other values where both are allowed. If not,
-            such
-        a text is written as JSON.
+            such a text is written as JSON.
+
+    Returns:
+        A function that returns the expression of a call.
     """
 
     def call(rules: GrammarRules, name: str, schema: Schema) -> str:
-        """Return the expression of a call of the tool `name`; rules that it needs are added."""
+        """Return the expression of a call of the tool `name`; rules that it needs are added to
+        `rules`.
+        """
         parts = [rules.literal(head.format(name))]
         for argument, own, is_required in _sorted_parameters(schema):
             found = []
@@ -172,10 +203,15 @@ def _bracketed_format(
         foot: behind the arguments.
         letter: regular expression of a character of a quoted text.
         separator: between arguments.
+
+    Returns:
+        A function that returns the expression of a call.
     """
 
     def call(rules: GrammarRules, name: str, schema: Schema) -> str:
-        """Return the expression of a call of the tool `name`; rules that it needs are added."""
+        """Return the expression of a call of the tool `name`; rules that it needs are added to
+        `rules`.
+        """
         items = []
         for argument, own, is_required in _sorted_parameters(schema):
             found = []
@@ -196,10 +232,11 @@ def _bracketed_format(
 
 
 def _join_arguments(rules: GrammarRules, items: Sequence[tuple[str, bool]], comma: str) -> str:
-    """Join arguments in their order with a separator; those not required may be left out.
+    """Return an expression of arguments in their order with a separator; those not required may be
+    left out.
 
     Args:
-        rules: where rules are added.
+        rules: where a rule is added if no argument is required.
         items: (expression, whether it is required) of each; required ones come first.
         comma: the separator's expression.
     """
@@ -213,7 +250,13 @@ def _join_arguments(rules: GrammarRules, items: Sequence[tuple[str, bool]], comm
 
 
 def _kimi_call(rules: GrammarRules, name: str, schema: Schema) -> str:
-    """Write a call in the form of Kimi K2."""
+    """Return the expression of a call in the form of Kimi K2, of any number from 0 to 9.
+
+    Args:
+        rules: where rules are added.
+        name: of the tool.
+        schema: of its arguments.
+    """
     head = rules.literal(f"<|tool_call_begin|>functions.{name}:")
     middle = rules.literal("<|tool_call_argument_begin|>")
     arguments = rules.json_value(_object_schema(schema))
@@ -225,9 +268,14 @@ def _mistral_call(rules: GrammarRules, name: str, schema: Schema) -> str:
 
 
 def _longcat_call(rules: GrammarRules, name: str, schema: Schema) -> str:
-    """Write a call in LongCat's form, or as JSON if no argument is required.
+    """Return the expression of a call in LongCat's form, or as JSON if no argument is required.
 
     mlx-lm's parser reads a call without arguments as JSON alone.
+
+    Args:
+        rules: where rules are added.
+        name: of the tool.
+        schema: of its arguments.
     """
     if not any(is_required for _, _, is_required in _sorted_parameters(schema)):
         return _json_call(rules, name, schema)
@@ -240,7 +288,10 @@ _CallWriter = Callable[[GrammarRules, str, Schema], str]
 
 @dataclass(frozen=True)
 class _CallFormat:
-    """How calls are written between the start and end markers of one of mlx-lm's parsers."""
+    """How calls are written between the start and end markers of one of mlx-lm's parsers.
+
+    `call` returns the expression of one call, and adds rules that it needs.
+    """
 
     call: _CallWriter
     before: str = ""  # behind the start marker
@@ -309,13 +360,13 @@ _CALL_FORMATS["laguna"] = _CALL_FORMATS["glm47"]
 def tool_call_grammar(
     tokenizer: TokenizerWrapper, tools: Sequence[Any], names: Sequence[str], most: int
 ) -> str:
-    """Return the grammar of one or more tool calls, in the model's own form.
+    """Return the grammar of one or more tool calls, in the model's own form, with its markers.
 
     Args:
         tokenizer: of the model; its parser decides the form.
         tools: those that the request offers.
         names: of the tools that may be called.
-        most: calls at most.
+        most: calls at most; one at least is made.
 
     Raises:
         RequestError: the form of this model's calls is unknown, or a schema is too large or broken.

@@ -12,22 +12,22 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ..bars import busy
-from ..errors import naming
-from ..loading.found import Run, runs
+from ..errors import name_file_in_os_errors
+from ..loading.found import Run, read_runs
 from ..loading.names import PLAN_FILE
 from ..prompts import read_prompts
 from .adapt_check import check_adapter, verdict_line, write_figures
 from .adapt_plan import CACHE_BYTES, add_round, make_adapt_plan, streams_line
-from .adapt_rounds import clear_interrupted_write, make_round
+from .adapt_rounds import clear_interrupted_write, run_round
 from .adapt_run import (
     AdaptOptions,
     AdaptPlan,
     AdaptRun,
     Say,
+    fixed_settings,
     join_round_logs,
     load_source,
     read_round_examples,
-    run_settings,
 )
 from .answers import BatchResponder
 from .mlx_trainer import MlxTrainer
@@ -44,21 +44,23 @@ def adapt(
 ) -> None:
     """Make an adapter for a model in `options.out`, or go on with a run that was stopped there.
 
-    A finished run of the same hours is left as it is, and its verdict said again. Where the run is
-    interrupted (KeyboardInterrupt), what is kept is said, and the interrupt raised again.
+    A finished run of the same hours is left as it is, and its verdict said again; one that is given
+    more hours gets another round. Where the run is interrupted (KeyboardInterrupt), the time that
+    it took is written into its plan, what is kept is said, and the interrupt raised again.
 
     Args:
         options: what the user asks for.
-        prog: the command, for records.
+        prog: the command's module, for records.
         say: is given each line for the user.
-        wait: is called between steps, and returns once the machine may be used.
+        wait: is called between steps, and returns once the machine may be used; its time is no part
+            of the run's.
 
     Raises:
         InputError: the model, the data or the folder cannot be used as asked.
     """
     prompts = [row for file in options.data for row in read_prompts(file, "--data")]
     with busy("reading the weights"):
-        settings = run_settings(options, prompts)
+        settings = fixed_settings(options, prompts)
     plan = AdaptPlan.read(options.out / PLAN_FILE, settings)
     if plan is not None:
         stored = _stored_run(options)
@@ -88,13 +90,21 @@ def adapt(
 
 
 def _stored_run(options: AdaptOptions) -> Run | None:
-    """The run in the folder `options.out`, as it lies on disk; None where there is none yet."""
-    return next((run for run in runs() if run.folder == options.out), None)
+    """Return the run in the folder `options.out`, as it lies on disk; None where there is none yet,
+    or it does not lie in `adapters_home`.
+    """
+    return next((run for run in read_runs() if run.folder == options.out), None)
 
 
 def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
-    """Say in words what a run has kept of the first round that has not ended, or else of the
+    """Return in words what a run has kept of its first round that has not ended, or else of its
     last.
+
+    The round's number is named where there are several.
+
+    Args:
+        options: of the run.
+        plan: with one round or more.
     """
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     open_rounds = [n for n, folder in enumerate(folders) if not (folder / ENDED_FILE).exists()]
@@ -108,7 +118,10 @@ def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
 
 
 def _save_and_say_progress(run: AdaptRun) -> None:
-    """Say what an interrupted run has kept, and write into its plan how long it took."""
+    """Say what an interrupted run has kept, and write into its plan how long it took.
+
+    Where no plan was written yet, only that is said.
+    """
     plan = AdaptPlan.read(run.options.out / PLAN_FILE, run.settings)
     if plan is None:
         run.say("stopped before anything was planned: nothing is kept")
@@ -121,9 +134,14 @@ def _save_and_say_progress(run: AdaptRun) -> None:
 def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
     """Make every round that has not ended, then decode held-out prompts and write the figures.
 
+    Curves are drawn, the plan is saved, and the verdict is said to the user.
+
     Args:
         run: of this process.
         plan: of the stopped run; None where nothing is planned yet.
+
+    Raises:
+        InputError: as `_make_adapter` and `check_adapter` raise it.
     """
     options = run.options
     plan, dtype, bits = _make_adapter(run, plan)
@@ -146,11 +164,20 @@ def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
 def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str, int | None]:
     """Load the model, plan what is not planned yet, and make every round that has not ended.
 
-    The plan is written to the run's folder before the first round and after each.
+    The plan is said to the user, and written to the run's folder before the first round and after
+    each. A round that has ended is marked by a file. MLX's cache of freed memory is limited to
+    `CACHE_BYTES` from here on.
+
+    Args:
+        run: of this process.
+        plan: of the stopped run; None where nothing is planned yet, so that everything is timed.
 
     Returns:
         The plan; how the weights are held, as `load` takes `dtype`; bits of packed weights, None
         where the model is not quantised.
+
+    Raises:
+        InputError: the model cannot be used, memory is too small, or the hours are too few.
     """
     options = run.options
     mx.set_cache_limit(CACHE_BYTES)
@@ -169,8 +196,8 @@ def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str
     for number in range(len(plan.rounds)):
         folder = options.round_folder(number)
         if not (folder / ENDED_FILE).exists():
-            plan = make_round(run, plan, number, source, responder)
-            with naming(folder):
+            plan = run_round(run, plan, number, source, responder)
+            with name_file_in_os_errors(folder):
                 (folder / ENDED_FILE).touch()
             plan = run.save_plan(plan)
     bits = (source.base.get("quantization") or {}).get("bits")

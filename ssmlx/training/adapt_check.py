@@ -17,9 +17,9 @@ from ..api import stream_generate
 from ..bars import bar, busy
 from ..blas import this_machine
 from ..errors import require
-from ..loading.adapter import load_streams
+from ..loading.adapter import load_stream_adapter
 from ..loading.files import json_digest, write_whole
-from ..loading.found import has_paid
+from ..loading.found import is_worth_using
 from ..loading.load import load
 from ..loading.names import FIGURES_FILE
 from ..model.streams import StreamFusedModel
@@ -37,7 +37,14 @@ _WARM_TOKENS = 8
 
 
 def estimate_check_seconds(rates: Rates, amounts: Amounts, prompt_tokens: int) -> float:
-    """Estimate the seconds that `check_adapter` takes, for prompts of `prompt_tokens` tokens."""
+    """Estimate the seconds that `check_adapter` takes to answer: three ways, each prompt read once
+    and decoded at plain speed.
+
+    Args:
+        rates: as measured.
+        amounts: how many prompts are checked, and the tokens of an answer.
+        prompt_tokens: of a usual prompt.
+    """
     answer = rates.prompt_seconds_per_token * prompt_tokens
     answer += rates.call_seconds * amounts.checked_tokens
     return len(_CHECKED) * amounts.checked * answer
@@ -48,18 +55,21 @@ def check_adapter(
 ) -> dict[str, Any]:
     """Answer held-out prompts without drafts, with the adapter and by prompt lookup, and compare.
 
-    The three ways take turns, in one order and the other. A line for the user says what was gained.
+    The model is loaded anew. Each way answers a few tokens first, untimed; then the three take
+    turns, in one order and the other. A line for the user says what was gained.
 
     Args:
         run: of this process.
         rows: the held-out examples; the first `amounts.checked` are answered.
-        untrained_rate: tokens per call of untrained streams along these, prompts' calls counted.
+        untrained_rate: tokens per call of untrained streams along all `rows`, prompts' calls
+            counted.
         dtype: as `load` takes it.
 
     Returns:
         Speed over plain decoding's of the adapter ("speed_up") and of prompt lookup
-        ("text_speed_up"); the machine; and tokens per call after the prompts' calls: the adapter's
-        by nodes of the tree, untrained streams', and prompt lookup's.
+        ("text_speed_up"); "machine"; and tokens per call after the prompts' calls:
+        "tokens_per_call" of the adapter, by nodes of the tree, as its settings record them;
+        "untrained_tokens_per_call", one number; and "lookup_tokens_per_call", one number.
 
     Raises:
         InputError: there is no adapter, as no training step made better guesses.
@@ -77,11 +87,11 @@ def check_adapter(
     lookup_calls = 0
     checked = rows[: amounts.checked]
     for how in _CHECKED.values():  # what a first answer takes besides favours none
-        timed_answer(model, tokenizer, checked[0]["prompt_tokens"], how, _WARM_TOKENS)
+        time_answer(model, tokenizer, checked[0]["prompt_tokens"], how, _WARM_TOKENS)
     for number, row in enumerate(bar(checked, "checking")):
         turns = [*_CHECKED.items()][:: 1 if number % 2 else -1]
         found_now = {
-            name: timed_answer(model, tokenizer, row["prompt_tokens"], how, amounts.checked_tokens)
+            name: time_answer(model, tokenizer, row["prompt_tokens"], how, amounts.checked_tokens)
             for name, how in turns
         }
         for name, one in found_now.items():
@@ -90,7 +100,7 @@ def check_adapter(
         num_tokens += len(plain)
         num_same += plain == found_now["drafted"].tokens
         lookup_calls += found_now["lookup"].target_calls
-    curve = load_streams(folder).config.tokens_per_call or {}
+    curve = load_stream_adapter(folder).config.tokens_per_call or {}
     by_lookup = Replay(num_tokens, lookup_calls).without_prompts(len(checked)).tokens_per_call
     held = sum(len(row["completion_tokens"]) for row in rows)
     untrained = (
@@ -116,21 +126,32 @@ def check_adapter(
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """An answer, the target calls that it took, and its seconds."""
+    """An answer's tokens, the target calls that it took, and its seconds."""
 
     tokens: list[int]
     target_calls: int  # the prompt's counted as one
     seconds: float  # the whole answer's
 
 
-def timed_answer(
+def time_answer(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
     prompt: list[int],
     config: GenerateConfig,
     max_tokens: int,
 ) -> TimedAnswer:
-    """Answer a prompt as `config` says, with `max_tokens` tokens at most, and time it."""
+    """Answer a prompt as `config` says, with `max_tokens` tokens at most, and time it.
+
+    Args:
+        model: the model.
+        tokenizer: the model's.
+        prompt: token ids.
+        config: how to decode; its `max_tokens` is not used.
+        max_tokens: of the answer, at most.
+
+    Returns:
+        The answer; its seconds and calls are those of the prompt, too.
+    """
     config = replace(config, max_tokens=max_tokens)
     started = time.perf_counter()
     segments = list(stream_generate(model, tokenizer, prompt, config))
@@ -146,7 +167,8 @@ def write_figures(
     bits: int | None,
     log: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write what `ssmlx.upload` makes a card of: the adapter's recipe, data and figures.
+    """Write figures.json into the adapter's folder, which `ssmlx.upload` makes a card of: the
+    adapter's recipe, data and figures.
 
     Args:
         run: of this process.
@@ -192,13 +214,14 @@ def write_figures(
 
 
 def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
-    """Return the line that tells the user whether to use the adapter.
+    """Return the line that tells the user whether to use the adapter, by `is_worth_using`, and the
+    command.
 
     Args:
-        options: of the run.
+        options: of the run; the advice is to double its hours where the adapter brings nothing.
         measured: as `check_adapter` returns it.
     """
-    if has_paid(measured):
+    if is_worth_using(measured):
         named = "" if options.adapter is None else f" --adapter {options.out.name}"
         return f"use it: python -m ssmlx.chat --model {options.model}{named}"
     hours = options.hours

@@ -13,7 +13,7 @@ from ..loading.lora_files import describe_lora
 from .adapt_check import estimate_check_seconds
 from .adapt_run import AdaptPlan, AdaptRun, Amounts, Source
 from .answers import BatchResponder
-from .job import stream_config
+from .job import make_stream_config
 from .progress import format_duration
 from .sizing import (
     Round,
@@ -21,7 +21,7 @@ from .sizing import (
     measure_rates,
     plan_round,
     stream_train_config,
-    time_candidates,
+    time_candidate_layers,
 )
 
 CACHE_BYTES = 1 << 29
@@ -31,13 +31,19 @@ CACHE_BYTES = 1 << 29
 def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) -> AdaptPlan:
     """Time calls, answers and training steps, and choose layers with streams and batch sizes by it.
 
+    That these are timed is said to the user. Step costs go into this machine's cost tables too, see
+    `time_candidate_layers`.
+
     Args:
-        run: of this process; what is timed is said to the user.
+        run: of this process.
         source: the loaded model and its prompts.
         responder: answers with that model.
 
     Returns:
-        A plan without rounds.
+        A plan without rounds, with an empty `base`.
+
+    Raises:
+        InputError: not even one example or answer at a time fits into the memory.
     """
     options = run.options
     run.say(
@@ -47,7 +53,7 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
     text = [token for one in source.shipped for token in one.tokens]
     text = text[: (source.backbone.context_length or len(text)) // 2]
     with busy("timing calls"):
-        costs = time_candidates(
+        costs = time_candidate_layers(
             source.backbone,
             base,
             source.training,
@@ -59,8 +65,8 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
     longest = max(source.prompt_lengths)
     answer_tokens = options.amounts.answer_tokens
     train = stream_train_config(num_layers, seed=options.seed, max_length=longest + answer_tokens)
-    train = train.sized(base["vocab_size"])
-    config = stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
+    train = train.with_draft_vocab_size(base["vocab_size"])
+    config = make_stream_config(train, base, source.training, [source.tokenizer.eos_token_id])
     run.say("timing some answers, and some steps of training ...")
     with busy("timing answers and steps"):
         rates = measure_rates(
@@ -83,13 +89,20 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
 
 
 def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
-    """Add a round to the plan where `hours` are more than those of its rounds; say what is made.
+    """Add a round to the plan where the user's hours are more than those of its rounds; say what
+    the last round makes.
+
+    Args:
+        run: of this process.
+        plan: of the run, not changed.
+        source: of which only the lengths of the prompts are used.
 
     Returns:
         The plan, with one round more or as it was.
 
     Raises:
-        InputError: the hours are fewer than the plan's, or too few for a step of training.
+        InputError: the hours are fewer than the plan's, or too few for a step of training; then the
+            hours that are enough are named.
     """
     options = run.options
     hours = options.hours
@@ -106,7 +119,7 @@ def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
         answer_tokens = options.amounts.answer_tokens
 
         def round_in(in_hours: float) -> Round:
-            """Plan the new round for so many hours in all."""
+            """Plan the new round for `in_hours` hours in all."""
             return plan_round(
                 in_hours,
                 plan.rates,
@@ -136,8 +149,8 @@ def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
 
 
 def streams_line(plan: AdaptPlan, source: Source) -> str:
-    """Return the line that tells the user of the model, its streams and what calls with them
-    cost.
+    """Return two lines for the user: the model, and its streams with what calls of each tree size
+    cost, in plain calls.
     """
     base = source.base
     train = plan.train
@@ -159,7 +172,10 @@ def streams_line(plan: AdaptPlan, source: Source) -> str:
 def _round_line(plan: AdaptPlan, amounts: Amounts, spent: float) -> str:
     """Return the line that tells the user what the last round makes, and how long that takes.
 
-    `spent` are the seconds that the run has taken so far.
+    Args:
+        plan: with one round or more.
+        amounts: of the run.
+        spent: seconds that the run has taken so far, all rounds together.
     """
     last = plan.rounds[-1]
     rates = plan.rates

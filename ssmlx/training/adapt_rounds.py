@@ -14,8 +14,8 @@ from typing import Any
 from mlx_lm.generate import wired_limit
 
 from ..bars import busy
-from ..loading.adapter import load_streams
-from ..loading.files import PartFile, make_folder, new_folder, write_whole
+from ..loading.adapter import load_stream_adapter
+from ..loading.files import PartFile, atomic_folder, make_folder, write_whole
 from ..loading.found import PAYS
 from .adapt_run import (
     DATA_FOLDER,
@@ -42,23 +42,23 @@ SAMPLED_TEMP = 0.8
 _ROUND_SEEDS = 1000
 
 
-def clear_interrupted_write(best: Path) -> None:
-    """Remove temporary folders beside an adapter that was being written when its process was
-    killed.
+def clear_interrupted_write(adapter_folder: Path) -> None:
+    """Clean up beside an adapter's folder what `atomic_folder` left when its process was killed.
 
-    Where the old adapter had been moved aside already, and no new one is there, it is put back.
+    Where the old adapter had been moved aside already, and no new one is there, it is moved back;
+    other temporary folders are deleted.
     """
-    for left in sorted(best.parent.glob(f".{best.name}.*"), reverse=True):
-        if left.suffix == ".old" and not best.exists():
-            left.rename(best)
+    for left in sorted(adapter_folder.parent.glob(f".{adapter_folder.name}.*"), reverse=True):
+        if left.suffix == ".old" and not adapter_folder.exists():
+            left.rename(adapter_folder)
         else:
             shutil.rmtree(left)
 
 
-def make_round(
+def run_round(
     run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
 ) -> AdaptPlan:
-    """Make a round's answers where they are not made yet, and train on them.
+    """Run a round: make its answers where they are not made yet, then train on them.
 
     Args:
         run: of this process.
@@ -69,13 +69,14 @@ def make_round(
 
     Returns:
         The plan, in which the round has fewer passes where its answers took so long that time is
-        short. It is written to the run's folder when the answers are made.
+        short. It is written to the run's folder when the answers are made, and what is left to do
+        is said. Where the answers were made by an earlier process, it is the plan as it was.
     """
     folder = run.options.round_folder(number)
     make_folder(folder / DATA_FOLDER)
     if not (folder / DATA_FOLDER / "valid.jsonl").exists():  # which is written last
         began = run.clock.spent
-        make_examples(run, plan, number, source, responder)
+        make_round_examples(run, plan, number, source, responder)
         planned = plan.rounds[number]
         fitted = shorten_round(planned, plan.round_before(number), run.clock.spent)
         plan = run.save_plan(plan.replace_round(number, fitted))
@@ -94,13 +95,24 @@ def make_round(
     return plan
 
 
-def make_examples(
+def make_round_examples(
     run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
 ) -> None:
-    """Have the model answer as much more as a round plans, and write the round's examples.
+    """Have the model answer as many more prompts as a round plans, and write the round's examples.
 
-    `train.jsonl` and `valid.jsonl` in the round's folder hold those of earlier rounds, too. What a
+    Prompts are the user's first; of the rest at least a third are questions that the model makes
+    up, if it has a chat template, and the others ship. None is one of an earlier round's. Every
+    fourth is answered with sampling, the others greedily. The first round holds out its first
+    greedy answers, and no training example may have the `_duplicate_key` of one held out. What a
     stopped process has asked and answered is read from the folder, and not made again.
+
+    Args:
+        run: of this process; what is being made is said to the user.
+        plan: with this round in it.
+        number: of the round, counted from 0. `train.jsonl` and `valid.jsonl` in the data folder of
+            its own hold the examples of earlier rounds, too.
+        source: the loaded model and its prompts.
+        responder: answers with that model; its seed is replaced by the round's.
     """
     options = run.options
     amounts = options.amounts
@@ -111,9 +123,13 @@ def make_examples(
     known = {tuple(row["prompt_tokens"]) for row in (*old, *valid)}
 
     def new(asked: Sequence[TokenisedPrompt]) -> list[TokenisedPrompt]:
+        """Return those of the prompts that no earlier round has, in order."""
         return [one for one in asked if tuple(one.tokens) not in known]
 
     def part_file(name: str) -> closing[PartFile]:
+        """Open a file of the round's folder with what is made so far; it closes at the end of a
+        with block.
+        """
         settings = {**plan.settings, "answers": plan.rounds[number].answers}
         return closing(PartFile(options.round_folder(number) / name, settings))
 
@@ -159,16 +175,27 @@ def make_examples(
 
 
 def _duplicate_key(row: Mapping[str, Any]) -> str:
-    """Return what no training example may share with a held-out one: its first words, or of the
-    user's own files its whole normalised text.
+    """Return what no training example may share with a held-out one: the first words of its prompt,
+    normalised; or of a prompt of the user's own files the whole normalised text.
     """
     return (normalise_prompt if row["source"] == FILES else opening_words)(row["asked"])
 
 
 def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> None:
-    """Train the streams, from those of the rounds before on; write the best to the run's adapter.
+    """Train a round's streams on its examples, and write the best of them to the run's adapter
+    folder.
 
-    A training that was stopped goes on from its last saved step.
+    The best have the most tokens per call on held-out answers; where no step beats the start,
+    nothing is written. A later round starts from the adapter that is there, if any, the first one
+    from new weights. A training that was stopped goes on from its last saved step. At each
+    validation a forecast is said to the user. The file of the frozen layers' results is deleted at
+    the end.
+
+    Args:
+        run: of this process.
+        plan: with this round in it.
+        number: of the round, counted from 0, whose examples are written.
+        source: the loaded model, which stays as it is.
     """
     options = run.options
     folder = options.round_folder(number)
@@ -179,10 +206,10 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
     start = None
     if number and best.exists():
         if not start_folder.exists():
-            with new_folder(start_folder) as work:
+            with atomic_folder(start_folder) as work:
                 shutil.copytree(best, work, dirs_exist_ok=True)
         train = replace(train, train_only="streams")
-        start = add_new_weights(load_streams(start_folder), train)
+        start = add_new_weights(load_stream_adapter(start_folder), train)
     training = replace(
         source.training,
         out=folder,
@@ -204,10 +231,12 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
     pace = StepPace(run.clock, job.num_steps)
 
     def before_step() -> None:
+        """Wait until the machine may be used, then note that a step begins."""
         run.wait()
-        pace.begins(trainer.step)
+        pace.note_step_begin(trainer.step)
 
     def validated(validate: Validation) -> None:
+        """Say a forecast of the speed-up, and the time of training that is left."""
         left = pace.seconds_left(trainer.step)
         to_go = f"; some {format_duration(left)} of training to go" if left else ""
         run.say(forecast_line(plan.step_costs, validate) + to_go)
@@ -229,11 +258,14 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
 
 
 def forecast_line(costs: StepCosts, validate: Validation) -> str:
-    """Return the line that tells the user what speed-up the streams of now would bring.
+    """Return the line that tells the user what speed-up the streams would bring as they are now,
+    with the fastest tree.
+
+    Where that is below `PAYS`, the line says from which speed-up on they are used.
 
     Args:
         costs: plain calls that a call with n nodes takes, by n.
-        validate: replays the held-out answers.
+        validate: replays the held-out answers with trees of these n, which takes some time.
     """
     tokens = validate.curve(tuple(costs))
     nodes, speedup = fastest_tree(costs, tokens)

@@ -15,9 +15,9 @@ from .. import __version__
 from ..errors import InputError, require
 from ..json_files import read_json
 from ..loading.adapter import Adapter, StreamAdapter, load_adapter
-from ..loading.attach import attach_adapter, fit_lora_to_model
+from ..loading.attach import attach_adapter, match_lora_to_model
 from ..loading.files import folder_digest, json_digest, write_whole
-from ..loading.found import runs
+from ..loading.found import read_runs
 from ..loading.load import load_tokenizer
 from ..loading.lora_files import Loras
 from ..loading.names import PLAN_FILE, TRAINED_FOLDER
@@ -26,10 +26,10 @@ from ..model.backbone import Backbone
 from ..prompts import encode_with_template, last_user_text, read_prompts
 from ..templates import frozen_date
 from .config import RunOptions, TrainConfig
-from .job import read_base
+from .job import read_base_settings
 from .mlx_trainer import load_frozen
 from .progress import Clock
-from .questions import write_shipped_prompts
+from .questions import draw_shipped_prompts
 from .record import LOG_FILE, read_record
 from .sizing import Rates, Round, StepCosts, choose_frozen_dtype, default_memory_bytes
 
@@ -98,7 +98,7 @@ class TokenisedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The loaded base model, and the prompts that it will answer."""
+    """The loaded base model, its tokenizer, and the prompts that it will answer, tokenised."""
 
     base: dict[str, Any]  # its settings
     backbone: Backbone
@@ -117,7 +117,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptPlan:
-    """What a run makes: written to its folder, and read again when it goes on."""
+    """What a run makes, and what was timed for it: written to its folder, and read again when it
+    goes on.
+    """
 
     settings: dict[str, Any]  # must be the same when it goes on
     base: dict[str, str]  # what the model is called, and its folder, as they were given last
@@ -133,13 +135,14 @@ class AdaptPlan:
 
         Args:
             path: of the file.
-            settings: as `run_settings` gives them.
+            settings: as `fixed_settings` gives them.
 
         Returns:
             The plan; None where there is no file.
 
         Raises:
-            InputError: the plan is of other settings, or cannot be read.
+            InputError: the plan is of other settings, whose names are listed, or the file is no
+                JSON object.
         """
         if not path.exists():
             return None
@@ -191,28 +194,33 @@ class AdaptRun:
 
     options: AdaptOptions
     prompts: Sequence[dict[str, Any]]  # rows of the user's files of prompts
-    settings: dict[str, Any]  # as `run_settings` gives them
+    settings: dict[str, Any]  # as `fixed_settings` gives them
     prog: str  # the command, for records
     say: Say  # is given each line for the user
     wait: Callable[[], None]  # called between steps; its time is no part of the run's
     clock: Clock
 
     def save_plan(self, plan: AdaptPlan) -> AdaptPlan:
-        """Write a plan into the run's folder with the time spent until now; return it so."""
+        """Write a plan, with the time spent until now, into the run's folder; return it with that
+        time.
+        """
         plan = replace(plan, spent=self.clock.spent)
         plan.write(self.options.out / PLAN_FILE)
         return plan
 
 
-def run_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what must be the same when a run goes on: seed, memory, prompts, weights, LoRA,
-    versions.
+def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a run must be begun and gone on with alike; its hours may be raised.
 
-    Neither the model's name nor its folder is among them.
+    These are seed, memory, prompts, the digest of the weights, that of the LoRA that the model is
+    to have, and versions. Neither the model's name nor its folder is among them.
 
     Args:
         options: what the user asks for.
         prompts: rows of the user's files of prompts.
+
+    Raises:
+        InputError: the model's folder has no weights that can be read.
     """
     settings = {
         "seed": options.seed,
@@ -226,33 +234,38 @@ def run_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> di
 
 
 def find_run_folder(options: AdaptOptions) -> Path:
-    """Find the folder of a run with the settings of these options.
+    """Find the folder of the run that these options begin or go on with.
 
     A model that was moved or renamed goes on with the run that was begun for its weights.
+
+    Args:
+        options: what the user asks for; its weights and files of prompts are only read where other
+            runs exist.
 
     Returns:
         `options.out` where a run is there already, or no run has these settings; else the folder of
         the run that has.
     """
-    if (options.out / PLAN_FILE).exists() or not runs():
+    if (options.out / PLAN_FILE).exists() or not read_runs():
         return options.out
-    settings = run_settings(
+    settings = fixed_settings(
         options, [row for file in options.data for row in read_prompts(file, "--data")]
     )
-    return next((run.folder for run in runs() if run.settings == settings), options.out)
+    return next((run.folder for run in read_runs() if run.settings == settings), options.out)
 
 
 def load_source(run: AdaptRun) -> Source:
     """Load the model frozen, with the LoRA that it is to have, and tokenise all prompts.
 
-    Prompts that are too long are left out, which is said to the user.
+    Prompts are those of the user's files, and those that ship. Those that are too long are left
+    out, which is said to the user.
 
     Raises:
-        InputError: the model cannot have streams, a prompt cannot be tokenised, or the LoRA does
-            not fit.
+        InputError: the model cannot be loaded or cannot have streams, a prompt cannot be tokenised,
+            or the LoRA does not fit.
     """
     options = run.options
-    base = read_base(options.path)
+    base = read_base_settings(options.path)
     tokenizer = load_tokenizer(options.path, base)
     dtype = choose_frozen_dtype(options.path, base, options.memory)
     backbone = load_frozen(options.path, dtype)
@@ -279,7 +292,7 @@ def load_source(run: AdaptRun) -> Source:
         files=[],
         shipped=[],
     )
-    shipped = [{"prompt": text} for text in write_shipped_prompts(options.seed)["train"]]
+    shipped = [{"prompt": text} for text in draw_shipped_prompts(options.seed)["train"]]
     return replace(
         source,
         files=tokenise_prompts(run, FILES, run.prompts, source),
@@ -288,7 +301,11 @@ def load_source(run: AdaptRun) -> Source:
 
 
 def read_lora(folder: Path, backbone: Backbone) -> Loras:
-    """Read the LoRA of an adapter without streams, by the paths of its modules in the base model.
+    """Read the LoRA of an adapter without streams, by the base model's own module paths.
+
+    Args:
+        folder: the adapter's.
+        backbone: the base model.
 
     Raises:
         InputError: the adapter has streams, is broken, or is another model's.
@@ -300,23 +317,26 @@ def read_lora(folder: Path, backbone: Backbone) -> Loras:
         expected="LoRA or DoRA alone, as mlx-lm and PEFT write it",
         do="check --adapter; to train these streams further, see ssmlx.train --train-only",
     )
-    return fit_lora_to_model(adapter, backbone)
+    return match_lora_to_model(adapter, backbone)
 
 
 @frozen_date()
 def tokenise_prompts(
     run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
 ) -> list[TokenisedPrompt]:
-    """Tokenise prompts under the model's template; those that are too long are left out.
+    """Tokenise prompts under the model's template, in order; those that are too long are left out.
+
+    Too long are prompts that leave no room for the longest answer in the context, or that have more
+    than `MOST_PROMPT_TOKENS` tokens.
 
     Args:
         run: of this process; how many are left out is said to the user.
         origin: where they come from: `FILES`, `SHIPPED` or `OWN`.
         prompts: rows with "prompt" or "messages".
-        source: the model's tokenizer and context length.
+        source: the model's tokenizer, template and context length.
 
     Raises:
-        InputError: a row cannot be tokenised.
+        InputError: a row cannot be tokenised; its number, counted from 1, is named.
     """
     context = source.backbone.context_length or 2**30
     most = min(MOST_PROMPT_TOKENS, context - run.options.amounts.answer_tokens)
@@ -334,16 +354,23 @@ def tokenise_prompts(
 
 
 def read_round_examples(options: AdaptOptions, number: int, name: str) -> list[dict[str, Any]]:
-    """Read the examples "train" or "valid" of a round, counted from 0; none before the first
-    round.
+    """Read the examples that a round has written; an empty list for round -1, before the first.
+
+    Args:
+        options: of the run.
+        number: of the round, counted from 0.
+        name: "train" or "valid".
     """
     file = options.round_folder(number) / DATA_FOLDER / f"{name}.jsonl"
     return [json.loads(line) for line in file.open()] if number >= 0 else []
 
 
 def join_round_logs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the log entries of all rounds' folders in turn, their steps counted on over the
-    rounds.
+    """Return the log entries of all rounds, in turn, with each round's steps counted on from the
+    last step of the round before.
+
+    Args:
+        folders: of the rounds, in order; one without a log adds nothing.
     """
     entries: list[dict[str, Any]] = []
     for folder in folders:

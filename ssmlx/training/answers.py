@@ -25,7 +25,9 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class NumberedPrompt:
-    """A prompt for `BatchResponder`, with its number and how its answer is sampled."""
+    """A prompt's token ids for `BatchResponder`, and the temperature at which its answer is
+    sampled; 0 is greedy.
+    """
 
     number: int  # its noise depends on this and the seed alone
     prompt: Sequence[int]
@@ -34,8 +36,8 @@ class NumberedPrompt:
 
 @dataclass(frozen=True)
 class BatchResponder:
-    """Answers many prompts at once with mlx-lm's `BatchGenerator`; with sampling where a prompt
-    says so.
+    """Answers many prompts at once with mlx-lm's `BatchGenerator`: each request greedily, or
+    sampled where its `temp` is above 0.
     """
 
     model: nn.Module  # mlx-lm's
@@ -45,19 +47,23 @@ class BatchResponder:
     wait: Callable[[], None] = field(default=lambda: None)  # called between tokens
 
     def iterate_answers(
-        self, texts: Sequence[NumberedPrompt], max_tokens: int
+        self, requests: Sequence[NumberedPrompt], max_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """Decode answers together, and yield each as it ends.
+        """Decode answers together, and yield each as it ends, so not in the order of `requests`.
+
+        At most `batch_size` are decoded at once. `wait` is called after each step, in which each of
+        these gets a token.
 
         Args:
-            texts: the prompts.
-            max_tokens: longest answer.
+            requests: each is answered greedily, or sampled where its `temp` is above 0; may be
+                empty.
+            max_tokens: of the longest answer.
 
         Yields:
-            The prompt's number, and the tokens of its answer, the end token included where the
-            model gave one.
+            The request's own `number`, not its place in the list, and the tokens of its answer, the
+            end token included where the model gave one.
         """
-        if not texts:
+        if not requests:
             return
         generator: Any = BatchGenerator(
             self.model,
@@ -66,64 +72,70 @@ class BatchResponder:
             completion_batch_size=self.batch_size,
             prefill_batch_size=min(self.batch_size, PREFILL_AT_ONCE),
         )
-        samplers = [self._make_sampler(text) if text.temp else None for text in texts]
-        ids = generator.insert([[*text.prompt] for text in texts], samplers=samplers)
-        by_id = dict(zip(ids, texts, strict=True))
+        samplers = [self._make_sampler(request) if request.temp else None for request in requests]
+        ids = generator.insert([[*request.prompt] for request in requests], samplers=samplers)
+        by_id = dict(zip(ids, requests, strict=True))
         try:
             while responses := generator.next_generated():
                 self.wait()
                 for one in (one for one in responses if one.finish_reason is not None):
-                    text = by_id[one.uid]
-                    yield text.number, list(one.all_tokens[len(text.prompt) :])
+                    request = by_id[one.uid]
+                    yield request.number, list(one.all_tokens[len(request.prompt) :])
         finally:
             generator.close()
 
-    def _make_sampler(self, text: NumberedPrompt) -> Callable[[mx.array], mx.array]:
-        """Return a function that draws a token [B] from log probabilities [B, V], by the prompt's
-        own noise.
+    def _make_sampler(self, request: NumberedPrompt) -> Callable[[mx.array], mx.array]:
+        """Return a function that draws token ids [B] from log probabilities [B, V] at the request's
+        temperature, after min-p.
+
+        Its noise depends on the seed, the request's number and how often it was called.
         """
-        key = mx.random.key(self.seed * 1_000_003 + text.number)
+        key = mx.random.key(self.seed * 1_000_003 + request.number)
 
         def draw(logprobs: mx.array) -> mx.array:
+            """Draw a token of each row, with a new part of the noise."""
             nonlocal key
             key, now = mx.random.split(key)
-            return mx.random.categorical(apply_min_p(logprobs, _MIN_P) / text.temp, key=now)
+            return mx.random.categorical(apply_min_p(logprobs, _MIN_P) / request.temp, key=now)
 
         return draw
 
     def answer_with_progress(
-        self, texts: Sequence[NumberedPrompt], max_tokens: int, part: PartFile
+        self, requests: Sequence[NumberedPrompt], max_tokens: int, part: PartFile
     ) -> list[list[int]]:
-        """Answer every prompt, going on from what a stopped run has kept.
+        """Answer every request that `part` has no answer to yet, with a progress bar.
 
         Args:
-            texts: the prompts.
-            max_tokens: longest answer.
-            part: finished answers are read from it, and appended to it as [number, tokens].
+            requests: each has a number of its own.
+            max_tokens: of the longest answer.
+            part: finished answers are read from it, and each new one is appended to it as [number,
+                tokens].
 
         Returns:
-            The answers' tokens, in the order of `texts`.
+            The answers' tokens, in the order of `requests`.
         """
         known = dict(part.done)
-        left = [text for text in texts if text.number not in known]
+        left = [request for request in requests if request.number not in known]
         made = self.iterate_answers(left, max_tokens)
-        for number, tokens in bar(made, "answers", initial=len(known), total=len(texts)):
+        for number, tokens in bar(made, "answers", initial=len(known), total=len(requests)):
             part.append([number, tokens])
             known[number] = tokens
-        return [known[text.number] for text in texts]
+        return [known[request.number] for request in requests]
 
     def make_up_questions(self, wanted: int, max_tokens: int, part: PartFile) -> list[str]:
         """Let the model write users' questions, by continuing its chat template's user turn.
 
         Args:
-            wanted: different good questions to stop at.
-            max_tokens: longest question.
+            wanted: different good questions to stop at; 0 asks for none.
+            max_tokens: of the longest question; a text that has not ended by then is dropped.
             part: all that the model writes is appended to it as [number, text], and read from it
                 first.
 
         Returns:
-            At most `wanted` questions, in the order of their numbers. Fewer where good ones are
-            rare: it stops after a number of tries in proportion to `wanted`.
+            At most `wanted` questions, in the order of their numbers, those that differ in case,
+            spaces and punctuation alone once. Fewer where good ones are rare: it stops after a
+            number of tries in proportion to `wanted`, or earlier where after ten rounds fewer than
+            one in six is good.
         """
         prefix = user_prefix(self.tokenizer) if wanted else []
         known = dict(part.done)
@@ -134,12 +146,12 @@ class BatchResponder:
             if len(found) >= wanted or rare or first >= _TRIES * max(wanted, self.batch_size):
                 break
             numbers = range(first, first + size)
-            texts = [
+            requests = [
                 NumberedPrompt(number, prefix, 1.0) for number in numbers if number not in known
             ]
             label = f"questions, {len(found)} of {wanted}"
-            asked = self.iterate_answers(texts, max_tokens)
-            for number, tokens in bar(asked, label, total=len(texts)):
+            asked = self.iterate_answers(requests, max_tokens)
+            for number, tokens in bar(asked, label, total=len(requests)):
                 ended = tokens[-1] in self.tokenizer.eos_token_ids
                 known[number] = self.tokenizer.decode(tokens[:-1]).strip() if ended else ""
                 part.append([number, known[number]])

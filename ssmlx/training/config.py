@@ -36,12 +36,13 @@ _DO = "correct the option"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How an adapter is trained; the same for both trainers. Defaults follow section 4.
+    """How an adapter is trained; the same for both trainers. Defaults follow section 4 of
+    Speculative Streaming (arXiv 2402.11131).
 
     `draft_vocab_size` None is `DRAFT_VOCAB_SIZE` where streams draft from a vocabulary of twice
-    that or more, else 0. `stream_init` and `stream_init_rank` are f of eq. 3 and its rank; None
-    chooses low_rank of rank 32, or identity (which has none) where streams rotate, or where there
-    are none.
+    that or more, else 0; `with_draft_vocab_size` fills it in. `stream_init` and `stream_init_rank`
+    are f of eq. 3 and its rank; None chooses low_rank of rank 32, or identity (which has none)
+    where streams rotate, where there are none, or where the rank is given as 0.
     """
 
     num_streams: int = setting(
@@ -140,13 +141,13 @@ class TrainConfig:
     seed: int = setting(0, "of the weights and of the order of the data", least=0, most=2**32 - 1)
 
     def __post_init__(self) -> None:
-        """Choose f of eq. 3 where it is None, and check every setting and those that depend on one
+        """Choose f of eq. 3 where it is None, and check every setting, and those that depend on one
         another.
 
         Raises:
             InputError: a setting is out of bounds, or does not go with another.
         """
-        self._choose_f()
+        self._choose_stream_init()
         check_settings(self, do=_DO)
         rotated = self.stream_design == "value_rotation"
         identity = self.stream_init == "identity"
@@ -185,8 +186,12 @@ class TrainConfig:
             found = f"--{name.replace('_', '-')} {getattr(self, name)}"
             require(ok, found, expected=expected, do=_DO)
 
-    def _choose_f(self) -> None:
-        """Fill in `stream_init` and `stream_init_rank` where they are None, see the class."""
+    def _choose_stream_init(self) -> None:
+        """Fill in `stream_init` and `stream_init_rank` where they are None; what is given stays.
+
+        The kind is low_rank where there are stream embeddings and the rank is not given as 0, else
+        identity. The rank is 0 for identity, else `STREAM_INIT_RANK`.
+        """
         kind = self.stream_init
         rank = self.stream_init_rank
         if kind is None:
@@ -197,10 +202,11 @@ class TrainConfig:
         object.__setattr__(self, "stream_init", kind)
         object.__setattr__(self, "stream_init_rank", rank)
 
-    def sized(self, vocab_size: int) -> TrainConfig:
+    def with_draft_vocab_size(self, vocab_size: int) -> TrainConfig:
         """Return the settings with `draft_vocab_size` chosen for a model of `vocab_size` tokens.
 
-        A size that was given stays.
+        It is `DRAFT_VOCAB_SIZE` where there are streams and the vocabulary has twice that or more,
+        else 0. A size that was given stays.
         """
         if self.draft_vocab_size is not None:
             return self
@@ -214,13 +220,20 @@ class TrainConfig:
 
     @property
     def alphas(self) -> tuple[float, ...]:
-        """The weight of each stream in the loss, alpha_1 to alpha_gamma of eq. 5."""
+        """The weight of each stream in the loss, alpha_1 to alpha_gamma of eq. 5; a single weight
+        is repeated for all.
+        """
         weights = self.stream_weights
         return weights if len(weights) == self.num_streams else weights * self.num_streams
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Build from JSON values; lists become tuples, unknown keys are ignored."""
+        """Build from JSON values; lists become tuples, unknown keys are ignored, missing ones have
+        their defaults.
+
+        Raises:
+            InputError: a setting is out of bounds, or does not go with another.
+        """
         names = {f.name for f in fields(cls)}
         known: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names
@@ -233,13 +246,24 @@ class TrainConfig:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def num_steps(self, num_examples: int) -> int:
-        """Return the optimiser steps of all epochs over so many examples; 1 at least."""
+        """Return the optimiser steps of all epochs over `num_examples` examples, rounded to a whole
+        number; 1 at least.
+
+        A last batch of an epoch that is not full counts as a step.
+        """
         per_epoch = -(-num_examples // self.batch_size)
         return max(1, round(self.epochs * per_epoch))
 
     def rate(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of `step`, counted from 0, of `num_steps`: a warm-up, then the
-        schedule.
+        """Return the learning rate of a step: linearly rising in the warm-up, then as the schedule
+        says.
+
+        The schedules "linear" and "cosine" fall from the peak rate towards 0 at `num_steps`;
+        "constant" stays at it.
+
+        Args:
+            step: counted from 0.
+            num_steps: of the whole run.
         """
         warm = max(1, round(self.warmup * num_steps))
         if step < warm:

@@ -42,8 +42,8 @@ _POOL = 32  # batches' worth of shuffled examples that are sorted by length amon
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A text that is learned from: a prompt and an answer, or a conversation with several
-    answers.
+    """A text that is learned from: a prompt and an answer, or a conversation with
+    several answers.
     """
 
     tokens: np.ndarray  # [T] ids, prompt first
@@ -62,7 +62,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns lines of training data into token ids."""
+    """Turns lines of training data into token ids, see `encode`."""
 
     tokenizer: TokenizerWrapper
     template: str | None  # text with `{prompt}`, or None for the model's chat template
@@ -70,14 +70,22 @@ class Encoder:
     max_length: int  # tokens of an example at most
 
     def encode(self, line: dict[str, Any]) -> Example | None:
-        """Tokenise a line of training data, of one of the forms above.
+        """Tokenise a line of training data, of one of the forms at the top of this file.
+
+        Texts are put under the template and get the end token behind the answer; token ids are
+        taken as they are. Of "text" the first token is the prompt.
+
+        Args:
+            line: the JSON object.
 
         Returns:
-            The example, its answer cut to fit `max_length`; None where its prompt alone is too
-            long.
+            The example, its end cut to fit `max_length`; None where its prompt alone has
+            `max_length` tokens or more.
 
         Raises:
-            ValueError: the line has none of the forms, or its prompt or its answer is empty.
+            ValueError: the line has none of the forms, its last turn is not the assistant's, or its
+                prompt or its answer is empty. An InputError, which is one, where the template
+                refuses the turns.
             LookupError, TypeError, AttributeError, OverflowError: a field is missing, or of another
                 type.
         """
@@ -86,16 +94,16 @@ class Encoder:
             answer = list(line["completion_tokens"])
         elif "completion" in line and isinstance(line.get("prompt"), str):
             asked = [{"role": "user", "content": line["prompt"]}]
-            prompt, answer = self._chat([*asked, {"content": line["completion"]}], None)
+            prompt, answer = self._encode_chat([*asked, {"content": line["completion"]}], None)
         elif "messages" in line:
             turns = normalise_turns(line["messages"])
             if turns and turns[-1]["role"] != "assistant":
                 raise ValueError("its last turn is not the assistant's")
-            prompt, answer = self._chat(turns, line.get("tools"))
+            prompt, answer = self._encode_chat(turns, line.get("tools"))
         elif isinstance(line.get("text"), str):
             text = encode(line["text"], self.tokenizer) if line["text"] else []
             prompt = text[:1]
-            answer = [*text[1:], *self._answer("")]
+            answer = [*text[1:], *self._encode_answer("")]
         else:
             raise ValueError(f"it has {', '.join(line) or 'no fields'}")
         if not prompt or not answer:
@@ -105,19 +113,28 @@ class Encoder:
         tokens = [index(token) for token in (*prompt, *answer)][: self.max_length]
         return Example(np.array(tokens, np.int32), len(prompt))
 
-    def _chat(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
-        """Tokenise a conversation as the prompt and the answer of its last turn, with any tool
-        calls.
+    def _encode_chat(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+        """Tokenise a conversation as a prompt and the answer of its last turn, with the tool calls
+        that this may have.
+
+        Args:
+            turns: of the chat, the last one the assistant's.
+            tools: for the template; None for none.
+
+        Returns:
+            Tokens of all turns but the last, up to where an answer starts; and those of the answer
+            with the end token, if there is one. Tool calls are written as the template does it.
 
         Raises:
-            ValueError: the template is not for several turns, or the tool calls stand elsewhere.
+            ValueError: the template is not for several turns, refuses them, or writes the tool
+                calls elsewhere.
         """
         if len(turns) > 2 and is_single_turn(turns[:-1], self.template, tools=tools):
             raise ValueError("it has several turns, and a template of one's own is of single ones")
         of_turns = partial(encode_turns, tokenizer=self.tokenizer, template=self.template)
         prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):
-            return prompt, self._answer(turns[-1]["content"])
+            return prompt, self._encode_answer(turns[-1]["content"])
         # How a model calls a tool, its template alone knows.
         whole = of_turns(turns, tools=tools, add_generation_prompt=False)
         if whole[: len(prompt)] != prompt:
@@ -128,8 +145,10 @@ class Encoder:
             del answer[answer.index(end) + 1 :]
         return prompt, answer
 
-    def _answer(self, text: str) -> list[int]:
-        """Tokenise an answer, and put the end token behind it where there is one."""
+    def _encode_answer(self, text: str) -> list[int]:
+        """Return the tokens of an answer's text, without special tokens but for the end token at
+        its end, if there is one.
+        """
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         return tokens if self.end_token is None else [*tokens, self.end_token]
 
@@ -138,15 +157,19 @@ class Encoder:
 def read_examples(
     path: Path, encoder: Encoder, progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None
 ) -> list[Example]:
-    """Read every example of a JSON Lines file whose prompt is not too long.
+    """Read every example of a JSON Lines file whose prompt is not too long, in order.
+
+    Blank lines are skipped. Templates that ask for the date get a fixed one.
 
     Args:
         path: the file.
         encoder: tokenises its lines.
-        progress: wraps the lines in a progress bar; None for no bar.
+        progress: is given the (number, text) pairs of the lines and yields them again, behind a
+            progress bar; None for no bar.
 
     Raises:
-        InputError: a line cannot be read, or no example is short enough.
+        InputError: the file or a line, whose number is named, cannot be read; or no example is
+            short enough.
     """
     lines = read_lines(path, "--data", "a folder with train.jsonl and valid.jsonl")
     examples = []
@@ -176,8 +199,8 @@ def read_examples(
 def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) -> np.ndarray:
     """Choose the tokens that streams may guess: the most frequent ones of the answers.
 
-    Where the answers have fewer kinds of token, those of the prompts follow, then the lowest ids. A
-    token that is left out is never drafted.
+    Where the answers have fewer kinds of token, those of the prompts follow, the most frequent
+    first, then the lowest ids. A token that is left out is never drafted.
 
     Args:
         examples: the training data.
@@ -185,7 +208,7 @@ def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) 
         vocab_size: V, of the model.
 
     Returns:
-        [Vd] int32 ids, ascending; V where `size` is more.
+        [Vd] int32 ids, ascending; all V of them where `size` is more.
     """
     answers = np.zeros(vocab_size, np.int64)
     prompts = np.zeros(vocab_size, np.int64)
@@ -197,16 +220,25 @@ def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) 
 
 
 def draft_vocab_coverage(examples: Sequence[Example], draft_vocab: np.ndarray) -> float:
-    """Return the share of the answers' tokens that are in the draft vocabulary, 0 to 1."""
+    """Return the share of the answers' tokens, each as often as it occurs, that are in the draft
+    vocabulary: 0 to 1.
+
+    Args:
+        examples: one or more; conversations count from their first answer on.
+        draft_vocab: [Vd] token ids.
+    """
     answers = np.concatenate([example.tokens[example.start :] for example in examples])
     return float(np.isin(answers, draft_vocab).mean())
 
 
 def draft_vocab_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> np.ndarray:
-    """Turn token ids into indices in the draft vocabulary: -1 where a token is not in it, or was
-    -1.
+    """Return, for token ids, their indices in a draft vocabulary, in the same shape; -1 where a
+    token is not in it, or was -1.
 
-    Without a draft vocabulary the ids are returned as they are.
+    Args:
+        targets: ids of any shape.
+        draft_vocab: [Vd] ids, ascending; None for no draft vocabulary, and the ids are returned as
+            they are.
     """
     if draft_vocab is None:
         return targets
@@ -216,16 +248,21 @@ def draft_vocab_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> 
 
 @dataclass(frozen=True)
 class Packing:
-    """Puts examples one after another as turns of a conversation, with what streams then see."""
+    """Puts examples one after another as turns of a conversation, and tells what streams see."""
 
     num_tokens: int  # of a conversation at most
     frame: ChatFrame
     window: int  # `StreamConfig.stream_window`
 
     def pack(self, examples: Sequence[Example]) -> list[Example]:
-        """Put examples, in their order, into conversations of `num_tokens` tokens at most.
+        """Put one example or more, in their order, into conversations of `num_tokens` tokens at
+        most.
 
         An example that is longer by itself is a conversation alone.
+
+        Returns:
+            The conversations. One of several examples has an answer in `turns` for each; a single
+            example is returned as it is.
         """
         found: list[list[Example]] = [[]]
         for example in examples:
@@ -239,8 +276,9 @@ class Packing:
     def join_as_turns(self, examples: Sequence[Example]) -> Example:
         """Join examples as turns of one conversation; one example alone is returned as it is.
 
-        What stands before a prompt's first turn, such as a system prompt, is the first example's.
-        An answer without its end token gets the template's closing, which is not learned.
+        What stands before a prompt's first turn, such as a system prompt, is the first example's
+        alone. Between an answer and the next prompt stands the template's closing, which is not
+        learned; without its first token where the answer ends with that.
         """
         if len(examples) == 1:
             return examples[0]
@@ -259,10 +297,11 @@ class Packing:
         return Example(np.array(text, np.int32), turns[0][0], tuple(turns))
 
     def first_visible_tokens(self, text: Example, start: int, end: int) -> list[int]:
-        """Return, for each anchor of an answer, the first token after the attention sinks that its
-        streams see.
+        """Return, for each anchor of an answer, the position of the first token after the attention
+        sinks that its streams see.
 
-        The anchors are the tokens `start` - 1 to `end` - 2 of the text.
+        The anchors are the tokens `start` - 1 to `end` - 2 of the text, for an answer of the tokens
+        `start` to `end` - 1.
         """
         return [window_start(place, self.window) for place in range(start - 1, end - 1)]
 
@@ -284,15 +323,16 @@ class Batch:
 
     @property
     def positions(self) -> np.ndarray:
-        """[B, T] int32 position of each token in its text; 0 for padding."""
+        """[B, T] int32 position of each token in its text; 0 for padding before it."""
         columns = np.arange(self.tokens.shape[1])
         positions: np.ndarray = np.maximum(columns - self.pads[:, None], 0).astype(np.int32)
         return positions
 
     @property
     def visible(self) -> np.ndarray:
-        """[B, T, T] bool, which node row (second axis) sees which: causal; padding sees itself
-        alone.
+        """[B, T, T] bool, which node row (second axis) sees which (third axis).
+
+        A row sees itself and earlier ones of its text; padding before the text sees itself alone.
         """
         columns = np.arange(self.tokens.shape[1])
         causal = columns <= columns[:, None]
@@ -302,15 +342,24 @@ class Batch:
 
     @property
     def stream_visible(self) -> np.ndarray:
-        """[B, T, T] bool, which node rows (third axis) the streams of each node row see."""
+        """[B, T, T] bool, which node rows (third axis) the streams of each node row (second axis)
+        see.
+
+        As `visible`; of packed texts only the attention sinks and what begins at `firsts`.
+        """
         if self.firsts is None:
             return self.visible
         return np.asarray(hide_outside_window(self.visible, self.positions, self.firsts))
 
     def part_of_rank(self, rank: int, size: int) -> Batch:
-        """Return the texts of one rank: every `size`-th from the `rank`-th on.
+        """Return the texts of one rank as a batch: every `size`-th from number `rank` on, counted
+        from 0.
 
-        A rank without texts gets the first text, without targets.
+        Its `whole` is this batch. A rank without texts gets the first text, without targets.
+
+        Args:
+            rank: which part.
+            size: how many ranks share the batch.
         """
         rows = np.arange(rank, len(self.tokens), size)
         share = min(1, len(rows))
@@ -321,15 +370,15 @@ class Batch:
 
     @property
     def anchors(self) -> np.ndarray:
-        """[B, K] columns of the rows from which streams start, in order. A text with fewer than K
-        has columns without targets at the end.
+        """[B, K] columns of the rows from which streams start, ascending. A text with fewer than K
+        anchors has columns without targets behind them.
         """
         most = (self.ends > 0).sum(axis=1).max()
         return np.argsort(self.ends == 0, axis=1, kind="stable")[:, :most]
 
     def targets(self, ahead: int) -> np.ndarray:
-        """Return [B, K] the token that stream `ahead` of each anchor should predict; -1 where there
-        is none.
+        """Return [B, K] the token that stream `ahead` of each anchor should predict; -1 where its
+        answer has ended.
 
         Stream j predicts the token j + 1 places after its anchor (eq. 5); `ahead` 0 is the main
         stream.
@@ -339,8 +388,8 @@ class Batch:
         return np.where(at < np.take_along_axis(self.ends, self.anchors, axis=1), found, -1)
 
     def answers(self) -> Iterator[tuple[int, slice, np.ndarray]]:
-        """Yield each answer: its row, the slice of the row's anchors that are its own, and its
-        tokens.
+        """Yield each answer, row by row: the row, the slice of `anchors[row]` that is the answer's,
+        and its token ids.
         """
         for row, ends in enumerate(self.ends):
             place = 0
@@ -352,9 +401,13 @@ class Batch:
 def collate(
     examples: Sequence[Example], indices: np.ndarray, packing: Packing | None = None
 ) -> Batch:
-    """Put the examples of these indices side by side, padded to one length.
+    """Put examples side by side, so that their answers begin in one column.
 
-    With `packing` they are joined as turns of conversations first, each of which is a row.
+    Args:
+        examples: the data.
+        indices: [B] which of them.
+        packing: joins them as turns of conversations first, each of which is a row that begins in
+            column 0; None joins none.
     """
     texts = [examples[one] for one in indices]
     if packing is not None:
@@ -383,6 +436,12 @@ def epoch_order(
     The examples are shuffled, sorted by length in pools of 32 batches, cut into batches, and the
     batches are shuffled. The result depends on the arguments alone, so that a stopped run goes on
     with it.
+
+    Args:
+        examples: the data, of which only lengths are used.
+        batch_size: examples of a batch.
+        seed: of the run.
+        epoch: counted from 0.
     """
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(examples))
@@ -396,16 +455,7 @@ def epoch_order(
 
 
 class BatchPlan:
-    """Says which examples each step of a run learns from, by the seed and the step alone.
-
-    Args:
-        examples: the training data.
-        batch_size: examples of a step.
-        seed: of the run.
-        rank: of this process.
-        size: processes that share each batch.
-        packing: joins the examples of every other batch; None joins none.
-    """
+    """Says which examples each step of a run learns from, by the seed and the step alone."""
 
     def __init__(
         self,
@@ -416,6 +466,17 @@ class BatchPlan:
         size: int = 1,
         packing: Packing | None = None,
     ) -> None:
+        """Keep the arguments; nothing is drawn before the first call of `batch`.
+
+        Args:
+            examples: the training data.
+            batch_size: examples of a step, over all ranks.
+            seed: of the run.
+            rank: of this process.
+            size: processes that share each batch.
+            packing: joins the examples of half of each epoch's batches, drawn at random; None joins
+                none.
+        """
         self._examples = examples
         self._batch_size = batch_size
         self._seed = seed
@@ -428,6 +489,8 @@ class BatchPlan:
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0 over all epochs; of several ranks, this rank's
         part.
+
+        The order of the step's epoch is made anew where the last call was of another one.
         """
         epoch, place = divmod(step, -(-len(self._examples) // self._batch_size))
         if epoch != self._epoch:
@@ -440,8 +503,10 @@ class BatchPlan:
         return batch if self._part == (0, 1) else batch.part_of_rank(*self._part)
 
     def _choose_packed_batches(self) -> None:
-        """Choose half of the epoch's batches to be packed, and shuffle their examples among
-        them.
+        """Draw half of the epoch's batches to be packed, rounded up, and shuffle their examples
+        among them.
+
+        `_batches` is changed, and `_joined` set to the numbers of the drawn batches.
         """
         rng = np.random.default_rng([self._seed, self._epoch, 1])
         batches = self._batches
@@ -454,8 +519,12 @@ class BatchPlan:
 
 
 def batches_by_length(examples: Sequence[Example], batch_size: int) -> list[Batch]:
-    """Put every example into one batch, those of like length together: for passes without
-    learning.
+    """Put every example into one batch, those of like length together, the shortest first: for
+    passes without learning.
+
+    Args:
+        examples: the data.
+        batch_size: examples of a batch at most.
     """
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].tokens))
     starts = range(0, len(order), batch_size)

@@ -12,25 +12,23 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ..decoding.loop import prefill
-from ..drafters.copies import TextOnDevice, count_copy_hits, initial_copy_counts, mix_copies
+from ..drafters.copies import (
+    TextOnDevice,
+    count_copy_hits_and_trials,
+    initial_hits_and_trials,
+    mix_copies,
+)
 from ..drafters.streams import DraftVocab
 from ..model.cache import TreeCache
 from ..model.condition import RESCORED
 from ..model.streams import StreamFusedModel
-from ..model.tree import PAD_TOKEN, Tree, count_candidates, full_topology
-from ..settings import TreeConfig
+from ..model.tree import PAD_TOKEN, Tree, full_topology
 from .replay import Guesses
 
 _LOGIT_ROWS = 64  # rows of logits at a time: a vocabulary of 150,000 makes 40 MB of them
 
 
-def most_candidates(model: StreamFusedModel, size: int) -> int:
-    """Return C, the candidates of each stream that the best tree of up to `size` nodes may need."""
-    tree = TreeConfig(size=size).no_wider_than(model.draft_vocab_size)
-    return count_candidates(tree, model.num_streams, conditional=model.is_conditional)
-
-
-def guesses_along(
+def compute_guesses(
     model: StreamFusedModel,
     prompt: list[int],
     answer: list[int],
@@ -42,10 +40,11 @@ def guesses_along(
 
     Args:
         model: with streams.
-        prompt: token ids.
-        answer: A token ids, the model's own or any others.
+        prompt: token ids, one or more.
+        answer: A token ids, one or more, the model's own or any others.
         count: C, candidates of each stream; fewer are returned where the draft vocabulary is
-            smaller, and as many as decoding takes where streams have a condition.
+            smaller, and at most `RESCORED`, as many as decoding takes, where streams have a
+            condition.
         cache: holds a beginning of the prompt, or more; it is trimmed, and left holding the prompt
             but for its last token. None for a fresh one.
 
@@ -105,11 +104,11 @@ def mix_copies_along(
     length, streams, _ = tokens.shape
     ends = len(prompt) + mx.arange(length)
     guessed = (mx.array(tokens), mx.array(logprobs))
-    copied = TextOnDevice([*prompt, *answer]).continuation(ends, streams)
+    copied = TextOnDevice([*prompt, *answer]).find_continuations(ends, streams)
     behind = np.array([*answer[1:], *[PAD_TOKEN - 1] * streams], np.int32)
     said = mx.array(sliding_window_view(behind, streams))
-    shown = np.array(mx.vmap(count_copy_hits)(*guessed, copied, said))
+    shown = np.array(mx.vmap(count_copy_hits_and_trials)(*guessed, copied, said))
     known = np.zeros((length, 2, 2), np.float32)
     for level in range(min(2, streams)):  # what a token shows is known behind it
         known[1 + level :, :, level] = shown[: -1 - level, :, level]
-    return mix_copies(*guessed, copied, initial_copy_counts() + mx.array(known.cumsum(axis=0)))
+    return mix_copies(*guessed, copied, initial_hits_and_trials() + mx.array(known.cumsum(axis=0)))

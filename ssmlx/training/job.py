@@ -51,7 +51,7 @@ _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
 class Trainer(ABC):
-    """Takes optimiser steps on an objective's weights, and saves its state."""
+    """Takes optimiser steps on an objective's weights, and saves and restores its state."""
 
     STATE_FILE: ClassVar[str]  # of a run's folder
     objective: Objective
@@ -60,7 +60,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def advance(self, batch: Batch, lower: Any) -> dict[str, float]:
-        """Take one optimiser step.
+        """Take one optimiser step, which changes the weights and adds 1 to `step`.
 
         Args:
             batch: this process's part.
@@ -68,7 +68,7 @@ class Trainer(ABC):
 
         Returns:
             The steps taken so far as "step", the learning rate as "rate", and each loss before the
-            step.
+            step as "NAME_loss".
         """
 
     @abstractmethod
@@ -77,7 +77,11 @@ class Trainer(ABC):
 
     @abstractmethod
     def read(self, path: Path) -> tuple[str, Any]:
-        """The identity in a file, and the state; raises whatever a broken file makes it raise."""
+        """Read a file of `write`, and change nothing; raises whatever a broken file makes it raise.
+
+        Returns:
+            The run's identity, and the state for `restore`.
+        """
 
     @abstractmethod
     def restore(self, state: Any) -> None:
@@ -85,6 +89,10 @@ class Trainer(ABC):
 
     def save(self, path: Path, identity: str) -> None:
         """Write the state into a new file, which then takes the place of `path`.
+
+        Args:
+            path: of the file; where writing fails, an older one stays.
+            identity: of the run, written with it.
 
         Raises:
             InputError: the file cannot be written.
@@ -99,7 +107,7 @@ class Trainer(ABC):
             work.unlink(missing_ok=True)
 
     def resume(self, path: Path, identity: str, differs: str = "") -> None:
-        """Go on from a saved state; do nothing where there is none.
+        """Go on from a saved state, see `restore`; do nothing where there is no file.
 
         Args:
             path: of the state's file.
@@ -131,7 +139,7 @@ class Trainer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """All that a training run is made of, read and checked."""
+    """All that a training run is made of, read and checked, see `prepare_job`."""
 
     options: RunOptions
     train: TrainConfig
@@ -148,23 +156,24 @@ class Job:
         return self.train.num_steps(len(self.examples))
 
     def identity(self, *more: Any, init: Path | None = None) -> str:
-        """Return a digest of all that decides the run's result.
+        """Return a digest of all that decides the run's result: settings, the base's weights,
+        training examples and `more`.
 
-        The base model's name decides nothing.
+        The base model's name decides nothing. It is SHA-256 in hexadecimal.
 
         Args:
-            more: other values that decide it.
-            init: folder with the weights to start from; None for none.
+            more: other JSON values that decide it.
+            init: folder with the weights to start from, whose files count; None for none.
         """
         start = [] if init is None else [folder_digest(init)]
         config = replace(self.config, base_model="").to_dict()
         return self._digest(self.train.to_dict(), config, *more, *start)
 
     def lower_identity(self, *more: Any) -> str:
-        """Return a digest of what decides the frozen layers' results: weights, depth, data and
-        `more`.
+        """Return a digest of what decides the frozen layers' results: the base's weights, their
+        depth, training examples and `more`.
 
-        It is the same for runs that differ only in the layers above.
+        It is the same for runs that differ only in the layers above. It is SHA-256 in hexadecimal.
         """
         config = self.config
         return self._digest(config.num_layers, config.insertion_layer, *more)
@@ -172,17 +181,21 @@ class Job:
     def stored_lower(
         self, objective: Objective, file: str, identity: str, label: str = "frozen layers"
     ) -> Lower:
-        """Return a function that gives the frozen layers' results of a batch.
+        """Return a function that gives the frozen layers' results of a batch of the training
+        examples.
 
-        It reads them from a file in the run's folder, which is filled first. Where they would take
-        more disk than `cache_gb`, and for packed batches, in which other text stands before an
-        example each epoch, they are computed anew.
+        It reads them from a file in the run's folder, which is filled before this returns. Packed
+        batches, in which other text stands before an example each epoch, are computed anew; so are
+        all batches, without a file, where it would take more disk than `cache_gb`.
 
         Args:
             objective: computes them.
             file: name of the file.
-            identity: tells layers and data from others.
+            identity: tells layers and data from others; a file of another identity is replaced.
             label: of the progress bar.
+
+        Raises:
+            InputError: the disk is full.
         """
         tokens = sum(len(example.tokens) for example in self.examples)
         size = tokens * objective.state_size * objective.state_bytes
@@ -193,18 +206,20 @@ class Job:
         return lambda batch: (store.get if batch.firsts is None else objective.lower)(batch)
 
     def _digest(self, *values: Any) -> str:
-        """Return SHA-256 over the base's weights, JSON values and all examples."""
+        """Return the SHA-256, in hexadecimal, over the base's weights, JSON values, and the tokens
+        and answers of all training examples.
+        """
         digest = hashlib.sha256(json.dumps([self.weights, *values], sort_keys=True).encode())
         for example in self.examples:
             digest.update(example.tokens.tobytes() + example.start.to_bytes(4, "big"))
         return digest.hexdigest()
 
 
-def read_base(folder: Path) -> dict[str, Any]:
-    """Read the settings of a base model's folder, those of its text model among them.
+def read_base_settings(folder: Path) -> dict[str, Any]:
+    """Read config.json of a base model's folder; what its "text_config" says goes before the rest.
 
     Raises:
-        InputError: there are none, or they lack layers, width or vocabulary.
+        InputError: there is none, or numbers of layers, hidden size or vocabulary are missing.
     """
     path = folder / "config.json"
     settings = read_json(path, "a model folder")
@@ -222,7 +237,11 @@ def read_base(folder: Path) -> dict[str, Any]:
 def prepare_job(
     options: RunOptions, train: TrainConfig, start: StreamAdapter | None = None
 ) -> tuple[Job, Path]:
-    """Read the data, and settle all that the run depends on.
+    """Read a run's data, find its base model, and choose settings and draft vocabulary.
+
+    The model is downloaded where it is not here; its weights are only digested, not loaded. Of the
+    held-out examples the first `valid_count` are kept. A new adapter's stream window is as long as
+    the longest training example, or longer.
 
     Args:
         options: of the run.
@@ -234,21 +253,25 @@ def prepare_job(
         The job, and the base model's folder.
 
     Raises:
-        InputError: the model or the data cannot be used.
+        InputError: the model or the data cannot be used, such as token ids that the model has not.
     """
     path = resolve_model(options.model)
-    base = read_base(path)
-    train = train.sized(base["vocab_size"])
+    base = read_base_settings(path)
+    train = train.with_draft_vocab_size(base["vocab_size"])
     words = load_tokenizer(path, base)
     if start is None:
-        config = stream_config(train, base, options, [words.eos_token_id])
+        config = make_stream_config(train, base, options, [words.eos_token_id])
     else:
         config = start.config
         options = replace(options, template=config.prompt_template)
     encoder = Encoder(words, options.template, words.eos_token_id, train.max_length)
 
     def read(name: str) -> list[Example]:
-        """Read a file of examples, and refuse token ids that the model has not."""
+        """Read the file of examples `name` in the data folder.
+
+        Raises:
+            InputError: it cannot be read, or has token ids that the model has not.
+        """
         file = options.data / name
         examples = read_examples(file, encoder, lambda lines: bar(lines, name))
         low = min(int(example.tokens.min()) for example in examples)
@@ -277,14 +300,14 @@ def prepare_job(
     return Job(options, train, config, examples, valid, vocab, weights_digest(path), packing), path
 
 
-def stream_config(
+def make_stream_config(
     train: TrainConfig, base: dict[str, Any], options: RunOptions, end_tokens: list[int]
 ) -> StreamConfig:
     """Return the settings of the adapter that a run will make.
 
     Args:
-        train: how it is trained.
-        base: settings of the base model, as `read_base` gives them.
+        train: how it is trained, its draft vocabulary's size filled in.
+        base: settings of the base model, as `read_base_settings` gives them.
         options: of the run: the template and the model's name.
         end_tokens: ids that end an answer.
 
@@ -328,12 +351,15 @@ def run_to_end(
 ) -> None:
     """Take the steps of a run that are left; log, validate, save, and write what was trained.
 
-    A run that was stopped goes on from its last saved state. At the end its curves are drawn.
+    A run that was stopped goes on from its last saved state. It is validated every `valid_every`
+    steps and at the end, where the data is packed on packed text too, and its state is saved every
+    `save_every` steps and at the end. Then its curves are drawn. Settings, log, state and curves
+    are files in the run's folder.
 
     Args:
-        job: the run.
+        job: the run; with `max_steps` it ends there.
         trainer: takes the steps; goes on from the state in the run's folder.
-        prog: the command, for records.
+        prog: the command's module, for records.
         dtype: of the frozen layers, for records.
         identity: of the run, see `Job.identity`.
         lower: called once, after the state is read; returns what gives the frozen layers' results
@@ -342,7 +368,7 @@ def run_to_end(
         keep_best: validate before the first step too, and call `write` whenever tokens per call are
             the most so far; otherwise at the end.
         wait: called before each step.
-        validated: called after each validation.
+        validated: called after each validation but that before the first step.
 
     Raises:
         InputError: the folder holds another run, cannot be written, or a gradient is not finite.
@@ -409,10 +435,15 @@ def run_to_end(
 
 
 def _differing_options(path: Path, settings: Mapping[str, Any]) -> str:
-    """List which options of a stopped run differ from `settings`, for a message.
+    """List which options of a stopped run differ from those of this one, for a message.
+
+    Args:
+        path: of the settings that the stopped run has written.
+        settings: of this run.
 
     Returns:
-        Such as "--num-streams 4 and not 5"; empty where the old settings cannot be read.
+        Such as "--num-streams 4 and not 5"; empty where none differs, or the old settings cannot be
+        read.
     """
     try:
         old = read_json(path, "the settings of a run")
@@ -429,7 +460,7 @@ def _differing_options(path: Path, settings: Mapping[str, Any]) -> str:
 
 
 def check_gradient(norm: float, step: int) -> None:
-    """Raise InputError where the gradient norm of a step is not finite."""
+    """Raise InputError where `norm`, the gradient norm of step `step`, is infinite or NaN."""
     require(
         math.isfinite(norm),
         f"the gradient of step {step} is {norm}",
@@ -439,8 +470,12 @@ def check_gradient(norm: float, step: int) -> None:
 
 
 def _log_losses(entry: dict[str, float], num_steps: int) -> None:
-    """Log a validation: the step, the held-out losses, and tokens per call where there are
-    streams.
+    """Log a validation: the step, the held-out losses, and tokens per call where the entry has
+    them.
+
+    Args:
+        entry: of the run's log, with "step".
+        num_steps: of the whole run.
     """
     losses = " ".join(
         f"{name.removeprefix('valid_').removesuffix('_loss')} {value:.3f}"
@@ -452,7 +487,16 @@ def _log_losses(entry: dict[str, float], num_steps: int) -> None:
 
 
 def check_scale(source: Path, found: float, expected: float) -> None:
-    """Raise InputError where LoRA weights to start from have another scale than the new run's."""
+    """Raise InputError where LoRA weights to start from have another scale, alpha / rank, than the
+    new run's.
+
+    Scales count as equal up to a relative difference of 1e-6.
+
+    Args:
+        source: folder of these weights, for the message.
+        found: their scale.
+        expected: the new run's.
+    """
     require(
         math.isclose(found, expected, rel_tol=1e-6),
         f"the LoRA in {source} has the scale alpha / rank {found:g}",
@@ -461,10 +505,13 @@ def check_scale(source: Path, found: float, expected: float) -> None:
     )
 
 
-def check_init(
+def check_start_streams(
     source: Path, found: StreamConfig, wanted: StreamConfig, *, loses_task: bool
 ) -> None:
     """Raise InputError where the streams in `source` would mean something else in the new run.
+
+    That is so where they draft beside a LoRA that it has not, or `_OF_STREAMS` differ; the latter
+    is not looked at where the source has no streams.
 
     Args:
         source: folder of the weights to start from, for messages.
@@ -490,8 +537,13 @@ def check_init(
 
 
 def check_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise InputError unless the new run has an array of the same name and shape for each of
-    `found`.
+    """Raise InputError unless for each array of `found` the new run has one of the same name and
+    shape.
+
+    Args:
+        source: folder of the weights to start from, for the message.
+        found: arrays there, by name.
+        wanted: those of the new run; it may have more.
     """
     for name, array in found.items():
         here = list(wanted[name].shape) if name in wanted else None

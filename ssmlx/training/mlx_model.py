@@ -29,7 +29,7 @@ from ..loading.adapter import (
     write_adapter,
 )
 from ..loading.attach import check_base
-from ..loading.files import new_folder
+from ..loading.files import atomic_folder
 from ..loading.lora_files import Loras, lora_tensors
 from ..model.backbone import Backbone
 from ..model.condition import Condition
@@ -47,7 +47,7 @@ from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotat
 from ..settings import StreamConfig
 from .config import Part, TrainConfig
 from .data import Batch
-from .job import check_init, check_scale, check_shapes
+from .job import check_scale, check_shapes, check_start_streams
 from .objective import RECORDED_TREE_SIZES, Validation
 
 EMBEDDING_STD = 0.02
@@ -65,8 +65,10 @@ class Rows:
     mask: mx.array  # [B, 1, R, keys] bool, which row sees which key
     key_positions: mx.array  # [B, keys]
 
-    def mask_in(self, window: int | None) -> mx.array:
-        """Return `mask` for a layer with a sliding window of so many tokens; None has no window."""
+    def mask_in_window(self, window: int | None) -> mx.array:
+        """Return `mask` for a layer with a sliding window of `window` tokens, keys before it
+        hidden; `mask` itself for None.
+        """
         if window is None:
             return self.mask
         first = self.positions[:, None, :, None] - window + 1
@@ -86,7 +88,8 @@ class Layout:
     def of(cls, batch: Batch, num_streams: int) -> Layout:
         """Build the layout of a batch whose anchors have `num_streams` streams each.
 
-        Without streams there are no groups. A group has `_ANCHORS_AT_ONCE` anchors at most.
+        A group has the streams of `_ANCHORS_AT_ONCE` anchor columns at most; without streams there
+        are no groups.
         """
         positions = mx.array(batch.positions)
         nodes = Rows(positions, mx.array(batch.visible[:, None]), positions)
@@ -108,13 +111,20 @@ def anchor_indices(anchors: np.ndarray) -> tuple[mx.array, mx.array]:
 def _stream_rows(
     positions: np.ndarray, visible: np.ndarray, anchors: np.ndarray, num_streams: int
 ) -> Rows:
-    """Return where the streams of anchors [B, k] stand, and what they see (eq. 2).
+    """Return where the streams of some anchors stand, and what they see (eq. 2).
 
-    Stream j of an anchor stands j positions further on. It sees what `visible` [B, T, T] lets its
-    anchor see, and streams 1 to j of that anchor.
+    Stream j of an anchor stands j positions further on. It sees what its anchor's streams may see
+    of the nodes, and streams 1 to j of that anchor.
+
+    Args:
+        positions: [B, T] of the node rows.
+        visible: [B, T, T] bool, which nodes (third axis) the streams of each node (second axis)
+            see.
+        anchors: [B, k] columns.
+        num_streams: G, of each anchor.
 
     Returns:
-        Rows with positions [B, k * G] and a mask [B, 1, k * G, T + k * G].
+        Rows with positions [B, k * G] and a mask [B, 1, k * G, T + k * G], anchor by anchor.
     """
     ahead = np.arange(1, num_streams + 1, dtype=np.int32)
     texts = np.arange(len(anchors))[:, None]
@@ -129,24 +139,37 @@ def _stream_rows(
 
 
 class _LayerCache:
-    """Stands in the place of mlx-lm's cache for one layer: it keeps the keys and values of a pass.
-
-    Stream rows come in a second pass: their keys and values follow those of `nodes`, the cache that
-    the node rows have filled. `rotation` turns the values of stream rows (eq. 7).
+    """Stands in the place of mlx-lm's cache for one layer: it keeps the keys and values of one
+    pass.
     """
 
     def __init__(
         self, rows: Rows, nodes: _LayerCache | None = None, rotation: ValueRotation | None = None
     ) -> None:
-        """Begin with nothing kept, for rows at `rows.positions`."""
+        """Begin with nothing kept.
+
+        Args:
+            rows: of this pass; only their positions are used, for rotary embeddings.
+            nodes: the cache that a pass of the node rows has filled, whose keys and values stand
+                before those of stream rows; None for a pass of node rows.
+            rotation: turns the values of stream rows (eq. 7); None turns none.
+        """
         self.offset = rows.positions
         self.kept: tuple[mx.array, mx.array] | None = None
         self._nodes = nodes
         self._rotation = rotation
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values [B, Hkv, keys, Dh] that the rows of this pass may see, and
-        keep them in `kept`.
+        """Return the keys and values that the rows of this pass may see, and keep them in `kept`,
+        in the place of older ones.
+
+        Args:
+            keys: [B, Hkv, R, Dh] of the rows of this pass.
+            values: [B, Hkv, R, Dh] likewise; of streams, turned first where they rotate.
+
+        Returns:
+            Keys and values [B, Hkv, R, Dh]; of stream rows [B, Hkv, T + R, Dh], behind those of the
+            nodes.
         """
         if self._rotation is not None:
             values = self._rotation.rotate_streams(values)
@@ -160,23 +183,28 @@ class _LayerCache:
 
 
 class TrainedModel:
-    """A base model whose streams, LoRA and pruning adapter are arguments.
-
-    LoRA is put on the layers of the frozen `backbone` in place. Weights start from those of
-    `adapter`, in float32. Its task LoRA is merged into the layers and stays as it is.
-
-    Args:
-        backbone: the base model; its layers are changed.
-        adapter: of this base model.
-        part: which of the adapter's weights `weights` has, and training changes; None for all.
-
-    Raises:
-        InputError: the adapter is another model's.
+    """A base model whose streams, LoRA and pruning adapter can be replaced, so that it is a
+    function of them: for gradients.
     """
 
     def __init__(
         self, backbone: Backbone, adapter: StreamAdapter, part: Part | None = None
     ) -> None:
+        """Put LoRA on the layers of a frozen model in place, and bind the weights of an adapter, in
+        float32.
+
+        The adapter's task LoRA is merged into the layers where these are not quantised, and stays
+        as it is.
+
+        Args:
+            backbone: the base model; its layers are changed.
+            adapter: of this base model.
+            part: which of the adapter's weights `weights` has, and training changes, see
+                `trainable_weights`; None for all.
+
+        Raises:
+            InputError: the adapter is another model's.
+        """
         check_base(adapter, backbone)
         self.backbone = backbone
         self.config = adapter.config
@@ -198,12 +226,12 @@ class TrainedModel:
 
     @property
     def adapter(self) -> StreamAdapter:
-        """The adapter with the weights that are bound now."""
+        """The adapter with the weights that are bound now, which are float32."""
         return replace_weights(self._adapter, self.weights)
 
     def write(self, folder: Path, validate: Validation) -> Path:
-        """Write the adapter with its weights of now into a folder, see
-        `write_validated_adapter`.
+        """Write the adapter with the weights that are bound now into a folder, see
+        `write_validated_adapter`; return the folder.
         """
         return write_validated_adapter(folder, self.adapter, validate)
 
@@ -213,8 +241,10 @@ class TrainedModel:
         return self._fused.streams
 
     def bind(self, weights: Weights) -> None:
-        """Put `weights` into the model, by name; those that are not given have their first
-        values.
+        """Put `weights` into the model, by their names in the adapter's files, and keep them as
+        `self.weights`.
+
+        Those that are not given have the values that they had when the model was made.
         """
         self.weights = weights
         every = {**self._start, **weights}
@@ -225,7 +255,9 @@ class TrainedModel:
         self._fused.streams = replace(streams_from_tensors(every), draft_vocab=vocab)
 
     def lower(self, layout: Layout) -> mx.array:
-        """Run the node rows through the frozen layers below the insertion layer: [B, T, D]."""
+        """Return [B, T, D] node states before the insertion layer: embeddings, run through the
+        frozen layers below it.
+        """
         batch, length = layout.tokens.shape
         embedded = self.backbone.embed(layout.tokens.flatten(), layout.nodes.positions.flatten())
         nodes = embedded.reshape(batch, length, -1)
@@ -234,7 +266,7 @@ class TrainedModel:
         return nodes
 
     def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
-        """Run node rows and their streams through the top layers.
+        """Run node rows, and then their streams, through the layers from the insertion layer on.
 
         Args:
             nodes: [B, T, D] node states before the insertion layer.
@@ -242,7 +274,7 @@ class TrainedModel:
 
         Returns:
             The last hidden states before the final norm: of nodes [B, T, D], and of streams [B, K *
-                G, D], anchor by anchor.
+            G, D], anchor by anchor; [B, 0, D] without streams.
         """
         started = nodes
         views = []
@@ -266,8 +298,14 @@ class TrainedModel:
         return nodes, mx.concatenate(streams, axis=1)
 
     def early_exit(self, nodes: mx.array) -> mx.array:
-        """Return [..., D] states of `lower` as the pruning head takes them, before the final norm
-        (Speculative Streaming, section 3.2.3).
+        """Return node states with the pruning adapter's correction added, as the LM head takes them
+        behind the final norm (Speculative Streaming, section 3.2.3).
+
+        Args:
+            nodes: [..., D] states before the insertion layer.
+
+        Returns:
+            [..., D] in the same dtype, before the final norm.
         """
         assert self._streams.prune is not None
         return (nodes + self._streams.prune(nodes)).astype(nodes.dtype)
@@ -277,7 +315,16 @@ class TrainedModel:
         return (self.draft_head if drafting else None) or self.backbone.lm_head
 
     def apply_condition(self, normed: mx.array, tokens: mx.array) -> mx.array:
-        """Add to final-normed stream rows [R, D] what the tokens [R] before their own tell them."""
+        """Return final-normed stream rows with what the tokens before their guesses tell them
+        added.
+
+        Args:
+            normed: [R, D] rows behind the final norm.
+            tokens: [R] ids, of each row the token before the one that it guesses.
+
+        Returns:
+            [R, D] in the dtype of `normed`.
+        """
         assert self._streams.condition is not None
         correction = self._streams.condition(normed, self.backbone.token_embeddings(tokens))
         return (normed + correction).astype(normed.dtype)
@@ -285,7 +332,7 @@ class TrainedModel:
     def rank_candidates(
         self, streams: mx.array, roots: mx.array, count: int
     ) -> tuple[mx.array, mx.array]:
-        """Return the `count` likeliest tokens of each stream, and their log probabilities.
+        """Return the `count` likeliest draft tokens of each stream, and their log probabilities.
 
         Args:
             streams: [A * G, D] hidden states before the final norm, anchor by anchor.
@@ -299,7 +346,7 @@ class TrainedModel:
         return DraftVocab(self._fused).rank(streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
-        mask = rows.mask_in(self.backbone.windows[index])
+        mask = rows.mask_in_window(self.backbone.windows[index])
         return self.backbone.run(hidden, index, index + 1, mask, [view])
 
 
@@ -307,9 +354,9 @@ def trainable_weights(adapter: StreamAdapter, part: Part | None = None) -> Weigh
     """Return the arrays of an adapter that training may change, in float32, by name.
 
     Args:
-        adapter: the adapter.
-        part: "streams" takes the streams and LoRA on stream rows; "condition" the condition alone;
-            None the streams and the LoRA that is trained with them.
+        adapter: the adapter, which stays as it is.
+        part: "streams" takes the streams, their condition, and LoRA on stream rows; "condition" the
+            condition alone; None the streams and the LoRA that is trained with them.
 
     Returns:
         The arrays by their names in the adapter's files; never the draft vocabulary.
@@ -322,8 +369,12 @@ def trainable_weights(adapter: StreamAdapter, part: Part | None = None) -> Weigh
 
 
 def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
-    """Return the adapter with these arrays in the place of those of the same names; others stay as
-    they are.
+    """Return a copy of the adapter with these arrays in the place of those of the same names;
+    others stay as they are.
+
+    Args:
+        adapter: the adapter.
+        weights: arrays by their names in the adapter's files, as `trainable_weights` gives them.
     """
     trained = adapter.trained_lora
     every = {**stream_tensors(adapter.streams), **lora_tensors(trained), **weights}
@@ -335,13 +386,13 @@ def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
 
 
 def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
-    """Give a model the weights of another adapter, as far as that has them.
+    """Bind the weights of another adapter to a model, as far as that has them.
 
-    The adapter may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary is
-    not taken.
+    The adapter may lack parts, such as streams where it is a LoRA alone; these keep the model's
+    weights. Its draft vocabulary is not taken.
 
     Args:
-        model: its weights are replaced.
+        model: its weights are replaced, in float32.
         adapter: to start from.
         source: its folder, for messages.
 
@@ -351,7 +402,7 @@ def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -
     """
     check_base(adapter, model.backbone)
     loses_task = bool(adapter.task_lora) and not model.adapter.task_lora
-    check_init(source, adapter.config, model.config, loses_task=loses_task)
+    check_start_streams(source, adapter.config, model.config, loses_task=loses_task)
     scales = {lora.scale for lora in model.adapter.trained_lora.values()}
     for lora in adapter.trained_lora.values():
         check_scale(source, lora.scale, max(scales, default=lora.scale))
@@ -363,22 +414,28 @@ def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -
 
 
 def write_validated_adapter(folder: Path, adapter: StreamAdapter, validate: Validation) -> Path:
-    """Write an adapter, with the tokens per call that `validate` measures recorded in its settings.
+    """Measure tokens per call on held-out text, and write an adapter with them in its settings.
+
+    Args:
+        folder: an older one is replaced as a whole when the new one is written.
+        adapter: it stays as it is.
+        validate: replays with trees of `RECORDED_TREE_SIZES`; nothing is recorded without streams.
 
     Returns:
         The folder.
     """
     config = replace(adapter.config, tokens_per_call=validate.curve(RECORDED_TREE_SIZES) or None)
-    with new_folder(folder) as work:
+    with atomic_folder(folder) as work:
         write_adapter(work, replace(adapter, config=config))
     return folder
 
 
 def add_new_weights(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
-    """Return the adapter with a condition and a root init where `train` asks for one and it has
-    none.
+    """Return a copy of the adapter with a condition and a root init where `train` asks for one and
+    it has none.
 
-    New weights change no guess before they are trained. The recorded tokens per call are dropped.
+    New weights change no guess before they are trained. The settings of the copy have the two ranks
+    of `train`, and no recorded tokens per call.
     """
     streams = adapter.streams
     size = adapter.config.hidden_size
@@ -395,21 +452,27 @@ def add_new_weights(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter
 
 
 def new_root_init(train: TrainConfig, size: int) -> LowRank | None:
-    """Draw what the root token and the last hidden state add to f of eq. 3: zero yet; None of rank
-    0.
+    """Draw what the root token and the last hidden state add to f of eq. 3: a low-rank map from 2
+    `size` to `size`.
+
+    It is zero until it is trained. None where `train.root_init_rank` is 0.
     """
     rng = np.random.default_rng([train.seed, 2])
     return new_low_rank(rng, train.root_init_rank, 2 * size, size)
 
 
 def new_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) -> LowRank | None:
-    """A map from `inputs` to `size` that is zero yet; None of rank 0."""
+    """Draw a low-rank map from `inputs` to `size` numbers, whose second factor is zero; None for
+    rank 0.
+    """
     return LowRank(_uniform(rng, rank, inputs, inputs), mx.zeros((size, rank))) if rank else None
 
 
 def new_condition(train: TrainConfig, size: int) -> Condition | None:
-    """Draw a condition of `train.condition_rank` for hidden size `size`: zero yet; None of
-    rank 0.
+    """Draw a condition for hidden size `size`, from the run's seed; None where
+    `train.condition_rank` is 0.
+
+    Its last factor is zero, so it changes no guess until it is trained.
     """
     rank = train.condition_rank
     rng = np.random.default_rng([train.seed, 1])
@@ -420,7 +483,7 @@ def new_condition(train: TrainConfig, size: int) -> Condition | None:
 
 
 def _uniform(rng: np.random.Generator, rows: int, columns: int, inputs: int) -> mx.array:
-    """Draw [rows, columns] float32 between -1 and 1 over the root of `inputs`."""
+    """Draw [rows, columns] float32, uniform between -1 and 1 over the square root of `inputs`."""
     bound = inputs**-0.5
     return mx.array(rng.uniform(-bound, bound, (rows, columns)).astype(np.float32))
 
@@ -432,17 +495,18 @@ def new_adapter(
     draft_vocab: np.ndarray | None,
     task_lora: Loras | None = None,
 ) -> StreamAdapter:
-    """Make an adapter that changes nothing yet: the second factor of every low-rank pair is zero.
+    """Make an adapter that changes no answer yet: the second factor of every low-rank pair is zero.
 
-    The rest is drawn from the run's seed, alike on every machine.
+    The rest is drawn from the run's seed, alike on every machine. LoRA is made for linear modules
+    from the insertion layer on.
 
     Args:
-        backbone: the base model, whose linear modules get LoRA.
+        backbone: the base model, whose linear modules get LoRA; it stays as it is.
         config: the adapter's settings.
         train: ranks, modules and the seed.
         draft_vocab: [Vd] int32 tokens that streams draft from; None for all.
         task_lora: LoRA on every row of the model that the streams draft for, beside streams of
-            scope "streams".
+            scope "streams"; None for none.
 
     Raises:
         InputError: `train.lora_modules` names no linear module.

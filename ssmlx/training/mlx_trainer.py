@@ -43,7 +43,7 @@ def linear_cross_entropy(
     not kept.
 
     Args:
-        logits_of: the LM head.
+        logits_of: the LM head, to which no gradient goes.
         hidden: [R, D] final-normed states; the gradient reaches them.
         targets: [R] token ids.
         scales: [R] float32, the weight of each row in the sum.
@@ -54,7 +54,9 @@ def linear_cross_entropy(
     """
 
     def sloped(rows: mx.array, wanted: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
-        """Return a scalar with the loss's gradient, if not its value; and the cross-entropies."""
+        """Return a scalar that has the loss's gradient, if not its value; and the cross-entropies
+        of the rows.
+        """
         logits = logits_of(rows).astype(mx.float32)
         losses, probs = cross_entropies(mx.stop_gradient(logits), wanted)
         chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
@@ -112,7 +114,8 @@ def load_frozen(path: Path, dtype: str) -> Backbone:
 
     Quantised weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16, in
     which small gradients vanish, nor packed weights on the CPU in 16 bits, an eighth as fast:
-    floating parameters, scales among them, are held in float32 then.
+    floating parameters, scales among them, are held in float32 then. On a GPU, "auto" holds weights
+    that are not quantised in bfloat16.
 
     Args:
         path: the model's folder.
@@ -133,11 +136,19 @@ def load_frozen(path: Path, dtype: str) -> Backbone:
 
 
 class MlxObjective(Objective):
-    """The loss of eq. 5 in MLX, over a model and its draft vocabulary [Vd], if it has one."""
+    """The loss of eq. 5 in MLX, over a model and its draft vocabulary, if it has one."""
 
     def __init__(
         self, model: TrainedModel, train: TrainConfig, draft_vocab: np.ndarray | None
     ) -> None:
+        """Keep the arguments, and read vocabulary, hidden size and bytes of a number from the
+        model.
+
+        Args:
+            model: whose weights are trained.
+            train: which terms the loss has, and their weights.
+            draft_vocab: [Vd] tokens that streams draft from; None for all.
+        """
         self.model = model
         self.train = train
         self.draft_vocab = draft_vocab
@@ -148,8 +159,9 @@ class MlxObjective(Objective):
     def lower(self, batch: Batch) -> mx.array:
         """Return [B, T, state_size] what the frozen layers give, evaluated.
 
-        That is node states before the insertion layer; or, where the streams are kept as they are,
-        all G streams of each anchor before the norm, in the anchor's column, and zeros in others.
+        That is node states before the insertion layer; or, where the condition alone is trained,
+        all G streams of each anchor before the final norm, in the anchor's column, and zeros in
+        others.
         """
         layout = self._layout(batch)
         states = self.model.lower(layout)
@@ -178,11 +190,11 @@ class MlxObjective(Objective):
             weights: bound to the model first; the gradient reaches them.
             batch: B texts.
             lower: [B, T, state_size] as `lower` returns it.
-            step: decides which anchors teach the pruning adapter.
+            step: decides which anchors teach the pruning adapter, see `terms`.
 
         Returns:
-            The sum; and the means in nats a token, in the order of `terms`. Of one rank's part of a
-            batch, both are shares that add up over the ranks.
+            The sum; and the means in nats a token, in the order of `terms`, 0 for one without
+            targets. Of one rank's part of a batch, both are shares that add up over the ranks.
         """
         self.model.bind(weights)
         states = self._states(batch, lower)
@@ -202,7 +214,12 @@ class MlxObjective(Objective):
         return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
     def _states(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
-        """Return hidden states [..., D] before the norm, by the kinds of rows that terms name."""
+        """Return hidden states before the final norm, by the kinds of rows that terms name.
+
+        They are [B, T, D] of `MAIN` and `PRUNE`, the latter before the insertion layer, and of
+        `STREAM` and `GIVEN` the same streams' rows, anchor by anchor. Where the condition alone is
+        trained there are only the latter two.
+        """
         if self.train.keeps_streams:
             streams = lower[anchor_indices(batch.anchors)]
             return {STREAM: streams, GIVEN: streams}
@@ -210,14 +227,24 @@ class MlxObjective(Objective):
         return {MAIN: nodes, STREAM: streams, GIVEN: streams, PRUNE: lower}
 
     def mean_losses(self, batch: Batch, lower: mx.array) -> dict[str, float]:
-        """Return the mean of each term under the model's weights of now, by "NAME_loss", in nats a
+        """Return the mean of each term under the weights that are bound, by "NAME_loss", in nats a
         token.
+
+        Args:
+            batch: B texts.
+            lower: as `lower` returns it for the batch.
         """
         _, means = self.loss(self.model.weights, batch, lower, 0)
         return self.name_losses(batch, 0, means)
 
     def name_losses(self, batch: Batch, step: int, means: list[mx.array]) -> dict[str, float]:
-        """Read the means of `loss` from the device, by "NAME_loss"."""
+        """Read the means that `loss` has returned from the device, by "NAME_loss".
+
+        Args:
+            batch: as given to `loss`.
+            step: as given to `loss`.
+            means: of the terms, in order; may be empty.
+        """
         values = to_list(mx.stack(means)) if means else []
         names = [f"{term.name}_loss" for term in self.terms(batch, step)]
         return dict(zip(names, values, strict=True))
@@ -225,8 +252,17 @@ class MlxObjective(Objective):
     def rank_candidates(
         self, batch: Batch, lower: mx.array, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `count` likeliest tokens of every stream of a batch; see
-        `Objective.rank_candidates`.
+        """Rank the tokens that every stream of a batch may guess, under the weights that are bound.
+
+        Args:
+            batch: B texts with K anchors at most.
+            lower: as `lower` returns it for the batch.
+            count: C, tokens of each stream.
+
+        Returns:
+            [B, K, G, C] the likeliest draft tokens, best first; and their log probabilities [B, K,
+            G, C], or [B, K, G, C, C] given each candidate of the stream before where there is a
+            condition.
         """
         rows = self._states(batch, lower)[STREAM].reshape(-1, self.hidden_size)
         pieces = []
@@ -256,9 +292,15 @@ class MlxObjective(Objective):
         drafting: bool,
         whole: Mapping[str, int],
     ) -> tuple[mx.array, mx.array]:
-        """Return the weighted sum over terms that share a head, and each row's loss, term by term.
+        """Return the weighted sum of losses over terms that share a head, and each row's loss.
 
-        `num_targets` by a term's name are those of the whole batch, over all ranks.
+        Rows without a target are left out; the others stand term by term.
+
+        Args:
+            terms: one or more, each with a target at least.
+            states: hidden states before the final norm, by kind.
+            drafting: whether the head is the draft head.
+            whole: by a term's name, its targets in the whole batch, over all ranks.
         """
         rows = []
         targets = []
@@ -287,12 +329,12 @@ class MlxObjective(Objective):
 
 class Adam:
     """AdamW over named weights, as PyTorch's; the stream embeddings have a learning rate of their
-    own.
+    own, a multiple of the others'.
     """
 
     def __init__(self, weights: Weights, train: TrainConfig) -> None:
-        """Start with empty moments for `weights`; `train` has the decay and the embeddings'
-        rate.
+        """Start with zero moments for `weights`; `train` has the decay, and the multiple of the
+        rate for stream embeddings.
         """
         embeddings = [name for name in weights if name == "stream_embeddings"]
         rest = [name for name in weights if name not in embeddings]
@@ -306,7 +348,13 @@ class Adam:
             optimizer.init({name: weights[name] for name in names})
 
     def update(self, gradients: Weights, weights: Weights, rate: float) -> Weights:
-        """Return the weights after a step at learning rate `rate`; the moments change."""
+        """Return new weights after a step of AdamW; the moments and the step count change.
+
+        Args:
+            gradients: by name, of all weights.
+            weights: by name; they stay as they are.
+            rate: learning rate of the step, multiplied for stream embeddings.
+        """
         updated: Weights = {}
         for names, multiple, optimizer in self._groups:
             optimizer.learning_rate = rate * multiple
@@ -316,7 +364,7 @@ class Adam:
 
     @property
     def state(self) -> dict[str, mx.array]:
-        """The moments and the step count, by "m NAME", "v NAME" and "step"."""
+        """The moments and the step count, by "m NAME", "v NAME" and "step"; settable."""
         arrays: dict[str, mx.array] = {}
         for names, _, optimizer in self._groups:
             arrays["step"] = optimizer.state["step"]
@@ -332,9 +380,9 @@ class Adam:
             optimizer.state |= {"step": arrays["step"], **own}
 
 
-def saved_step(path: Path) -> int:
-    """Return the step of a state that `MlxTrainer` wrote; 0 where there is none that can be
-    read.
+def read_saved_step(path: Path) -> int:
+    """Return the step count of a state file that `MlxTrainer` wrote; 0 where there is none that can
+    be read.
     """
     try:
         loaded: Any = mx.load(str(path), format="safetensors")
@@ -350,7 +398,7 @@ class MlxTrainer(Trainer):
     objective: MlxObjective
 
     def __init__(self, objective: MlxObjective, num_steps: int, group: Group | None = None) -> None:
-        """Begin at step 0.
+        """Begin at step 0 with the weights of the objective's model, and zero moments.
 
         Args:
             objective: with the model, whose weights are trained.
@@ -366,17 +414,25 @@ class MlxTrainer(Trainer):
         self.optimizer = Adam(self.weights, objective.train)
 
     def gradients(self, batch: Batch, lower: mx.array) -> tuple[Weights, list[mx.array]]:
-        """Return the gradient of eq. 5 by weight, and the terms' means, of the whole batch on every
-        rank.
+        """Return the gradient of eq. 5 by weight, and the terms' means in nats, of the whole batch
+        on every rank.
+
+        Nothing is changed; the model keeps the trainer's weights.
+
+        Args:
+            batch: this rank's part.
+            lower: as `MlxObjective.lower` gives it for this batch.
         """
         gradient_of = mx.value_and_grad(self.objective.loss)
         (_, means), gradients = gradient_of(self.weights, batch, lower, self.step)
         self.objective.model.bind(self.weights)  # in the place of what MLX traced with
-        return self._summed(gradients, means)
+        return self._sum_over_ranks(gradients, means)
 
-    def _summed(self, gradients: Weights, means: list[mx.array]) -> tuple[Weights, list[mx.array]]:
-        """Add up all ranks' shares of gradients and means; without a group, return them as they
-        are.
+    def _sum_over_ranks(
+        self, gradients: Weights, means: list[mx.array]
+    ) -> tuple[Weights, list[mx.array]]:
+        """Return the sums over all ranks of gradients, by name, and of means, evaluated; without a
+        group, both as they are.
         """
         if self._group is None:
             return gradients, means
@@ -385,17 +441,19 @@ class MlxTrainer(Trainer):
         return dict(zip(gradients, every, strict=False)), every[len(gradients) :]
 
     def advance(self, batch: Batch, lower: mx.array) -> dict[str, float]:
-        """Take one optimiser step on a batch.
+        """Take one optimiser step on a batch: gradients are clipped, weights and moments updated,
+        and the weights bound to the model.
 
         Args:
             batch: this rank's part.
             lower: as `MlxObjective.lower` gives it for this batch.
 
         Returns:
-            The steps taken so far, the learning rate, and the losses before the step.
+            The steps taken so far as "step", the learning rate as "rate", and the losses before the
+            step as "NAME_loss", of the whole batch.
 
         Raises:
-            InputError: the gradient is not finite.
+            InputError: the gradient is not finite; the weights are changed by then.
         """
         train = self.objective.train
         rate = train.rate(self.step, self.num_steps)
@@ -424,7 +482,9 @@ class MlxTrainer(Trainer):
         mx.save_safetensors(str(path), self._state, metadata={"identity": identity})
 
     def read(self, path: Path) -> tuple[str, Any]:
-        """Return the identity in a file of `write`, and its arrays."""
+        """Return the identity in a file of `write`, and its arrays by name, evaluated; nothing is
+        changed.
+        """
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
         mx.eval(arrays)
@@ -434,9 +494,14 @@ class MlxTrainer(Trainer):
         """Go on from a saved state, as `Trainer.resume`; all ranks take the state that rank 0 has
         found.
 
+        Args:
+            path: of the state's file; where there is none, the state stays.
+            identity: of this run, hexadecimal digits.
+            differs: what another run has other than this one, for the message; may be empty.
+
         Raises:
-            InputError: the file is another run's, or this rank has other data or settings than rank
-                0.
+            InputError: the file cannot be read or is another run's, or this rank has other data or
+                settings than rank 0.
         """
         super().resume(path, identity, differs)
         if self._group is None:
@@ -455,8 +520,8 @@ class MlxTrainer(Trainer):
         self.restore(dict(zip(state, arrays, strict=True)))
 
     def restore(self, state: dict[str, mx.array]) -> None:
-        """Set weights, moments and step count to those of a state, and bind the weights to the
-        model.
+        """Set weights, moments and step count to those of a state that `read` returned, and bind
+        the weights to the model.
         """
         self.weights = {name: state[f"weight {name}"] for name in self.weights}
         self.optimizer.state = state

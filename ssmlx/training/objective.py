@@ -78,8 +78,8 @@ class Objective(ABC):
 
     @property
     def state_size(self) -> int:
-        """How many numbers `lower` gives for each token: D, or G * D where the streams are kept as
-        they are.
+        """How many numbers `lower` gives for each token: D, or G * D where the condition alone is
+        trained.
         """
         return self.hidden_size * (self.train.num_streams if self.train.keeps_streams else 1)
 
@@ -93,25 +93,30 @@ class Objective(ABC):
         """Return [B, T, state_size] what the frozen part of the model gives, which no step changes.
 
         That is the hidden states before the insertion layer; or, where only the condition is
-        trained, the streams' last hidden states in the columns of their anchors.
+        trained, the streams' last hidden states before the final norm in the columns of their
+        anchors.
         """
 
     @abstractmethod
     def to_bits(self, states: Any) -> np.ndarray:
-        """Return what `lower` gives as integers of the same width, for a file: NumPy has no
-        bfloat16.
+        """Return what `lower` gives as integers of the same width and shape, for a file: NumPy has
+        no bfloat16.
         """
 
     @abstractmethod
     def from_bits(self, bits: np.ndarray) -> Any:
-        """Return the states of which `to_bits` made these integers, in the trainer's own arrays."""
+        """Return the states of which `to_bits` made these integers, as an array of the trainer's
+        own kind.
+        """
 
     @abstractmethod
     def mean_losses(self, batch: Batch, lower: Any) -> dict[str, float]:
         """Return the mean of each term of the loss, by "NAME_loss", in nats a token; nothing is
         learned.
 
-        `lower` is what the method of that name gives for the batch.
+        Args:
+            batch: B texts.
+            lower: as the method of that name gives it for the batch.
         """
 
     @abstractmethod
@@ -134,8 +139,14 @@ class Objective(ABC):
     def terms(self, batch: Batch, step: int) -> list[Term]:
         """Return the terms of eq. 5 for a batch, with their rows and targets.
 
-        `step` decides which anchors, one in `STRIDE`, teach the pruning adapter, and the streams
-        themselves where there is a condition.
+        These are the main stream's where LoRA on every row is trained; each stream's own and, where
+        there is a condition, each one's given the token before; and the pruning adapter's. What is
+        not trained, see `TrainConfig.train_only`, has none.
+
+        Args:
+            batch: B texts.
+            step: decides which anchors, one in `STRIDE`, teach the pruning adapter, and the streams
+                themselves where there is a condition.
         """
         train = self.train
         found = []
@@ -163,7 +174,14 @@ class Objective(ABC):
         return found
 
     def guesses(self, batch: Batch, lower: Any, count: int) -> list[Guesses]:
-        """Return what the streams guess, `count` candidates each, for every answer of a batch."""
+        """Return what the streams guess along every answer of a batch, `count` candidates each, in
+        the order of `Batch.answers`.
+
+        Args:
+            batch: B texts.
+            lower: as the method of that name gives it for the batch.
+            count: C, candidates of each stream.
+        """
         tokens, logprobs = self.rank_candidates(batch, lower, count)
         return [
             Guesses(tokens[row, places], logprobs[row, places], answer)
@@ -173,6 +191,11 @@ class Objective(ABC):
     def replay(self, batch: Batch, lower: Any, size: int) -> Replay | None:
         """Count the target calls of decoding the batch's answers with best trees of `size` nodes.
 
+        Args:
+            batch: B texts.
+            lower: as the method of that name gives it for the batch.
+            size: nodes of a tree, the root included.
+
         Returns:
             Tokens and calls, the prompts' calls counted; None where there are no streams.
         """
@@ -181,7 +204,7 @@ class Objective(ABC):
         return replay(self.guesses(batch, lower, self.num_candidates_for_tree(size)), size)
 
     def num_candidates_for_tree(self, size: int) -> int:
-        """Return how many candidates of a stream the best tree of `size` nodes may need; at most
+        """Return how many candidates of each stream the best tree of `size` nodes may need; at most
         Vd.
         """
         tree = TreeConfig(size=size, width=self.draft_vocab_size)
@@ -190,21 +213,21 @@ class Objective(ABC):
 
 
 class Validation:
-    """Held-out examples: their losses, and the target calls that decoding them would take.
-
-    Args:
-        objective: of the training.
-        batches: of the examples.
-        size: nodes of the trees that are replayed.
-        largest: nodes of the largest tree whose replay is asked for by `curve` before the weights
-            change: what is guessed for it is kept, as guessing takes most of the time. 0 keeps
-            nothing.
-    """
+    """Held-out examples: their losses, and the target calls that decoding them would take."""
 
     def __init__(
         self, objective: Objective, batches: Sequence[Batch], size: int, largest: int = 0
     ) -> None:
-        """Compute the frozen layers' results of all batches, which stay in memory."""
+        """Compute the frozen layers' results of all batches, which stay in memory.
+
+        Args:
+            objective: of the training.
+            batches: of the examples.
+            size: nodes of the trees that are replayed.
+            largest: nodes of the largest tree whose replay is asked for by `curve` before the
+                weights change: what is guessed for it is kept, as guessing takes most of the time.
+                0 keeps nothing.
+        """
         self._objective = objective
         self._size = size
         self._largest = largest if objective.train.num_streams else 0
@@ -212,8 +235,12 @@ class Validation:
         self._batches = [(batch, objective.lower(batch)) for batch in batches]
 
     def __call__(self) -> dict[str, float]:
-        """Return the mean losses as "valid_NAME_loss", and "tokens_per_call" where there are
-        streams.
+        """Measure the held-out examples under the weights as they are now.
+
+        Returns:
+            The mean losses over batches as "valid_NAME_loss", in nats a token, and
+            "tokens_per_call", the prompts' calls counted, where there are streams. Empty without
+            batches.
         """
         sums: dict[str, float] = {}
         replays: list[Replay] = []
@@ -221,7 +248,7 @@ class Validation:
         for batch, lower in bar(self._batches, "validating"):
             for name, value in self._objective.mean_losses(batch, lower).items():
                 sums[f"valid_{name}"] = sums.get(f"valid_{name}", 0.0) + value
-            found = self._replayed(batch, lower)
+            found = self._replay_batch(batch, lower)
             replays += [] if found is None else [found]
         entry = {name: round(value / len(self._batches), 4) for name, value in sums.items()}
         if replays:
@@ -229,9 +256,9 @@ class Validation:
             entry["tokens_per_call"] = round(whole.tokens_per_call, 4)
         return entry
 
-    def _replayed(self, batch: Batch, lower: Any) -> Replay | None:
+    def _replay_batch(self, batch: Batch, lower: Any) -> Replay | None:
         """Replay a batch with trees of `size` nodes, and keep the guesses where `curve` will want
-        them.
+        them; None without streams.
         """
         if not self._largest:
             return self._objective.replay(batch, lower, self._size)
@@ -241,8 +268,14 @@ class Validation:
         return replay(found, self._size)
 
     def curve(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Return tokens per call, without the prompts' calls, by nodes of the tree; empty without
-        streams.
+        """Return tokens per call, 1 at least and without the prompts' calls, by nodes of the tree;
+        empty without streams.
+
+        The guesses that the last call of this object kept are replayed where they are enough; else
+        new ones are made.
+
+        Args:
+            sizes: nodes of trees, the root included.
         """
         objective = self._objective
         if not objective.train.num_streams:
@@ -256,7 +289,9 @@ class Validation:
 
 
 def split_rows(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    """Yield slices of rows whose logits over `vocab_size` tokens fit into some 64 MB of float32."""
+    """Yield slices that cover `num_rows` rows in order, each of as many as have some 64 MB of
+    float32 logits over `vocab_size` tokens, 1 at least.
+    """
     size = max(1, _CHUNK_LOGITS // vocab_size)
     for first in range(0, num_rows, size):
         yield slice(first, first + size)
@@ -265,18 +300,20 @@ def split_rows(num_rows: int, vocab_size: int) -> Iterator[slice]:
 class LowerStore:
     """The frozen layers' results of all examples, [tokens of all examples, state_size], in a file.
 
-    A second file beside it notes how much is done, and the `identity` of the layers and the data. A
-    file of another identity is deleted and begun anew.
+    A second file beside it notes how much is done, and the `identity` of the layers and the data.
+    Files of another identity or size are deleted and begun anew.
     """
 
     def __init__(
         self, path: Path, examples: Sequence[Example], objective: Objective, identity: str = ""
     ) -> None:
-        """Open the file, or make one of the full size.
+        """Open the file, or make one of the full size, which `fill` fills.
+
+        A file of another identity or size is deleted first, with the note of what is done.
 
         Args:
-            path: of the file.
-            examples: whose results are kept.
+            path: of the file, in a folder that is there.
+            examples: whose results are kept, one or more.
             objective: computes them.
             identity: tells layers and data from others.
 
@@ -310,7 +347,7 @@ class LowerStore:
     def fill(self, label: str = "") -> None:
         """Compute what is not in the file yet, with a progress bar called `label`.
 
-        Progress is noted every 16 batches, so that a stopped run goes on from there.
+        Progress is noted every 16 batches and at the end, so that a stopped run goes on from there.
 
         Raises:
             InputError: the disk is full.
@@ -331,15 +368,17 @@ class LowerStore:
             raise unwritable_error(self._path, error, "free some, or give --cache-gb 0") from error
 
     def _write(self, file: BinaryIO, batch: Batch) -> None:
-        """Compute a batch, and write the states of its tokens to their places in the file."""
+        """Compute the frozen layers' results of a batch, and write those of its tokens to their
+        places in the file.
+        """
         bits = self._objective.to_bits(self._objective.lower(batch))
         for (index, pad, length), states in zip(self._rows(batch), bits, strict=True):
             file.seek(index * self._states.strides[0])
             file.write(states[pad : pad + length].tobytes())
 
     def get(self, batch: Batch) -> Any:
-        """Read [B, T, state_size] of a batch, as the objective's `lower` gives it; zeros at its
-        padding.
+        """Read [B, T, state_size] of a batch that is not packed, as the objective's `lower` gives
+        it; zeros at its padding.
         """
         out = np.zeros((*batch.tokens.shape, self._objective.state_size), self._states.dtype)
         for row, (index, pad, length) in enumerate(self._rows(batch)):
@@ -347,14 +386,16 @@ class LowerStore:
         return self._objective.from_bits(out)
 
     def _rows(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
-        """Yield, for each row of a batch, the first state in the file, the first column, and the
-        tokens.
+        """Yield, for each row of a batch: the number of its first state in the file, its first
+        column that is no padding, and how many tokens it has.
         """
         for index, pad, length in zip(batch.indices, batch.pads, batch.lengths, strict=True):
             yield int(self._starts[index]), int(pad), int(length)
 
     def _read_mark(self) -> dict[str, Any]:
-        """Read how much is done, and of which identity; empty where there is no whole note."""
+        """Return how many "batches" are in the file, and of which "identity"; empty where there is
+        no whole note.
+        """
         try:
             return dict(json.loads(self._mark.read_text()))
         except (OSError, ValueError, TypeError):  # none, or cut off

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .mlx_trainer import saved_step
+from .mlx_trainer import read_saved_step
 
 ENDED_FILE = "ended"  # of a round's folder
 ANSWERS_FILE = "answers.part"  # likewise
@@ -16,7 +16,8 @@ QUESTIONS_FILE = "questions.part"
 
 @dataclass
 class Clock:
-    """Counts the seconds that a run has taken, in this process and earlier ones, without waiting.
+    """Counts the seconds that a run has taken, in earlier processes and in this one since the clock
+    was made, without waiting.
 
     Attributes:
         before: seconds that earlier processes have taken.
@@ -32,9 +33,12 @@ class Clock:
         return self.before + time.monotonic() - self._started - self._waited
 
     def exclude_waiting(self, wait: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that calls `wait`, and does not count the time that this takes."""
+        """Return a function without arguments that calls `wait`, and takes the time of the call out
+        of `spent`.
+        """
 
         def waits() -> None:
+            """Call `wait`, and count the seconds that it took."""
             started = time.monotonic()
             wait()
             self._waited += time.monotonic() - started
@@ -43,26 +47,29 @@ class Clock:
 
 
 class StepPace:
-    """Estimates the time left of a training from the steps that this process has taken.
-
-    Args:
-        clock: of the run.
-        num_steps: of the training.
-    """
+    """Estimates the time left of a training from the steps that this process has taken."""
 
     def __init__(self, clock: Clock, num_steps: int) -> None:
+        """Start without a measurement.
+
+        Args:
+            clock: of the run.
+            num_steps: of the whole training, those of earlier processes among them.
+        """
         self._clock = clock
         self._num_steps = num_steps
         self._first: tuple[float, int] | None = None
 
-    def begins(self, step: int) -> None:
-        """Note that a step begins, after `step` others; the first call starts the measurement."""
+    def note_step_begin(self, step: int) -> None:
+        """Note that a step begins, when `step` were taken before it; the first call starts the
+        measurement, others do nothing.
+        """
         if self._first is None:
             self._first = self._clock.spent, step
 
     def seconds_left(self, step: int) -> float:
-        """Estimate the seconds of the steps after the first `step`; 0 before this process has taken
-        any.
+        """Estimate the seconds of the steps that are left when `step` were taken, by the mean of
+        those since the measurement's start; 0 where there were none.
         """
         if self._first is None or step <= self._first[1]:
             return 0.0
@@ -75,18 +82,19 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def describe_round_progress(folder: Path, num_answers: int, num_steps: int, state: str) -> str:
-    """Say in words what a stopped round has kept: questions, answers or training steps.
+def describe_round_progress(folder: Path, num_answers: int, num_steps: int, state_file: str) -> str:
+    """Return in words what a stopped round has kept: all, answers and training steps, answers, or
+    questions.
 
     Args:
-        folder: the round's.
+        folder: the round's; files that are not there count as nothing.
         num_answers: new answers that it is to make.
         num_steps: training steps that it is to take.
-        state: the name of the trainer's state in the folder.
+        state_file: the name of the trainer's state file in the folder.
     """
     if (folder / ENDED_FILE).exists():
         return "all answers and all training"
-    step = saved_step(folder / state)
+    step = read_saved_step(folder / state_file)
     answers = _count_finished_lists(folder / ANSWERS_FILE)
     if step:
         return f"{answers:,} answers, and step {step:,} of {num_steps:,} of the training"
@@ -96,7 +104,7 @@ def describe_round_progress(folder: Path, num_answers: int, num_steps: int, stat
 
 
 def _count_finished_lists(path: Path) -> int:
-    """Count the lines of a `PartFile` after its line of settings; 0 where there is no file."""
+    """Count the whole lines of a `PartFile` after its line of settings; 0 without a file."""
     if not path.exists():
         return 0
     with path.open("rb") as file:

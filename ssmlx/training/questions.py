@@ -40,8 +40,8 @@ Lists = dict[str, list[str]]
 
 
 def read_lists() -> Lists:
-    """Read `questions.txt`: the lines of each section, by the section's name; comments are left
-    out.
+    """Read `questions.txt`: the lines of each section, by the section's name; comments and empty
+    lines are left out.
     """
     lists: Lists = {}
     for line in LISTS.read_text(encoding="utf-8").splitlines():
@@ -53,9 +53,13 @@ def read_lists() -> Lists:
 
 
 def split_lists() -> dict[str, Lists]:
-    """Split the lines of every section into "train", "valid" and "test".
+    """Split the lines of every section of `questions.txt` into "train", "valid" and "test".
 
-    The same for every seed: what is held out stays held out.
+    Of each section 15 %, and one line at least, are for "valid" and as many for "test". The split
+    is the same for every seed: what is held out stays held out.
+
+    Returns:
+        By split, the shuffled lines by section.
     """
     rng = random.Random(0)
     splits: dict[str, Lists] = {split: {} for split in SPLITS}
@@ -68,11 +72,20 @@ def split_lists() -> dict[str, Lists]:
     return splits
 
 
-def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
-    """Write `count` different prompts: plain ones for at most a half, then every template in turn.
+def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
+    """Draw `count` different prompts: plain ones for at most a half, then filled templates, every
+    template in turn.
 
-    A template is left alone once it has given `SHARE` times the mean number of prompts: those with
-    numbers in them would otherwise never end.
+    Some are changed by `make_casual`. A template is left alone once it has given `SHARE` times the
+    mean number of prompts: those with numbers in them would otherwise never end.
+
+    Args:
+        lists: what templates are filled with; "plain" and "templates" among them.
+        count: of prompts.
+        rng: all randomness comes from it.
+
+    Returns:
+        The prompts in random order.
 
     Raises:
         InputError: the lists are too short for so many.
@@ -101,12 +114,20 @@ def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
 
 
 def fill_template(template: str, lists: Lists, rng: random.Random) -> str:
-    """Put a random item of its list, or a random number, into each slot `{name}` of a template.
+    """Fill each slot `{name}` of a template with a random item of the list `name`.
 
-    A text that begins with a slot gets a capital letter.
+    The slots of `NUMBERS` get a random number of their range instead. Equal slots are filled each
+    by itself. A backslash and an "n" in the result become a line break. A text that begins with a
+    slot begins with a capital letter.
+
+    Args:
+        template: the text.
+        lists: items by the names of slots.
+        rng: chooses.
     """
 
     def choose(match: re.Match[str]) -> str:
+        """Return what goes into the slot that `match` has found."""
         name = match[1]
         return str(rng.randint(*NUMBERS[name])) if name in NUMBERS else rng.choice(lists[name])
 
@@ -115,8 +136,10 @@ def fill_template(template: str, lists: Lists, rng: random.Random) -> str:
 
 
 def make_casual(text: str, rng: random.Random) -> str:
-    """Change one prompt in four to what somebody in a hurry types: lower case, no full stop, a
-    greeting.
+    """Return a prompt, one in four changed to what somebody in a hurry types.
+
+    It is in lower case, if it has less than 120 characters, or lacks its last punctuation, or ends
+    in thanks, or begins with a greeting; `rng` decides.
     """
     draw = rng.random()
     if draw < 0.10:
@@ -130,13 +153,15 @@ def make_casual(text: str, rng: random.Random) -> str:
     return text
 
 
-def write_shipped_prompts(seed: int) -> dict[str, list[str]]:
-    """Return the prompts that ship, "train", "valid" and "test", drawn by a seed; splits share
-    none.
+def draw_shipped_prompts(seed: int) -> dict[str, list[str]]:
+    """Return the prompts that ship, drawn by a seed, as "train", "valid" and "test" of the sizes in
+    `WRITTEN`.
+
+    Splits share no template and no list item.
     """
     lists = split_lists()
     return {
-        split: write_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
+        split: draw_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
         for split in SPLITS
     }
 
@@ -148,10 +173,11 @@ def opening_words(text: str) -> str:
 
 @frozen_date()
 def user_prefix(tokenizer: Any) -> list[int]:
-    """Return the tokens of the chat template up to where the user's first text begins.
+    """Return the tokens of the chat template up to where the text of a first user's turn begins.
 
     Raises:
         InputError: the template refuses a user's turn.
+        ValueError: the template does not show the turn's text as it is.
     """
     with bounded_rendering("a user's turn"):
         text = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False)
@@ -159,16 +185,18 @@ def user_prefix(tokenizer: Any) -> list[int]:
 
 
 def normalise_prompt(text: str) -> str:
-    """Return a prompt's words in lower case with single spaces: prompts that differ in case, spaces
-    and punctuation alone become equal.
+    """Return a prompt's words and numbers, case-folded, with single spaces between: prompts that
+    differ in case, spaces and punctuation alone become equal.
     """
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(re.findall(r"\w+", folded))
 
 
 def is_good_prompt(text: str) -> bool:
-    """Whether a sampled text can stand as a user's prompt: by length, ASCII share, two words or
-    more, no special tokens, and few repeated words.
+    """Whether a sampled text can stand as a user's prompt.
+
+    It must have 8 to 400 characters, 97 % of them ASCII, two words or more, 40 % of its words
+    different from each other, and nothing that looks like a special token.
     """
     ascii_share = sum(map(str.isascii, text)) / max(len(text), 1)
     words = normalise_prompt(text).split()

@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..errors import naming
+from ..errors import name_file_in_os_errors
 from ..loading.files import write_whole
-from ..report import finish, new_figure
+from ..report import new_figure, save_figure
 
 LOG_FILE = "log.jsonl"
 PICTURE_FILE = "curves.png"
@@ -16,11 +16,11 @@ _WINDOW = 20  # steps whose mean is drawn
 
 
 class Record:
-    """A training run's log: a file with a JSON object a line."""
+    """A training run's log: a file with a JSON object a line, each of a step."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
-        """Open a log; entries of later steps than `step`, the last saved one, are deleted from the
-        file.
+        """Open a log, or make an empty one; entries of later steps than `step`, the last saved one,
+        are deleted from the file.
         """
         self._path = path
         kept = [entry for entry in read_record(path) if entry["step"] <= step]
@@ -33,12 +33,14 @@ class Record:
 
     def add(self, entry: dict[str, Any]) -> None:
         """Append an entry, which has its "step", to the file."""
-        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
+        with name_file_in_os_errors(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a log, up to a line that was cut off; none where there is no file."""
+    """Return the entries of a log, up to the first line that is no JSON; none where there is no
+    file.
+    """
     if not path.exists():
         return []
     entries = []
@@ -51,8 +53,13 @@ def read_record(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
-    """Draw losses and tokens per call against steps into `picture`; nothing where matplotlib is
-    missing.
+    """Draw losses and tokens per call against steps into a picture file; do nothing where
+    matplotlib is missing.
+
+    Args:
+        entries: of a log.
+        picture: path of the file, whose ending decides the format.
+        title: above the losses.
     """
     if find_spec("matplotlib") is None:
         return
@@ -79,12 +86,16 @@ def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> Non
             ha="right",
         )
     right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
-    finish(figure, "", picture)
+    save_figure(figure, "", picture)
 
 
 def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
-    """Draw each part of the loss in a colour: a smoothed line in training, dashed on held-out
-    text.
+    """Draw each part of the loss in a colour: the mean of the last 20 entries in training, and on
+    held-out text, dashed, each value.
+
+    Args:
+        axes: matplotlib's.
+        entries: of a log; losses are keys that end in "_loss", held-out ones begin with "valid_".
     """
     names = sorted({key for e in entries for key in e if key.endswith("_loss")})
     for name in (name for name in names if not name.startswith("valid_")):

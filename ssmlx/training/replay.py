@@ -34,8 +34,10 @@ class Guesses:
 
     @cached_property
     def edges(self) -> Floats:
-        """The candidates' log probabilities as trees take them, clipped: [A, G, C, C] given each
-        candidate of the stream before, or [A, G, 1, C] where that changes nothing.
+        """The candidates' log probabilities as trees take them, float32 and clipped.
+
+        They are [A, G, C, C] given each candidate of the stream before, or [A, G, 1, C] where that
+        changes nothing.
         """
         given = self.logprobs if self.logprobs.ndim == 4 else self.logprobs[:, :, None]
         return np.clip(given, MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB).astype(np.float32)
@@ -43,7 +45,7 @@ class Guesses:
 
 @dataclass(frozen=True)
 class Replay:
-    """How many tokens some target calls gave."""
+    """Some tokens, and the number of target calls that gave them."""
 
     num_tokens: int
     num_calls: int
@@ -62,6 +64,13 @@ def replay(guesses: Sequence[Guesses], size: int) -> Replay:
     """Count the target calls of decoding every answer with the best trees of `size` nodes.
 
     The call that reads a prompt counts as one, and gives one token.
+
+    Args:
+        guesses: along each answer; may be empty.
+        size: nodes of a tree, the root included.
+
+    Returns:
+        All answers' tokens and calls together.
     """
     levels = guesses[0].tokens.shape[1] if guesses else 0
     after = count_calls([depths_within(needed_sizes(one, levels, size), size) for one in guesses])
@@ -69,7 +78,8 @@ def replay(guesses: Sequence[Guesses], size: int) -> Replay:
 
 
 def count_calls(depths: Sequence[Ints]) -> Replay:
-    """Count tokens and calls after the prompts', of answers whose drafts are known to hold so far.
+    """Count tokens and calls after the prompts', over answers of which it is known how far a draft
+    behind each token holds.
 
     Args:
         depths: of each answer [A], how many tokens of a draft behind each token agree with it.
@@ -86,16 +96,23 @@ def count_calls(depths: Sequence[Ints]) -> Replay:
 
 
 def depths_within(needed: Ints, limit: int) -> Ints:
-    """Return [A] how many tokens the best tree of `limit` nodes has right behind each token;
-    `needed` is as `needed_sizes` gives it.
+    """Return [A] how many of the answer's tokens behind each token the best tree of `limit` nodes
+    has, from the first on.
+
+    Args:
+        needed: [A, levels] as `needed_sizes` gives it.
+        limit: nodes, the root included.
     """
     depths: Ints = (needed <= limit).sum(axis=1).astype(np.int32)
     return depths
 
 
 def target_slots(guesses: Guesses) -> Ints:
-    """Return [A, G] which candidate of each stream is the answer's own token; `NEVER` where none
-    is, or the answer has ended.
+    """Return [A, G] which candidate of each stream, counted from 0, is the token that the answer
+    has there.
+
+    Stream j (1 to G) at token a of the answer guesses token a + j. `NEVER` stands where no
+    candidate is right, or the answer has ended.
     """
     length, streams, _ = guesses.tokens.shape
     places = np.arange(length)[:, None] + 1 + np.arange(streams)
@@ -108,8 +125,8 @@ def target_edges(guesses: Guesses) -> tuple[Ints, Floats]:
     """Find the answer's own path among the candidates.
 
     Returns:
-        [A, G] `target_slots`, `NEVER` also where the stream before has `NEVER`; and [A, G, C] the
-        log probabilities of each stream's candidates on that path.
+        [A, G] `target_slots`, `NEVER` also where the stream before has `NEVER` and candidates
+        depend on it; and [A, G, C] the log probabilities of each stream's candidates on that path.
     """
     slots = target_slots(guesses)
     edges = guesses.edges
@@ -122,11 +139,16 @@ def target_edges(guesses: Guesses) -> tuple[Ints, Floats]:
 
 
 def needed_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
-    """Return [A, levels] nodes of the smallest best tree that has the answer's tokens down to each
-    level.
+    """Return [A, levels] nodes, the root included, of the smallest best tree that has the answer's
+    tokens down to each level.
 
     Best trees of one draft are nested, so one ranking of nodes serves every size up to `largest`.
-    Where `largest` nodes are too few, `NEVER` stands.
+    Where `largest` nodes are too few, or a token is no candidate, `NEVER` stands.
+
+    Args:
+        guesses: along the answer.
+        levels: of the tree below the root, at most G.
+        largest: nodes.
     """
     slots, among = target_edges(guesses)
     own = np.take_along_axis(among, np.where(slots < NEVER, slots, 0)[:, :, None], axis=2)
@@ -139,11 +161,14 @@ def needed_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
 
 
 def best_scores(edges: Floats, size: int) -> Floats:
-    """Return [A, n] path log probabilities that include those of every node of the best tree of
+    """Return [A, n] log probabilities of paths, among them those of every node of the best tree of
     `size` nodes, but for its root.
 
-    The tree grows as `ssmlx.model.tree.grow_conditional_tree` does it; `edges` are
-    [A, G, C or 1, C].
+    The tree grows as `ssmlx.model.tree.grow_conditional_tree` does it, level by level.
+
+    Args:
+        edges: [A, G, C or 1, C] log probabilities, see `Guesses.edges`.
+        size: nodes, the root included; n is 0 for 1.
     """
     length, levels, _, count = edges.shape
     scores = np.zeros((length, 1), np.float32)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import InputError, require
-from ..generation.head_start import seed_costs
+from ..generation.head_start import time_and_store_costs
 from ..generation.learned import learned_of
 from ..json_files import read_json
 from ..loading.attach import attach_adapter
@@ -28,7 +28,7 @@ from ..settings import StreamConfig
 from .answers import BatchResponder, NumberedPrompt
 from .config import RunOptions, TrainConfig
 from .data import Example, collate
-from .job import stream_config
+from .job import make_stream_config
 from .mlx_model import TrainedModel, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
@@ -71,7 +71,11 @@ StepCosts = Mapping[int, float]
 
 
 def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
-    """Return how streams in the top `num_layers` layers are trained; `more` are other settings."""
+    """Return how `ssmlx.adapt` trains streams in the top `num_layers` layers: `NUM_STREAMS` of
+    scope "streams", with a condition and a root init.
+
+    `more` are other settings of `TrainConfig`, by name.
+    """
     return TrainConfig(
         num_streams=NUM_STREAMS,
         num_msa_layers=num_layers,
@@ -87,7 +91,7 @@ def stream_train_config(num_layers: int, **more: Any) -> TrainConfig:
 
 
 def candidate_layers(num_layers: int) -> dict[int, float]:
-    """Return the numbers of top layers that may have streams, of `num_layers`.
+    """Return the numbers of top layers that may have streams, of a model of `num_layers` layers.
 
     Returns:
         By number of layers, the share of accepted drafts that is left with them; 1 is that of most
@@ -96,7 +100,7 @@ def candidate_layers(num_layers: int) -> dict[int, float]:
     return {max(1, round(share * num_layers)): kept for share, kept in LAYER_SHARES.items()}
 
 
-def time_candidates(
+def time_candidate_layers(
     backbone: Backbone,
     base: dict[str, Any],
     options: RunOptions,
@@ -113,7 +117,7 @@ def time_candidates(
 
     Args:
         backbone: the base model, which stays as it is.
-        base: its settings, as `read_base` gives them.
+        base: its settings, as `read_base_settings` gives them.
         options: of the run.
         tokens: a text, whose first 128 tokens are the context of the calls.
         seconds: to spend on each number of layers.
@@ -124,17 +128,17 @@ def time_candidates(
     """
     found: dict[int, StepCosts] = {}
     for num_layers in candidate_layers(base["num_hidden_layers"]):
-        train = stream_train_config(num_layers).sized(base["vocab_size"])
-        config = stream_config(train, base, options, [])
+        train = stream_train_config(num_layers).with_draft_vocab_size(base["vocab_size"])
+        config = make_stream_config(train, base, options, [])
         adapter = new_adapter(
             backbone.clone_sharing_weights(), config, train, _placeholder_vocab(train), lora
         )
         model = attach_adapter(backbone, adapter, merge_lora=True)
         text = tokens[:_TIMED_CONTEXT]
-        found[num_layers] = seed_costs(model, text, TIMED_SIZES, seconds=seconds)
+        found[num_layers] = time_and_store_costs(model, text, TIMED_SIZES, seconds=seconds)
     learned, _ = learned_of(StreamFusedModel(backbone))
     for num_layers, costs in found.items():
-        learned.costs.seed(
+        learned.costs.set_head_start(
             {(_untrained_cost_name(num_layers), n): cost for n, cost in costs.items()}
         )
     learned.keep(at_once=True)
@@ -152,7 +156,7 @@ def forecast_speedup(model: StreamFusedModel) -> float | None:
     """Forecast how much faster than plain decoding an adapter of `ssmlx.adapt` would be here.
 
     Args:
-        model: without streams.
+        model: without streams; its cost table on this machine is read.
 
     Returns:
         The speed-up with the best number of layers, by timed calls with untrained streams, or else
@@ -179,8 +183,9 @@ def forecast_run_speedup(run: Run) -> float | None:
     """Forecast how much faster than plain decoding an unfinished run's streams are as they are now.
 
     Returns:
-        The speed-up at the costs that the run has timed; None where no adapter was written yet, or
-        its files cannot be read.
+        The speed-up of the fastest tree, by the tokens per call that the adapter's settings record
+        and the costs that the run has timed; None where no adapter was written yet, or its files
+        cannot be read.
     """
     try:
         values = read_json(run.adapter / CONFIG_FILE, "the settings of an adapter")
@@ -192,10 +197,11 @@ def forecast_run_speedup(run: Run) -> float | None:
 
 
 def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
-    """Return the number of layers with streams that should be fastest.
+    """Return the number of top layers with streams that should be fastest.
 
     Args:
-        costs: plain calls that a call takes by nodes, by number of layers.
+        costs: plain calls that a call takes by nodes, by number of layers with streams, all of them
+            `candidate_layers`.
         num_layers: of the model.
     """
     kept = candidate_layers(num_layers)
@@ -203,8 +209,12 @@ def choose_layers(costs: Mapping[int, StepCosts], num_layers: int) -> int:
 
 
 def _expected_speedup(costs: StepCosts, kept: float) -> float:
-    """Return the speed over plain decoding's of the best tree, if the share `kept` of the usual
-    accepted drafts is accepted.
+    """Return the speed of the best tree, as a multiple of plain decoding's, if of the drafts that
+    the adapter `chat` gets accepted the share `kept` is accepted.
+
+    Args:
+        costs: plain calls that a call takes, by nodes of `TIMED_SIZES`.
+        kept: 0 to 1.
     """
     return fastest_tree(costs, {n: 1 + kept * (one - 1) for n, one in _USUAL_TOKENS.items()})[1]
 
@@ -225,7 +235,7 @@ def fastest_tree(costs: StepCosts, tokens_per_call: Mapping[int, float]) -> tupl
 
 
 def _placeholder_vocab(train: TrainConfig) -> np.ndarray | None:
-    """Return a draft vocabulary [Vd] of the lowest token ids, as which tokens it has changes no
+    """Return [Vd] the lowest token ids as a draft vocabulary, as which tokens it has changes no
     time; None where all tokens are drafted from.
     """
     size = train.draft_vocab_size
@@ -253,20 +263,21 @@ def default_memory_bytes() -> int:
     return int(_MEMORY_SHARE * whole)
 
 
-def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most: int) -> str:
-    """Choose how to hold a folder's weights: "auto", unpacked on the CPU, or "stored", packed.
+def choose_frozen_dtype(path: Path, settings: Mapping[str, Any], most_bytes: int) -> str:
+    """Choose how to hold a folder's weights, as `load` takes `dtype`: "auto", unpacked on the CPU,
+    or "stored", packed.
 
-    MLX's CPU backend multiplies packed weights slowly: they are unpacked where two thirds of `most`
-    bytes are enough for them.
+    MLX's CPU backend multiplies packed weights slowly: it is "auto" where two thirds of
+    `most_bytes` are enough for all weights in float32, by the sizes of the files.
 
     Args:
         path: the model's folder.
         settings: its config.json.
-        most: bytes that may be used.
+        most_bytes: bytes that may be used.
     """
     bits = (settings.get("quantization") or {}).get("bits", 16)
     stored = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
-    return "auto" if stored * 32 / bits <= _WEIGHTS_SHARE * most else "stored"
+    return "auto" if stored * 32 / bits <= _WEIGHTS_SHARE * most_bytes else "stored"
 
 
 def measure_rates(
@@ -276,19 +287,21 @@ def measure_rates(
     responder: BatchResponder,
     prompt_tokens: int,
     answer_tokens: int,
-    most: int,
+    most_bytes: int,
     lora: Loras | None = None,
 ) -> Rates:
     """Time some answers and some training steps on the longest examples, and choose batch sizes.
 
+    Texts are random. Memory is measured at two small sizes and extended by a line.
+
     Args:
         backbone: the base model, which stays as it is.
         config: of the adapter.
-        train: its training.
-        responder: answers with the same model, `lora` on it.
+        train: its training; its batch size is not used.
+        responder: answers with the same model, `lora` on it; it stays as it is.
         prompt_tokens: of the longest prompt.
         answer_tokens: of the longest answer.
-        most: bytes of memory that may be used.
+        most_bytes: of MLX's memory that the process may have in use at its peak.
         lora: on every row of the model; None for no LoRA.
 
     Raises:
@@ -299,7 +312,7 @@ def measure_rates(
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
-    timed = _measure_answers(responder, prompt, answer_tokens, most)
+    timed = _time_answers(responder, prompt, answer_tokens, most_bytes)
     twin = backbone.clone_sharing_weights()
     vocab = _placeholder_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
@@ -314,7 +327,7 @@ def measure_rates(
             trainer.advance(batch, states)
         peaks[count] = step.peak
     most_probed = _PROBED[-1]
-    batch_size, for_steps = _largest_fitting(_BATCHES, peaks, most, "training")
+    batch_size, for_steps = _largest_fitting_batch(_BATCHES, peaks, most_bytes, "training")
     one = collate([Example(tokens, prompt_tokens)], np.arange(1))
     validate = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
     with _measure_usage() as validated:
@@ -335,7 +348,7 @@ def measure_rates(
 
 @dataclass(frozen=True, kw_only=True)
 class _AnswerTimes:
-    """How fast a model answers, and with how many answers at once."""
+    """How fast a model answers, with how many answers at once, and in how much memory."""
 
     at_once: int  # answers
     tokens_per_second: float  # of all these, behind their prompts
@@ -344,10 +357,24 @@ class _AnswerTimes:
     call_seconds: float  # of a plain call of one text
 
 
-def _measure_answers(
-    responder: BatchResponder, prompt: list[int], answer_tokens: int, most: int
+def _time_answers(
+    responder: BatchResponder, prompt: list[int], answer_tokens: int, most_bytes: int
 ) -> _AnswerTimes:
-    """Time answers to one prompt, and choose how many fit into `most` bytes at once.
+    """Time answers to one prompt, and choose how many at once the memory allows.
+
+    After a short untimed answer, memory and the prompt's time are measured with 1 and with 3
+    answers of a tenth of `answer_tokens`. A line through the two peaks gives the memory of the
+    other numbers. The speed is then measured with the chosen number, over 16 sampled tokens each
+    behind the prompt's last 8 tokens.
+
+    Args:
+        responder: answers; it stays as it is, its `batch_size` is not used.
+        prompt: token ids of one of the longest length.
+        answer_tokens: of the longest answer.
+        most_bytes: of MLX's memory that the process may have in use at its peak.
+
+    Returns:
+        The times, the number that was chosen, and the bytes that it should take.
 
     Raises:
         InputError: not even one answer at a time fits.
@@ -363,7 +390,7 @@ def _measure_answers(
             list(replace(responder, batch_size=count).iterate_answers(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
-    at_once, memory = _largest_fitting(_ANSWERS_AT_ONCE, peaks, most, "answering")
+    at_once, memory = _largest_fitting_batch(_ANSWERS_AT_ONCE, peaks, most_bytes, "answering")
     texts = [NumberedPrompt(number, prompt[-8:], 1.0) for number in range(at_once)]
     with _measure_usage() as spent:
         found = list(replace(responder, batch_size=at_once).iterate_answers(texts, _PROBED_TOKENS))
@@ -389,7 +416,11 @@ class _Usage:
 
 @contextmanager
 def _measure_usage() -> Iterator[_Usage]:
-    """Measure the seconds and the peak memory of a block; they are set at its end."""
+    """Measure the seconds and the peak memory of MLX of a block; both are set at its end, 0 if it
+    fails.
+
+    MLX's freed memory is given back first.
+    """
     spent = _Usage()
     start = time.perf_counter()
     mx.clear_cache()
@@ -399,16 +430,16 @@ def _measure_usage() -> Iterator[_Usage]:
     spent.peak = mx.get_peak_memory()
 
 
-def _largest_fitting(
-    sizes: Sequence[int], peaks: Mapping[int, int], most: int, what: str
+def _largest_fitting_batch(
+    sizes: Sequence[int], peaks: Mapping[int, int], most_bytes: int, what: str
 ) -> tuple[int, int]:
     """Choose the largest of some batch sizes that fits into memory, by a line through two measured
     ones.
 
     Args:
         sizes: to choose from, the largest first.
-        peaks: measured bytes by batch size, of two.
-        most: bytes that may be used.
+        peaks: measured bytes by batch size, of exactly two, the smaller first.
+        most_bytes: bytes that may be used.
         what: is done in such batches, for the message.
 
     Returns:
@@ -419,11 +450,11 @@ def _largest_fitting(
     """
     (low, few), (high, many) = peaks.items()
     used = {size: int(few + (many - few) * (size - low) / (high - low)) for size in sizes}
-    fitting = [size for size in sizes if used[size] <= most]
+    fitting = [size for size in sizes if used[size] <= most_bytes]
     require(
         bool(fitting),
         f"{what} takes {min(used.values()) / 2**30:.1f} GiB",
-        expected=f"at most {most / 2**30:.1f}",
+        expected=f"at most {most_bytes / 2**30:.1f}",
         do="give --memory-gb more, or a smaller --model",
     )
     return fitting[0], used[fitting[0]]
@@ -431,8 +462,8 @@ def _largest_fitting(
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """How many answers a round makes, how often it trains on them, and how long that should
-    take.
+    """How many answers a round makes, how often it trains on them, and how long that
+    should take.
     """
 
     hours: float  # those of rounds before it among them
@@ -463,17 +494,22 @@ def plan_round(
 ) -> Round:
     """Plan how many new answers, and how many passes over all answers, fit into the hours.
 
-    Where answers take longer to make, there are more passes, 1 to 3.
+    There are 1 to 3 passes: the more, the longer making an answer takes beside a pass over it.
+    `RESERVE` of the time is kept back. Validations and the check are subtracted, but half of the
+    hours at least is planned for answers and passes. No new answers are planned where none fit.
 
     Args:
-        hours: in all, those of the rounds before among them.
+        hours: in all. With a round before, only what exceeds the hours of that one is planned.
         rates: as measured.
         prompt_tokens: of a usual prompt.
         answer_tokens: of the longest answer.
-        before: the round before; None for the first.
-        held_out: answers that each validation replays.
-        check_seconds: of the check at the end.
-        spent: seconds that the run has taken so far.
+        before: the round before, whose answers are trained on again; None for the first.
+        held_out: answers that each validation scores.
+        check_seconds: that the check of the finished adapter takes.
+        spent: seconds that the run has taken so far; they are subtracted in a first round only.
+
+    Returns:
+        The round, whose `hours` and `answers` include those of the rounds before.
     """
     old = before.answers if before else 0
     tokens = _USUAL_SHARE * answer_tokens
@@ -506,9 +542,10 @@ def plan_round(
 
 
 def shorten_round(planned: Round, before: Round | None, spent: float) -> Round:
-    """Return a round with fewer passes where its answers took so long that the hours would not do.
+    """Return a round with fewer passes where its answers took so long that the hours would not do;
+    `planned` itself where they do.
 
-    Half of the passes are left at least.
+    Half of the passes are left at least, which need not be a whole number.
 
     Args:
         planned: the round, whose answers are made.

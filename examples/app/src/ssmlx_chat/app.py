@@ -22,7 +22,7 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
     _is_closing = False
 
     def startup(self) -> None:
-        """Build the window."""
+        """Build the window, and show it. Nothing can be asked yet."""
         self.adapter = toga.Selection(items=ADAPTERS)
         self.text = toga.MultilineTextInput(readonly=True, flex=1)
         self.question = toga.TextInput(placeholder="Ask", on_confirm=self.ask, flex=1)
@@ -36,8 +36,10 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
         self.main_window.show()
 
     async def on_running(self) -> None:
-        """Load the model once the window is shown; an error becomes the status line."""
-        self._loading = asyncio.create_task(asyncio.to_thread(self._load))
+        """Load the model once the window is shown; then questions can be asked. An error becomes
+        the status line.
+        """
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load_engine))
         try:
             self.engine = await self._loading
         except ssmlx.InputError as error:
@@ -48,12 +50,17 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             self.status.text = "Ready"
             self.ask_button.enabled = True
 
-    def _load(self) -> ssmlx.Engine:
+    def _load_engine(self) -> ssmlx.Engine:
+        """Load the model with its adapters, on the calling thread; a download is shown."""
         cache = self.paths.cache
-        return ssmlx.Engine(MODEL, ADAPTERS, cache_dir=cache, progress=self._tell)
+        return ssmlx.Engine(MODEL, ADAPTERS, cache_dir=cache, progress=self._show_download)
 
-    def _tell(self, done: int, total: int) -> None:
-        """Show the progress of a download; called on the thread that loads.
+    def _show_download(self, done: int, total: int) -> None:
+        """Show the progress of a download in the status line; called on the thread that loads.
+
+        Args:
+            done: bytes so far.
+            total: bytes in all.
 
         Raises:
             InputError: the window was closed, which ends the download.
@@ -64,32 +71,40 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
         self.loop.call_soon_threadsafe(setattr, self.status, "text", text)
 
     async def ask(self, widget: toga.Widget) -> None:
-        """Show the question and its answer as it comes; one at a time."""
+        """Show the question and its answer as it comes, one at a time.
+
+        Nothing happens for an empty question, or while another answer runs. An error becomes the
+        status line.
+        """
         question = self.question.value.strip()
         if question and self.ask_button.enabled:
             self.question.value = ""
             self.ask_button.enabled = False
-            self._say(f"> {question}\n")
+            self._append_text(f"> {question}\n")
             try:
                 await self._show_answer(question)
             except ssmlx.InputError as error:
                 self.status.text = str(error)
-            self._say("\n\n")
+            self._append_text("\n\n")
             self._answer = None
             self.stop_button.enabled = False
             self.ask_button.enabled = True
 
     async def _show_answer(self, question: str) -> None:
-        """Read the answer's segments into the window."""
-        self._answer = await asyncio.to_thread(self._start, question, self.adapter.value)
+        """Begin the answer to a question, and append its segments to the window's text as they
+        come.
+        """
+        self._answer = await asyncio.to_thread(self._begin_answer, question, self.adapter.value)
         self.stop_button.enabled = True
         async for segment in self._answer:
-            self._say(segment.text)
+            self._append_text(segment.text)
             speed = f"{segment.generation_tps:.0f} tokens/s"
             self.status.text = f"{speed}, {segment.tokens_per_call:.1f} tokens per call"
 
-    def _start(self, question: str, adapter: str) -> ssmlx.Answer[ssmlx.GenerationResponse]:
-        """Begin the answer: a turn of the chat, or a single question to another adapter."""
+    def _begin_answer(self, question: str, adapter: str) -> ssmlx.Answer[ssmlx.GenerationResponse]:
+        """Begin the answer: a turn of the chat, or for another adapter than the chat's a question
+        alone.
+        """
         assert self.engine is not None
         if adapter == CHAT:  # a conversation; the other adapters know of single questions
             return self.chat.reply(question)
@@ -101,7 +116,11 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             self._answer.cancel()
 
     async def on_exit(self) -> bool:
-        """Wait for a running load, then close the engine; the window may close."""
+        """Wait for a running load, then close the engine. A download under way is ended.
+
+        Returns:
+            True: the window may close.
+        """
         self._is_closing = True
         if self._loading is not None:
             await asyncio.wait([self._loading])
@@ -109,7 +128,7 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             await asyncio.to_thread(self.engine.close)
         return True
 
-    def _say(self, text: str) -> None:
+    def _append_text(self, text: str) -> None:
         self.text.value += text
         self.text.scroll_to_bottom()
 
