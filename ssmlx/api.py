@@ -53,7 +53,7 @@ class GenerationResponse:
         memory: where the memory goes; on the last segment alone.
         logprobs: those of each token; None where `GenerateConfig.logprobs` is.
         stop: the text of `GenerateConfig.stop` that ended the answer, if one did.
-        drafted_tokens: nodes of the trees that were verified so far, the roots not counted.
+        drafted_tokens: drafted tokens that were verified so far, accepted or not.
         drafts: what came of each drafter's trees so far, by its name.
     """
 
@@ -90,6 +90,26 @@ class GenerationResponse:
     def generation_tps(self) -> float:
         """Tokens per second after the first, which comes with the prompt's call."""
         return (self.generation_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass
+class GivenAnswer:
+    """What was given out of an answer so far, its last segment alone kept whole."""
+
+    texts: list[str] = field(default_factory=list)  # of each segment
+    tokens: list[int] = field(default_factory=list)
+    last: GenerationResponse | None = None  # None before the first segment
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return "".join(self.texts)
+
+    def add(self, segment: GenerationResponse) -> None:
+        """Append the text and the tokens of `segment`, which is the last one now."""
+        self.texts.append(segment.text)
+        self.tokens += segment.tokens
+        self.last = segment
 
 
 class AnswerText:
@@ -346,7 +366,7 @@ def answer_segments(
     *,
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
-    done: Callable[[list[GenerationResponse]], None] | None = None,
+    done: Callable[[GivenAnswer], None] | None = None,
     decode: Decode = decode_plan,
     loaded: Sequence[Loaded] = (),
     earlier: EarlierAnswers | None = None,
@@ -358,8 +378,8 @@ def answer_segments(
 
     Args:
         model, tokenizer, prompt, config, cache, context, earlier: as `stream_generate` takes them.
-        done: called once with all segments that were given out, when the answer has ended, failed
-            or was given up; not where it was never begun.
+        done: called once with what was given out, when the answer has ended, failed or was given
+            up; not where it was never begun.
         decode: decodes under a plan: `decode_plan`, or what counts memory or batches around it.
         loaded: what was loaded to draft with.
         joins_prompt: whether the text goes on from the prompt's, its leading space included.
@@ -412,7 +432,7 @@ def answer_segments(
             "peak_memory": mx.get_peak_memory() / 1e9,
             "draft_calls": plan.draft_calls,
             "lossy": plan.lossy,
-            "drafted_tokens": counts.drafted_nodes,
+            "drafted_tokens": counts.drafted_tokens,
             "drafts": {**counts.drafts},
             "memory": measure_memory(model, cache, plan.drafters, plan.loaded) if reason else None,
         }
@@ -425,7 +445,7 @@ def answer_segments(
         """
         started = time.perf_counter()
         total = len(tokens) - 1
-        given: list[GenerationResponse] = []
+        given = GivenAnswer()
         with wired_weights():
             try:
                 with closing(cast("Generator[list[int]]", steps)):
@@ -437,16 +457,15 @@ def answer_segments(
                     for response in build_responses(
                         whole, stop_checker, num_prompt, num_cached, measured, started, logprobs
                     ):
-                        given.append(response)
+                        given.add(response)
                         yield response
             finally:
                 try:
                     # Whoever uses the cache next must find no work of this answer in it.
                     mx.eval(cache.state)
                     plan.finish()
-                    if earlier is not None and given:
-                        answer = [token for response in given for token in response.tokens]
-                        earlier.add([*context, *tokens], answer)
+                    if earlier is not None and given.tokens:
+                        earlier.add([*context, *tokens], given.tokens)
                 finally:  # a failed call's work may fail again
                     if done is not None:
                         done(given)

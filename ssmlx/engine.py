@@ -4,7 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
@@ -12,7 +12,14 @@ from typing import Any, Self, cast
 import mlx.core as mx
 
 from .answers import Answer, Prefilled, is_forked, run, wired_weights
-from .api import GenerationResponse, answer_segments, check_prompt, check_tokens, with_seed
+from .api import (
+    GenerationResponse,
+    GivenAnswer,
+    answer_segments,
+    check_prompt,
+    check_tokens,
+    with_seed,
+)
 from .bars import Progress
 from .decoding.batch import Mask
 from .decoding.sampling import TokenLogprobs
@@ -28,15 +35,23 @@ from .loading.attach import attach_adapter, default_adapter
 from .loading.load import load
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, resolve_adapter
 from .model.cache import TreeCache
+from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, adapter_template, encode_turns, prompt_tokens
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig
 
-_OWN = "own"  # streams, of a fused folder
 Question = str | Sequence[int] | Sequence[Message]
 """A user's text, the turns of a chat, or the tokens of a prompt."""
+
+
+@dataclass(frozen=True)
+class _LoadedAdapter:
+    """The base with an adapter, or alone."""
+
+    name: str  # by which it was first asked for
+    model: StreamFusedModel
 
 
 class Engine:
@@ -55,16 +70,19 @@ class Engine:
     Args:
         model: as `ssmlx.load` takes it.
         adapters: bundled adapters, folders or Hub names of others, to load now; any other one is
-            loaded when it is first asked for. The first of them is the default; without any it is
-            "auto": what a chat finds for the model, see `ssmlx.load`. "none" is the base alone.
+            loaded when it is first asked for. "none" is the base alone.
+        adapter: the adapter of answers that name none, loaded now too. Unless given it is the first
+            of `adapters`; without any it is "auto": what a chat finds for the model, see
+            `ssmlx.load`.
         merge_lora: as `ssmlx.load` does. That takes memory for every such adapter, as large as
             the layers that it changes; False, the default, takes a little time a step instead.
-        prompt_cache: prompts that were processed, to be shared; of 1 GiB in memory unless given.
+        prompt_cache: prompts that were processed, to be shared, also with other engines; one of the
+            engine's own, of 1 GiB in memory, unless given. One that is given stays as it is when
+            the engine closes, and is only written to its folder.
         memory_gb: GiB beside the weights that the texts of answers may take at once, running ones
             and those that are kept; two thirds of what the weights leave unless given. What is
             kept goes before an answer is refused.
-        loading: dtype, draft_head, group, cache_dir, offline and progress, as `ssmlx.load` takes
-            them.
+        dtype, draft_head, group, cache_dir, offline, progress: as `ssmlx.load` takes them.
 
     Raises:
         InputError: something given is missing, broken, or does not fit the rest.
@@ -75,30 +93,50 @@ class Engine:
         model: str | Path = DEFAULT_MODEL,
         adapters: Sequence[str | Path] = (),
         *,
+        adapter: str | Path | None = None,
         merge_lora: bool = False,
         prompt_cache: PromptCache | None = None,
         memory_gb: float | None = None,
-        **loading: Any,
+        dtype: str = "auto",
+        draft_head: str = "auto",
+        group: Group | None = None,
+        cache_dir: str | Path | None = None,
+        offline: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         check_memory(memory_gb)
-        own, self.tokenizer = load(model, merge_lora=merge_lora, **loading)
+        own, self.tokenizer = load(
+            model,
+            dtype=dtype,
+            merge_lora=merge_lora,
+            draft_head=draft_head,
+            group=group,
+            cache_dir=cache_dir,
+            offline=offline,
+            progress=progress,
+        )
         self._merge_lora = merge_lora
-        names = ("cache_dir", "offline", "progress")
-        self._fetch = Fetch(**{name: loading[name] for name in names if name in loading})
+        self._fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
         self._base = own.backbone.base()
-        self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
-        self._loading = threading.Lock()
-        self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
-        self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
-        if own.config is not None:  # a fused folder brings its own streams
-            self._models[_OWN] = own
+        alone = _LoadedAdapter(NO_ADAPTER, StreamFusedModel(self._base))
+        self._loaded: dict[Path | None, _LoadedAdapter] = {None: alone}  # by resolved folder
+        self._folders: dict[str | Path, Path | None] = {}  # by name: what it was found to be
+        self._with_own_streams = own if own.config is not None else None  # of a fused folder
         self._automatic: tuple[str, Path | None] | None = None
-        self._default = str(adapters[0]) if adapters else AUTO_ADAPTER
-        for adapter in adapters:
-            self.model(adapter)
+        self._loading = threading.Lock()  # of all of these
+        self._is_closed = False
+        self._open: weakref.WeakSet[Answer[Any] | ChatSession] = weakref.WeakSet()
+        self._is_own_cache = prompt_cache is None
+        self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
+        # Those that count in the memory pool; whoever made them may drop them.
+        self._counted: weakref.WeakSet[PromptCache] = weakref.WeakSet()
+        named = [*adapters] if adapter is None else [adapter, *adapters]
+        self._default = named[0] if named else AUTO_ADAPTER
+        for one in named:
+            self.model(one)
         limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
         self.memory_pool = MemoryPool(limit)
-        self.prompt_cache.count_in(self.memory_pool)
+        self._count_prompts(self.prompt_cache)
         self._batches = self._new_batches()
         self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
         run(self._wiring.__enter__)
@@ -108,6 +146,16 @@ class Engine:
         batches = Batches(self.memory_pool.make_room)
         self.memory_pool.share(batches)
         return batches
+
+    def _count_prompts(self, kept: PromptCache) -> None:
+        """Count what `kept` has in the memory pool until `close`; nothing in a closed engine."""
+
+        def counted() -> None:
+            if not self._is_closed:
+                self._counted.add(kept)
+                kept.count_in(self.memory_pool)
+
+        run(counted)
 
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
@@ -121,53 +169,77 @@ class Engine:
                 closed.
         """
         asked = self._default if adapter is None else adapter
-        name = str(asked)
+        self._check_open()
         folder = None
-        is_new = name not in self._models and name != AUTO_ADAPTER
-        if self._models and is_new:  # to fetch one keeps nobody else waiting
-            folder = resolve_adapter(asked, self._fetch)
+        if asked != AUTO_ADAPTER:  # to fetch one keeps nobody else waiting
+            is_known = asked in self._folders
+            folder = self._folders[asked] if is_known else resolve_adapter(asked, self._fetch)
         with self._loading:
-            require(
-                bool(self._models),
-                "the engine is closed",
-                expected="an open one",
-                do="make a new `ssmlx.Engine`",
-            )
-            if name == AUTO_ADAPTER:
-                name, folder = self._find_automatic_adapter()
-            if name not in self._models:
-                assert folder is not None
-                loaded = load_adapter(folder)
-                self._models[name] = attach_adapter(self._base, loaded, merge_lora=self._merge_lora)
-            return self._models[name]
+            self._check_open()  # it may have been closed meanwhile
+            if asked == AUTO_ADAPTER:
+                if self._with_own_streams is not None:
+                    return self._with_own_streams
+                return self._load_adapter(*self._find_automatic_adapter())
+            model = self._load_adapter(str(asked), folder)
+            if isinstance(asked, str):
+                self._folders[asked] = folder
+            return model
+
+    def _load_adapter(self, name: str, folder: Path | None) -> StreamFusedModel:
+        """The base with the adapter of `folder`, alone if that is None; loaded unless it is there.
+
+        `name` is what `adapters` calls it from then on. Under the lock.
+        """
+        key = None if folder is None else folder.resolve()
+        if folder is not None and key not in self._loaded:
+            model = attach_adapter(self._base, load_adapter(folder), merge_lora=self._merge_lora)
+            self._loaded[key] = _LoadedAdapter(name, model)
+        return self._loaded[key].model
 
     def _find_automatic_adapter(self) -> tuple[str, Path | None]:
-        """The name and the folder of the adapter that "auto" means; looked for once.
-
-        The folder is None for the base alone and for a fused folder's own streams.
-        """
+        """The name and the folder of the adapter that "auto" means for a model without streams of
+        its own; looked for once. The folder is None for the base alone. Under the lock."""
         if self._automatic is None:
-            if _OWN in self._models:
-                self._automatic = _OWN, None
-            else:
-                base = self._models[NO_ADAPTER]
-                self._automatic = default_adapter(base) or (NO_ADAPTER, None)
+            found = default_adapter(self._loaded[None].model)
+            self._automatic = found or (NO_ADAPTER, None)
         return self._automatic
+
+    def _check_open(self) -> None:
+        """Raise InputError where the engine is closed."""
+        require(
+            not self._is_closed,
+            "the engine is closed",
+            expected="an open one",
+            do="make a new `ssmlx.Engine`",
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, and answers no more."""
+        return self._is_closed
 
     @property
     def default_adapter(self) -> str | None:
         """The adapter that answers have where nothing is asked for, "none" for the base alone, None
-        for the model's own streams."""
+        for the model's own streams.
+
+        Raises:
+            InputError: it has to be looked for, and the engine is closed.
+        """
         if self._default != AUTO_ADAPTER:
-            return self._default
+            return str(self._default)
         with self._loading:
+            self._check_open()
+            if self._with_own_streams is not None:
+                return None
             name, _ = self._find_automatic_adapter()
-        return None if name == _OWN else name
+            return name
 
     @property
     def adapters(self) -> list[str]:
-        """The adapters that are loaded, "none" for the base alone."""
-        return list(self._models)
+        """The adapters that are loaded, by the names that they were first asked for by, and "none"
+        for the base alone; nothing of a closed engine."""
+        return [one.name for one in list(self._loaded.values())]
 
     def stream(
         self,
@@ -219,7 +291,7 @@ class Engine:
             """Encode the question and begin the answer, on the MLX thread."""
             prompt = self._encode_question(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            kept.count_in(self.memory_pool)
+            self._count_prompts(kept)
             segments = self._segments(
                 model, prompt, config, loaded, kept, mask, shares_prompt, joins_prompt
             )
@@ -250,9 +322,8 @@ class Engine:
             cache, known = kept.take(model, prompt)
         keep = partial(kept.put, model, prompt, cache) if shares_prompt else None
 
-        def done(given: list[GenerationResponse]) -> None:
-            written = [*prompt, *(token for one in given for token in one.tokens)]
-            kept.put(model, written, cache)
+        def done(given: GivenAnswer) -> None:
+            kept.put(model, [*prompt, *given.tokens], cache)
 
         return answer_segments(
             model,
@@ -328,7 +399,7 @@ class Engine:
         finally:
             holding.release()
         if kept is not None:
-            kept.count_in(self.memory_pool)
+            self._count_prompts(kept)
             kept.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
@@ -401,7 +472,7 @@ class Engine:
     def _track_open(self, opened: Answer[Any] | ChatSession) -> None:
         """Have `close` close `opened`; close it now if the engine is closed. On the MLX thread."""
         self._open.add(opened)
-        if not self._models:
+        if self._is_closed:
             opened.close()
 
     def _model_for_swap(self, adapter: str | Path | None) -> StreamFusedModel:
@@ -409,19 +480,29 @@ class Engine:
         return self.model(NO_ADAPTER if adapter is None else adapter)
 
     def close(self) -> None:
-        """Cancel what is open, write the prompt cache to its folder if it has one, and free the
-        memory. Chats of this engine answer no more. In a forked process it does nothing."""
+        """Cancel what is open, and free the memory. Chats of this engine answer no more.
+
+        Prompt caches that were given to the engine or to its answers are written to their folders,
+        if they have one, and keep what they have in memory; they no longer count in the engine's
+        memory bound. In a forked process `close` does nothing.
+        """
         if is_forked():
             return
         with self._loading:
-            if not self._models:
+            if self._is_closed:
                 return
-            self._models = {}
+            self._is_closed = True
+            self._loaded = {}
+            self._with_own_streams = None
             self._batches = self._new_batches()  # those that there are know models
             del self._base
         for opened in run(lambda: list(self._open)):
             opened.close()
-        self.prompt_cache.close()
+        if self._is_own_cache:
+            self.prompt_cache.close()
+        for kept in run(lambda: list(self._counted)):
+            kept.flush()
+            kept.count_out(self.memory_pool)
         run(lambda: self._wiring.__exit__(None, None, None))
         # What transformers imports late leaves circles that hold the frames of `load`.
         gc.collect()

@@ -12,7 +12,14 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answers import Answer, Prefilled, is_forked, run
-from .api import GenerationResponse, answer_segments, end_token_ids, stream_generate, with_seed
+from .api import (
+    GenerationResponse,
+    GivenAnswer,
+    answer_segments,
+    end_token_ids,
+    stream_generate,
+    with_seed,
+)
 from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
 from .drafters.text_index import EarlierAnswers
@@ -344,19 +351,18 @@ class ChatSession:
             self._pool.forget(self)  # it runs, until it is over
             decode = self._pool.within_limit(decode_plan)
 
-        def done(given: list[GenerationResponse]) -> None:
+        def done(given: GivenAnswer) -> None:
             """Keep the answer in the conversation and what it computed in the caches.
 
             Where none was given out, the user's message is taken out of the conversation.
             """
-            if given:
-                said = "".join(one.text for one in given)
-                self.messages.append({"role": "assistant", "content": said})
-                self._add_to_totals(given[-1], reused)
+            if given.last is not None:
+                self.messages.append({"role": "assistant", "content": given.text})
+                self._add_to_totals(given.last, reused)
             else:  # stopped before the first token: the turn does not count
                 self.messages.pop()
             # What was written is in the cache, as far as it got.
-            written = [*prompt, *(token for one in given for token in one.tokens)]
+            written = [*prompt, *given.tokens]
             self._cache.trim(self._cache.longest_trim(min(self._cache.offset, len(written))))
             self._cached_tokens = written[: self._cache.offset]
             if self._pool is not None:

@@ -10,6 +10,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from weakref import ref
 
 import mlx.core as mx
 import pytest
@@ -266,6 +268,23 @@ def test_nothing_is_computed_that_nobody_asks_for(engine, folders, monkeypatch):
         assert len(steps) <= asked + 1
 
 
+def test_an_answer_keeps_none_of_the_segments_that_were_read(engine):
+    model = engine.model()
+    earlier = ssmlx.EarlierAnswers()
+    settings = {"max_tokens": LENGTH, "decoding": "plain"}
+    for opened in (
+        ssmlx.stream_generate(model, engine.tokenizer, PROMPT, **settings),
+        ssmlx.stream_generate(model, engine.tokenizer, PROMPT, earlier=earlier, **settings),
+        engine.stream(PROMPT, **settings),
+        engine.chat(**settings).reply("w1 w2"),
+    ):
+        read = [ref(next(opened)) for _ in range(LENGTH - 2)]
+        gc.collect()
+        assert [one() is None for one in read[:-1]] == [True] * (LENGTH - 3)
+        assert len(tokens_of(opened)) == 2
+    assert len(earlier.index.tokens) == 1 + len(PROMPT) + LENGTH
+
+
 def test_an_answer_has_one_reader_at_a_time(engine, folders):
     segments = ask(engine, folders, "none")
 
@@ -494,6 +513,53 @@ def test_the_default_adapter_is_the_bundled_chat_where_it_belongs(base, tmp_path
     write_tiny_adapter(tmp_path / "chat", base, scope="streams")
     with ssmlx.Engine(str(base)) as engine:
         assert engine.model().num_streams > 0 and engine.model() is engine.model("chat")
+
+
+def test_an_engines_adapter_is_the_one_that_answers_have(base, folders):
+    for given, wanted in (
+        ({"adapter": folders["all"]}, "all"),
+        ({"adapter": folders["all"], "adapters": [folders["streams"]]}, "all"),
+        ({"adapter": "none", "adapters": [folders["streams"]]}, "none"),
+        ({"adapters": [folders["streams"], folders["all"]]}, "streams"),
+    ):
+        with ssmlx.Engine(str(base), dtype="float32", **given) as engine:
+            assert engine.default_adapter == folders[wanted]
+            assert engine.model() is engine.model(folders[wanted])
+            named = {*given.get("adapters", ()), given.get("adapter", "none"), "none"}
+            assert set(engine.adapters) == named
+    with pytest.raises(TypeError, match="drafter"):
+        ssmlx.Engine(str(base), drafter="streams")
+
+
+def test_an_adapter_is_loaded_once_however_it_is_spelled(base, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDERS", (tmp_path / "bundled",))
+    bundled = write_tiny_adapter(tmp_path / "bundled" / "chat", base, scope="streams")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with ssmlx.Engine(str(base), dtype="float32") as engine:
+        chat = engine.model("chat")
+        assert engine.model(bundled) is engine.model() is chat
+        mine = write_tiny_adapter(here / "chat", base, template="w5 {prompt} w6")
+        spellings = (Path("chat"), "./chat", str(mine), mine, here / ".." / "here" / "chat")
+        (own,) = {engine.model(one) for one in spellings}
+        assert own is not chat is engine.model("chat")
+        assert engine.adapters == ["none", "chat", "chat"]
+        for one in ("own", Path("none"), Path("auto")):
+            assert "no" in refusal(engine.model, one)
+
+
+def test_a_fused_folders_own_streams_are_the_default_and_no_adapter(base, tmp_path):
+    from test_swap import fuse
+
+    with ssmlx.Engine(str(fuse(base, tmp_path / "fused")), dtype="float32") as engine:
+        assert engine.model() is engine.model("auto") and engine.model().num_streams > 0
+        assert engine.model("none").num_streams == 0
+        assert (engine.default_adapter, engine.adapters) == (None, ["none"])
+        assert "no adapter folder own" in refusal(engine.model, "own")
+    assert engine.is_closed and engine.adapters == []
+    for ask in (engine.model, partial(engine.model, "none"), lambda: engine.default_adapter):
+        assert "the engine is closed" in refusal(ask)
 
 
 LEAVES = """

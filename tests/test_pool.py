@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -274,6 +275,46 @@ def test_earlier_answers_are_kept_and_go_as_prompts_do(bounded, text_bytes):
     answers.free_memory()
     assert answers.nbytes == 0
     assert tokens_of(engine.stream(prompt(5, 1), **settings)) == expected
+
+
+def test_a_closed_engine_leaves_a_given_prompt_cache_to_its_owner(bounded, text_bytes, tmp_path):
+    mine, other = (ssmlx.PromptCache(folder=tmp_path / name) for name in ("mine", "other"))
+    limit = text_bytes(4 * STEP) + 100_000
+    first = bounded(limit, prompt_cache=mine)
+    list(first.stream(prompt(150), max_tokens=2, **PLAIN))
+    list(first.stream(prompt(150), max_tokens=2, prompt_cache=other, **PLAIN))
+    held = mine.nbytes
+    assert first.memory_pool.kept == held + other.nbytes
+    second = bounded(limit, prompt_cache=mine)
+    assert second.memory_pool.kept == 0, "it counts in the first"
+    first.close(), first.close()
+    assert first.memory_pool.kept == 0 and (len(mine), mine.nbytes) == (1, held)
+    assert all(len([*(tmp_path / name).glob("*.safetensors")]) == 1 for name in ("mine", "other"))
+    assert second.memory_pool.kept == held
+    *_, last = second.stream(prompt(150), max_tokens=2, **PLAIN)
+    assert last.cached_tokens == 149
+    list(second.stream(prompt(800, 3), max_tokens=2, **PLAIN))
+    assert [len(entry.tokens) for entry in mine._entries] == [802], "the other had to go"
+    assert mine.take(second.model("none"), prompt(150))[1] == 149, "to its file"
+    second.close()
+    third = bounded(limit)
+    list(third.stream(prompt(150), max_tokens=2, prompt_cache=mine, **PLAIN))
+    assert third.memory_pool.kept == mine.nbytes > 0
+    third.close()
+    assert len(third.prompt_cache) == 0 < len(mine), "its own is gone"
+
+
+def test_an_answer_of_a_closing_engine_counts_nowhere(base):
+    mine = ssmlx.PromptCache()
+    engine = ssmlx.Engine(str(base), dtype="float32", prompt_cache=ssmlx.PromptCache())
+    half = engine.stream(prompt(9), prompt_cache=mine, max_tokens=9, **PLAIN)
+    next(half)
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(run, lambda: time.sleep(0.5))
+        asked = threads.submit(engine.stream, prompt(9), prompt_cache=mine, **PLAIN)
+        engine.close()
+        assert list(half) == [] == list(asked.result())
+    assert mine._pool is None and engine.memory_pool.kept == 0
 
 
 def test_prompts_that_were_kept_before_count_from_an_engine_on(bounded, text_bytes, unbounded):

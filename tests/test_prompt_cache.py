@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -195,6 +196,27 @@ def test_the_longest_unused_goes_first_and_may_still_be_in_use():
     warm(tiny, model, a[:30])
     warm(tiny, model, b)
     assert tiny.take(model, a[:30])[1] == 29 and tiny.take(model, b)[1] == 0
+
+
+def test_answers_of_another_model_may_begin_while_bytes_are_counted():
+    prompts = PromptCache()
+    model = model_of()
+
+    class CountedSlowly:
+        """Earlier answers that leave another thread time to begin some while they are counted."""
+
+        begins = threading.Thread(target=lambda: run(lambda: prompts.answers(model)))
+
+        @property
+        def nbytes(self):
+            self.begins.start()
+            self.begins.join(0.1)
+            return 5
+
+    prompts._answers["of any model"] = CountedSlowly()
+    assert prompts.nbytes == 5  # a dictionary that grows while it is read raises
+    CountedSlowly.begins.join()
+    assert len(prompts._answers) == 2
 
 
 def test_what_another_extends_is_dropped_and_bytes_are_those_held():
@@ -505,12 +527,23 @@ def test_prompts_are_listed_and_purged(prompt_file, tmp_path, capsys):
     mine.write_bytes(prompt_file.read_bytes())
     assert caches.main(["list", str(tmp_path)]) == 0
     out = capsys.readouterr().out
+    assert caches.main([str(tmp_path)]) == 0 and capsys.readouterr().out == out
     assert "30 tokens of llama, 3 layers of 32, float32" in out
     assert "damaged" in out and "2 prompts" in out
     assert caches.main(["purge", str(tmp_path)]) == 0
     assert {*tmp_path.rglob("*")} == {mine, inner}
     assert caches.main(["list", str(tmp_path / "nowhere")]) == 2
     one_line(capsys.readouterr().err, "ssmlx.caches")
+    for act in ("list", "purge"):
+        assert caches.main([act]) == 2
+        assert f"{act} is no folder" in one_line(capsys.readouterr().err, "ssmlx.caches")
+
+
+def test_a_folder_of_prompts_is_always_named(capsys):
+    """Nothing keeps any unless it is given a folder."""
+    with pytest.raises(SystemExit, match="2"):
+        caches.main([])
+    assert "are required: FOLDER" in capsys.readouterr().err
 
 
 def generated(capsys, base, *args):

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+from dataclasses import replace
 from itertools import count
 from weakref import ref
 
@@ -12,6 +13,7 @@ pytest.importorskip("starlette")
 
 import httpx2 as httpx
 from real import exit_code, one_line, words, write_tiny_adapter
+from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
 import ssmlx
@@ -21,6 +23,7 @@ from ssmlx.prompt_cache import PromptCache
 from ssmlx.server import __main__ as command
 from ssmlx.server.app import make_app
 from ssmlx.server.handler import Limits, RequestHandler
+from ssmlx.settings import PromptLookupConfig
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -141,6 +144,33 @@ def test_a_prediction_is_accepted_as_far_as_it_is_right(serve, stream):
     assert details["rejected_prediction_tokens"] == LENGTH + 2 - right
 
 
+@pytest.mark.parametrize("shape", [{}, {"decoding": "speculative"}])
+def test_a_prediction_is_drafted_as_the_servers_drafter_says(engine, serve, shape, monkeypatch):
+    """By its settings, and counted, also where prompt lookup was asked for by name."""
+    lookup = PromptLookupConfig(num_draft_tokens=3, ngram=2)
+    own = {"drafter": "prompt-lookup", "prompt_lookup": lookup, "deterministic": True}
+    client = client_of(serve(ssmlx.GenerateConfig(max_tokens=LENGTH, **own, **shape)))
+    seen = []
+    stream = engine.stream
+
+    def spy(tokens, config, **more):
+        seen.append(config)
+        return stream(tokens, config, **more)
+
+    monkeypatch.setattr(engine, "stream", spy)
+    plain = said(reply(client, chat()))
+    (*_, found) = reply(client, chat(prediction={"type": "content", "content": f"{plain} w1 w2"}))
+    assert said([found]) == plain
+    before, config = seen
+    assert before.prompt_lookup == lookup
+    assert replace(config.prompt_lookup, reference=()) == lookup
+    assert len(config.prompt_lookup.reference) == LENGTH + 2
+    details = found["usage"]["completion_tokens_details"]
+    right = details["accepted_prediction_tokens"]
+    assert 3 <= right <= LENGTH - 2
+    assert details["rejected_prediction_tokens"] == LENGTH + 2 - right
+
+
 BAD = [
     ({}, "messages"), ([], "object"), (chat(temperature="hot"), "temperature is 'hot'"),
     (chat(n=0), "n is 0"), (chat(stop=[1]), "stop"), (chat(stop=""), "stop"),
@@ -186,6 +216,12 @@ def test_a_closed_server_says_so_and_holds_no_weights(base):
     handler.close()
     for path in (CHAT, "/v1/messages", "/v1/messages/count_tokens"):
         assert client.post(path, json=chat(max_tokens=2)).status_code == 503
+    frames = []
+    for _ in range(3):
+        with pytest.raises(HTTPException, match="being stopped") as caught:
+            handler.reader.check_open()
+        frames.append(len(caught.traceback))
+    assert len(set(frames)) == 1, "an error that is shared keeps the frames of all who raised it"
     del engine
     gc.collect()
     assert weights() is None

@@ -1,6 +1,7 @@
 """What a request may ask for, field by field: followed, refused by name, or told as ignored."""
 
 import json
+from collections.abc import Mapping
 
 import pytest
 
@@ -11,7 +12,9 @@ from test_server import CHAT, JSON, chat, client_of, reply, said
 
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.server.app import make_app
+from ssmlx.server import messages_responses, openai
+from ssmlx.server.app import APIS, make_app
+from ssmlx.server.fields import FOLLOWED, WITHOUT_EFFECT, check_fields
 from ssmlx.server.handler import Limits, RequestHandler
 
 LENGTH = 8
@@ -104,6 +107,86 @@ def test_known_fields_are_followed_or_refused_by_name_and_others_are_told(client
         found = client.post(f"/v1/{path}", json={**body, "temprature": 1, "a\r\nb": 2})
         assert found.status_code == 200
         assert found.headers["x-ignored-fields"] == "temprature, a??b"
+
+
+class Recorded(Mapping):
+    """A request's body that records the names of the fields that are read."""
+
+    def __init__(self, body):
+        self._body = body
+        self.read = set()
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return self._body[name]
+
+    def __iter__(self):
+        raise AssertionError("all fields are read, whatever they are called")
+
+    def __len__(self):
+        return len(self._body)
+
+
+BODIES = {
+    "/v1/chat/completions": {"messages": TURNS, "logprobs": True},
+    "/v1/completions": {"prompt": "w1"},
+    "/v1/messages": {"messages": TURNS, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": TURNS},
+    "/v1/responses": {"input": "w1"},
+}
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_the_fields_that_are_read_are_those_that_are_followed(path):
+    read, write = APIS[path]
+    body = Recorded(BODIES[path])
+    write(read(body, ssmlx.GenerateConfig()))
+    # What a reply repeats of the request may be without effect on it.
+    assert body.read - (WITHOUT_EFFECT - FOLLOWED[path]) == FOLLOWED[path]
+
+
+@pytest.mark.parametrize("path", ["messages", "responses"])
+@pytest.mark.parametrize("value", [1, True])
+def test_a_field_of_another_api_is_ignored_by_its_name(client, path, value):
+    more = {"logprobs": value, "top_logprobs": 30, "n": 99, "echo": None}
+    body = {"input": "w1"} if path == "responses" else {"messages": TURNS, "max_tokens": 4}
+    found = client.post(f"/v1/{path}", json={**body, **more})
+    assert found.status_code == 200, found.text
+    assert found.headers["x-ignored-fields"] == "logprobs, top_logprobs, n"
+    ask = APIS[f"/v1/{path}"][0]({**body, **more}, ssmlx.GenerateConfig())
+    assert (ask.config.logprobs, ask.choices) == (None, 1)
+
+
+def test_a_completion_follows_a_response_format_and_does_not_call_it_ignored():
+    body = {"prompt": "w1", "response_format": {"type": "json_object"}}
+    assert check_fields("/v1/completions", body) == []
+    assert openai.read_completion(body, ssmlx.GenerateConfig()).grammar
+
+
+def test_what_two_fields_say_of_thinking_is_joined_or_refused(client):
+    def template_args(path, **body):
+        return APIS[path][0]({**BODIES[path], **body}, ssmlx.GenerateConfig()).template_args
+
+    given = {"chat_template_kwargs": {"language": "de"}}
+    for kind, on in (("enabled", True), ("disabled", False)):
+        found = template_args("/v1/messages", thinking={"type": kind}, **given)
+        assert found == {"enable_thinking": on, "language": "de"}
+    own = {"chat_template_kwargs": {"enable_thinking": True}}
+    for more in ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}):
+        assert template_args("/v1/messages", **more, **own) == {"enable_thinking": True}
+    low = {"reasoning": {"effort": "low"}}
+    for more in (low, {"reasoning_effort": "low"}, {**low, "reasoning_effort": "low"}):
+        assert template_args("/v1/responses", **more) == {"reasoning_effort": "low"}
+    error = error_of(client, "responses", {"input": "w1", **low, "reasoning_effort": "high"})
+    assert error["param"] == "reasoning_effort" and "reasoning.effort or" in error["message"]
+    form = {"type": "json_object"}
+    both = {"output_config": {"format": form}, "output_format": {"type": "text"}}
+    error = error_of(client, "messages", {"messages": TURNS, "max_tokens": 4, **both})
+    assert error["param"] == "output_format"
+    same = {"output_config": {"format": form}, "output_format": form}
+    assert messages_responses.read_message(
+        {"messages": TURNS, **same}, ssmlx.GenerateConfig()
+    ).grammar
 
 
 def test_an_ignored_end_lets_an_answer_run_to_its_limit(client):

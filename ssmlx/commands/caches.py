@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError, require, unwritable_error
-from ..loading.names import cache_dir
 from .options import make_main, make_parser
 
 if TYPE_CHECKING:
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
 
 PROG = "ssmlx.caches"
 EPILOG = """examples:
-  python -m ssmlx.caches
+  python -m ssmlx.caches ~/.cache/prompts
   python -m ssmlx.caches purge ~/Library/Caches/my-app/prompts
 
-A `PromptCache` with a folder, and a server with --prompt-cache, keep prompts there. purge deletes
-their files and no others. The file of a chat's --prompt-cache is not listed: delete it yourself."""
+FOLDER is that of a `PromptCache`, or of a server's --prompt-cache. purge deletes their files and no
+others. The file of a chat's --prompt-cache is not listed: delete it yourself."""
 _MIB = 2**20
 
 
@@ -155,21 +154,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         argv: the words after the command; None for the process's own.
     """
     text = "List or delete the processed prompts that are kept on disk."
-    parser = make_parser(PROG, text, EPILOG, "[list | purge] [FOLDER]")
+    parser = make_parser(PROG, text, EPILOG, "[list | purge] FOLDER")
     parser.add_argument(
         "act", nargs="?", choices=("list", "purge"), default="list", help="(default: list)"
     )
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        type=Path,
-        help=f"folder of a PromptCache (default: {_default_folder()})",
-    )
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of a PromptCache")
     return parser.parse_args(argv)
-
-
-def _default_folder() -> Path:
-    return cache_dir() / "prompts"
 
 
 def _list_or_purge(args: argparse.Namespace) -> None:
@@ -183,10 +173,9 @@ def _list_or_purge(args: argparse.Namespace) -> None:
     """
     from ..prompt_cache.files import PromptFolder, read_header
 
-    path = args.folder or _default_folder()
-    found = f"{path} is no folder"
+    path: Path = args.folder
     expected = "the folder of a `PromptCache`"
-    require(args.folder is None or path.is_dir(), found, expected=expected, do="check the path")
+    require(path.is_dir(), f"{path} is no folder", expected=expected, do="check the path")
     # A server with keys has a folder for each in it.
     inner = sorted(one for one in path.glob("*") if re.fullmatch("[0-9a-f]{16}", one.name))
     folders = [PromptFolder(one, 0) for one in (path, *inner)]

@@ -121,10 +121,12 @@ class PromptLookupDrafter:
         earlier: look up in these earlier answers in place of the text itself.
         end_tokens: each of them ends a draft.
         is_chain: whether the target takes no trees: the first continuation alone is drafted then.
-        name: the drafter's name in draft shapes and statistics.
+
+    Attributes:
+        name: the drafter's name in draft shapes and statistics, by what it looks up in.
     """
 
-    needs = Needs(host_tokens=True, text=True)
+    needs = Needs(host_tokens=True, follows_from_start=True)
     num_parameters = 0
     draft_calls = 0
 
@@ -135,19 +137,20 @@ class PromptLookupDrafter:
         earlier: EarlierAnswers | None = None,
         end_tokens: Collection[int] = (),
         is_chain: bool = False,
-        name: str = NAME,
     ) -> None:
-        self.name = name
+        self.name = NAME
         self._is_chain = is_chain
-        self.largest = DraftShape(name, padded_size(config.size), config.num_draft_tokens)
-        self._config = config
-        self._end_tokens = frozenset(end_tokens)
         self.source: OwnText | OtherText = OwnText()
         if earlier is not None:
+            self.name = EARLIER_ANSWERS
             self.source = OtherText(earlier.index)
         elif config.reference:
+            self.name = EXPECTED
             overlap = min(CONTEXT_TOKENS, config.ngram)
             self.source = OtherText(TextIndex(), config.reference, overlap)
+        self.largest = DraftShape(self.name, padded_size(config.size), config.num_draft_tokens)
+        self._config = config
+        self._end_tokens = frozenset(end_tokens)
         self._offer: ChainOffer | None = None
         self._is_offer_known = False  # until the text goes on
 
@@ -231,7 +234,7 @@ class PromptLookupDrafter:
     NAME,
     settings=PromptLookupConfig,
     config_field="prompt_lookup",
-    reads_text=True,
+    needs_whole_context=True,
     keeps_to_chains=True,
 )
 def build(inputs: DrafterInputs) -> PromptLookupDrafter:

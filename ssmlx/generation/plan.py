@@ -10,7 +10,7 @@ from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
 from ..decoding.loop import CallCounts, Stops, never_stops, plain_decode, speculative_decode
 from ..decoding.sampling import Sampling, TokenLogprobs
-from ..drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
+from ..drafters.lookup import NAME, PromptLookupDrafter
 from ..drafters.registry import (
     DrafterArgument,
     Loaded,
@@ -72,7 +72,7 @@ class Plan:
         return sum(drafter.draft_calls for drafter in self.drafters)
 
     @property
-    def reads_text(self) -> bool:
+    def needs_whole_context(self) -> bool:
         """Whether the tokens that the cache holds before the prompt must be given.
 
         So for penalties, and for a drafter that reads them; but not where lookup in the text is
@@ -82,7 +82,7 @@ class Plan:
             return True
         if self.kind is None or (self.kind == NAME and self.config.drafter is None):
             return False  # text that is not known is not looked up in
-        return registered_drafter(self.kind).reads_text
+        return registered_drafter(self.kind).needs_whole_context
 
     @property
     def lossy(self) -> bool:
@@ -212,17 +212,18 @@ def _add_text_drafters(
     """`drafters` and those that look up in texts, in a new list.
 
     In the text itself; in `earlier` answers, unless that is None or calls have to be the same on
-    every run; in the expected text, `config.prompt_lookup.reference`, if any. Each ends a draft
-    with an end token; with `is_chain` they propose chains alone.
+    every run; in the expected text, `config.prompt_lookup.reference`, if any. They stand in the
+    place of those of `drafters` that look up in a text. Each ends a draft with an end token; with
+    `is_chain` they propose chains alone.
     """
-    found = {drafter.largest.drafter: drafter for drafter in drafters}
+    found = [one for one in drafters if not isinstance(one, PromptLookupDrafter)]
     lookup = partial(PromptLookupDrafter, end_tokens=end_tokens, is_chain=is_chain)
-    found[NAME] = lookup(TEXT_CONFIG)
+    found.append(lookup(TEXT_CONFIG))
     if earlier is not None and not config.deterministic:
-        found[EARLIER_ANSWERS] = lookup(TEXT_CONFIG, earlier=earlier, name=EARLIER_ANSWERS)
+        found.append(lookup(TEXT_CONFIG, earlier=earlier))
     if reference := config.prompt_lookup.reference:
-        found[EXPECTED] = lookup(replace(TEXT_CONFIG, reference=reference), name=EXPECTED)
-    return list(found.values())
+        found.append(lookup(replace(TEXT_CONFIG, reference=reference)))
+    return found
 
 
 def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
@@ -345,7 +346,7 @@ def decode_plan(
         InputError: `context` is needed and left out, or has another length than the cache.
     """
     require(
-        len(context) == cache.offset or not (context or plan.reads_text),
+        len(context) == cache.offset or not (context or plan.needs_whole_context),
         f"{len(context)} tokens of context for a cache of {cache.offset}",
         expected="the whole text, which drafters and penalties read",
         do="give context=, the tokens in the cache",

@@ -64,7 +64,8 @@ class PromptCache:
 
     Args:
         max_bytes: of the prompts in memory, buffers with their free room counted whole. The
-            longest unused goes first. None for no bound but that of the engine that it serves.
+            longest unused goes first. None for no bound but that of the engine that it serves, of
+            several the first that is not closed.
             The latest answers of each model are beside them, in 8 MB at most.
         folder: where prompts are kept that other processes may use too, in files that their
             owner alone can read; None for memory alone. Prompts are written when they leave the
@@ -80,7 +81,7 @@ class PromptCache:
         max_disk_bytes: int = 2**32,
     ) -> None:
         self.max_bytes = max_bytes
-        self._pool: MemoryPool | None = None  # of the first engine that uses it
+        self._pools: list[MemoryPool] = []  # of the engines that use it; it counts in the first
         self._folder = (
             None if folder is None else PromptFolder(Path(folder).expanduser(), max_disk_bytes)
         )
@@ -130,15 +131,56 @@ class PromptCache:
         run(lambda: self._put(model, tuple(tokens), cache))
 
     def count_in(self, pool: MemoryPool) -> None:
-        """Count the prompts in `pool` from now on, unless they count in a pool already."""
+        """Count what is kept in `pool`, until `count_out`.
+
+        Where it counts in another pool already, it counts in this one when that is left.
+
+        Args:
+            pool: of an engine whose answers begin with these prompts.
+        """
 
         def counted() -> None:
-            if self._pool is None:
-                self._pool = pool
-                for entry in list(self._entries):
-                    pool.keep(entry, entry.nbytes)
+            if pool not in self._pools:
+                self._pools.append(pool)
+                if pool is self._pool:
+                    self._count_all(pool)
 
         run(counted)
+
+    def count_out(self, pool: MemoryPool) -> None:
+        """Count nothing in `pool` any more, but in the next that `count_in` was called with.
+
+        Args:
+            pool: as `count_in` took it; nothing changes for another one.
+        """
+
+        def left() -> None:
+            if pool not in self._pools:
+                return
+            was_first = pool is self._pool
+            self._pools.remove(pool)
+            if was_first:
+                for one in self._all_kept():
+                    pool.forget(one)
+                if self._pool is not None:
+                    self._count_all(self._pool)
+
+        run(left)
+
+    @property
+    def _pool(self) -> MemoryPool | None:
+        """The pool that it counts in, if any. On the MLX thread."""
+        return self._pools[0] if self._pools else None
+
+    def _count_all(self, pool: MemoryPool) -> None:
+        """Count all that is kept in `pool`, which drops what does not fit. On the MLX thread."""
+        for one in self._all_kept():
+            pool.keep(one, one.nbytes)
+
+    def _all_kept(self) -> list[_Entry | EarlierAnswers]:
+        """The prompts, the longest unused first, and the answers that are in memory."""
+        with self._lock:
+            return [*self._entries, *self._answers.values()]
 
     def answers(self, model: StreamFusedModel) -> EarlierAnswers:
         """The earlier answers of models with the same key, which later ones may repeat.
@@ -148,7 +190,9 @@ class PromptCache:
         Args:
             model: whose answers they are.
         """
-        return self._answers.setdefault(CacheKey.of(model), EarlierAnswers())
+        key = CacheKey.of(model)
+        with self._lock:
+            return self._answers.setdefault(key, EarlierAnswers())
 
     def flush(self) -> None:
         """Write to the folder what is not there yet. What cannot be written is logged.
@@ -209,7 +253,8 @@ class PromptCache:
     def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
         """`put` on the MLX thread; also counts earlier answers anew in the pool."""
         key = CacheKey.of(model)
-        answers = self._answers.get(key)
+        with self._lock:
+            answers = self._answers.get(key)
         if self._pool is not None and answers is not None:
             self._pool.keep(answers, answers.nbytes)
         tokens = tokens[: cache.offset]

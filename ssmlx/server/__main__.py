@@ -179,6 +179,7 @@ def _main(args: argparse.Namespace) -> None:
     config = options.generate_config(args)
     keys = read_keys(args.api_keys)
     drafter: options.DrafterOption = args.drafter
+    options.require_drafter_key(drafter)
     try:
         import uvicorn
 
@@ -195,13 +196,13 @@ def _main(args: argparse.Namespace) -> None:
     sock = listen_at(args.host, args.port)
     metal.use(drafter.attention)
     caches = make_prompt_caches(args.prompt_cache, keys)
-    loading: Any = {"dtype": args.dtype, "progress": options.DownloadBar()}
     engine = Engine(
         args.model,
         prompt_cache=caches[0],
         memory_gb=args.memory,
+        dtype=args.dtype,
         draft_head=drafter.draft_head,
-        **loading,
+        progress=options.DownloadBar(),
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
     models = models_by_name(name, args.adapter or ())

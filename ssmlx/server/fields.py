@@ -25,24 +25,26 @@ _CHAT = {
     "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
     "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
-_MESSAGES = {
+OF_CHATS = _SHARED | _CHAT
+"""Fields that all APIs of chats have by the same name."""
+_MESSAGES = OF_CHATS - {"stop"} | {
     "messages", "system", "thinking", "stop_sequences", "output_config", "output_format", "thread",
 }  # fmt: skip
 FOLLOWED = {
-    "/v1/chat/completions": _SHARED | _CHAT | {
+    "/v1/chat/completions": OF_CHATS | {
         "messages", "response_format", "n", "logprobs", "top_logprobs", "stream_options",
     },
     "/v1/completions": _SHARED | {
-        "prompt", "n", "logprobs", "echo", "suffix", "stream_options",
+        "prompt", "response_format", "n", "logprobs", "echo", "suffix", "stream_options",
     },
-    "/v1/messages": (_SHARED | _CHAT | _MESSAGES) - {"stop"},
-    "/v1/messages/count_tokens": (_SHARED | _CHAT | _MESSAGES) - {"stop"},
-    "/v1/responses": (_SHARED | _CHAT) - {"max_tokens"} | {
+    "/v1/messages": _MESSAGES,
+    "/v1/messages/count_tokens": _MESSAGES,
+    "/v1/responses": OF_CHATS - {"max_tokens"} | {
         "input", "instructions", "max_output_tokens", "text", "reasoning",
         "previous_response_id", "conversation", "prompt", "background",
     },
 }  # fmt: skip
-"""What is followed at each address."""
+"""What is followed at each address: those fields that the route's reader reads, and no others."""
 
 WITHOUT_EFFECT = {
     # who asks, what it costs, what is kept, and where: nothing is kept or billed here

@@ -21,7 +21,7 @@ from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig, check_settings, setting
 from .choices import Choice
 from .concurrency import AnswerSlots, PromptProgress, RequestSlots, merge_answers
-from .prompts import AGAIN, STOPPED, PromptReader
+from .prompts import AGAIN, PromptReader, stopping_error
 from .requests import AnswerRequest, DetailedHTTPException, StreamItem, TextPart, Waiting
 
 
@@ -206,7 +206,7 @@ class RequestHandler:
                             for part in choice.read(last):
                                 yield part
                 if last is None or last.finish_reason is None:
-                    raise STOPPED
+                    raise stopping_error()
                 last = choice.with_scoring_time(last)
                 self.metrics.add(last)
                 for part in choice.finish(last):
@@ -233,7 +233,7 @@ class RequestHandler:
             async with await asyncio.to_thread(self._open_scoring, choice, progress) as answer:
                 scored = [one async for one in answer]
             if not scored:
-                raise STOPPED
+                raise stopping_error()
             prompt.logprobs = await asyncio.to_thread(self.reader.scored, prompt, scored[0])
             prompt.seconds = time.perf_counter() - started
         return TextPart(prompt.text, 0, prompt.logprobs, choice.number)

@@ -4,6 +4,7 @@ The server keeps no response: a request brings its whole conversation.
 """
 
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from itertools import count
 from secrets import token_hex
 from time import time
@@ -14,6 +15,7 @@ from ..errors import quoted
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import openai, requests
+from .fields import OF_CHATS
 from .requests import (
     AnswerRequest,
     Body,
@@ -187,20 +189,21 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
         for block in requests.content_parts(message.get("content")):
             turns.add(message.get("role"), block)
     thinking = requests.read_typed(body, "thinking", dict, {}).get("type")
-    chat = {
-        **body,
-        "n": 1,
+    template_args = requests.read_typed(body, "chat_template_kwargs", dict, {})
+    if thinking:
+        template_args = {"enable_thinking": thinking != "disabled", **template_args}
+    form = requests.read_typed(body, "output_config", dict, {}).get("format")
+    translated = {
         "messages": [*turns],
         "tools": _read_tools(body, "input_schema"),
         "stop": body.get("stop_sequences"),
-        "response_format": requests.read_typed(body, "output_config", dict, {}).get("format")
-        or body.get("output_format"),
-        "chat_template_kwargs": {"enable_thinking": thinking != "disabled"}
-        if thinking
-        else body.get("chat_template_kwargs"),
+        "response_format": _given_once(
+            {"output_config.format": form, "output_format": body.get("output_format")}
+        ),
+        "chat_template_kwargs": template_args,
     }
     names = {"stop": "stop_sequences", "response_format": "output_config"}
-    return _read_chat(chat, config, names)
+    return _read_chat(body, translated, config, names)
 
 
 def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
@@ -224,31 +227,54 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
         turns.add_text("system", instructions)
     for item in requests.content_parts(body.get("input"), "input"):
         turns.add("user", item)
-    chat = {
-        **body,
-        "n": 1,
+    effort = requests.read_typed(body, "reasoning", dict, {}).get("effort")
+    translated = {
         "messages": [*turns],
         "tools": _read_tools(body, "parameters"),
         "max_tokens": body.get("max_output_tokens"),
         "response_format": requests.read_typed(body, "text", dict, {}).get("format"),
-        "reasoning_effort": requests.read_typed(body, "reasoning", dict, {}).get("effort")
-        or body.get("reasoning_effort"),
+        "reasoning_effort": _given_once(
+            {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
+        ),
     }
-    return _read_chat(chat, config, {"max_tokens": "max_output_tokens", "response_format": "text"})
+    names = {"max_tokens": "max_output_tokens", "response_format": "text"}
+    return _read_chat(body, translated, config, names)
 
 
-def _read_chat(chat: Body, config: GenerateConfig, names: Mapping[str, str]) -> AnswerRequest:
-    """Read a request that was translated into a chat completion.
+def _given_once(values: Mapping[str, Any]) -> Any:
+    """Return the value of a setting that an API has several names for; None where it is not given.
 
     Args:
-        chat: fields of a chat completion.
+        values: the request's, by name; None or empty where it has none.
+
+    Raises:
+        RequestError: two of them differ.
+    """
+    given = {name: value for name, value in values.items() if value}
+    first = next(iter(given), "")
+    for name, value in given.items():
+        expected = f"{first} or {name}, or the same for both"
+        requests.check_field(value == given[first], f"{name} is {quoted(value)}", expected, name)
+    return given.get(first)
+
+
+def _read_chat(
+    body: Body, translated: Body, config: GenerateConfig, names: Mapping[str, str]
+) -> AnswerRequest:
+    """Read a request by its translation into a chat completion.
+
+    Args:
+        body: the request; its fields of `OF_CHATS` are those of the chat completion.
+        translated: further fields of the chat completion, or others in place of the request's.
         config: the server's settings.
         names: this API's names of fields, by the chat's, for error messages.
     """
+    shared = {name: body.get(name) for name in OF_CHATS if name not in translated}
     try:
-        return openai.read_chat(chat, config)
+        ask = openai.read_chat({**shared, **translated}, config)
     except RequestError as error:
         raise error.renamed(names) from error
+    return replace(ask, body=body)
 
 
 async def _group_parts(parts: AsyncIterator[StreamItem]) -> AsyncIterator[tuple[str, Any]]:

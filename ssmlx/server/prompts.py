@@ -17,14 +17,18 @@ from ..engine import Engine
 from ..generation.scoring import ScoredPrompt
 from ..model.streams import StreamFusedModel
 from ..prompts import chat_tokens, check_text, encode, encode_prompt
-from ..settings import GenerateConfig, PromptLookupConfig
+from ..settings import GenerateConfig
 from .grammars import grammar_mask
 from .logprobs import prompt_logprobs
 from .requests import AnswerRequest, RequestError, check_field
 from .tool_grammars import MAX_CALLS, tool_call_grammar
 
 AGAIN = {"Retry-After": "1"}
-STOPPED = HTTPException(503, "the server is being stopped", AGAIN)
+
+
+def stopping_error() -> HTTPException:
+    """Make the error for an answer that the server's end leaves open (503)."""
+    return HTTPException(503, "the server is being stopped", AGAIN)
 
 
 @dataclass(eq=False)
@@ -119,7 +123,8 @@ class PromptReader:
             if ask.prediction:
                 check_text(ask.prediction)
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
-                config = replace(config, prompt_lookup=PromptLookupConfig(reference=text))
+                lookup = replace(config.prompt_lookup, reference=text)
+                config = replace(config, prompt_lookup=lookup)
             if ask.ignores_end:
                 ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
                 config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})
@@ -127,8 +132,8 @@ class PromptReader:
 
     def check_open(self) -> None:
         """Raises HTTPException where the server is being stopped."""
-        if not self.engine.adapters:
-            raise STOPPED
+        if self.engine.is_closed:
+            raise stopping_error()
 
     def _tokens(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
         """Return the tokens of a request's prompt: text, token ids, or turns under a chat template.
