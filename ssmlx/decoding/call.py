@@ -151,8 +151,8 @@ def verify_tree(
         taps: numbers of the layers whose input a drafter reads.
 
     Returns:
-        The call, not committed. Its `verified` is of the M nodes that pruning left, its
-        `num_drafted` counts all N but the root.
+        The call, not committed. Its `verified` is of the M nodes that pruning left; its
+        `num_nodes` and `num_drafted` are those of `tree`, before pruning.
     """
     split = model.insertion_layer
     tail = last_tokens((), sampler.context_size) if tail is None else tail

@@ -117,7 +117,8 @@ class Drafter(Protocol):
         """Begin an answer, and forget what the one before left.
 
         The loop calls it once an answer: where the drafter needs taps, before the prompt is
-        processed; where it `follows_from_start`, behind that; else when it is first to draft.
+        processed; where it follows the text (`needs.follows_from_start`), behind that; else when it
+        is first to draft.
 
         Args:
             tokens: the text so far; tokens that nobody knows are `PAD_TOKEN`.

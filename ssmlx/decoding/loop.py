@@ -79,7 +79,9 @@ class CallCounts:
 
         Args:
             drafter: name of the drafter that proposed the tree.
-            nodes, drafted, accepted: of this call, see `DraftCounts`.
+            nodes: all nodes of the tree, root and padding too.
+            drafted: its tokens, neither root nor padding.
+            accepted: of these, tokens that the target accepted.
         """
         before = self.drafts.get(drafter, DraftCounts())
         self.drafts[drafter] = DraftCounts(

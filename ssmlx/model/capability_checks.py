@@ -38,8 +38,8 @@ def check_stages(stages: Stages) -> None:
     the other half run as the rows of one step. The model stays as it is. Waits for the device.
 
     Raises:
-        InputError: some logits differ by more than rounding in the model's dtype explains, see
-            `_difference`. What the model's class raises is not caught.
+        InputError: some logits differ by more than rounding in float32 explains, see `_difference`.
+            What the model's class raises is not caught.
     """
     tried = _float32_with_short_windows(stages)
     longest = max(window or 0 for window in tried.windows)

@@ -228,7 +228,7 @@ class StateCache(TreeCache):
         return max(place for place in places if place <= num_tokens)
 
     def trim(self, num_tokens: int) -> None:
-        """Forget all but the first `num_tokens` committed tokens.
+        """Forget all but the first `num_tokens` committed tokens, and the marks behind them.
 
         Raises:
             ValueError: `longest_trim` says that it cannot.

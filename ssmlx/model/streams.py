@@ -402,9 +402,10 @@ class StreamFusedModel:
     ) -> mx.array:
         """The streams' rows as they enter the insertion layer (Speculative Streaming, eq. 3).
 
-        Stream j of a node starts as f(h) + P_j, h the node's row; f is the identity where none was
-        trained. Without stream embeddings P, as where values are rotated, all streams of a node
-        start alike. `root_init` of `known` is added where streams start from the root too.
+        Stream j of a node starts as f(h) + P_j, h the node's row. f is the identity where none was
+        trained; else a low-rank map, to which h is added if `stream_init` is "residual". Without
+        stream embeddings P, as where values are rotated, all streams of a node start alike.
+        `root_init` of `known` is added where streams start from the root too.
 
         Args:
             hidden: [B, M, D] the nodes' rows, as they enter the insertion layer.
