@@ -232,7 +232,16 @@ class PromptCache:
         self.close()
 
     def _take(self, model: StreamFusedModel, tokens: Tokens, scratch: int) -> tuple[TreeCache, int]:
-        """`take` on the MLX thread; `tokens` are without the prompt's last one."""
+        """`take` on the MLX thread: a cache of the caller's own, and how many of `tokens` it holds.
+
+        A file of the folder that shares more with `tokens` than what is in memory is read into
+        memory first; not for a model that is split over machines.
+
+        Args:
+            model: the cache is for it.
+            tokens: the prompt without its last one.
+            scratch: rows that an empty cache gets room for.
+        """
         key = CacheKey.of(model)
         entry, count = self._find_longest(key, tokens)
         if self._folder is not None and model.backbone.group is None:
@@ -273,7 +282,13 @@ class PromptCache:
         return entry, entry.shared(key, tokens)
 
     def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
-        """`put` on the MLX thread; also counts earlier answers anew in the pool."""
+        """`put` on the MLX thread: keep a computed copy of what `cache` holds of `tokens`.
+
+        Nothing is kept of an empty cache, of recurrent layers, or where an entry begins with all of
+        it already, which is the latest used then. The earlier answers of the model's key are
+        counted anew in the pool in any case. Of a model that is split over machines the entry is
+        never written.
+        """
         key = CacheKey.of(model)
         with self._lock:
             answers = self._answers.get(key)

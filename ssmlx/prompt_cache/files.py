@@ -58,8 +58,9 @@ class PromptHeader:
 
     @classmethod
     def of(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
-        """Parse and check the metadata of the file `path`; a field of the key that is missing is
-        "".
+        """Parse and check the metadata of the file `path`.
+
+        A field of the key that is missing is an empty text.
 
         Raises:
             InputError: it has another format, or token ids that are none, or `_MOST_TEXT`
@@ -128,8 +129,11 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
 
 
 def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
-    """Raise InputError where a prompt was made with another model, or does not fit its vocabulary
-    or its context."""
+    """Raise InputError where a prompt was made with another model than `model`.
+
+    Or where it has a token outside the model's vocabulary, or more tokens than its context. `path`
+    stands in the message.
+    """
     _require_same_key(CacheKey.of(model), header.key, path)
     count = len(header.tokens)
     limit = model.backbone.context_length
