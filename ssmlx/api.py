@@ -53,7 +53,7 @@ class GenerationResponse:
         memory: where the memory goes; on the last segment alone.
         logprobs: those of each token; None where `GenerateConfig.logprobs` is.
         stop: the text of `GenerateConfig.stop` that ended the answer, if one did.
-        drafted_tokens: nodes of the trees that were verified so far, the roots not counted.
+        drafted_tokens: drafted tokens that were verified so far, accepted or not.
         drafts: what came of each drafter's trees so far, by its name.
     """
 
@@ -432,7 +432,7 @@ def answer_segments(
             "peak_memory": mx.get_peak_memory() / 1e9,
             "draft_calls": plan.draft_calls,
             "lossy": plan.lossy,
-            "drafted_tokens": counts.drafted_nodes,
+            "drafted_tokens": counts.drafted_tokens,
             "drafts": {**counts.drafts},
             "memory": measure_memory(model, cache, plan.drafters, plan.loaded) if reason else None,
         }

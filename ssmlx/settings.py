@@ -49,12 +49,24 @@ MAX_BIAS = 10_000
 
 
 class ListedDrafter(NamedTuple):
-    """What is known of a drafter before its file is imported: the file, and the keys that --drafter
-    takes.
+    """What is known of a drafter before its file is imported.
+
+    Attributes:
+        module: the file of `ssmlx.drafters` that registers it.
+        keys: what --drafter takes behind its name: `key=value` words, as `--help` shows them. They
+            are also how the option is parsed: what stands for the value says what is taken, and
+            where it is a value, it is the default.
+
+            "second-pass|fused": one of these words, the first by default.
+            "16" or "N": a whole number; N has no default to show.
+            "0.3", "X" or "P": a number.
+            "N,N,...": whole numbers with commas between.
+            "MODEL", "FOLDER", "FILE" or another word of capitals: a name or a path, in which a
+            leading ~ is the home folder.
     """
 
-    module: str  # of `ssmlx.drafters`, which registers it
-    keys: str  # what --drafter takes behind its name, with the defaults: a line of `--help`
+    module: str
+    keys: str
 
 
 DRAFTERS = {

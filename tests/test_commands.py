@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from ast import literal_eval
+from pathlib import Path
 
 import pytest
 import real
@@ -18,10 +20,19 @@ from huggingface_hub.utils import enable_progress_bars
 import ssmlx
 from ssmlx import bars
 from ssmlx.commands import chat, generate
-from ssmlx.commands.options import DownloadBar, generate_config, logging_to_stderr
+from ssmlx.commands.options import (
+    _SHARED_KEYS,
+    DownloadBar,
+    _parse_pairs,
+    generate_config,
+    logging_to_stderr,
+)
+from ssmlx.drafters.registry import registered_drafter
 from ssmlx.errors import InputError
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading import load as loading
+from ssmlx.server import __main__ as server
+from ssmlx.settings import DRAFTERS
 
 PROG = "ssmlx.generate"
 KEYS = [
@@ -178,6 +189,12 @@ def test_tree_options_without_an_adapter_are_refused(run, flag):
     assert f"{flag} would do nothing here; expected a model with streams" in message
 
 
+def drafters_shaped_by(field):
+    """What a message lists of the drafters whose trees a field of `GenerateConfig` shapes."""
+    able = [name for name in DRAFTERS if field in registered_drafter(name).shaped_by]
+    return "--drafter " + " or ".join(able)
+
+
 IDLE = (
     ("--seed 1", "--temp above 0"),
     ("--top-k 5", "--temp above 0"),
@@ -185,13 +202,10 @@ IDLE = (
     ("--deterministic --prompt-cache x", "no --deterministic"),
     ("--penalty context=9", "repetition=X, presence=X or frequency=X in it"),
     ("--drafter 'streams epsilon=0.1' --temp 1", "acceptance=typical beside it"),
-    ("--drafter lookahead --tree full", "--drafter streams or medusa"),
-    ("--drafter 'draft-model model=x' --tree-size 4", "--drafter streams or medusa"),
-    ("--drafter lookahead --num-streams 1", "--drafter streams"),
-    (
-        "--drafter lookahead --prune budget",
-        "--drafter streams or prompt-lookup or draft-model or medusa or mlp-speculator",
-    ),
+    ("--drafter lookahead --tree full", drafters_shaped_by("tree")),
+    ("--drafter 'draft-model model=x' --tree-size 4", drafters_shaped_by("tree")),
+    ("--drafter lookahead --num-streams 1", drafters_shaped_by("num_streams")),
+    ("--drafter lookahead --prune budget", drafters_shaped_by("prune")),
     ("--tree full --tree-size 8", "--tree best"),
     ("--prune-to 4", "--prune budget"),
     ("--prune threshold --prune-to 4", "--prune budget"),
@@ -215,6 +229,41 @@ MANY_OPTIONS = """
     --temp 0.7 --top-k 10 --top-p 0.9 --min-p 0.05 --seed 3 --logit-bias 5=-2 --logit-bias 6=1.5
     --penalty "repetition=1.1 context=30" --penalty presence=0.5
 """
+
+
+@pytest.mark.parametrize(("prog", "command", "args"), [
+    ("ssmlx.generate", generate, ASK), ("ssmlx.chat", chat, ()),
+    ("ssmlx.server", server, ("--port", 0)),
+])  # fmt: skip
+@pytest.mark.parametrize("name", [one for one in DRAFTERS if registered_drafter(one).loader])
+def test_a_drafter_without_what_it_needs_loads_nothing(run, name, prog, command, args):
+    """The model, which is not there either, is not looked for."""
+    loader = registered_drafter(name).loader
+    said = refusal(run(*args, "--drafter", name, model="./nowhere", command=command), prog)
+    assert f"--drafter {name} without {loader.what}; expected {loader.key} with it" in said
+
+
+@pytest.mark.parametrize("keys", [*(listed.keys for listed in DRAFTERS.values()), _SHARED_KEYS])
+def test_every_value_that_help_shows_is_parsed(keys):
+    """By what stands for it: a word, a name, or a number of the default's kind."""
+    for one in keys.split():
+        key, _, shown = one.partition("=")
+        for word in shown.split("|") if "|" in shown else [shown]:
+            text = {"N": "3", "N,N,...": "4,3", "X": "0.5", "P": "0.5"}.get(word, word)
+            found = _parse_pairs("--drafter", [f"{key}={text}"], [one])[key]
+            is_number = "|" not in shown and text[0].isdigit()
+            expected = literal_eval(text) if is_number else text
+            assert found == expected and type(found) is type(expected)
+
+
+def test_a_file_is_a_name_and_a_slip_in_the_list_is_no_number():
+    home = str(Path.home() / "a b.txt")
+    for shown in ("FILE", "MODEL", "FOLDER", "GRAMMAR"):
+        assert _parse_pairs("-", ["key=~/a b.txt"], [f"key={shown}"]) == {"key": home}
+        assert _parse_pairs("-", ["key=3"], [f"key={shown}"]) == {"key": "3"}
+    for shown in ("file", "N,N", "Y", "a/b", ""):
+        with pytest.raises(ValueError, match="could not convert"):
+            _parse_pairs("-", ["key=3"], [f"key={shown}"])
 
 
 def test_options_become_settings():
@@ -314,6 +363,30 @@ def test_verbose_shows_what_was_learned(run, loaded, adapter):
     )
     *_, last = run(*args, "--tree-size", 4)[2].splitlines()
     assert last.startswith("[memory: ")  # which no controller decided
+
+
+def test_verbose_shows_what_was_learned_of_text_drafts(run, loaded):
+    """Their costs are those of rows, and their ratios are kept by length of match."""
+    args = (*ASK, "--adapter", "none", "--max-tokens", 1, "--verbose")
+    *_, costs, accepted = run(*args)[2].splitlines()
+    assert costs == "[costs: no call of prompt-lookup was timed here yet]"
+    assert accepted == "[acceptance: no text was drafted with prompt-lookup here yet]"
+    known, prior = learned_of(loaded[None][0])
+    known.costs.learn(("rows", 4), 0, known.costs.frozen(0).calls(("rows", 4)))
+    known.costs.learn_plain(0, [0.5] * 3)
+    prior.learn("prompt-lookup 1", 0, 3.0, 10.0)
+    prior.learn("prompt-lookup 9", 0, 9.0, 10.0)
+    shares = [prior.ratio(f"prompt-lookup {length}", 0) for length in (1, 9)]
+    calls = known.costs.frozen(0).calls(("rows", 4))
+    *_, costs, accepted = run(*args)[2].splitlines()
+    assert costs == (
+        "[costs: plain calls of 500.0 ms that a call of prompt-lookup takes, by nodes: "
+        f"4: {calls:.2f}]"
+    )
+    assert accepted == (
+        "[acceptance: of the next tokens that prompt-lookup drafts, by length of the match: "
+        f"1: {shares[0]:.2f}, 9: {shares[1]:.2f}]"
+    )
 
 
 def test_an_answer_ends_where_the_context_does(run):

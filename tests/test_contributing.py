@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import mlx.core as mx
 import pytest
 from real import ROOT, write_base
 
@@ -31,6 +32,7 @@ def copy(tmp_path_factory, examples):
             (root / path).write_text(text)
         else:
             (root / path).write_text(patched((root / path).read_text(), text))
+    shutil.copy(ROOT / "pyproject.toml", root)
     return root
 
 
@@ -50,11 +52,34 @@ def test_a_drafter_is_a_file_and_its_place_in_a_list(examples):
     assert [path for _, path, _ in examples[:2]] == paths
 
 
+def make_scaled(base):
+    """Make a Llama of the example's family: its scales are stored beside the other weights."""
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "model_type": "scaled_llama"}))
+    path = str(base / "model.safetensors")
+    weights = dict(mx.load(path))
+    for name, norm in list(weights.items()):
+        if name.endswith("layernorm.weight"):
+            layer = name.partition(".input_")[0].partition(".post_")[0]
+            branch = "attention" if "input" in name else "mlp"
+            weights[f"{layer}.{branch}_scale"] = mx.full(norm.shape, 0.5)
+    mx.eval(weights)
+    mx.save_safetensors(path, weights)
+
+
+@pytest.mark.slow
+def test_their_types_are_strict(copy):
+    pytest.importorskip("mypy")
+    files = ["ssmlx/drafters/bigram.py", "ssmlx/model/scaled_llama.py"]
+    command = [sys.executable, "-m", "mypy", *files, "ssmlx/settings.py", "ssmlx/loading/load.py"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.slow
 def test_both_work(copy, tmp_path):
     base = write_base(tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "model_type": "relu_llama"}))
+    make_scaled(base)
 
     def answer(*more):
         asked = ["--model", base, "--prompt", "w1 w2 w3 w1 w2", "--jsonl", "--max-tokens", "24"]
@@ -73,3 +98,5 @@ def test_both_work(copy, tmp_path):
     drafted = answer("--drafter", "bigram tokens=6", "--decoding", "speculative")
     assert drafted["tokens"] == plain["tokens"]
     assert drafted["target_calls"] < plain["target_calls"]
+    assert drafted["drafts"]["bigram"]["accepted"] > 0
+    assert answer("--drafter", "bigram")["tokens"] == plain["tokens"]

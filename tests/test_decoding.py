@@ -316,7 +316,7 @@ def run_script(script, step=256, architecture="llama", **options):
     assert lengths == [1, *(right + 1 for right, _ in script)]
     assert cache.offset - (len(PROMPT) + count - 1) in (0, 1)
     assert drafter.starts == [PROMPT]
-    assert counts.drafted_nodes >= sum(right + below for right, below in script)
+    assert counts.drafted_tokens >= sum(right + below for right, below in script)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 4])

@@ -30,9 +30,9 @@ from ssmlx.api import stream_generate, token_steps
 from ssmlx.commands import generate
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
-from ssmlx.decoding.loop import speculative_decode
+from ssmlx.decoding.loop import CallCounts, DraftCounts, speculative_decode
 from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
-from ssmlx.decoding.sampling import GREEDY, filter_logprobs, log_softmax
+from ssmlx.decoding.sampling import filter_logprobs, log_softmax
 from ssmlx.drafters import copies as text_copies
 from ssmlx.drafters import draft_model
 from ssmlx.drafters.copies import (
@@ -45,17 +45,15 @@ from ssmlx.drafters.copies import (
 from ssmlx.drafters.draft_model import (
     DraftCache,
     DraftModel,
-    DraftModelDrafter,
     check_same_vocabulary,
 )
-from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
 from ssmlx.drafters.registry import RegisteredDrafter, registered_drafter
-from ssmlx.drafters.streams import TEXT_TOKENS, DraftVocab, StreamDrafter
+from ssmlx.drafters.streams import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
@@ -136,8 +134,8 @@ DRAFTERS = tuple(drafter_settings())
 def shown_keys(registered):
     """What `--drafter` takes for a drafter, by what it registered: keys, and how they are shown."""
     keys = {}
-    if registered.weights is not None:
-        key, _, shown = registered.weights.key.partition("=")
+    if registered.loader is not None:
+        key, _, shown = registered.loader.key.partition("=")
         keys[key] = shown
     for one in fields(registered.settings) if registered.settings else ():
         if "allowed" in one.metadata:
@@ -166,21 +164,8 @@ def test_settings_of_another_class_are_refused():
 
 
 def drafter_of(model, settings):
-    """What drafts by some of `drafter_settings`."""
-    if "draft_model" in settings:
-        draft = settings.get("draft", DraftModelConfig())
-        return DraftModelDrafter(settings["draft_model"], draft, GREEDY)
-    if heads := settings.get("heads"):
-        trees = {"medusa": ("tree", TreeConfig()), "mlp-speculator": ("speculator_tree", None)}
-        name, usual = trees[heads.drafter]
-        return HeadDrafter(
-            model.backbone, heads, settings.get(name, usual or SpeculatorTreeConfig())
-        )
-    if settings.get("drafter") == "prompt-lookup":
-        return PromptLookupDrafter(PromptLookupConfig())
-    if settings.get("drafter") == "lookahead":
-        return LookaheadDrafter(settings["lookahead"])
-    return StreamDrafter(model, settings.get("tree", TreeConfig()), model.num_streams)
+    """What drafts by some of `drafter_settings`, ready to start."""
+    return make_plan(model, decoding="speculative", **settings).drafters[0]
 
 
 def written(model, prompt, count, config=None, **settings):
@@ -212,10 +197,12 @@ def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
         tokens, lengths = first_tokens(steps, 17)
         assert tokens == expected[1:], prompt
         drafter = drafter_of(model, settings)
-        if "drafter" in settings:  # what was loaded drafts beside the text
+        if isinstance(settings.get("drafter"), str):  # what was loaded drafts beside the text
             assert max(lengths) <= 1 + drafter.largest.levels
         assert cache.scratch == room  # it was made once, and not anew by the largest tree
-        assert (drafter.num_parameters > 0) == (not name.startswith(("prompt-lookup", "lookahead")))
+        kind = drafter.largest.drafter
+        if kind != "streams" and registered_drafter(kind).loader is None:
+            assert drafter.num_parameters == 0
 
 
 def markov_base(seed=0, cycle=False, **changes):
@@ -247,8 +234,15 @@ def test_prompt_lookup_in_a_text_with_a_period():
     assert tokens == [(start + 1 + index) % VOCAB for index in range(len(tokens))]
     # `start` itself comes again as the 13th token, and then the first match is found.
     assert lengths == [1] * VOCAB + [21] * 3
-    _, lengths = written(model, [*range(VOCAB), 0, 1], 1 + 2 * 21, config)
+    prompt = [*range(VOCAB), 0, 1]
+    plan = make_plan(model, config, decoding="speculative")
+    counts = CallCounts()
+    steps = decode_plan(plan, model, prompt, model.make_cache(), counts=counts)
+    _, lengths = first_tokens(steps, 1 + 2 * 21)
     assert lengths == [1, 21, 21]
+    # A tree of 24 nodes holds the root, 20 drafted tokens and 3 nodes that fill it up.
+    assert counts.drafts == {"prompt-lookup": DraftCounts(2, drafted=40, accepted=40, nodes=48)}
+    assert counts.drafted_tokens == 40
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 4])

@@ -28,7 +28,7 @@ def test_where_nothing_is_asked_for_a_controller_decides(model):
     assert isinstance(plan.controller, Controller) and plan.kind == "streams"
     assert streams.largest == DraftShape("streams", 16, model.num_streams)
     assert text.largest == DraftShape("prompt-lookup", 32, 31)
-    assert not plan.reads_text
+    assert not plan.needs_whole_context
 
 
 @pytest.mark.parametrize("drafter", ["streams", "prompt-lookup", "lookahead"])
@@ -62,7 +62,10 @@ def test_text_is_drafted_for_every_model():
     plan = make_plan(bare)
     assert isinstance(plan.controller, Controller) and plan.kind == "prompt-lookup"
     assert [one.largest.drafter for one in plan.drafters] == ["prompt-lookup"]
-    assert not plan.reads_text and make_plan(bare, drafter="prompt-lookup").reads_text
+    assert (
+        not plan.needs_whole_context
+        and make_plan(bare, drafter="prompt-lookup").needs_whole_context
+    )
     expected = PromptLookupConfig(reference=(1, 2, 3))
     heads = make_heads("medusa", bare.backbone)
     plan = make_plan(bare, drafter=heads, earlier=EarlierAnswers(), prompt_lookup=expected)

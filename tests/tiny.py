@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.attach import attach_adapter
+from ssmlx.loading.load import OWN_FAMILIES
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.condition import Condition
 from ssmlx.model.lora import LoraWeights, split_layer_path
@@ -52,7 +53,7 @@ def randomise(model: nn.Module, seed: int, std: float = 0.25) -> None:
 
 
 def make_base(architecture: str = "llama", *, seed: int = 0, vocab: int = VOCAB, **changes):
-    """A random mlx-lm model."""
+    """A random model of a family of mlx-lm, or of `OWN_FAMILIES`."""
     sizes = {
         "model_type": architecture, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
         "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -61,7 +62,7 @@ def make_base(architecture: str = "llama", *, seed: int = 0, vocab: int = VOCAB,
     }  # fmt: skip
     # mlx-lm runs Mistral with its Llama code.
     home = {"mistral": "llama"}.get(architecture, architecture)
-    module = import_module(f"mlx_lm.models.{home}")
+    module = OWN_FAMILIES.get(home) or import_module(f"mlx_lm.models.{home}")
     model = module.Model(module.ModelArgs.from_dict({**sizes, **changes}))
     randomise(model, seed)
     return model

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import GenerationResponse, stream_generate
+from ssmlx.decoding.loop import DraftCounts
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
@@ -83,12 +84,19 @@ def time_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
 
 def _timed_call(before: GenerationResponse, segment: GenerationResponse) -> TimedCall:
     """Return the target call that gave a response, by the response before it."""
+    drafter = None
+    rows = 1
+    for name, counts in segment.drafts.items():
+        known = before.drafts.get(name, DraftCounts())
+        if counts != known:
+            drafter = name
+            rows = counts.nodes - known.nodes
     return TimedCall(
-        1 + segment.drafted_tokens - before.drafted_tokens,
+        rows,
         len(segment.tokens),
         before.prompt_tokens + before.generation_tokens - 1,
         segment.decode_seconds - before.decode_seconds,
-        next((n for n, one in segment.drafts.items() if one != before.drafts.get(n)), None),
+        drafter,
     )
 
 

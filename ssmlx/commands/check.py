@@ -106,7 +106,7 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
     for name in DRAFTERS:
         drafter = registered_drafter(name)
         reasons[name] = model.backbone.capabilities.reason(drafter.needed)
-        weights = drafter.weights
+        loader = drafter.loader
         if reasons[name] is not None:
             continue
         if name == "streams" and not model.num_streams:
@@ -114,8 +114,8 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
             reasons[name] = (
                 f"the model has no streams: give --adapter, or train some (ssmlx.adapt{lora})"
             )
-        elif weights is not None:
-            reasons[name] = f'it needs {weights.what}: --drafter "{name} {weights.key}"'
+        elif loader is not None:
+            reasons[name] = f'it needs {loader.what}: --drafter "{name} {loader.key}"'
     return reasons
 
 

@@ -162,13 +162,18 @@ def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan)
     """
     from ..api import drafts_line
     from ..generation.learned import acceptance_line, costs_line, learned_of
+    from ..policy.offers import OfferSource
 
     yield drafts_line(last)
     if last.memory is not None:
         yield last.memory.line()
     if plan.learned is not None and plan.kind is not None:
         _, prior = learned_of(model)
-        yield costs_line(plan.learned.costs, plan.kind, last.prompt_tokens)
+        # What makes its own offers looks up on the host.
+        looks_up = isinstance(plan.drafters[0], OfferSource)
+        yield costs_line(
+            plan.learned.costs, plan.kind, last.prompt_tokens, is_kept_as_rows=looks_up
+        )
         yield acceptance_line(prior, plan.kind, last.prompt_tokens)
 
 

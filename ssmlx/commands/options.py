@@ -248,12 +248,11 @@ def _parse_pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dic
     Args:
         option: for messages.
         words: the words; each key may stand once.
-        shown: the known keys with what the help shows for their values: "a|b" is one of these
-            words, "N" or "16" a whole number, "X", "P" or "0.3" a number, "N,N,..." several whole
-            numbers, "MODEL" or "FOLDER" a name.
+        shown: the known keys with what the help shows for their values, as
+            `ListedDrafter.keys` says.
 
     Returns:
-        Values by key, of these types.
+        Values by key, of the types that `shown` says.
 
     Raises:
         InputError: a key is unknown, repeated or without a value, or a value is of the wrong type.
@@ -273,36 +272,52 @@ def _parse_pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dic
 
 
 def _parse_value(found: str, shown: str, text: str) -> Any:
-    """Parse the value of one `key=value` word.
+    """Parse one value.
 
     Args:
         found: option and word, for messages.
-        shown: what the help shows for the value, which says its type: see `_parse_pairs`.
+        shown: what the help shows for the value, as `ListedDrafter.keys` says.
         text: the value. In a path, a leading `~` becomes the home folder.
 
     Returns:
-        A text, a number, or a tuple of whole numbers.
+        A word or a path as a str; an int; a float; or a tuple of ints.
 
     Raises:
         InputError: it is of the wrong type.
+        ValueError: `shown` says nothing that is known, which is a mistake in `DRAFTERS`.
     """
     if "|" in shown:
         words = shown.split("|")
         require(text in words, found, expected=f"one of {shown}", do="choose one of them")
         return text
-    if shown in ("MODEL", "FOLDER"):
+    if len(shown) > 1 and shown.isalpha() and shown.isupper():
         # In quotes, no shell does it.
         return str(Path(text).expanduser()) if text.startswith("~") else text
-    is_whole = shown == "N" or shown.isdigit()
-    expected = "a whole number" if is_whole else "a number"
-    if shown == "N,N,...":
-        expected = "whole numbers with commas between"
+    expected, parse = _number_kind(shown)
     try:
-        if shown == "N,N,...":
-            return tuple(int(one) for one in text.split(","))
-        return int(text) if is_whole else float(text)
+        return parse(text)
     except ValueError:
         raise InputError(found, expected=expected, do="correct it") from None
+
+
+def _number_kind(shown: str) -> tuple[str, Callable[[str], Any]]:
+    """What a message expects where the help shows a number, and what parses it.
+
+    Raises:
+        ValueError: `shown` stands for no number.
+    """
+    if shown == "N,N,...":
+        return "whole numbers with commas between", _parse_int_list
+    if shown == "N" or shown.isdigit():
+        return "a whole number", int
+    if shown not in ("X", "P"):
+        float(shown)
+    return "a number", float
+
+
+def _parse_int_list(text: str) -> tuple[int, ...]:
+    """Parse "4,3"; ValueError for anything but whole numbers with commas between."""
+    return tuple(int(one) for one in text.split(","))
 
 
 # --- The options of a model, and of how it decodes; those that another one makes meaningless have
@@ -679,11 +694,13 @@ def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
         takes them.
 
     Raises:
-        InputError: something cannot be loaded, or a tree option has no effect on this model.
+        InputError: something cannot be loaded, or a tree option has no effect on this model; before
+            anything is loaded, --drafter names a drafter without the key that it needs.
     """
     from ..model.ranks import launched_group
 
     drafter: DrafterOption = args.drafter
+    require_drafter_key(drafter)
     group = launched_group()
     if group is not None and getattr(args, "prompt_cache", None) is not None:
         _refuse_option("--prompt-cache", "a model that is not split over processes")
@@ -703,8 +720,16 @@ def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
     return model, tokenizer, load_drafter(args, model, tokenizer)
 
 
+def require_drafter_key(option: DrafterOption) -> None:
+    """Raise InputError where a drafter is named without the key that it needs, such as `model=`."""
+    from ..drafters.registry import registered_drafter
+
+    if option.name is not None:
+        registered_drafter(option.name).require_key(option.values.keys())
+
+
 def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
-    """Load the draft model or heads that --drafter names.
+    """Load what the drafter of --drafter drafts with, such as a draft model or heads.
 
     Args:
         args: its `drafter` and `dtype` are read.
@@ -712,7 +737,7 @@ def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[A
         tokenizer: likewise.
 
     Returns:
-        A list of what was loaded; empty if --drafter names none.
+        A list of what was loaded; empty if --drafter names no drafter, or one that needs nothing.
 
     Raises:
         InputError: it cannot be loaded, or does not fit the model.
@@ -720,12 +745,12 @@ def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[A
     from ..drafters.registry import registered_drafter
 
     drafter: DrafterOption = args.drafter
-    weights = registered_drafter(drafter.name).weights if drafter.name else None
-    key = weights.key.partition("=")[0] if weights else ""
-    if weights is None or key not in drafter.values:
+    loader = registered_drafter(drafter.name).loader if drafter.name else None
+    key = loader.key.partition("=")[0] if loader else ""
+    if loader is None or key not in drafter.values:
         return []
     how = {"dtype": args.dtype, "progress": DownloadBar()}
-    return [weights.load(drafter.values[key], model, tokenizer, **how)]
+    return [loader.load(drafter.values[key], model, tokenizer, **how)]
 
 
 def load_target(

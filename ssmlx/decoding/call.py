@@ -36,7 +36,8 @@ class TargetCall:
     token_logprobs: mx.array | None
     # whether the call's row is committed; rows of a tree are when the host has read how many count
     is_committed: bool
-    num_drafted: int  # nodes of the verified tree below its root, before pruning
+    num_nodes: int  # of the verified tree, before pruning
+    num_drafted: int  # drafted tokens among them
 
     @property
     def verified(self) -> Verified:
@@ -116,7 +117,7 @@ def plain_call(
         filled_taps(tapped),
     )
     logprobs = sampler.token_logprobs(logits, positions, indices(1), chosen)
-    return TargetCall(verified, positions.tail_at(indices(1)), chosen, logprobs, True, 0)
+    return TargetCall(verified, positions.tail_at(indices(1)), chosen, logprobs, True, 1, 0)
 
 
 def verify_tree(
@@ -193,7 +194,9 @@ def verify_tree(
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
     logprobs = sampler.token_logprobs(logits, positions, accepted.path, accepted.new_tokens)
     next_tail = positions.tail_at(accepted.last)
-    return TargetCall(verified, next_tail, for_host, logprobs, False, tree.num_nodes - 1)
+    return TargetCall(
+        verified, next_tail, for_host, logprobs, False, tree.num_nodes, tree.num_drafted
+    )
 
 
 def filled_taps(tapped: Tapped) -> Taps:

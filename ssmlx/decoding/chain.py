@@ -54,4 +54,6 @@ def verify_chain(
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
     logprobs = sampler.token_logprobs(logits, positions, accepted.path, accepted.new_tokens)
     next_tail = positions.tail_at(accepted.last)
-    return TargetCall(verified, next_tail, for_host, logprobs, False, chain.num_nodes - 1)
+    return TargetCall(
+        verified, next_tail, for_host, logprobs, False, tree.num_nodes, tree.num_drafted
+    )

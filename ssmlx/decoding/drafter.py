@@ -31,9 +31,12 @@ class Needs:
     taps: tuple[int, ...] = ()
     """Layers whose input it reads: of the prompt, and of the nodes of every tree."""
     host_tokens: bool = False
-    """Whether it drafts from tokens on the host, so that a call is read before it drafts."""
-    text: bool = False
-    """Whether it follows the text from the start, since what it offers depends on that."""
+    """Whether `propose` reads values of tokens, such as to look them up. Then each call is read
+    before it drafts; otherwise the next tree is drafted while the call runs."""
+    follows_from_start: bool = False
+    """Whether it is started behind the prompt's call and follows every token from then on, because
+    what it offers (`OfferSource`) depends on the text. Otherwise it is started when the controller
+    first lets it draft."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +87,9 @@ class Drafter(Protocol):
     Siblings of a tree carry different tokens; a node of token `tree.PAD_TOKEN` fills a tree up to a
     usual size and is never accepted. Whatever is proposed, the answer is the target's own.
 
+    A drafter may also have an `offer()`, with which it says at each call what it could draft now
+    (`ssmlx.policy.offers.OfferSource`); one without is taken to bring as much at every call.
+
     Attributes:
         largest: the largest tree that it proposes, padding included.
         needs: what it needs of the target's calls.
@@ -111,8 +117,7 @@ class Drafter(Protocol):
         """Begin an answer, and forget what the one before left.
 
         The loop calls it once an answer: where the drafter needs taps, before the prompt is
-        processed; where it follows the text (`needs.text`), behind that; else when it is first to
-        draft.
+        processed; where it `follows_from_start`, behind that; else when it is first to draft.
 
         Args:
             tokens: the text so far; tokens that nobody knows are `PAD_TOKEN`.

@@ -78,13 +78,13 @@ class DraftingText:
         yield from self.drafters[name].start(self.tokens[:known]) or ()
 
     def start_text_followers(self) -> Iterator[list[int]]:
-        """Start the drafters whose `needs.text` is set, if they have not started.
+        """Start the drafters whose `needs.follows_from_start` is set, if they have not started.
 
         Yields:
             What their `start` yields: an empty list before each call of a model.
         """
         for name, drafter in self.drafters.items():
-            if drafter.needs.text and name not in self._seen:
+            if drafter.needs.follows_from_start and name not in self._seen:
                 yield from self.bring_up_to_date(name)
 
     def needs_host_tokens(self, shape: DraftShape) -> bool:

@@ -52,37 +52,41 @@ class DraftCounts:
 
     Attributes:
         calls: target calls that verified one.
-        drafted: nodes of these trees, their roots not counted.
-        accepted: of these, nodes that the target accepted.
+        drafted: tokens of these trees; neither roots nor padding (`PAD_TOKEN`) are drafted.
+        accepted: of these, tokens that the target accepted.
+        nodes: all nodes of these trees, roots and padding too: rows that the calls computed.
     """
 
     calls: int = 0
     drafted: int = 0
     accepted: int = 0
+    nodes: int = 0
 
 
 @dataclass
 class CallCounts:
-    """By drafter, the target calls that verified its trees, and how many nodes they accepted."""
+    """By drafter, the target calls that verified its trees, and how many tokens of these."""
 
     drafts: dict[str, DraftCounts] = field(default_factory=dict)  # by the drafter's name
 
     @property
-    def drafted_nodes(self) -> int:
-        """Nodes of verified trees, their roots not counted."""
+    def drafted_tokens(self) -> int:
+        """Tokens of all verified trees, accepted or not."""
         return sum(one.drafted for one in self.drafts.values())
 
-    def add(self, drafter: str, drafted: int, accepted: int) -> None:
+    def add(self, drafter: str, nodes: int, drafted: int, accepted: int) -> None:
         """Count one target call that verified a tree.
 
         Args:
             drafter: name of the drafter that proposed the tree.
-            drafted: nodes of the tree, its root not counted.
-            accepted: of these, nodes that the target accepted.
+            nodes, drafted, accepted: of this call, see `DraftCounts`.
         """
         before = self.drafts.get(drafter, DraftCounts())
         self.drafts[drafter] = DraftCounts(
-            before.calls + 1, before.drafted + drafted, before.accepted + accepted
+            before.calls + 1,
+            before.drafted + drafted,
+            before.accepted + accepted,
+            before.nodes + nodes,
         )
 
 
@@ -514,7 +518,8 @@ class _SpeculativeLoop:
             call.release()
         record_logprobs(self.logprobs, tokens, call.token_logprobs)
         if shape is not None:
-            self.counts.add(shape.drafter, call.num_drafted, len(tokens) - 1)
+            accepted = len(tokens) - 1
+            self.counts.add(shape.drafter, call.num_nodes, call.num_drafted, accepted)
         timed = seconds if is_timed else None
         self.controller.record(Call(shape, len(tokens), context, timed, following.drafts))
         return tokens

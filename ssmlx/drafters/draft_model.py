@@ -26,7 +26,7 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, chain_with_siblings_topology
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
-from .registry import DrafterInputs, DrafterWeights, register_drafter
+from .registry import DrafterInputs, DrafterLoader, register_drafter
 
 _MOST_IDLE = 2  # caches that are kept for a next answer, beside the one in use
 
@@ -392,7 +392,7 @@ def check_same_vocabulary(
 def _load(
     name: str, model: StreamFusedModel, tokenizer: TokenizerWrapper, **how: Any
 ) -> DraftModel:
-    """`load_draft_model` as `DrafterWeights.load` is called; `how` are its keyword arguments."""
+    """`load_draft_model` as `DrafterLoader.load` is called; `how` are its keyword arguments."""
     return load_draft_model(name, tokenizer, model.backbone.vocab_size, **how)
 
 
@@ -400,8 +400,8 @@ def _load(
     "draft-model",
     settings=DraftModelConfig,
     config_field="draft",
-    weights=DrafterWeights("a draft model", "model=MODEL", _load),
-    reads_text=True,
+    loader=DrafterLoader("a draft model", "model=MODEL", _load),
+    needs_whole_context=True,
     keeps_to_chains=True,
 )
 def build(inputs: DrafterInputs) -> DraftModelDrafter:

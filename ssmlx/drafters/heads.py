@@ -24,7 +24,7 @@ from ..settings import SpeculatorTreeConfig
 from .head_drafter import DraftingHeads, HeadConfig, HeadDrafter, HeadKind
 from .medusa import MedusaConfig, MedusaHeads
 from .mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
-from .registry import DrafterInputs, DrafterWeights, register_drafter
+from .registry import DrafterInputs, DrafterLoader, register_drafter
 
 FORMAT = "ssmlx-heads/1"
 CONFIG_FILE = "heads_config.json"
@@ -141,14 +141,14 @@ def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Pat
 
 
 def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object) -> DraftingHeads:
-    """`load_heads` as `DrafterWeights.load` is called; the tokenizer and `how` are not needed."""
+    """`load_heads` as `DrafterLoader.load` is called; the tokenizer and `how` are not needed."""
     return load_heads(folder, model)
 
 
-_WEIGHTS = DrafterWeights("heads", "heads=FOLDER", _load)
+_LOADER = DrafterLoader("heads", "heads=FOLDER", _load)
 
 
-@register_drafter("medusa", shaped_by=("tree", "prune"), weights=_WEIGHTS)
+@register_drafter("medusa", shaped_by=("tree", "prune"), loader=_LOADER)
 def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
     """The drafter of an answer, on the Medusa heads that were loaded."""
     tree = inputs.config.tree
@@ -159,7 +159,7 @@ def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
     "mlp-speculator",
     settings=SpeculatorTreeConfig,
     config_field="speculator_tree",
-    weights=_WEIGHTS,
+    loader=_LOADER,
 )
 def build_speculator(inputs: DrafterInputs) -> HeadDrafter:
     """The drafter of an answer, on the MLP speculator that was loaded."""

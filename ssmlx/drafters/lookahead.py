@@ -167,7 +167,7 @@ class LookaheadDrafter:
     "lookahead",
     settings=LookaheadConfig,
     config_field="lookahead",
-    reads_text=True,
+    needs_whole_context=True,
     shaped_by=(),
 )
 def build(inputs: DrafterInputs) -> LookaheadDrafter:

@@ -126,7 +126,7 @@ class PromptLookupDrafter:
         name: the drafter's name in draft shapes and statistics, by what it looks up in.
     """
 
-    needs = Needs(host_tokens=True, text=True)
+    needs = Needs(host_tokens=True, follows_from_start=True)
     num_parameters = 0
     draft_calls = 0
 
@@ -234,7 +234,7 @@ class PromptLookupDrafter:
     NAME,
     settings=PromptLookupConfig,
     config_field="prompt_lookup",
-    reads_text=True,
+    needs_whole_context=True,
     keeps_to_chains=True,
 )
 def build(inputs: DrafterInputs) -> PromptLookupDrafter:

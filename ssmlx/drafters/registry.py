@@ -10,19 +10,19 @@ from typing import Any, Protocol, TypeVar, cast
 
 from ..decoding.drafter import Drafter
 from ..decoding.sampling import GREEDY, Sampling
-from ..errors import InputError, quoted, require
+from ..errors import quoted, require
 from ..model.capabilities import Capability
 from ..model.streams import StreamFusedModel
 from ..settings import DRAFTERS, GenerateConfig
 
 
 class Loaded(Protocol):
-    """What was loaded to draft with: weights that are only read, so that any number of answers may
-    share them.
+    """What was loaded to draft with, such as weights: it is only read, so that any number of
+    answers may share it.
 
     Attributes:
-        drafter: the registered name of the drafter that they are for.
-        nbytes: what they keep in memory.
+        drafter: the registered name of the drafter that it is for.
+        nbytes: what it keeps in memory.
     """
 
     @property
@@ -42,7 +42,7 @@ class DrafterInputs:
         sampling: how the target decides.
         settings: the drafter's own, of the class that it registered; None where that is None.
         end_tokens: tokens that end an answer, or a part of it: nothing is drafted behind them.
-        loaded: what its `DrafterWeights` loaded; None where it needs nothing.
+        loaded: what its `DrafterLoader` loaded; None where it needs nothing.
     """
 
     model: StreamFusedModel
@@ -65,14 +65,16 @@ class DrafterInputs:
 
 
 @dataclass(frozen=True)
-class DrafterWeights:
-    """What has to be loaded before a drafter can draft.
+class DrafterLoader:
+    """What a drafter must have from a file, a folder or the Hub, and how that is loaded.
 
     Attributes:
         what: what a message calls it, such as "a draft model".
         key: the key of `--drafter` that names it, such as "model=MODEL".
-        load: loads it: `load(name, model, tokenizer, dtype=, progress=)`, the last two as
-            `ssmlx.load` takes them.
+        load: loads it, once a process: `load(name, model, tokenizer, dtype=, progress=)`. `name` is
+            the key's value, `model` and `tokenizer` are the target's, the last two are as
+            `ssmlx.load` takes them. What it returns is the `loaded` of `DrafterInputs`, and is only
+            read from then on.
     """
 
     what: str
@@ -92,8 +94,10 @@ class RegisteredDrafter:
         config_field: the field of `GenerateConfig` that holds them.
         config_keys: other keys of `--drafter`, and the fields of `GenerateConfig` that they set.
         shaped_by: which of `tree`, `num_streams` and `prune` of `GenerateConfig` shape its trees.
-        weights: what has to be loaded; None where that is nothing.
-        reads_text: whether it has to know the tokens before the prompt.
+        loader: how what it drafts with is loaded; None where it needs nothing beside the target.
+        needs_whole_context: whether `start` has to be given every token of the text. Then an answer
+            on a cache that holds tokens is refused unless `context=` says which; otherwise tokens
+            that nobody gave are `PAD_TOKEN`.
         keeps_to_chains: whether it proposes chains where the target takes no trees.
     """
 
@@ -103,8 +107,8 @@ class RegisteredDrafter:
     config_field: str = "drafter_settings"
     config_keys: Mapping[str, str] = field(default_factory=dict)
     shaped_by: Sequence[str] = ("prune",)
-    weights: DrafterWeights | None = None
-    reads_text: bool = False
+    loader: DrafterLoader | None = None
+    needs_whole_context: bool = False
     keeps_to_chains: bool = False
 
     @property
@@ -132,6 +136,24 @@ class RegisteredDrafter:
             do="make one, or leave it out",
         )
         return given
+
+    def require_key(self, given: Collection[str] = ()) -> None:
+        """Refuse a drafter that needs something loaded where nothing says what.
+
+        Args:
+            given: the keys of `--drafter` that have a value.
+
+        Raises:
+            InputError: the key of `loader` is not among them.
+        """
+        if self.loader is None:
+            return
+        require(
+            self.loader.key.partition("=")[0] in given,
+            f"--drafter {self.name} without {self.loader.what}",
+            expected=f"{self.loader.key} with it",
+            do=f'give --drafter "{self.name} {self.loader.key}", or choose another',
+        )
 
 
 DrafterArgument = str | Loaded | Sequence[str | Loaded]
@@ -229,7 +251,7 @@ def build_drafter(
             ask for pruning where the drafter or the adapter has none.
     """
     registered = registered_drafter(name)
-    own = _find_weights(registered, loaded)
+    own = _find_loaded(registered, loaded)
     assert config.prune
     prune = config.prune.kind
     require(
@@ -248,27 +270,23 @@ def build_drafter(
     return registered.build(DrafterInputs(model, config, sampling, settings, own, end_tokens))
 
 
-def _find_weights(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
+def _find_loaded(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
     """The first of what was loaded that is for this drafter; None where it needs nothing.
 
     Raises:
-        InputError: it needs weights, and those that were loaded are for another drafter, or none
-            are.
+        InputError: what it needs was not loaded, or was loaded for another drafter.
     """
-    weights = registered.weights
+    loader = registered.loader
     name = registered.name
     own = next((one for one in loaded if one.drafter == name), None)
-    if weights is None or own is not None:
+    if loader is None or own is not None:
         return own
     for other in loaded:
         require(
-            registered_drafter(other.drafter).weights != weights,
-            f"--drafter {name} with {weights.what} for another drafter",
+            registered_drafter(other.drafter).loader != loader,
+            f"--drafter {name} with {loader.what} for another drafter",
             expected=f"--drafter {other.drafter} with them",
-            do=f"choose that drafter, or give other {weights.what}",
+            do=f"choose that drafter, or give other {loader.what}",
         )
-    raise InputError(
-        f"--drafter {name} without {weights.what}",
-        expected=f"{weights.key} with it",
-        do=f'give --drafter "{name} {weights.key}", or choose another',
-    )
+    registered.require_key()  # refuses: nothing was loaded for it
+    return None

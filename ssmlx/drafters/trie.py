@@ -79,7 +79,13 @@ class Trie:
             depths[new] = depth
             paths[new, :depth] = paths[above, :depth]
         internal = 1 + int(index[self.parents].max())
-        tree = Tree(mx.array(tokens), mx.array(depths), mx.array(paths), internal)
+        tree = Tree(
+            mx.array(tokens),
+            mx.array(depths),
+            mx.array(paths),
+            internal,
+            num_padding=size - count,
+        )
         return tree, index.tolist()
 
 

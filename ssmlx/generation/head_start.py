@@ -85,8 +85,8 @@ def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: 
         plan: that of the answers to come.
     """
     names = {drafter.largest.drafter for drafter in plan.drafters}
-    reads_text = any(drafter.needs.text for drafter in plan.drafters)
-    if plan.learned is None or not (STREAMS in names or reads_text):
+    looks_up_text = any(drafter.needs.follows_from_start for drafter in plan.drafters)
+    if plan.learned is None or not (STREAMS in names or looks_up_text):
         return
     tokens = sample_text(model, tokenizer)
     is_known = (

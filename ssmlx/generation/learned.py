@@ -27,7 +27,8 @@ from ..loading.files import json_digest, write_whole
 from ..loading.names import cache_dir
 from ..model.streams import StreamFusedModel
 from ..policy.acceptance import AcceptancePrior
-from ..policy.costs import CostTable
+from ..policy.costs import ROWS, CostTable
+from ..policy.offers import MATCH_LENGTHS, match_ratio
 
 FORMAT = "ssmlx-costs/1"
 MLX_VERSION = version("mlx")
@@ -136,14 +137,26 @@ def cost_table_rows(costs: CostTable) -> list[list[str]]:
     return [["plain calls a call, by nodes", *map(str, counts)], *rows] if rows else []
 
 
-def costs_line(costs: CostTable, drafter: str, context: int) -> str:
+def costs_line(
+    costs: CostTable, drafter: str, context: int, *, is_kept_as_rows: bool = False
+) -> str:
     """A line for `--verbose`: measured costs of a drafter's calls, in plain calls by nodes.
 
     They are those of the bucket of `context` tokens, else of the next shorter one that is known,
     with the milliseconds of a plain call if it was timed; or the line says that nothing was timed.
+
+    Args:
+        costs: what was measured. Those of the bucket of `context` tokens are shown, else of the
+            next shorter one that is known, and the milliseconds of a plain call if it was timed.
+        drafter: its registered name.
+        context: tokens that are committed.
+        is_kept_as_rows: whether costs under `ROWS` are the drafter's where none has its name: those
+            of all drafters that look up on the host, at no cost.
     """
     known = costs.frozen(context).known
-    calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == drafter}
+    has_own = any(name == drafter for name, _ in known)
+    kept_as = ROWS if is_kept_as_rows and not has_own else drafter
+    calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == kept_as}
     if not calls:
         return f"costs: no call of {drafter} was timed here yet"
     shown = ", ".join(f"{count}: {one:.2f}" for count, one in calls.items())
@@ -155,12 +168,21 @@ def costs_line(costs: CostTable, drafter: str, context: int) -> str:
 def acceptance_line(prior: AcceptancePrior, drafter: str, context: int) -> str:
     """A line for `--verbose`: a drafter's acceptance ratio behind `context` tokens.
 
-    Or that no text was drafted with it yet, in any context.
+    Of a drafter whose ratios are kept by the length of a match (`ChainOffer`), one ratio for each
+    known length. Or that no text was drafted with it yet, in this context or a shorter one.
     """
-    if all(name != drafter for name, *_ in prior.to_dict()["ratios"]):
+    known = prior.known_ratios(context)
+    if drafter in known:
+        return f"acceptance: {known[drafter]:.2f} of the drafted tokens that {drafter} should bring"
+    by_length = {
+        length: known[name]
+        for length in MATCH_LENGTHS
+        if (name := match_ratio(drafter, length)[0]) in known
+    }
+    if not by_length:
         return f"acceptance: no text was drafted with {drafter} here yet"
-    share = prior.ratio(drafter, context)
-    return f"acceptance: {share:.2f} of the drafted tokens that {drafter} should bring"
+    shown = ", ".join(f"{length}: {share:.2f}" for length, share in by_length.items())
+    return f"acceptance: of the next tokens that {drafter} drafts, by length of the match: {shown}"
 
 
 _BY_PATH: dict[Path, Learned] = {}

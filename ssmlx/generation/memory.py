@@ -113,8 +113,8 @@ def measure_memory(
         drafter=sum(one.nbytes for one in loaded),
         cache=cache.nbytes - scratch,
         tree=scratch + cache.mask_bytes,
-        second_pass=sum(one.cache_bytes for one in drafters if not one.needs.text),
-        text_index=sum(one.cache_bytes for one in drafters if one.needs.text),
+        second_pass=sum(one.cache_bytes for one in drafters if not one.needs.follows_from_start),
+        text_index=sum(one.cache_bytes for one in drafters if one.needs.follows_from_start),
         peak=mx.get_peak_memory(),
     )
 

@@ -72,7 +72,7 @@ class Plan:
         return sum(drafter.draft_calls for drafter in self.drafters)
 
     @property
-    def reads_text(self) -> bool:
+    def needs_whole_context(self) -> bool:
         """Whether the tokens that the cache holds before the prompt must be given.
 
         So for penalties, and for a drafter that reads them; but not where lookup in the text is
@@ -82,7 +82,7 @@ class Plan:
             return True
         if self.kind is None or (self.kind == NAME and self.config.drafter is None):
             return False  # text that is not known is not looked up in
-        return registered_drafter(self.kind).reads_text
+        return registered_drafter(self.kind).needs_whole_context
 
     @property
     def lossy(self) -> bool:
@@ -346,7 +346,7 @@ def decode_plan(
         InputError: `context` is needed and left out, or has another length than the cache.
     """
     require(
-        len(context) == cache.offset or not (context or plan.reads_text),
+        len(context) == cache.offset or not (context or plan.needs_whole_context),
         f"{len(context)} tokens of context for a cache of {cache.offset}",
         expected="the whole text, which drafters and penalties read",
         do="give context=, the tokens in the cache",

@@ -25,8 +25,9 @@ from .adapter import load_adapter
 from .attach import attach_adapter, swap_adapter
 from .names import AUTO_ADAPTER, CONFIG_FILE, Fetch, resolve_adapter, resolve_model
 
-# Architectures that mlx-lm lacks, each a model file in mlx-lm's own style.
-_FILES = {"opt": opt}
+OWN_FAMILIES = {"opt": opt}
+"""Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
+mlx-lm's own are."""
 
 _MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), MAX_LAYERS),
@@ -136,7 +137,7 @@ def loader_overrides(path: Path) -> dict[str, Any]:
         path: the model's folder.
     """
     config = read_json(path / "config.json", "a model's settings")
-    if file := _FILES.get(config.get("model_type", "")):
+    if file := OWN_FAMILIES.get(config.get("model_type", "")):
         return {"get_model_classes": lambda config: (file.Model, file.ModelArgs)}
     return {"get_model_classes": classes_without_medusa_heads} if has_medusa_heads(path) else {}
 

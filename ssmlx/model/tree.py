@@ -72,6 +72,7 @@ class Tree:
     num_internal: int
     # the fixed topology, or None where this tree's shape was chosen on the device
     topology: Topology | None = None
+    num_padding: int = 0  # nodes of `PAD_TOKEN`
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -87,6 +88,11 @@ class Tree:
     def num_nodes(self) -> int:
         """N."""
         return self.tokens.shape[0]
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens: all nodes but the root and those of `PAD_TOKEN`."""
+        return self.num_nodes - 1 - self.num_padding
 
     @cached_property
     def parents(self) -> mx.array:

@@ -94,6 +94,13 @@ class AcceptancePrior:
         known = [one for other, one in self._ratios if other == name and one <= bucket]
         return self._ratios[name, max(known)] if known else Ratio(first_ratio)
 
+    def known_ratios(self, context: int) -> dict[str, float]:
+        """By name, the ratios that were learned in the bucket of `context` or in a shorter one, as
+        `ratio` gives them."""
+        bucket = context_bucket(context)
+        names = {name for name, one in self._ratios if one <= bucket}
+        return {name: self.ratio(name, context) for name in names}
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values to write to disk: {"ratios": [[name, bucket, value, weight], ...]}."""
         return {

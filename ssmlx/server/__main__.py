@@ -179,6 +179,7 @@ def _main(args: argparse.Namespace) -> None:
     config = options.generate_config(args)
     keys = read_keys(args.api_keys)
     drafter: options.DrafterOption = args.drafter
+    options.require_drafter_key(drafter)
     try:
         import uvicorn
 
