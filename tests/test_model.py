@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from mlx_lm.models import gpt2, internlm3, llama, mamba
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from real import refusal
 
@@ -486,13 +486,16 @@ def test_tokens_are_not_appended_before_a_path_that_is_not_counted():
 
 
 def test_a_cache_of_a_model_without_stages_refuses_what_it_cannot_do():
-    cache = StateCache(lambda: [KVCache()])
-    cache.advance(3)
+    cache = StateCache(lambda: [RotatingKVCache(4)])
+    with pytest.raises(ValueError, match="no chain waits"):
+        cache.advance(3)
     for call in (lambda: cache.fork(2), lambda: cache.rows(2), cache.snapshot):
         with pytest.raises(TypeError, match="without stages"):
             call()
-    with pytest.raises(ValueError, match="cannot keep 2"):
-        cache.trim(2)
+    cache.append(lambda tokens, cache: mx.zeros((*tokens.shape, 8)), mx.array([1, 2, 3]))
+    for count in (2, 4):  # a window goes back to no other place
+        with pytest.raises(ValueError, match=f"cannot keep {count} tokens of 3"):
+            cache.trim(count)
     cache.trim(3)
     assert cache.offset == 3
 
