@@ -148,7 +148,7 @@ class PromptFile:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line: `list` or `purge`, and perhaps a folder.
+    """Parse the command line: `list`, the default, or `purge`, then the folder, which is required.
 
     Args:
         argv: the words after the command; None for the process's own.

@@ -301,7 +301,10 @@ def _parse_value(found: str, shown: str, text: str) -> Any:
 
 
 def _number_kind(shown: str) -> tuple[str, Callable[[str], Any]]:
-    """What a message expects where the help shows a number, and what parses it.
+    """Return what a message expects where the help shows a number, and the function that parses it.
+
+    Args:
+        shown: what the help shows for the value, as `ListedDrafter.keys` says.
 
     Raises:
         ValueError: `shown` stands for no number.
@@ -316,7 +319,11 @@ def _number_kind(shown: str) -> tuple[str, Callable[[str], Any]]:
 
 
 def _parse_int_list(text: str) -> tuple[int, ...]:
-    """Parse "4,3"; ValueError for anything but whole numbers with commas between."""
+    """Parse whole numbers with commas between, such as "4,3".
+
+    Raises:
+        ValueError: it is anything else.
+    """
     return tuple(int(one) for one in text.split(","))
 
 

@@ -248,7 +248,7 @@ def _given_once(values: Mapping[str, Any]) -> Any:
         values: the request's, by name; None or empty where it has none.
 
     Raises:
-        RequestError: two of them differ.
+        RequestError: two of them differ; the later one is named.
     """
     given = {name: value for name, value in values.items() if value}
     first = next(iter(given), "")
@@ -264,10 +264,14 @@ def _read_chat(
     """Read a request by its translation into a chat completion.
 
     Args:
-        body: the request; its fields of `OF_CHATS` are those of the chat completion.
+        body: the request, which the result keeps; its fields of `OF_CHATS` are those of the chat
+            completion.
         translated: further fields of the chat completion, or others in place of the request's.
         config: the server's settings.
         names: this API's names of fields, by the chat's, for error messages.
+
+    Raises:
+        RequestError: a field cannot be followed; it is called by `names`.
     """
     shared = {name: body.get(name) for name in OF_CHATS if name not in translated}
     try:
