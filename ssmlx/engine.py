@@ -151,6 +151,7 @@ class Engine:
         """Count what `kept` has in the memory pool until `close`; nothing in a closed engine."""
 
         def counted() -> None:
+            """Count `kept` in the pool, unless the engine is closed; on the MLX thread."""
             if not self._is_closed:
                 self._counted.add(kept)
                 kept.count_in(self.memory_pool)
@@ -159,6 +160,8 @@ class Engine:
 
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
+
+        The same folder gives the same model, under whatever name it is asked for.
 
         Args:
             adapter: a name or a folder, as `ssmlx.load` takes it; "auto" is what a chat takes by
@@ -188,7 +191,14 @@ class Engine:
     def _load_adapter(self, name: str, folder: Path | None) -> StreamFusedModel:
         """The base with the adapter of `folder`, alone if that is None; loaded unless it is there.
 
-        `name` is what `adapters` calls it from then on. Under the lock.
+        The caller holds the lock.
+
+        Args:
+            name: what `adapters` calls a newly loaded one.
+            folder: the adapter's.
+
+        Raises:
+            InputError: the adapter is broken, or another model's.
         """
         key = None if folder is None else folder.resolve()
         if folder is not None and key not in self._loaded:
@@ -197,8 +207,11 @@ class Engine:
         return self._loaded[key].model
 
     def _find_automatic_adapter(self) -> tuple[str, Path | None]:
-        """The name and the folder of the adapter that "auto" means for a model without streams of
-        its own; looked for once. The folder is None for the base alone. Under the lock."""
+        """The name and the folder of the adapter that "auto" means; looked for once.
+
+        For a model without streams of its own. The folder is None for the base alone. The caller
+        holds the lock.
+        """
         if self._automatic is None:
             found = default_adapter(self._loaded[None].model)
             self._automatic = found or (NO_ADAPTER, None)
@@ -285,11 +298,11 @@ class Engine:
         model = self.model(adapter)
         config = with_seed(replace(config or GenerateConfig(), **settings))
         config, loaded = resolve_drafter(config, drafter)
-        template = {"tools": tools, "template_args": template_args}
+        chat_options = {"tools": tools, "template_args": template_args}
 
         def opened() -> Answer[GenerationResponse]:
-            """Encode the question and begin the answer, on the MLX thread."""
-            prompt = self._encode_question(model, question, template)
+            """Encode the question and begin the answer, on the MLX thread; nothing is decoded."""
+            prompt = self._encode_question(model, question, chat_options)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
             self._count_prompts(kept)
             segments = self._segments(
@@ -314,7 +327,16 @@ class Engine:
     ) -> Iterator[GenerationResponse | Prefilled]:
         """The segments of an answer, see `answer_segments`, behind what `kept` has of the prompt.
 
-        What was written joins `kept` when the answer is over. On the MLX thread.
+        When the answer is over, or given up, its prompt and what was written of it join `kept`.
+        With `deterministic` nothing that is known is gone on from. On the MLX thread.
+
+        Args:
+            model: with the adapter.
+            prompt: tokens.
+            config: settings, a seed included if it samples.
+            loaded: what was loaded to draft with.
+            kept: prompts that the answer may begin with.
+            mask, shares_prompt, joins_prompt: see `stream`.
         """
         cache = model.make_cache()
         known = 0
@@ -350,6 +372,8 @@ class Engine:
     ) -> Answer[ScoredPrompt]:
         """How likely each token of a prompt is behind those before it: an answer of one segment.
 
+        The whole prompt is processed as the answer is read, whatever is known of it.
+
         Args:
             question, adapter, progress: as `stream` takes them.
             top: how many of the likeliest tokens are wanted in each place.
@@ -363,7 +387,8 @@ class Engine:
         model = self.model(adapter)
 
         def opened() -> Answer[ScoredPrompt]:
-            """Encode and check the prompt and claim its memory, on the MLX thread."""
+            """Encode and check the prompt and claim its memory, on the MLX thread; nothing is
+            scored yet."""
             prompt = self._encode_question(model, question, {})
             check_prompt(model, len(prompt))
             check_tokens(model, prompt)
@@ -386,9 +411,19 @@ class Engine:
         kept: PromptCache | None,
         holding: Holding,
     ) -> Iterator[ScoredPrompt | Prefilled]:
-        """Score a prompt in pieces: a `Prefilled` for each, and in the end its scores.
+        """Score a prompt in pieces: a `Prefilled` before and behind each, and in the end its
+        scores.
 
-        Releases `holding`, and adds the prompt to `kept` if there is one. On the MLX thread.
+        Releases `holding` when all is scored, or given up; then adds the prompt to `kept` if there
+        is one and all is scored. On the MLX thread.
+
+        Args:
+            model: with the adapter.
+            prompt: tokens.
+            cache: an empty one, which is filled.
+            top: how many of the likeliest tokens are wanted in each place.
+            kept: where the prompt is kept; None for nowhere.
+            holding: what counts `cache`.
         """
         found: list[TokenLogprobs] = []
         try:
@@ -421,14 +456,27 @@ class Engine:
         return partial(self._batches.decode, mask=mask, on_prompt=on_prompt)
 
     def _encode_question(
-        self, model: StreamFusedModel, question: Question, template: Mapping[str, Any]
+        self, model: StreamFusedModel, question: Question, chat_options: Mapping[str, Any]
     ) -> list[int]:
-        """The prompt's tokens; `template` has `tools` and `template_args`, for chat templates."""
+        """The prompt's tokens.
+
+        A text, and the turns of a chat, are put under the adapter's own template where it has one,
+        else the model's. Under an adapter's own, the user's last turn may be all that is encoded:
+        see `encode_turns`. Token ids are returned as they are.
+
+        Args:
+            model: whose adapter decides on the template.
+            question: see `Question`.
+            chat_options: `tools` and `template_args` for the model's chat template; or empty.
+
+        Raises:
+            InputError: the text is empty, or the template does not take the question.
+        """
         if isinstance(question, str):
-            return prompt_tokens(question, model, self.tokenizer, **template)
+            return prompt_tokens(question, model, self.tokenizer, **chat_options)
         if len(question) and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
-            return encode_turns(turns, self.tokenizer, adapter_template(model), **template)
+            return encode_turns(turns, self.tokenizer, adapter_template(model), **chat_options)
         return [int(token) for token in cast("Sequence[int]", question)]
 
     def chat(
@@ -442,7 +490,9 @@ class Engine:
         drafter: DrafterArgument | None = None,
         **settings: Any,
     ) -> ChatSession:
-        """Begin a chat on this model, with the engine's prompt cache and memory bound.
+        """Begin a chat on this model, with the engine's prompt cache and memory limit.
+
+        Nothing is generated yet; the engine's `close` ends the chat.
 
         Args:
             system: the system prompt; None leaves it to the template.
@@ -453,6 +503,7 @@ class Engine:
 
         Raises:
             InputError: the adapter or the settings cannot be followed.
+            TypeError: `GenerateConfig` has no field of such a name.
         """
         chat = ChatSession(
             self.model(adapter),
@@ -482,9 +533,10 @@ class Engine:
     def close(self) -> None:
         """Cancel what is open, and free the memory. Chats of this engine answer no more.
 
-        Prompt caches that were given to the engine or to its answers are written to their folders,
-        if they have one, and keep what they have in memory; they no longer count in the engine's
-        memory bound. In a forked process `close` does nothing.
+        The engine's own prompt cache is closed. Prompt caches that were given to the engine or to
+        its answers are written to their folders, if they have one, and keep what they have in
+        memory; they no longer count in the engine's memory limit. A second time, and in a forked
+        process, `close` does nothing.
         """
         if is_forked():
             return

@@ -84,7 +84,7 @@ def test_the_longest_unused_goes_first_and_no_more_than_has_to():
     a, b, c, d, large = (Thing(gone) for _ in range(5))
     for one in (a, b, c):
         pool.keep(one, 30)
-    pool.use(a)
+    pool.mark_used(a)
     assert pool.kept == 90 and gone == []
     pool.keep(d, 30)
     assert gone == [b] and pool.kept == 90
@@ -94,7 +94,7 @@ def test_the_longest_unused_goes_first_and_no_more_than_has_to():
     assert gone == [b, c, a, large] and pool.kept == 30
     pool.keep(d, 50)
     assert pool.kept == 50, "counted anew"
-    pool.use(a), pool.forget(a), pool.forget(d)
+    pool.mark_used(a), pool.forget(a), pool.forget(d)
     assert pool.kept == 0 and pool.make_room(100)
 
 

@@ -729,7 +729,7 @@ def require_drafter_key(option: DrafterOption) -> None:
 
 
 def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
-    """Load the draft model or heads that --drafter names.
+    """Load what the drafter of --drafter drafts with, such as a draft model or heads.
 
     Args:
         args: its `drafter` and `dtype` are read.
@@ -737,7 +737,7 @@ def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[A
         tokenizer: likewise.
 
     Returns:
-        A list of what was loaded; empty if --drafter names none.
+        A list of what was loaded; empty if --drafter names no drafter, or one that needs nothing.
 
     Raises:
         InputError: it cannot be loaded, or does not fit the model.

@@ -140,8 +140,10 @@ def cost_table_rows(costs: CostTable) -> list[list[str]]:
 def costs_line(
     costs: CostTable, drafter: str, context: int, *, is_kept_as_rows: bool = False
 ) -> str:
-    """A line for `--verbose`: measured costs of a drafter's calls behind `context` tokens, in plain
-    calls by nodes.
+    """A line for `--verbose`: measured costs of a drafter's calls, in plain calls by nodes.
+
+    They are those of the bucket of `context` tokens, else of the next shorter one that is known,
+    with the milliseconds of a plain call if it was timed; or the line says that nothing was timed.
 
     Args:
         costs: what was measured. Those of the bucket of `context` tokens are shown, else of the
@@ -167,7 +169,7 @@ def acceptance_line(prior: AcceptancePrior, drafter: str, context: int) -> str:
     """A line for `--verbose`: a drafter's acceptance ratio behind `context` tokens.
 
     Of a drafter whose ratios are kept by the length of a match (`ChainOffer`), one ratio for each
-    known length.
+    known length. Or that no text was drafted with it yet, in this context or a shorter one.
     """
     known = prior.known_ratios(context)
     if drafter in known:

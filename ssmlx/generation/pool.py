@@ -197,7 +197,7 @@ class MemoryPool:
         with self._lock:
             self._kept[weakref.ref(one)] = num_bytes
 
-    def use(self, one: Kept) -> None:
+    def mark_used(self, one: Kept) -> None:
         """Make `one` the newest of what is kept, if it is counted."""
         with self._lock:
             if size := self._kept.pop(weakref.ref(one), 0):

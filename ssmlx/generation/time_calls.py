@@ -82,7 +82,7 @@ def measure_call_costs(
 
     Of a model without streams, calls that verify chains that were drafted at no cost.
 
-    Sizes are timed in turns, smallest first, until the seconds are used; the least time of each
+    Sizes are timed in turns, smallest first, until the seconds are used; the least mean of each
     counts, because whatever disturbs a timing makes it longer. Behind a size that takes more plain
     calls than any tree can bring tokens, larger ones are left out.
 
@@ -95,7 +95,8 @@ def measure_call_costs(
             default it comes to all of them, however long that takes.
 
     Returns:
-        The costs of the sizes that were timed; none where not even a plain call was.
+        The costs of the sizes that were timed, in plain calls, and the seconds of all timed plain
+        calls; none where not even a plain call was.
     """
     assert len(tokens) > 1
     ascending = sorted({*sizes})

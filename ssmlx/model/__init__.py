@@ -10,8 +10,8 @@
 | `condition.py` | what a drafted token tells a stream of the one behind it |
 | `masks.py` | which row of a step sees which |
 | `cache.py` | `TreeCache`: committed tokens, accepted paths; the one file that changes a cache |
-| `state_cache.py` | `StateCache`: mlx-lm's caches, and the way back from drafted tokens |
-| `recurrent.py` | recurrent layers: their states behind any row of a call |
+| `state_cache.py` | `StateCache`: the same of a model that is run by its own call |
+| `recurrent.py` | recurrent states behind any row of a call |
 | `layer_state.py` | what one layer keeps of a text |
 | `cache_key.py` | which models have the same keys and values |
 | `rope.py` | rotary embeddings at a position for each row |

@@ -29,7 +29,16 @@ _log = logging.getLogger("ssmlx")
 
 @dataclass(eq=False)
 class _Entry:
-    """A prompt; its cache is never written into, only forked."""
+    """A prompt's keys and values in memory; the cache is never written into, only forked.
+
+    Attributes:
+        key: of the model that computed them.
+        tokens: the prompt.
+        cache: holds these tokens.
+        owner: the prompt cache that it is in, by a weak reference.
+        is_written: to the folder, or need not be.
+        nbytes: bytes of the cache.
+    """
 
     key: CacheKey
     tokens: Tokens
@@ -140,6 +149,7 @@ class PromptCache:
         """
 
         def counted() -> None:
+            """Add the pool, and count what is in memory if it is the first; on the MLX thread."""
             if pool not in self._pools:
                 self._pools.append(pool)
                 if pool is self._pool:
@@ -155,6 +165,7 @@ class PromptCache:
         """
 
         def left() -> None:
+            """Take the pool out; if it was the first, count all in the next. On the MLX thread."""
             if pool not in self._pools:
                 return
             was_first = pool is self._pool
@@ -195,9 +206,10 @@ class PromptCache:
             return self._answers.setdefault(key, EarlierAnswers())
 
     def flush(self) -> None:
-        """Write to the folder what is not there yet. What cannot be written is logged.
+        """Write to the folder, if there is one, what is not there yet; it stays in memory.
 
-        In a forked process it does nothing: whoever forked it does.
+        What cannot be written is logged, and not tried again. In a forked process this does
+        nothing: the process that it was forked from writes.
         """
         if is_forked():
             return
@@ -207,7 +219,7 @@ class PromptCache:
             self._save(entry)
 
     def close(self) -> None:
-        """Write to the folder what is not there yet, and let go of the memory."""
+        """Write to the folder what is not there yet, and drop all prompts and answers in memory."""
         self.flush()
         with self._lock:
             self._entries = []
@@ -220,11 +232,20 @@ class PromptCache:
         self.close()
 
     def _take(self, model: StreamFusedModel, tokens: Tokens, scratch: int) -> tuple[TreeCache, int]:
-        """`take` on the MLX thread; `tokens` are without the prompt's last one."""
+        """`take` on the MLX thread: a cache of the caller's own, and how many of `tokens` it holds.
+
+        A file of the folder that shares more with `tokens` than what is in memory is read into
+        memory first; not for a model that is split over machines.
+
+        Args:
+            model: the cache is for it.
+            tokens: the prompt without its last one.
+            scratch: rows that an empty cache gets room for.
+        """
         key = CacheKey.of(model)
         entry, count = self._find_longest(key, tokens)
         if self._folder is not None and model.backbone.group is None:
-            path, in_file = self._folder.longest(key, tokens)
+            path, in_file = self._folder.find_longest(key, tokens)
             if path is not None and in_file > count:
                 entry, count = self._read(path, model, key, tokens) or (entry, count)
         if entry is None:
@@ -236,8 +257,18 @@ class PromptCache:
     def _read(
         self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
-        """Read a file of the folder into the memory; returns the entry, and how many of `tokens` it
-        has. A damaged file is logged and deleted, and None returned."""
+        """Read a file of the folder into the memory, and mark it as used.
+
+        A damaged file is logged and deleted.
+
+        Args:
+            path: the file.
+            model, key: that the cache is for.
+            tokens: a prompt.
+
+        Returns:
+            The new entry, and how many of `tokens` it begins with; None where the file is damaged.
+        """
         try:
             found, cache = read_prompt(path, model)
         except InputError as error:
@@ -251,7 +282,13 @@ class PromptCache:
         return entry, entry.shared(key, tokens)
 
     def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
-        """`put` on the MLX thread; also counts earlier answers anew in the pool."""
+        """`put` on the MLX thread: keep a computed copy of what `cache` holds of `tokens`.
+
+        Nothing is kept of an empty cache, of recurrent layers, or where an entry begins with all of
+        it already, which is the latest used then. The earlier answers of the model's key are
+        counted anew in the pool in any case. Of a model that is split over machines the entry is
+        never written.
+        """
         key = CacheKey.of(model)
         with self._lock:
             answers = self._answers.get(key)
@@ -269,9 +306,10 @@ class PromptCache:
             self._keep(_Entry(key, tokens, fork, own, is_written=is_split))
 
     def _find_longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
-        """The entry that shares most with the beginning of `tokens`, and how many these are.
+        """The entry in memory that shares most with the beginning of `tokens`, and how many these
+        are.
 
-        It is the latest used then. None and 0 where no entry shares any.
+        It is the latest used then, in the pool too. None and 0 where no entry shares any.
         """
         with self._lock:
             counts = [entry.shared(key, tokens) for entry in self._entries]
@@ -281,13 +319,15 @@ class PromptCache:
             entry = self._entries.pop(counts.index(count))
             self._entries.append(entry)
         if self._pool is not None:
-            self._pool.use(entry)
+            self._pool.mark_used(entry)
         return entry, count
 
     def _keep(self, entry: _Entry) -> None:
-        """Add an entry as the newest, drop those it covers, and save those that no longer fit.
+        """Add an entry as the newest, and drop those whose tokens and key it covers.
 
-        One that is larger than the bound is written to the folder at once, and not kept.
+        The longest unused that no longer fit into `max_bytes` leave the memory, and are written to
+        the folder; the pool may have more leave. An entry that alone is larger than either bound is
+        written to the folder at once, and not kept.
         """
         limits = [self.max_bytes, self._pool.limit if self._pool else None]
         if any(limit is not None and entry.nbytes > limit for limit in limits):
@@ -305,7 +345,10 @@ class PromptCache:
             self._save(one)
 
     def _pop_above_limit(self) -> list[_Entry]:
-        """Take out and return the longest unused entries, until all fit. Under the lock."""
+        """Take out and return the longest unused entries, until the others fit into `max_bytes`.
+
+        The caller holds the lock, and saves them.
+        """
         evicted = []
         total = sum(one.nbytes for one in self._entries)
         while self.max_bytes is not None and total > self.max_bytes:
@@ -314,7 +357,8 @@ class PromptCache:
         return evicted
 
     def _drop(self, entry: _Entry) -> None:
-        """Take an entry out of the memory, if it is there, and write it to the folder."""
+        """Take an entry out of the memory, and write it to the folder; nothing where it is not
+        there."""
         with self._lock:
             if entry not in self._entries:
                 return
@@ -322,7 +366,10 @@ class PromptCache:
         self._save(entry)
 
     def _save(self, entry: _Entry) -> None:
-        """Write an entry to the folder, unless that was done; errors are logged."""
+        """Write an entry to the folder, if there is one, unless that was done or tried.
+
+        Errors of the file system are logged.
+        """
         if self._folder is None or entry.is_written:
             return
         entry.is_written = True

@@ -46,14 +46,26 @@ _FIELDS = fields(CacheKey)
 
 @dataclass(frozen=True)
 class PromptHeader:
-    """What a prompt file says of itself: whose keys and values it has, and of which tokens."""
+    """What a prompt file says of itself.
+
+    Attributes:
+        key: of the model whose keys and values it has.
+        tokens: ids of the prompt.
+    """
 
     key: CacheKey
     tokens: Tokens
 
     @classmethod
     def of(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
-        """Parse and check the metadata of the file `path`; InputError where it is no header."""
+        """Parse and check the metadata of the file `path`.
+
+        A field of the key that is missing is an empty text.
+
+        Raises:
+            InputError: it has another format, or token ids that are none, or `_MOST_TEXT`
+                characters of these or more.
+        """
         found = f"{path} has the format {metadata.get('format')!r}"
         require(metadata.get("format") == FORMAT, found, expected=FORMAT, do=_DO)
         text = metadata.get("tokens", "")[:_MOST_TEXT]
@@ -71,7 +83,8 @@ def read_header(path: Path) -> PromptHeader:
     """Read the header of a prompt file, not its arrays.
 
     Raises:
-        InputError: the file is missing, cut, or no prompt file.
+        InputError: the file is missing, cannot be read, is shorter than its header says, or is no
+            prompt file.
     """
     require(path.is_file(), f"{path} is no file", expected=_WHOLE, do="check the path")
     try:
@@ -88,7 +101,8 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
     Runs MLX.
 
     Raises:
-        InputError: the file is damaged, or another model's; of what does not fit, the first.
+        InputError: the file is damaged, or another model's: of another key, vocabulary, dtype or
+            shapes, or longer than the context. The message has the first of these.
     """
     read_header(path)
     try:
@@ -115,8 +129,11 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
 
 
 def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
-    """Raise InputError where a prompt was made with another model, or does not fit its vocabulary
-    or its context."""
+    """Raise InputError where a prompt was made with another model than `model`.
+
+    Or where it has a token outside the model's vocabulary, or more tokens than its context. `path`
+    stands in the message.
+    """
     _require_same_key(CacheKey.of(model), header.key, path)
     count = len(header.tokens)
     limit = model.backbone.context_length
@@ -131,7 +148,7 @@ def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> Non
 
 
 def _require_same_key(key: CacheKey, found: CacheKey, path: Path) -> None:
-    """Raise InputError where `found`, the key in the file `path`, is not `key`.
+    """Raise InputError where `found`, the key in the file `path`, is not `key`, the model's.
 
     The message names the first field that differs.
     """
@@ -149,7 +166,10 @@ def _array_names(layer: int, rows: Rows) -> list[str]:
 
 
 def _arrays_by_name(rows: Sequence[Rows]) -> dict[str, mx.array]:
-    """By name in a file, the arrays of all layers; `rows` has those of each layer."""
+    """The arrays of all layers, by their names in a file.
+
+    `rows` has one or two of each layer: keys and values together, or apart.
+    """
     found: dict[str, mx.array] = {}
     for layer, own in enumerate(rows):
         found |= zip(_array_names(layer, own), own, strict=True)
@@ -172,6 +192,9 @@ def write_prompt(path: Path, key: CacheKey, tokens: Tokens, cache: TreeCache, ru
         tokens: the prompt.
         cache: begins with `tokens`; not to be changed meanwhile.
         run: calls a function on the MLX thread.
+
+    Raises:
+        OSError: it cannot be written.
     """
     metadata = {"format": FORMAT, **asdict(key), "tokens": ",".join(map(str, tokens))}
 
@@ -189,7 +212,7 @@ def mark_used(path: Path) -> None:
 
 
 def _read_header_or_warn(path: Path) -> PromptHeader | None:
-    """`read_header`; where the file is broken, the reason is logged and None returned."""
+    """The header of a prompt file; where it is broken, the reason is logged and None returned."""
     try:
         return read_header(path)
     except InputError as error:
@@ -206,7 +229,10 @@ class PromptFolder:
         self._headers: dict[tuple[str, int, int], PromptHeader | None] = {}
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
-        """The prompt files that the package wrote here, the longest unused first."""
+        """The prompt files that the package wrote here, with their stats, the longest unused first.
+
+        Unused is since the time of modification. Empty where there is no folder.
+        """
         found = []
         with suppress(OSError):
             for path in self.path.iterdir():
@@ -216,9 +242,11 @@ class PromptFolder:
         return sorted(found, key=lambda one: one[1].st_mtime_ns)
 
     def headers(self) -> list[tuple[Path, PromptHeader]]:
-        """The files and their headers, the smallest first; damaged files are left out.
+        """The files and their headers, the smallest file first; damaged ones are logged and left
+        out.
 
-        A header is read once, as long as its file stays the same.
+        A header, or that there is none, is remembered as long as its file has the same name, size
+        and inode.
         """
         found = {}
         known = self._headers
@@ -228,9 +256,11 @@ class PromptFolder:
         self._headers = found
         return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 
-    def longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
-        """The file that shares most with the beginning of `tokens`, and how many these are; None
-        and 0 where none does."""
+    def find_longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
+        """The file that shares most with the beginning of `tokens`, and how many of these.
+
+        Only files of the model's `key`. None and 0 where none shares any.
+        """
         best = None
         most = 0
         for path, header in self.headers():
@@ -240,12 +270,19 @@ class PromptFolder:
         return best, most
 
     def write(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
-        """Write a prompt, for which the longest unused files go.
+        """Write a prompt as a file of the folder, which is made; the longest unused files go for
+        it.
 
         Nothing is written where a file begins with it already, which is marked as used, or where it
-        is larger than the folder may be. Files that it begins with are deleted.
+        is larger than the folder may be. Files of the same key that it begins with are deleted.
+
+        Args:
+            key, tokens, cache, run: see `write_prompt`.
+
+        Raises:
+            OSError: it cannot be written.
         """
-        path, count = self.longest(key, tokens)
+        path, count = self.find_longest(key, tokens)
         if path is not None and count == len(tokens):
             mark_used(path)
             return
@@ -264,7 +301,8 @@ class PromptFolder:
         self._make_room(0)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete the longest unused files, until there is room for `num_bytes` more."""
+        """Delete the longest unused files, until those left and `num_bytes` more fit into
+        `max_bytes`."""
         files = self.files()
         total = sum(stat.st_size for _, stat in files) + num_bytes
         for path, stat in files:
@@ -274,7 +312,11 @@ class PromptFolder:
             total -= stat.st_size
 
     def purge(self) -> list[Path]:
-        """Delete the files that the package wrote here, and return their paths; others stay."""
+        """Delete the files that the package wrote here, unfinished ones too; others stay.
+
+        Returns:
+            The paths of all that were deleted.
+        """
         paths = [path for path, _ in self.files()]
         for path in paths:
             path.unlink(missing_ok=True)
