@@ -150,7 +150,7 @@ def missing_package_error(what: str, error: Exception, extra: str) -> InputError
     Args:
         what: the package, as a message calls it.
         error: what importing it has raised.
-        extra: the extra's name, as `pip install "ssmlx[extra]"` takes it.
+        extra: the extra's name, as `pip install "ssmlx[...]"` takes it.
     """
     return InputError(
         f"{what} cannot be imported ({first_line(error)})",
