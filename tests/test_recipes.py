@@ -259,7 +259,7 @@ def test_the_manifest_of_the_comparison_holds():
     manifest = json.loads(comparison.MANIFEST.read_text())
     steps = [comparison.Step(**one) for one in manifest["steps"]]
     made = []
-    read = {name for step in steps for name in step.reads()}  # by each command's own parser
+    read = {name for step in steps for name in step.input_files()}  # by each command's own parser
     assert read <= {*manifest["files"]} and len({step.name for step in steps}) == len(steps)
     for name, digest in manifest["files"].items():
         if (path := comparison.ROOT / name).is_file():
