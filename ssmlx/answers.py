@@ -266,7 +266,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     def cancel(self) -> Future[None]:
         """Stop the answer after the call that runs now, wherever it is; does not wait for it.
 
-        Reading ends at once. Segments that were not read are lost.
+        A thread that waits for a segment still gets that of the running call; reading ends
+        behind it. Segments that were not read are lost.
 
         Returns:
             A future that is done when the answer has ended.

@@ -435,8 +435,9 @@ def rank_filtered(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The likeliest tokens of each row, and scores whose argmax is the token that is drawn.
 
-    The filters go by the probabilities before the temperature; the noise is added to the scaled
-    logits (Gumbel-max). Noise depends on seed, position and token alone, so rows of the same depth
+    The filters go by the probabilities before the temperature. Each has to keep the likeliest
+    tokens down to some rank and drop all behind it: then a last looked-at token that is dropped
+    shows that no more are kept. The noise is added to the scaled logits (Gumbel-max). Noise depends on seed, position and token alone, so rows of the same depth
     share it.
 
     Args:

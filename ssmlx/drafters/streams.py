@@ -184,8 +184,9 @@ class StreamDrafter:
 
         Args:
             verified: the call to draft behind; none of its values is read by the host.
-            shape: `largest`, which gives the tree of the settings; of another, its levels, and the
-                `nodes` most probable nodes.
+            shape: `largest`, which gives the tree of the settings (`TreeConfig`); of another, its
+                levels, and the `nodes` most probable nodes. The controller chooses it, unless the
+                settings ask for a shape.
         """
         if self.needs.streams:
             stream_hidden = verified.stream_hidden[:, : shape.levels]

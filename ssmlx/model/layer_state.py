@@ -294,7 +294,8 @@ class AttentionState:
     def commit(self, left: Rows, offset: int) -> None:
         """Write the rows `left` of a path behind `offset` committed tokens.
 
-        Rows that do not fit are dropped; those that do not count are free room again.
+        Rows that do not fit are dropped. Rows of the path behind those that count, repetitions of
+        its last node, are written too: they stand beyond the committed tokens, in free room.
         """
         room = self._capacity - offset
         self._write(self._scratch + offset, tuple([array[:, :, :room] for array in left]))

@@ -139,7 +139,11 @@ def make_prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
 
     names = [hashlib.sha256(key).hexdigest()[:16] for key in keys] or [""]
     folders = [None if folder is None else folder / name for name in names]
-    return [PromptCache(None, one, 2**32 // len(names)) for one in folders]
+    # In memory the engine's pool alone bounds them.
+    return [
+        PromptCache(max_bytes=None, folder=one, max_disk_bytes=2**32 // len(names))
+        for one in folders
+    ]
 
 
 def models_by_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:

@@ -123,7 +123,7 @@ class AdaptPlan:
 
     settings: dict[str, Any]  # must be the same when it goes on
     base: dict[str, str]  # what the model is called, and its folder, as they were given last
-    train: TrainConfig
+    train: TrainConfig  # its `num_msa_layers` is the number of layers with streams, chosen by time
     step_costs: StepCosts
     rates: Rates
     rounds: tuple[Round, ...] = ()
