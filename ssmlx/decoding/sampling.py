@@ -437,8 +437,8 @@ def rank_filtered(
 
     The filters go by the probabilities before the temperature. Each has to keep the likeliest
     tokens down to some rank and drop all behind it: then a last looked-at token that is dropped
-    shows that no more are kept. The noise is added to the scaled logits (Gumbel-max). Noise depends on seed, position and token alone, so rows of the same depth
-    share it.
+    shows that no more are kept. The noise is added to the scaled logits (Gumbel-max). It depends on
+    seed, position and token alone, so rows of the same depth share it.
 
     Args:
         logits: [R, V], with bias and penalties.
