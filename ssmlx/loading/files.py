@@ -323,7 +323,7 @@ def folder_digest(folder: Path | None) -> str:
 def save_tensors(
     path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, over an older one.
+    """Write a safetensors file, in place over an older one; it is not replaced as a whole.
 
     Args:
         path: of the file, in a folder that is there.

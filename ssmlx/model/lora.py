@@ -208,6 +208,11 @@ class RowLora(LoraLayer):
         scope: RowScope,
         dtype: mx.Dtype | None = None,
     ) -> None:
+        """Keep the layer and the factors; `scope` is shared, not copied.
+
+        DoRA's gain is kept too, and multiplied into factor B; a bias gets an offset that leaves it
+        as it is.
+        """
         gain = dora_gain(linear, weights)
         if gain is not None:
             weights = replace(weights, b=weights.b * gain)
