@@ -31,7 +31,7 @@ class PromptFile:
     """The processed prompt of `--prompt-cache FILE`: its tokens and its cache, which the user's
     prompts may begin with.
 
-    `read` takes it from the file, `write` puts it there if it has changed.
+    `read` takes it from the file, `write_if_new` puts it there if it has changed.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -116,7 +116,7 @@ class PromptFile:
             self._is_new = True
             self.cache = run(lambda: cache.fork(len(tokens)))
 
-    def write(self, model: StreamFusedModel) -> bool:
+    def write_if_new(self, model: StreamFusedModel) -> bool:
         """Write the file if there is something new to write.
 
         Args:

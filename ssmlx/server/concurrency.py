@@ -83,7 +83,7 @@ class PromptProgress:
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
 
-    def of(self, number: int) -> Callable[[int, int], None]:
+    def callback_for(self, number: int) -> Callable[[int, int], None]:
         """Return a callback for the progress of answer `number`; it is called with (tokens done,
         tokens in all).
         """
