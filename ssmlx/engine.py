@@ -422,7 +422,7 @@ class Engine:
             prompt: tokens.
             cache: an empty one, which is filled.
             top: how many of the likeliest tokens are wanted in each place.
-            kept: where the prompt is kept; None for nowhere.
+            kept: where the prompt is kept in the end; nothing is read from it. None for nowhere.
             holding: what counts `cache`.
         """
         found: list[TokenLogprobs] = []

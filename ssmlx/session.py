@@ -352,9 +352,12 @@ class ChatSession:
             decode = self._pool.within_limit(decode_plan)
 
         def keep_turn(given: GivenAnswer) -> None:
-            """Keep the answer in the conversation and what it computed in the caches.
+            """Keep the answer, as far as it was given out, in the conversation, and count it in the
+            totals.
 
-            Where none was given out, the user's message is taken out of the conversation.
+            Where none was given out, the user's message is taken out of the conversation. Either
+            way, what was computed stays in the session's cache and goes to the memory pool and the
+            prompt cache, where there are such.
             """
             if given.last is not None:
                 self.messages.append({"role": "assistant", "content": given.text})

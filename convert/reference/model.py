@@ -794,7 +794,8 @@ def check_base(base: nn.Module, config: StreamConfig) -> None:
     """Raise InputError where a model of transformers cannot carry streams.
 
     That is where it cannot be driven layer by layer, has a reference's LoRA already, has attention
-    that takes no additive mask, or is not of the size that `config` is for.
+    that takes no additive mask, or has another number of layers or hidden size than `config`. The
+    vocabulary is not compared.
     """
     lacking = _decoder_kind(base).first_missing_part(base)
     require(

@@ -371,12 +371,15 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
 
 
 def _describe_drafting(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
-    """Return the size of a system's largest tree and the settings that shape its trees; empty
-    without drafters.
+    """Describe for the results how a system drafts.
 
     Args:
         system: the system.
         drafters: its drafters; where several may draft, the first is described.
+
+    Returns:
+        The levels and nodes of the largest tree, and the settings that shape trees, by name; empty
+        without drafters.
     """
     if not drafters:
         return {}

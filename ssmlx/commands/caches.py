@@ -120,7 +120,7 @@ class PromptFile:
         """Write the file if there is something new to write.
 
         Args:
-            model: as it is now; `read` was called before.
+            model: as it is now, to see whether its LoRA is that of `read`, which was called before.
 
         Returns:
             Whether it was written. It is not for a model that has another LoRA than at `read`.

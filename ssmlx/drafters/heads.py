@@ -53,9 +53,15 @@ class Heads:
 
 
 def write_head_files(folder: Path, heads: Heads) -> None:
-    """Write `CONFIG_FILE` and `WEIGHTS_FILE` into `folder`; older ones are replaced.
+    """Write `CONFIG_FILE` and `WEIGHTS_FILE` into `folder`, in place over older ones.
 
-    The folder must exist, and nothing is checked.
+    Args:
+        folder: which is there.
+        heads: they are written as they are; whether they fit their settings is not checked.
+
+    Raises:
+        InputError: a weight is not finite, by which time the settings are written; or the weights
+            file cannot be written.
     """
     values = {
         "format": FORMAT,

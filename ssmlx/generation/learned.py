@@ -122,9 +122,9 @@ def cost_table_rows(costs: CostTable) -> list[list[str]]:
     """The known costs of calls as rows of cells, to print.
 
     Returns:
-        First the heads of the columns, by number of nodes (in a batch, of texts); then a row for
-        each drafter and context bucket, whose cells are plain calls that such a call takes, with
-        two decimals, or empty. An empty list where nothing is known.
+        First the head: a title, then each known number of nodes (in a batch, of texts). Then a row
+        for each drafter and context bucket: one cell that names both, then the plain calls that a
+        call takes, with two decimals, or "" where unknown. An empty list where nothing is known.
     """
     found: dict[tuple[str, int], dict[int, str]] = {}
     for bucket, name, count, calls, _ in costs.to_dict()["costs"]:

@@ -208,6 +208,11 @@ class RowLora(LoraLayer):
         scope: RowScope,
         dtype: mx.Dtype | None = None,
     ) -> None:
+        """Keep `linear`, the factors and, of DoRA, its gain, which is also multiplied into factor
+        B.
+
+        With DoRA a bias gets an offset that leaves it as it is. `scope` is shared, not copied.
+        """
         gain = dora_gain(linear, weights)
         if gain is not None:
             weights = replace(weights, b=weights.b * gain)

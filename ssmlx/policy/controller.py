@@ -277,11 +277,11 @@ class Controller:
         """Move the seconds that were collected into the table, as costs in plain calls.
 
         Seconds of plain calls go first, from `MIN_PLAIN_CALLS` of them on. Where no plain call was
-        timed in this process, that is all, and runs are kept. Else the table learns, of each shape,
-        the median of its runs of `MIN_RUN_CALLS` calls or more, over a plain call's seconds; where
-        one changes by more than `INFORMATIVE_CHANGE`, probes may begin at once. Then all runs are
-        dropped but those that are still too short of drafters that wait for tokens, and the open
-        run ends.
+        timed in this process in the bucket of this context, that is all, and runs are kept. Else
+        the table learns, of each shape, the median of all calls of its runs of `MIN_RUN_CALLS`
+        calls or more, over a plain call's seconds; where a cost changes by more than
+        `INFORMATIVE_CHANGE`, probes may begin at once. Then all runs are dropped but those that are
+        still too short of drafters that wait for tokens, and the open run ends.
         """
         if len(self._plain) >= MIN_PLAIN_CALLS:
             self._table.learn_plain(self._context, self._plain)
@@ -440,8 +440,9 @@ class Controller:
         Returns:
             Of the shapes whose risk the bank can pay for, the one with the greatest hoped speed.
             Where plain decoding is best, none is affordable and the bank is full, the one of the
-            least risk. None where no probe is due, none promises enough (`MIN_PROBE_GAIN`, but any
-            is enough where plain decoding is best), or the answer is too far behind.
+            least risk. None where no probe is due, the answer is too far behind, or no shape is
+            left: its hoped speed has to exceed `speed` times `MIN_PROBE_GAIN`, but where plain
+            decoding is best every shape counts, however little it promises.
         """
         if self._behind > MAX_BEHIND_FOR_PROBE or not self._table.may_probe(
             is_start=self._tokens <= 1

@@ -149,7 +149,9 @@ class PromptCache:
         """
 
         def count_on_mlx_thread() -> None:
-            """Add the pool, and count what is in memory if it is the first; on the MLX thread."""
+            """Add the pool, unless it is there already; if it is the only one, count in it all that
+            is kept, by which it may drop some. On the MLX thread.
+            """
             if pool not in self._pools:
                 self._pools.append(pool)
                 if pool is self._pool:

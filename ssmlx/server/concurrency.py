@@ -84,8 +84,10 @@ class PromptProgress:
         self._counts: dict[int, tuple[int, int]] = {}
 
     def callback_for(self, number: int) -> Callable[[int, int], None]:
-        """Return a callback for the progress of answer `number`; it is called with (tokens done,
-        tokens in all).
+        """Return a callback that keeps the progress of answer `number`, for `waiting`, and tells
+        nobody.
+
+        It is called with (tokens done, tokens in all); the newest call counts.
         """
 
         def tell(done: int, total: int) -> None:

@@ -115,8 +115,10 @@ def _with_single_type(schema: Any) -> Any:
 def resolved_parameters(schema: Any) -> Any:
     """Return a copy of a tool's parameters with references to definitions replaced by these.
 
-    It reaches the arguments and their alternatives. Schemas further inside keep their references,
-    and the definitions are kept for these. What is no schema is returned as it is.
+    It reaches the arguments and their alternatives, and gives each that has listed values of one
+    type, and no type, that type. Schemas further inside keep their references, as do those that are
+    unknown or too large, and the definitions are kept for these. What is no schema is returned as
+    it is.
     """
     if not isinstance(schema, Mapping):
         return schema

@@ -216,9 +216,15 @@ class MlxObjective(Objective):
     def _states(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
         """Return hidden states before the final norm, by the kinds of rows that terms name.
 
-        They are [B, T, D] of `MAIN` and `PRUNE`, the latter before the insertion layer, and of
-        `STREAM` and `GIVEN` the same streams' rows, anchor by anchor. Where the condition alone is
-        trained there are only the latter two.
+        Args:
+            batch: the examples.
+            lower: what `lower` returned of the batch: states before the insertion layer, or where
+                the condition alone is trained the streams' last states, and no layer is run.
+
+        Returns:
+            [B, T, D] of `MAIN` and `PRUNE`, the latter `lower` itself; and of `STREAM` and `GIVEN`
+            the same array of the streams' rows, anchor by anchor. Where the condition alone is
+            trained there are only the latter two.
         """
         if self.train.keeps_streams:
             streams = lower[anchor_indices(batch.anchors)]

@@ -102,8 +102,15 @@ class ChatApp(toga.App):  # type: ignore[misc]  # checked without toga, which ha
             self.status.text = f"{speed}, {segment.tokens_per_call:.1f} tokens per call"
 
     def _begin_answer(self, question: str, adapter: str) -> ssmlx.Answer[ssmlx.GenerationResponse]:
-        """Begin the answer: a turn of the chat, or for another adapter than the chat's a question
-        alone.
+        """Begin an answer and return it, without waiting for its tokens.
+
+        Args:
+            question: the user's.
+            adapter: `CHAT` makes it a turn of the conversation; any other name asks the engine the
+                question alone, without the conversation.
+
+        Raises:
+            InputError: it cannot be answered.
         """
         assert self.engine is not None
         if adapter == CHAT:  # a conversation; the other adapters know of single questions
