@@ -177,7 +177,7 @@ def train_streams(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         identity=job.identity(args.dtype, *task, init=args.init),
         write=write,
-        lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
+        lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
     )
 
 

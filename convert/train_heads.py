@@ -333,7 +333,7 @@ def train_heads(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         identity=identity,
         write=lambda _: save_published(model, out, job.options.model, lm_head),
-        lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity, "frozen model"),
+        lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity, "frozen model"),
     )
 
 

@@ -248,7 +248,7 @@ def _timing_text(result: show.Result) -> str:
 
 def measure_task(args: argparse.Namespace) -> dict[str, Any]:
     own = build_experiment(args, "compare")
-    return run_result(own, args.model, [task_result(own.run())])
+    return run_result(own, args.model, [task_result(own.measure())])
 
 
 def score_answer_files(args: argparse.Namespace) -> int:

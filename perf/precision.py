@@ -197,7 +197,7 @@ def _precision(args: argparse.Namespace) -> int:
         The exit code: 1 if a difference is more than rounding explains, else 0.
     """
     plans = build_experiments(args)
-    parts = [precision_result(plan.run()) for plan in plans]
+    parts = [precision_result(plan.measure()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
     result = {**run_result(plans[0], args.model, parts), "dtype": dtypes}
     print_and_save(result, args.out / "precision", format_report(result))

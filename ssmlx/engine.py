@@ -395,14 +395,14 @@ class Engine:
             cache = model.make_cache()
             holding = Holding(self.memory_pool, cache, cache_size_of(model))
             self.memory_pool.hold(holding, len(prompt))
-            scored = self._score_segments(model, prompt, cache, top, prompt_cache, holding)
+            scored = self._score_in_pieces(model, prompt, cache, top, prompt_cache, holding)
             answer = Answer(scored, progress)
             self._track_open(answer)
             return answer
 
         return run(opened)
 
-    def _score_segments(
+    def _score_in_pieces(
         self,
         model: StreamFusedModel,
         prompt: list[int],
@@ -422,7 +422,7 @@ class Engine:
             prompt: tokens.
             cache: an empty one, which is filled.
             top: how many of the likeliest tokens are wanted in each place.
-            kept: where the prompt is kept; None for nowhere.
+            kept: where the prompt is kept in the end; nothing is read from it. None for nowhere.
             holding: what counts `cache`.
         """
         found: list[TokenLogprobs] = []

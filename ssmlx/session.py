@@ -279,7 +279,7 @@ class ChatSession:
         A second time, and in a forked process, it does nothing.
         """
 
-        def closed() -> None:
+        def close_on_mlx_thread() -> None:
             """Close the open reply, if there is one, then drop cache and model, once; on the MLX
             thread."""
             reply = self._reply()
@@ -291,7 +291,7 @@ class ChatSession:
                 del self.model, self._loaded
 
         if not is_forked():
-            run(closed)
+            run(close_on_mlx_thread)
 
     def _check_open(self) -> None:
         """Raise InputError where the session is closed."""
@@ -351,10 +351,13 @@ class ChatSession:
             self._pool.forget(self)  # it runs, until it is over
             decode = self._pool.within_limit(decode_plan)
 
-        def done(given: GivenAnswer) -> None:
-            """Keep the answer in the conversation and what it computed in the caches.
+        def keep_turn(given: GivenAnswer) -> None:
+            """Keep the answer, as far as it was given out, in the conversation, and count it in the
+            totals.
 
-            Where none was given out, the user's message is taken out of the conversation.
+            Where none was given out, the user's message is taken out of the conversation. Either
+            way, what was computed stays in the session's cache and goes to the memory pool and the
+            prompt cache, where there are such.
             """
             if given.last is not None:
                 self.messages.append({"role": "assistant", "content": given.text})
@@ -377,7 +380,7 @@ class ChatSession:
             config,
             cache=self._cache,
             context=prompt[:reused],
-            done=done,
+            done=keep_turn,
             decode=decode,
             loaded=self._loaded,
             earlier=self._earlier,

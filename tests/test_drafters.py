@@ -47,7 +47,7 @@ from ssmlx.drafters.draft_model import (
     DraftModel,
     check_same_vocabulary,
 )
-from ssmlx.drafters.heads import attach_heads, write_heads
+from ssmlx.drafters.heads import attach_heads, write_head_files
 from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
@@ -886,7 +886,7 @@ def folders(loaded, tmp_path_factory):
     for kind in HEAD_KINDS:
         found[kind] = tmp_path_factory.mktemp("heads") / kind
         found[kind].mkdir()
-        write_heads(found[kind], random_heads(kind, loaded[0].backbone))
+        write_head_files(found[kind], random_heads(kind, loaded[0].backbone))
     return found
 
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.drafters.head_drafter import HeadConfig
-from ssmlx.drafters.heads import Heads, attach_heads, write_heads
+from ssmlx.drafters.heads import Heads, attach_heads, write_head_files
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 
@@ -89,7 +89,9 @@ def converted(model, backbone, folder):
 
     save_published(model, folder / "published")
     (folder / "mlx").mkdir(exist_ok=True)
-    write_heads(folder / "mlx", convert_heads(folder / "published", backbone, "tiny", "stored"))
+    write_head_files(
+        folder / "mlx", convert_heads(folder / "published", backbone, "tiny", "stored")
+    )
     return folder / "mlx"
 
 

@@ -174,7 +174,7 @@ class AneProfile(Profile):
             layer: Any = self.decoder.layers[index]
             normed = rms_norm(layer.input_layernorm, hidden, 1)
             query, keys, values = self._project(layer.self_attn, normed, cos, sin)
-            keys, values = self._visible_keys(index, keys, values, rows, blend)
+            keys, values = self._store_and_view_keys(index, keys, values, rows, blend)
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
             hidden = hidden + convolve(layer.self_attn.o_proj, mixed)
             normed = rms_norm(layer.post_attention_layernorm, hidden, 1)
@@ -205,7 +205,7 @@ class AneProfile(Profile):
         keys = rotate(keys, cos, sin).reshape(1, -1, 1, rows)
         return rotate(query, cos, sin), keys, convolve(attention.v_proj, x)
 
-    def _visible_keys(
+    def _store_and_view_keys(
         self,
         layer: int,
         keys: torch.Tensor,

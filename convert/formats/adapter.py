@@ -15,7 +15,7 @@ from ssmlx.loading.adapter import (
     StreamAdapter,
     cast_streams,
     read_stream_weights,
-    write_stream_files,
+    write_streams_and_settings,
 )
 from ssmlx.loading.files import check_tensors
 from ssmlx.loading.load import is_quantised
@@ -171,4 +171,4 @@ def write_fused(
     save_model(folder, backbone.model)
     save_config(settings, folder / "config.json")
     tokenizer.save_pretrained(folder)
-    write_stream_files(folder, adapter, fused=True)
+    write_streams_and_settings(folder, adapter, fused=True)

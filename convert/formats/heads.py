@@ -157,8 +157,10 @@ def load_published(folder: Path, vocab_size: int | None = None) -> HeadReference
     """Load published heads in PyTorch, in float32, in evaluation mode.
 
     Args:
-        folder: of the heads, or of a Medusa-2 model.
-        vocab_size: V of the base model; None takes the most rows that a tensor has.
+        folder: of the heads, or of a Medusa-2 model. Where it has a draft vocabulary, the heads
+            guess among its tokens alone.
+        vocab_size: V of the base model, for Medusa heads; None takes the most rows that a tensor
+            has. A speculator's own config.json has it.
 
     Raises:
         InputError: the folder has no heads, or a file is broken.

@@ -47,7 +47,7 @@ Answers = Mapping[str, Prompts]
 class Experiment:
     """Systems that answer the same prompts on the same weights, in turns.
 
-    `load` checks that it can be run; `run` measures.
+    `load` checks that it can be run; `measure` runs it.
     """
 
     name: str  # of what is measured; the names of its files begin with it
@@ -62,7 +62,7 @@ class Experiment:
     left_out: Mapping[str, str] = field(default_factory=dict)
     repeats: int = 1
     warm_up: int = 1  # answers of each system before the first that counts
-    out: Path | None = None  # where `run` keeps answers as they come
+    out: Path | None = None  # where `measure` keeps answers as they come
     fresh: bool = False  # whether answers of an earlier run are forgotten
 
     @property
@@ -97,7 +97,7 @@ class Experiment:
             target.build_drafters(system)
         return target, prompts
 
-    def run(self) -> Measured:
+    def measure(self) -> Measured:
         """Let all systems answer all prompts, in turns, `repeats` times.
 
         Answers go to disk in `out` as they come; those of an earlier run with the same settings are
@@ -345,7 +345,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     return {
         "name": system.name,
         "kind": system.kind,
-        "options": _draft_options(system, target.build_drafters(system)),
+        "options": _describe_drafting(system, target.build_drafters(system)),
         "tokens_per_call": asdict(_tokens_per_call(prompts)),
         "target_calls": sum(calls),
         "target_calls_per_answer": asdict(mean(calls)),
@@ -370,7 +370,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     }
 
 
-def _draft_options(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
+def _describe_drafting(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
     """Describe for the results how a system drafts.
 
     Args:

@@ -31,7 +31,7 @@ class PromptFile:
     """The processed prompt of `--prompt-cache FILE`: its tokens and its cache, which the user's
     prompts may begin with.
 
-    `read` takes it from the file, `write` puts it there if it has changed.
+    `read` takes it from the file, `write_if_new` puts it there if it has changed.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -116,11 +116,11 @@ class PromptFile:
             self._is_new = True
             self.cache = run(lambda: cache.fork(len(tokens)))
 
-    def write(self, model: StreamFusedModel) -> bool:
+    def write_if_new(self, model: StreamFusedModel) -> bool:
         """Write the file if there is something new to write.
 
         Args:
-            model: as it is now; `read` was called before.
+            model: as it is now, to see whether its LoRA is that of `read`, which was called before.
 
         Returns:
             Whether it was written. It is not for a model that has another LoRA than at `read`.

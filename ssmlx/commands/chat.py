@@ -413,7 +413,7 @@ def _chat(args: argparse.Namespace) -> None:
         if not handle_line(line, chat):
             break
     kept.keep(*session.cached)
-    if kept.write(session.model):
+    if kept.write_if_new(session.model):
         screen.note(f"[{len(kept.tokens)} tokens kept in {kept.path}]")
 
 

@@ -147,7 +147,7 @@ def _generate(args: argparse.Namespace) -> None:
         _print_notes([summary_line(answer[-1])])
         if args.verbose:
             _print_notes(_detail_lines(answer[-1], model, plan))
-    kept.write(model)
+    kept.write_if_new(model)
 
 
 def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan) -> Iterator[str]:

@@ -117,7 +117,7 @@ def _train(args: argparse.Namespace) -> None:
             dtype=str(backbone.dtype).removeprefix("mlx.core."),
             identity=job.identity(str(backbone.dtype), *task, init=args.init),
             write=lambda validate: model.write(options.out / TRAINED_FOLDER, validate),
-            lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
+            lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
         )
 
 

@@ -405,8 +405,8 @@ def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
 
     Args:
         logprobs: [R, V] normalised log probabilities.
-        top_p: [] above 0 and below 1 (at 1 the bound is NaN): the tokens that exceed the bound are
-            the fewest likeliest ones whose probabilities sum to it or more.
+        top_p: [] above 0 and below 1, else the bound is of no use (NaN at 1): the tokens that
+            exceed the bound are the fewest likeliest ones whose probabilities sum to it or more.
     """
     probs = mx.exp(logprobs)[:, None]
     low = mx.minimum(logprobs.max(axis=-1, keepdims=True), mx.log((1 - top_p) / probs.shape[-1]))

@@ -52,7 +52,7 @@ class Heads:
     base_model: str = ""
 
 
-def write_heads(folder: Path, heads: Heads) -> None:
+def write_head_files(folder: Path, heads: Heads) -> None:
     """Write `CONFIG_FILE` and `WEIGHTS_FILE` into `folder`, in place over older ones.
 
     Args:

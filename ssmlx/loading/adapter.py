@@ -260,7 +260,7 @@ def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
     return streams_from_tensors(cast_tensors(stream_tensors(streams), dtype))
 
 
-def write_stream_files(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
+def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
     """Write the streams file and the settings file of an adapter into a folder, over older ones.
 
     LoRA tensors are not written; of them the settings note the scale, None without LoRA.
@@ -300,7 +300,7 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
         lora=unify_rank_and_scale(adapter.lora),
         stream_lora=unify_rank_and_scale(adapter.stream_lora),
     )
-    write_stream_files(folder, adapter, fused=False)
+    write_streams_and_settings(folder, adapter, fused=False)
     if adapter.stream_lora:
         write_lora_file(folder / LORA_FILES["streams"], adapter.stream_lora)
     if adapter.lora:

@@ -331,8 +331,8 @@ def save_tensors(
         metadata: texts for the file's header; None for none.
 
     Raises:
-        InputError: a tensor has NaN or infinity, before anything is written; or the file cannot be
-            written.
+        InputError: a tensor has NaN or infinity, or its sum overflows float32, before anything is
+            written; or the file cannot be written.
     """
     odd = next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
     found = f"{odd} has NaN or infinity in {path.name}"

@@ -499,7 +499,7 @@ def _resolve_on_hub(
     target = fetch.hub or constants.HF_HUB_CACHE
     _check_may_fetch(fetch, asked, target)
     logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
-    with _explain_hub_errors(name, revision):
+    with _all_errors_as_input_errors(name, revision):
         path = download(name, revision, fetch.progress, snapshot)
     logger.info("%s: commit %s", name, path.name)
     return path
@@ -521,7 +521,7 @@ def _fetch_model(
 
 
 @contextmanager
-def _explain_hub_errors(name: str, revision: str | None) -> Iterator[None]:
+def _all_errors_as_input_errors(name: str, revision: str | None) -> Iterator[None]:
     """Turn every exception of the block into an InputError of one line; an InputError is raised as
     it is.
 

@@ -82,7 +82,7 @@ def find_parts(model: nn.Module) -> Parts:
         norm_name=norm_name,
         head=getattr(outer, "lm_head", None),
         layers=layers,
-        windows=[_find_window(model, layer, cache) for layer, cache in enumerate(caches)],
+        windows=[_window_of_cache(model, layer, cache) for layer, cache in enumerate(caches)],
         scales_queries="attn_scale" in signature(type(layers[0]).__call__).parameters,
     )
 
@@ -185,7 +185,7 @@ def _find_norm_name(model: nn.Module, decoder: Any) -> str:
     raise cannot_draft_error(model, "it has no final norm")
 
 
-def _find_window(model: nn.Module, layer: int, cache: Any) -> int | None:
+def _window_of_cache(model: nn.Module, layer: int, cache: Any) -> int | None:
     """How many tokens a layer's rows see, a row's own among them; None where they see all.
 
     Args:

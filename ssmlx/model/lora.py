@@ -208,10 +208,10 @@ class RowLora(LoraLayer):
         scope: RowScope,
         dtype: mx.Dtype | None = None,
     ) -> None:
-        """Keep the layer and the factors; `scope` is shared, not copied.
+        """Keep `linear`, the factors and, of DoRA, its gain, which is also multiplied into factor
+        B.
 
-        DoRA's gain is kept too, and multiplied into factor B; a bias gets an offset that leaves it
-        as it is.
+        With DoRA a bias gets an offset that leaves it as it is. `scope` is shared, not copied.
         """
         gain = dora_gain(linear, weights)
         if gain is not None:

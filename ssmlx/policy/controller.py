@@ -280,9 +280,8 @@ class Controller:
         timed in this process in the bucket of this context, that is all, and runs are kept. Else
         the table learns, of each shape, the median of all calls of its runs of `MIN_RUN_CALLS`
         calls or more, over a plain call's seconds; where a cost changes by more than
-        `INFORMATIVE_CHANGE`, probes may begin at once. Then all runs are
-        dropped but those that are still too short of drafters that wait for tokens, and the open
-        run ends.
+        `INFORMATIVE_CHANGE`, probes may begin at once. Then all runs are dropped but those that are
+        still too short of drafters that wait for tokens, and the open run ends.
         """
         if len(self._plain) >= MIN_PLAIN_CALLS:
             self._table.learn_plain(self._context, self._plain)

@@ -148,14 +148,16 @@ class PromptCache:
             pool: of an engine whose answers begin with these prompts.
         """
 
-        def counted() -> None:
-            """Add the pool, and count what is in memory if it is the first; on the MLX thread."""
+        def count_on_mlx_thread() -> None:
+            """Add the pool, unless it is there already; if it is the only one, count in it all that
+            is kept, by which it may drop some. On the MLX thread.
+            """
             if pool not in self._pools:
                 self._pools.append(pool)
                 if pool is self._pool:
                     self._count_all(pool)
 
-        run(counted)
+        run(count_on_mlx_thread)
 
     def count_out(self, pool: MemoryPool) -> None:
         """Count nothing in `pool` any more, but in the next that `count_in` was called with.

@@ -83,9 +83,11 @@ class PromptProgress:
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
 
-    def of(self, number: int) -> Callable[[int, int], None]:
-        """Return a callback for the progress of answer `number`; it is called with (tokens done,
-        tokens in all).
+    def callback_for(self, number: int) -> Callable[[int, int], None]:
+        """Return a callback that keeps the progress of answer `number`, for `waiting`, and tells
+        nobody.
+
+        It is called with (tokens done, tokens in all); the newest call counts.
         """
 
         def tell(done: int, total: int) -> None:

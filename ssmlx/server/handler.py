@@ -162,7 +162,9 @@ class RequestHandler:
                 Choice(ask, number, prompt, config, tokenizer, user)
                 for number, prompt in enumerate(own)
             ]
-            answers = [self._answer(one, slots, progress.of(one.number)) for one in choices]
+            answers = [
+                self._answer(one, slots, progress.callback_for(one.number)) for one in choices
+            ]
             async with aclosing(merge_answers(answers, self.limits.silence, progress)) as parts:
                 async for part in parts:
                     yield part

@@ -252,7 +252,7 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
             keep_best=True,
             wait=before_step,
             validated=validated,
-            lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
+            lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity),
         )
     (folder / STORE_FILE).unlink(missing_ok=True)
 

@@ -178,7 +178,7 @@ class Job:
         config = self.config
         return self._digest(config.num_layers, config.insertion_layer, *more)
 
-    def stored_lower(
+    def lower_function(
         self, objective: Objective, file: str, identity: str, label: str = "frozen layers"
     ) -> Lower:
         """Return a function that gives the frozen layers' results of a batch of the training
