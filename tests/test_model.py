@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from mlx_lm.models import gpt2, internlm3, llama, mamba
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from real import refusal
 
@@ -498,6 +498,11 @@ def test_a_cache_of_a_model_without_stages_refuses_what_it_cannot_do():
             cache.trim(count)
     cache.trim(3)
     assert cache.offset == 3
+    whole = StateCache(lambda: [KVCache()])  # which goes back to any place of the text
+    whole.append(lambda tokens, cache: mx.zeros((*tokens.shape, 8)), mx.array([1, 2, 3]))
+    for count in (-1, 4):
+        with pytest.raises(ValueError, match=f"cannot keep {count} tokens of 3"):
+            whole.trim(count)
 
 
 # --- masks, against those drawn in docstrings and built anew ---

@@ -233,7 +233,8 @@ class StateCache(TreeCache):
         Raises:
             ValueError: `longest_trim` says that it cannot.
         """
-        if num_tokens > self._offset or num_tokens != self.longest_trim(num_tokens):
+        is_within = 0 <= num_tokens <= self._offset
+        if not is_within or num_tokens != self.longest_trim(num_tokens):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         self._marks = {place: kept for place, kept in self._marks.items() if place <= num_tokens}
         if num_tokens != self._offset and not self._is_in_chain(num_tokens):
