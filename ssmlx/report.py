@@ -1,7 +1,6 @@
 """Results as text and as pictures; matplotlib, which may be missing, is imported late."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -50,12 +49,6 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
-
-
-def cycle_pairs(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (colour, style) without end: all colours in the first style, then in the next; and
-    from the first again after the last."""
-    return cycle((colour, style) for style in styles for colour in colours)
 
 
 def save_figure(figure: Any, caption: str, path: Path) -> None:
