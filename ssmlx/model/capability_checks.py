@@ -20,7 +20,7 @@ from .capabilities import Reason
 from .family import WINDOW_NAMES, cannot_draft_error
 from .masks import WindowMasks
 from .metal import TreeMask, hook_layers
-from .modules import clone_sharing_arrays, copy_with_parts
+from .modules import clone_sharing_arrays
 from .shapes import to_float
 from .stages import Stages
 from .state_cache import StateCache
@@ -133,10 +133,7 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
         None where they can be taken back.
     """
     tried: Any = clone_sharing_arrays(model)
-    for module in tried.modules():
-        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-            kind = type(module)
-            module.__class__ = type(kind.__name__, (kind,), {"__call__": _embed_in_float32})
+    _make_embeddings_float32(tried)
     tokens = mx.array(CHECK_TOKENS)
     wrong = mx.array(_WRONG_TOKENS)
     cache = StateCache(make_caches)
@@ -215,13 +212,20 @@ def _float32_with_short_windows(stages: Stages) -> Stages:
             for name in WINDOW_NAMES:
                 if isinstance(getattr(holder, name, None), int):
                     setattr(holder, name, _CHECK_WINDOW)
-    if stages.dtype != mx.float32:
-        decoder.embed_tokens = copy_with_parts(decoder.embed_tokens, _embed_in_float32)
+    _make_embeddings_float32(twin)
     return Stages(twin)
 
 
+def _make_embeddings_float32(model: nn.Module) -> None:
+    """Let all embeddings of a model return float32; each gets another class, in place."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (kind,), {"__call__": _embed_in_float32})
+
+
 def _embed_in_float32(self: Any, tokens: mx.array) -> mx.array:
-    """The call of an embedding's copy: what it looks up, in float32, so that all layers follow."""
+    """The call of such an embedding: what it looks up, in float32, so that all layers follow."""
     original: Any = type(self).__base__
     embedded: mx.array = original.__call__(self, tokens)
     return embedded.astype(mx.float32)
