@@ -23,7 +23,7 @@ def verify_chain(
     """Build a target call on the N nodes of `tree`, each taken as the child of the one before it.
 
     What is proposed for such a target is a chain. Of any other tree a part is wrong guesses, which
-    are rejected.
+    are rejected. The cache is changed at once, though nothing is committed or computed yet.
 
     Args:
         model: the target.
@@ -34,10 +34,13 @@ def verify_chain(
         acceptance: when a drafted token counts as the target's.
 
     Returns:
-        The call, not committed; its `verified` is of the chain, without streams and taps.
+        The call, not committed. Its `verified` is of the chain, without streams and taps, and has
+        logits [1, N, V] in the place of hidden states, of which such a model gives none. Its counts
+        of nodes and of drafted tokens are those of `tree`.
 
     Raises:
-        ValueError: from what a layer keeps no token can be taken back.
+        ValueError: the tree is a root alone, or what a layer keeps cannot be taken back, see
+            `StateCache.verify`.
     """
     chain = chain_tree(tree.tokens)
     position = cache.length

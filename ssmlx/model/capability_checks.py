@@ -119,18 +119,20 @@ def try_batches(stages: Stages) -> Reason:
 def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx.Dtype) -> Reason:
     """Find out why rejected tokens cannot be taken back from what a model without stages keeps.
 
-    Chains of `CHECK_TOKENS` are verified, of which some and all tokens are accepted, on a copy in
-    float32, and the logits compared with those of one call on the whole text. The model stays as it
-    is.
+    `CHECK_TOKENS` are run in pieces: some appended, others as chains with wrong tokens behind them,
+    of which a part is committed, or with none. The logits are compared with those of one call on
+    the whole text; where both are minus infinity they count as equal. All runs on a copy that
+    shares the weights and whose embeddings return float32; windows stay as long as they are. Waits
+    for the device.
 
     Args:
         model: as mlx-lm makes it; `recurrent.hook_recurrences` has seen it.
         make_caches: makes empty caches for it, by layer.
-        dtype: of its weights, for how far logits may differ by rounding.
+        dtype: of its own logits, for how far these may differ by rounding.
 
     Returns:
-        The reason in words: by how much logits differ, or how a call failed, whatever was raised;
-        None where they can be taken back.
+        The reason in words: by how much logits differ, or how a call failed, whatever it raised;
+        None where tokens can be taken back.
     """
     tried: Any = clone_sharing_arrays(model)
     _make_embeddings_float32(tried)

@@ -168,6 +168,9 @@ class StateCache(TreeCache):
     def verify(self, model: ModelCall, tokens: mx.array) -> mx.array:
         """Run a chain through the model; `advance` commits those of its tokens that are accepted.
 
+        The caches hold the whole chain from now on. A chain before it that was not advanced is
+        rejected whole.
+
         Args:
             model: of these caches; `recurrent.hook_recurrences` has seen it.
             tokens: [R], two or more, that follow the committed ones: the newest token, then drafted
@@ -177,7 +180,9 @@ class StateCache(TreeCache):
             [1, R, V] logits.
 
         Raises:
-            ValueError: it is one token, or from what a layer keeps no token can be taken back.
+            ValueError: it is one token, or a layer's cache is no `KVCache`, `RotatingKVCache` or
+                `ArraysCache` itself: nothing has run then. Or a state comes from no recurrence that
+                was recorded: then the caches hold the chain, and this object is of no use any more.
         """
         if tokens.shape[0] < 2:
             raise ValueError("a chain of one token is appended, not verified")
