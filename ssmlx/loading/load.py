@@ -99,19 +99,23 @@ def cast_model(model: nn.Module, dtype: str) -> nn.Module:
     return model
 
 
-def flatten_rope_settings(path: Path) -> dict[str, Any]:
+def nested_rope_settings(path: Path) -> dict[str, Any]:
     """Return the rotary settings that a folder's config.json nests, under the names that every
     mlx-lm model reads.
 
-    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore.
+    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore. The
+    file stays as it is.
 
     Args:
         path: the model's folder.
 
     Returns:
         `rope_theta`, `partial_rotary_factor` and `rope_scaling`, of these what config.json lacks
-        outside of `rope_parameters`; empty where nothing is nested. `rope_scaling` is None for the
-        default kind.
+        outside of `rope_parameters`; empty where that is missing or has no `rope_theta`.
+        `rope_scaling` is all that is nested but `rope_theta`, or None for the default kind.
+
+    Raises:
+        InputError: config.json cannot be read.
     """
     config = read_json(path / "config.json", "a model's settings")
     nested = config.get("rope_parameters")
@@ -130,11 +134,14 @@ def loader_overrides(path: Path) -> dict[str, Any]:
     """Return the keyword arguments that mlx-lm's loader needs besides to load a folder:
     `get_model_classes`, or none.
 
-    It is needed for architectures that mlx-lm lacks and this package has, and for weights with
+    It is needed for architectures that mlx-lm lacks and this package has, and else for weights with
     Medusa heads among them, which are then left out.
 
     Args:
         path: the model's folder.
+
+    Raises:
+        InputError: config.json cannot be read.
     """
     config = read_json(path / "config.json", "a model's settings")
     if file := OWN_FAMILIES.get(config.get("model_type", "")):
@@ -166,7 +173,9 @@ def classes_without_medusa_heads(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @contextmanager
-def explain_load_errors(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[None]:
+def vet_folder_and_explain_errors(
+    folder: Path, failure: str, *, expected: str, do: str
+) -> Iterator[None]:
     """Turn every error over a model folder in the block into an InputError of one line.
 
     Any exception is turned, an InputError excepted, and SystemExit too, which one of mlx-lm's
@@ -279,7 +288,7 @@ def load_weights(
     path: Path,
     dtype: str,
     failure: str,
-    module_paths: Collection[str] = ("",),
+    evaluated_modules: Collection[str] = ("",),
     group: Group | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model of a folder with mlx-lm's loader, cast its weights, and evaluate some or all.
@@ -288,8 +297,8 @@ def load_weights(
         path: the folder.
         dtype: one of `DTYPES`.
         failure: begins the message where it cannot be loaded.
-        module_paths: of the modules whose weights are evaluated, and so read; others stay lazy. ""
-            is the whole model.
+        evaluated_modules: paths of the modules whose weights are evaluated, and so read; others
+            stay lazy. "" is the whole model.
         group: processes that share the model, of which this rank keeps its part; None for the
             whole.
 
@@ -301,8 +310,8 @@ def load_weights(
     """
     claim_process()
     dtype = resolve_dtype(dtype)
-    with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        settings = flatten_rope_settings(path)
+    with vet_folder_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN):
+        settings = nested_rope_settings(path)
         model, config = utils.load_model(
             path,
             lazy=True,
@@ -314,8 +323,8 @@ def load_weights(
     if group is not None:
         shard(model, group)
     modules = dict(model.named_modules())
-    with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        mx.eval([modules[name].parameters() for name in module_paths])
+    with vet_folder_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN):
+        mx.eval([modules[name].parameters() for name in evaluated_modules])
     return model, config
 
 
@@ -330,7 +339,7 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
     Raises:
         InputError: there is none that can be loaded, or the end tokens are no ids.
     """
-    with explain_load_errors(
+    with vet_folder_and_explain_errors(
         path,
         f"{path} has no tokenizer that can be loaded",
         expected="tokenizer.json or tokenizer.model beside the weights",
