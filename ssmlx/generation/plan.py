@@ -108,7 +108,9 @@ class Plan:
     def decision_line(self) -> str:
         """A line for users: what drafts and why, or why nothing does.
 
-        It names the drafter and the nodes of its largest tree, and the speed that is expected now.
+        Of a drafter that drafts at every call, nodes and levels of its tree; of one that a
+        controller may let draft, the nodes of its largest tree and the speed that is expected now,
+        or that plain decoding is expected to be as fast. Of lookup in the text no numbers.
         """
         if not self.drafters:
             asked = self.config.decoding == "plain"
@@ -250,9 +252,10 @@ def drafter_name(
 ) -> str | None:
     """The registered name of what the settings let draft for `model`; None for plain decoding.
 
-    That is the drafter of the settings; else that of the first of `loaded`; else streams, if the
-    model has any or `decoding` asks for speculation; else lookup in the text, where a controller
-    decides and the model can verify chains.
+    None where `decoding` is "plain", whatever else is given. Else the drafter of the settings; else
+    that of the first of `loaded`; else streams, if the model has any or `decoding` asks for
+    speculation; else lookup in the text, where a controller decides and the model can verify
+    chains; else None.
 
     Raises:
         InputError: the model cannot verify what this proposes, or has no streams that are asked
@@ -327,6 +330,9 @@ def decode_plan(
     counts: CallCounts | None = None,
 ) -> Iterator[list[int]]:
     """Decode under a plan: without end, until the iterator is closed.
+
+    The check, and the room for trees, are made when this is called; tokens are computed as they are
+    asked for.
 
     Args:
         plan: what drafts, how the target decides, and the settings.
