@@ -19,7 +19,8 @@ _TICK_SECONDS = 1.0
 def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
     """`items` as an iterable that draws a progress bar where bars are shown, else `items` itself.
 
-    The bar is wiped out at the end.
+    Bars are shown where `shown` is set, and standard error is a terminal. The bar appears after
+    `PATIENCE_SECONDS`, and is wiped out at the end.
 
     Args:
         items: what is gone through.
@@ -61,7 +62,9 @@ def _ticking(**settings: Any) -> Iterator[Any]:
     over = Event()
 
     def tick() -> None:
-        """Draw the bar after `PATIENCE_SECONDS`, and then every second, until the block is over."""
+        """Draw the bar after `PATIENCE_SECONDS`, and then every second, until the block is over;
+        run by a thread of its own.
+        """
         wait = PATIENCE_SECONDS
         while not over.wait(wait):
             drawn.refresh()

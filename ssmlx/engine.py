@@ -104,6 +104,12 @@ class Engine:
         offline: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        """Load the base, with the adapters that are named, and have macOS keep the weights in
+        memory.
+
+        Adapters that are not named are loaded when they are asked for. The arguments are explained
+        at the class.
+        """
         check_memory(memory_gb)
         own, self.tokenizer = load(
             model,
@@ -150,13 +156,15 @@ class Engine:
     def _count_prompts(self, kept: PromptCache) -> None:
         """Count what `kept` has in the memory pool until `close`; nothing in a closed engine."""
 
-        def counted() -> None:
-            """Count `kept` in the pool, unless the engine is closed; on the MLX thread."""
+        def count_on_mlx_thread() -> None:
+            """Count `kept` in the pool, by which it may drop some; do nothing where the engine is
+            closed. On the MLX thread.
+            """
             if not self._is_closed:
                 self._counted.add(kept)
                 kept.count_in(self.memory_pool)
 
-        run(counted)
+        run(count_on_mlx_thread)
 
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
@@ -300,21 +308,24 @@ class Engine:
         config, loaded = resolve_drafter(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 
-        def opened() -> Answer[GenerationResponse]:
-            """Encode the question and begin the answer, on the MLX thread; nothing is decoded."""
+        def open_answer() -> Answer[GenerationResponse]:
+            """Encode the question and begin the answer, on the MLX thread; nothing is decoded.
+
+            The prompt cache that it takes from counts in the engine's pool from now on.
+            """
             prompt = self._encode_question(model, question, chat_options)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
             self._count_prompts(kept)
-            segments = self._segments(
+            segments = self._begin_answer(
                 model, prompt, config, loaded, kept, mask, shares_prompt, joins_prompt
             )
             answer = Answer(segments, progress)
             self._track_open(answer)
             return answer
 
-        return run(opened)
+        return run(open_answer)
 
-    def _segments(
+    def _begin_answer(
         self,
         model: StreamFusedModel,
         prompt: list[int],
@@ -327,8 +338,9 @@ class Engine:
     ) -> Iterator[GenerationResponse | Prefilled]:
         """The segments of an answer, see `answer_segments`, behind what `kept` has of the prompt.
 
-        When the answer is over, or given up, its prompt and what was written of it join `kept`.
-        With `deterministic` nothing that is known is gone on from. On the MLX thread.
+        The prompt is checked, and what `kept` has of it taken, when this is called. When the answer
+        is over, or given up, its prompt and what was written of it join `kept`. With
+        `deterministic` nothing that is known is gone on from. On the MLX thread.
 
         Args:
             model: with the adapter.
@@ -386,7 +398,7 @@ class Engine:
         """
         model = self.model(adapter)
 
-        def opened() -> Answer[ScoredPrompt]:
+        def open_scoring() -> Answer[ScoredPrompt]:
             """Encode and check the prompt and claim its memory, on the MLX thread; nothing is
             scored yet."""
             prompt = self._encode_question(model, question, {})
@@ -400,7 +412,7 @@ class Engine:
             self._track_open(answer)
             return answer
 
-        return run(opened)
+        return run(open_scoring)
 
     def _score_in_pieces(
         self,
@@ -531,7 +543,8 @@ class Engine:
         return self.model(NO_ADAPTER if adapter is None else adapter)
 
     def close(self) -> None:
-        """Cancel what is open, and free the memory. Chats of this engine answer no more.
+        """Cancel what is open, wait for its end, and free the memory. Chats of this engine answer
+        no more.
 
         The engine's own prompt cache is closed. Prompt caches that were given to the engine or to
         its answers are written to their folders, if they have one, and keep what they have in

@@ -64,7 +64,7 @@ def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
         expected="a JSON object a line",
         do=f"check {option}",
     )
-    return [_checked_prompt(line, f"{path}, line {number},") for number, line in lines]
+    return [_parse_prompt_line(line, f"{path}, line {number},") for number, line in lines]
 
 
 def read_lines(
@@ -72,7 +72,7 @@ def read_lines(
 ) -> list[tuple[int, str]]:
     """(number from 1, text) of each line of a UTF-8 file that is not blank.
 
-    Lines end at line feeds and carriage returns alone.
+    Lines end at line feeds and carriage returns alone. Blank lines count in the numbers.
 
     Args:
         path: the file.
@@ -87,7 +87,7 @@ def read_lines(
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def _checked_prompt(line: str, where: str) -> dict[str, Any]:
+def _parse_prompt_line(line: str, where: str) -> dict[str, Any]:
     """Parse and check a line of a file of prompts.
 
     It has to be an object with either "prompt", a text, or "messages" of roles in `ROLES`, whose
@@ -141,10 +141,10 @@ def normalise_turns(messages: Any, found: str = "these turns") -> list[dict[str,
     """Copies of chat turns as templates read them.
 
     Contents that are parts become one text, None becomes "", and the arguments of tool calls become
-    objects where they are JSON.
+    objects where they are JSON. Other fields stay, roles too, whatever they are.
 
     Args:
-        messages: what should be turns.
+        messages: what should be turns; no turns give none.
         found: how the message of an InputError begins.
 
     Raises:
@@ -303,6 +303,9 @@ def encode_turns(
         tokenizer: the model's.
         template: the adapter's; None, or one without `{prompt}`, for the chat template.
         more: other arguments of `chat_tokens`, such as `tools`.
+
+    Raises:
+        InputError: a turn is none, or the chat template is missing or refuses them.
     """
     if template is not None and is_single_turn(messages, template, **more):
         asked = normalise_turns(messages[-1:])[0]["content"]
