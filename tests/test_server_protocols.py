@@ -75,10 +75,10 @@ class Scripted:
         self.reason = reason
         self.stop = stop
 
-    def named(self, ask):
+    def with_known_model(self, ask):
         return replace(ask, model="tiny")
 
-    def prepare(self, ask):
+    def first_prompt_and_config(self, ask):
         return [1] * 7, ask.config
 
     async def parts(self, ask, user=0):
@@ -246,9 +246,9 @@ def test_turns_of_messages():
 
 def test_anthropics_tool_runner_sends_the_whole_conversation_without_threads():
     class Recorded(Scripted):
-        def named(self, ask):
+        def with_known_model(self, ask):
             roles.append([turn["role"] for turn in ask.question])
-            return super().named(ask)
+            return super().with_known_model(ask)
 
     @anthropic.beta_async_tool
     async def add(a: int, b: str) -> str:

@@ -28,7 +28,7 @@ BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.server`.
+    """Parse the options of `python -m ssmlx.server`; values are not checked against each other.
 
     Args:
         argv: the words after the command; None for the process's own.
@@ -91,7 +91,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_keys(path: Path | None) -> list[bytes]:
-    """Return the keys of a file, one a line, each once, in their order; no keys without a file.
+    """Return the keys of a file, which white space separates, each once, in their order; no keys
+    without a file.
 
     Raises:
         InputError: the file is empty, cannot be read, or others than its owner may read it.
@@ -173,7 +174,7 @@ def models_by_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
     return models
 
 
-def _main(args: argparse.Namespace) -> None:
+def _load_and_serve(args: argparse.Namespace) -> None:
     """Load the model, time what drafting costs, then serve until the process is stopped.
 
     Raises:
@@ -262,7 +263,7 @@ def _print_address(sock: socket.socket, models: Sequence[str], needs_key: bool) 
     print(f"curl {address}/v1/chat/completions {headers} -d '{BODY}'\n", flush=True)
 
 
-main = options.make_main(PROG, parse_args, _main)
+main = options.make_main(PROG, parse_args, _load_and_serve)
 
 if __name__ == "__main__":
     raise SystemExit(main())

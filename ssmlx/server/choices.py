@@ -54,7 +54,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
 
-    def read(self, said: GenerationResponse) -> list[Part]:
+    def parts_of_response(self, said: GenerationResponse) -> list[Part]:
         """Return the parts that one response adds; at least one, which may be an empty text.
 
         The first one has the response's token count and log probabilities.
@@ -66,8 +66,11 @@ class Choice:
         told = segment_logprobs(self._tokenizer, said, with_end=not self.ask.is_chat)
         return self._with_number(self._parser.read(TextPart(said.text, len(said.tokens), told)))
 
-    def finish(self, last: GenerationResponse) -> list[Part]:
+    def last_parts(self, last: GenerationResponse) -> list[Part]:
         """Return the parts that were still held back, and last the `ChoiceEnd`.
+
+        Its reason is "length" for a full context too; the parser makes "tool_calls" of "stop" where
+        a tool was called.
 
         Args:
             last: the answer's last response, which was read already.
@@ -123,8 +126,8 @@ class AnswerParser:
         if (ask.is_chat and ask.grammar is None) or ask.forced_tools:
             # A template may open reasoning at the prompt's end.
             machine = make_text_state_machine(tokenizer)
-            finish = tokenizer.decode([*prompt[-16:]])
-            opens = tokenizer.has_thinking and finish.rstrip().endswith(tokenizer.think_start)
+            prompt_end = tokenizer.decode([*prompt[-16:]])
+            opens = tokenizer.has_thinking and prompt_end.rstrip().endswith(tokenizer.think_start)
             begun = "reasoning" if opens else "normal"
             is_new = not ask.continues and not ask.forced_tools
             self._name = (is_new and tokenizer.response_initial_state) or begun
