@@ -6,7 +6,7 @@ segment. Nobody asks ahead, requests are served in the order in which they come,
 that are read at the same time take turns, call by call.
 
 A fork copies neither that thread nor MLX's own. So a process that was forked from one in which
-MLX has computed asks nothing of them, at its exit either: see `claim_process`.
+MLX has computed asks nothing of them, at its exit either: see `claim_process_for_mlx`.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def is_forked() -> bool:
     return _computing_process not in (None, os.getpid())
 
 
-def claim_process() -> None:
+def claim_process_for_mlx() -> None:
     """Note that MLX computes in this process from now on, so that none forked from it may.
 
     To be called before MLX computes anything; as often as wanted.
@@ -122,7 +122,7 @@ class _MlxThread:
         """
         future: Future[Result] = Future()
         try:
-            claim_process()
+            claim_process_for_mlx()
         except InputError as error:
             future.set_exception(error)
             return future
@@ -204,7 +204,7 @@ class _SegmentSource(Generic[Segment]):
         self._segments: Any = segments
         self.is_over = False
 
-    def take(self) -> Segment | Prefilled | None:
+    def compute_next(self) -> Segment | Prefilled | None:
         """Compute and return the next segment; None where the answer is over. On the MLX thread.
 
         An error, which is raised, or a segment with a finish reason ends the answer: its generator
@@ -331,7 +331,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         with self._exclusive_reading():
             while True:
                 if _mlx_thread.is_current:
-                    segment = self._source.take()
+                    segment = self._source.compute_next()
                 else:
                     asked = self._request_segment()
                     with self._keep_request_if_interrupted(asked):
@@ -366,7 +366,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     def _request_segment(self) -> Future[Segment | Prefilled | None]:
         """Ask the MLX thread for the next segment, unless an interrupted reader has asked."""
         if self._requested is None:
-            self._requested = _mlx_thread.submit(self._source.take)
+            self._requested = _mlx_thread.submit(self._source.compute_next)
         return self._requested
 
     @contextmanager

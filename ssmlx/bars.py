@@ -32,7 +32,7 @@ def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
 
 def _behind_bar(items: Iterable[Any], label: str, settings: dict[str, Any]) -> Iterator[Any]:
     """Yield `items`, and draw a bar meanwhile."""
-    with _ticking(iterable=items, desc=label, **settings) as drawn:
+    with _ticking_bar(iterable=items, desc=label, **settings) as drawn:
         yield from drawn
 
 
@@ -45,12 +45,12 @@ def busy(label: str) -> Iterator[None]:
     if not shown.get():
         yield
         return
-    with _ticking(desc=label, bar_format="{desc}: {elapsed}"):
+    with _ticking_bar(desc=label, bar_format="{desc}: {elapsed}"):
         yield
 
 
 @contextmanager
-def _ticking(**settings: Any) -> Iterator[Any]:
+def _ticking_bar(**settings: Any) -> Iterator[Any]:
     """Yield a tqdm bar that a thread draws again every second, so that its time goes on between
     items.
 

@@ -142,7 +142,7 @@ class Engine:
             self.model(one)
         limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
         self.memory_pool = MemoryPool(limit)
-        self._count_prompts(self.prompt_cache)
+        self._count_cache_in_pool(self.prompt_cache)
         self._batches = self._new_batches()
         self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
         run(self._wiring.__enter__)
@@ -153,7 +153,7 @@ class Engine:
         self.memory_pool.share(batches)
         return batches
 
-    def _count_prompts(self, kept: PromptCache) -> None:
+    def _count_cache_in_pool(self, kept: PromptCache) -> None:
         """Count what `kept` has in the memory pool until `close`; nothing in a closed engine."""
 
         def count_on_mlx_thread() -> None:
@@ -190,13 +190,13 @@ class Engine:
             if asked == AUTO_ADAPTER:
                 if self._with_own_streams is not None:
                     return self._with_own_streams
-                return self._load_adapter(*self._find_automatic_adapter())
-            model = self._load_adapter(str(asked), folder)
+                return self._load_adapter_once(*self._find_automatic_adapter())
+            model = self._load_adapter_once(str(asked), folder)
             if isinstance(asked, str):
                 self._folders[asked] = folder
             return model
 
-    def _load_adapter(self, name: str, folder: Path | None) -> StreamFusedModel:
+    def _load_adapter_once(self, name: str, folder: Path | None) -> StreamFusedModel:
         """The base with the adapter of `folder`, alone if that is None; loaded unless it is there.
 
         The caller holds the lock.
@@ -315,7 +315,7 @@ class Engine:
             """
             prompt = self._encode_question(model, question, chat_options)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            self._count_prompts(kept)
+            self._count_cache_in_pool(kept)
             segments = self._begin_answer(
                 model, prompt, config, loaded, kept, mask, shares_prompt, joins_prompt
             )
@@ -446,7 +446,7 @@ class Engine:
         finally:
             holding.release()
         if kept is not None:
-            self._count_prompts(kept)
+            self._count_cache_in_pool(kept)
             kept.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 

@@ -119,9 +119,9 @@ class _Group:
         costs = self._learned.costs.frozen(self._mean_length(rows))
         batched = len(rows) / costs.calls((BATCH, len(rows)))
         is_faster = batched * (STAY if self.is_batched else 1 / STAY) >= in_turns
-        self.is_batched = is_faster and self._has_room(rows)
+        self.is_batched = is_faster and self._has_memory_for_padding(rows)
 
-    def _has_room(self, rows: Sequence[Row]) -> bool:
+    def _has_memory_for_padding(self, rows: Sequence[Row]) -> bool:
         """Whether there is memory for a batch of `rows`, each padded to the longest.
 
         What its padding takes now is not asked for again. What is kept for later answers may be
@@ -262,7 +262,7 @@ class Batches:
             on_prompt=on_prompt,
         )
         try:
-            yield from self._process_prompt(row)
+            yield from self._process_prompt_in_turns(row)
             while True:
                 # It may have joined a batch that is no longer wanted.
                 yield from self._decode_batched(row, logprobs)
@@ -275,7 +275,7 @@ class Batches:
                 group.open.remove(row)
                 group.choose_mode()
 
-    def _process_prompt(self, row: _OpenAnswer) -> Iterator[list[int]]:
+    def _process_prompt_in_turns(self, row: _OpenAnswer) -> Iterator[list[int]]:
         """Have the prompt of `row` processed, in turns with other prompts and with calls.
 
         Its first piece goes before those of others. A turn processes the next piece in line, this
@@ -319,7 +319,7 @@ class Batches:
         """
         if not self._prompts or not self._is_decoding:
             return False
-        upcoming = len(self._next_piece(self._prompts[0]))
+        upcoming = len(self._peek_next_piece(self._prompts[0]))
         rate = self._prompt_rate
         seconds = PIECE_SECONDS if rate is None else upcoming / rate
         return self._owed_seconds > 0 and self._owed_seconds + seconds > PIECE_SECONDS
@@ -353,7 +353,7 @@ class Batches:
         self._num_calls += 1
         self._owed_seconds = max(0.0, self._owed_seconds - seconds)
 
-    def _next_piece(self, row: _OpenAnswer) -> list[int]:
+    def _peek_next_piece(self, row: _OpenAnswer) -> list[int]:
         """The tokens of a row's prompt that its next turn is to process; they stay in `todo`.
 
         As many as were processed in `PIECE_SECONDS` by the last rate, or `PIECES_ALONE` times that
@@ -378,7 +378,7 @@ class Batches:
         known.
         """
         row = self._prompts[0]
-        piece = self._next_piece(row)
+        piece = self._peek_next_piece(row)
         self._prompts.popleft()
         started = time.perf_counter()
         try:

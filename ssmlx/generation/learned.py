@@ -57,7 +57,7 @@ class Learned:
         self._priors: dict[str, AcceptancePrior] = {}
         self._written_at = time.monotonic()
         self._is_new = False
-        self._read()
+        self._read_file()
         atexit.register(self.write)
 
     def prior(self, adapter: str) -> AcceptancePrior:
@@ -100,7 +100,7 @@ class Learned:
         except OSError as error:
             _log.debug("%s cannot be written: %s", self.path, error)
 
-    def _read(self) -> None:
+    def _read_file(self) -> None:
         """Take over the file's costs and ratios, if it is there and of this format and this MLX.
 
         Otherwise, and where any of it is broken, nothing is changed; what is broken is logged.

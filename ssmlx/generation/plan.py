@@ -271,7 +271,7 @@ def drafter_name(
     elif name is None and _is_controlled(model, config):
         return NAME if model.backbone.capabilities.has("chains") else None
     if name is not None:
-        _require_needed(model, name)
+        _require_support(model, name)
     cause = "--drafter streams" if config.drafter else "speculative decoding"
     require(
         name != "streams" or model.num_streams > 0,
@@ -282,7 +282,7 @@ def drafter_name(
     return name
 
 
-def _require_needed(model: StreamFusedModel, name: str) -> None:
+def _require_support(model: StreamFusedModel, name: str) -> None:
     """Raise InputError where `model` cannot verify what the drafter `name` proposes, chains or
     trees."""
     capabilities = model.backbone.capabilities

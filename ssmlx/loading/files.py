@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from ..answers import claim_process
+from ..answers import claim_process_for_mlx
 from ..errors import (
     InputError,
     first_line,
@@ -361,11 +361,11 @@ def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]
 
     Raises:
         InputError: there is no file, it cannot be read, or this process may not use MLX, see
-            `claim_process`.
+            `claim_process_for_mlx`.
     """
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
-    claim_process()
+    claim_process_for_mlx()
     try:
         loaded = mx.load(str(path), format="safetensors")
         assert isinstance(loaded, dict)

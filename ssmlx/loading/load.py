@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..answers import claim_process
+from ..answers import claim_process_for_mlx
 from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
 from ..json_files import read_json
@@ -308,7 +308,7 @@ def load_weights(
     Raises:
         InputError: the folder cannot be loaded, or `dtype` is none of `DTYPES`.
     """
-    claim_process()
+    claim_process_for_mlx()
     dtype = resolve_dtype(dtype)
     with vet_folder_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN):
         settings = nested_rope_settings(path)

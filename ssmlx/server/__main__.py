@@ -90,7 +90,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def read_keys(path: Path | None) -> list[bytes]:
+def read_api_keys(path: Path | None) -> list[bytes]:
     """Return the keys of a file, which white space separates, each once, in their order; no keys
     without a file.
 
@@ -182,7 +182,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
             the model cannot be loaded.
     """
     config = options.generate_config(args)
-    keys = read_keys(args.api_keys)
+    keys = read_api_keys(args.api_keys)
     drafter: options.DrafterOption = args.drafter
     options.require_drafter_key(drafter)
     try:
@@ -223,7 +223,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
     app = make_app(handler, config, hosts, keys)
     model = engine.model(models[name])
     plan = run(lambda: make_plan(model, config, drafter=loaded))
-    _print_address(sock, [*models], bool(keys))
+    _print_address_and_example(sock, [*models], bool(keys))
     lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
     print(*lines, sep="\n", flush=True)
 
@@ -242,7 +242,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
     Server(settings).run(sockets=[sock])
 
 
-def _print_address(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
+def _print_address_and_example(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
     """Print where the server listens, its models, and an example request.
 
     Without a key, an address that other machines reach is followed by a warning.

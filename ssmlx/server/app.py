@@ -28,7 +28,7 @@ from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import messages_responses, openai
-from .fields import check_fields
+from .fields import check_and_list_ignored_fields
 from .handler import RequestHandler
 from .prompts import AGAIN
 from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
@@ -97,7 +97,7 @@ class Routes:
         self._check_access_and_find_user(request)
         match request.url.path:
             case "/":
-                return _page()
+                return _chat_page()
             case "/health":
                 return JSONResponse({"status": "ok"})
             case "/metrics":
@@ -163,7 +163,7 @@ class Routes:
             raise HTTPException(415, "the content type is not application/json")
         read, writer = APIS[path]
         body = await self._read_json_body(request)
-        ignored = check_fields(path, body)
+        ignored = check_and_list_ignored_fields(path, body)
         ask = self.handler.with_known_model(read(body, self.config))
         reply: Response
         if path.endswith("/count_tokens"):
@@ -400,7 +400,7 @@ def _event(name: str | None, data: Mapping[str, Any] | str) -> str:
 
 
 @cache
-def _page() -> Response:
+def _chat_page() -> Response:
     """Return the chat page, with a policy that lets only its own script and style run; it is read
     once.
     """

@@ -179,7 +179,8 @@ class RequestHandler:
 
         A choice waits until the first choice of the same prompt has processed that prompt, so that
         it finds it in the prompt cache. It then waits for a slot. Where nothing is to be generated,
-        the end comes right behind the echoed prompt. Its tokens are counted in the end.
+        the end comes right behind the echoed prompt. The tokens of the choice are counted when it
+        has ended.
 
         Args:
             choice: to answer.

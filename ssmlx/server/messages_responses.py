@@ -198,7 +198,7 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
         "messages": [*turns],
         "tools": _read_tools(body, "input_schema"),
         "stop": body.get("stop_sequences"),
-        "response_format": _value_of_any_name(
+        "response_format": _value_under_several_names(
             {"output_config.format": form, "output_format": body.get("output_format")}
         ),
         "chat_template_kwargs": template_args,
@@ -234,7 +234,7 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
         "tools": _read_tools(body, "parameters"),
         "max_tokens": body.get("max_output_tokens"),
         "response_format": requests.read_typed(body, "text", dict, {}).get("format"),
-        "reasoning_effort": _value_of_any_name(
+        "reasoning_effort": _value_under_several_names(
             {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
         ),
     }
@@ -242,7 +242,7 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
     return _read_as_chat(body, translated, config, names)
 
 
-def _value_of_any_name(values: Mapping[str, Any]) -> Any:
+def _value_under_several_names(values: Mapping[str, Any]) -> Any:
     """Return the value of a setting that an API has several names for; None where it is not given.
 
     Args:

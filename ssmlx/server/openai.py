@@ -73,7 +73,7 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
         forced_tools=choice.forced,
         parallel_calls=choice.is_parallel,
         template_args=_read_template_args(body),
-        **_read_last_turn(body, turns),
+        **_read_continuation(body, turns),
         **_shared_fields(
             body,
             config,
@@ -240,7 +240,7 @@ def _read_template_args(body: Body) -> dict[str, Any]:
     return {"reasoning_effort": effort, **given} if effort else given
 
 
-def _read_last_turn(body: Body, turns: Sequence[Body]) -> dict[str, Any]:
+def _read_continuation(body: Body, turns: Sequence[Body]) -> dict[str, Any]:
     """Read whether the answer continues the last turn, and whether the template opens a turn for
     it.
 
