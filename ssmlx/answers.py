@@ -324,9 +324,12 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     def __next__(self) -> Segment:
         """Wait for the next segment; pieces of the prompt go to `progress` meanwhile.
 
+        On the MLX thread itself it is computed at once.
+
         Raises:
             StopIteration: the answer is over.
-            RuntimeError: another thread or task is reading it.
+            RuntimeError: another thread or task is reading it, or Python is ending.
+            Exception: what computing the segment has raised; the answer is over then.
         """
         with self._exclusive_reading():
             while True:
@@ -350,7 +353,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
         Raises:
             StopAsyncIteration: the answer is over.
-            RuntimeError: another thread or task is reading it.
+            RuntimeError: another thread or task is reading it, or Python is ending.
+            Exception: what computing the segment has raised; the answer is over then.
         """
         with self._exclusive_reading():
             while True:

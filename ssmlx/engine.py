@@ -38,7 +38,7 @@ from .model.cache import TreeCache
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
-from .prompts import Message, Tools, adapter_template, encode_turns, prompt_tokens
+from .prompts import Message, Tools, adapter_template, encode_turns_or_last, prompt_tokens
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig
 
@@ -406,7 +406,7 @@ class Engine:
             check_tokens(model, prompt)
             cache = model.make_cache()
             holding = Holding(self.memory_pool, cache, cache_size_of(model))
-            self.memory_pool.hold(holding, len(prompt))
+            self.memory_pool.add_running(holding, len(prompt))
             scored = self._score_in_pieces(model, prompt, cache, top, prompt_cache, holding)
             answer = Answer(scored, progress)
             self._track_open(answer)
@@ -474,7 +474,7 @@ class Engine:
 
         A text, and the turns of a chat, are put under the adapter's own template where it has one,
         else the model's. Under an adapter's own, the user's last turn may be all that is encoded:
-        see `encode_turns`. Token ids are returned as they are.
+        see `encode_turns_or_last`. Token ids are returned as they are.
 
         Args:
             model: whose adapter decides on the template.
@@ -488,7 +488,9 @@ class Engine:
             return prompt_tokens(question, model, self.tokenizer, **chat_options)
         if len(question) and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
-            return encode_turns(turns, self.tokenizer, adapter_template(model), **chat_options)
+            return encode_turns_or_last(
+                turns, self.tokenizer, adapter_template(model), **chat_options
+            )
         return [int(token) for token in cast("Sequence[int]", question)]
 
     def chat(

@@ -269,7 +269,7 @@ def encode_with_template(
         tokenizer: the model's.
         template: "chat", "raw", or a text with `{prompt}`, as `prompt_tokens` takes it. None for
             the model's chat template; without one, the text as it is. Of several turns, under a
-            text with `{prompt}`, only the last may be encoded, see `encode_turns`; "raw" is
+            text with `{prompt}`, only the last may be encoded, see `encode_turns_or_last`; "raw" is
             refused.
         template_args: for the chat template.
 
@@ -286,10 +286,10 @@ def encode_with_template(
         expected="chat, or a text with {prompt} in it",
         do="choose another",
     )
-    return encode_turns(messages, tokenizer, template, **more)
+    return encode_turns_or_last(messages, tokenizer, template, **more)
 
 
-def encode_turns(
+def encode_turns_or_last(
     messages: Sequence[Message], tokenizer: TokenizerWrapper, template: str | None, **more: Any
 ) -> list[int]:
     """The tokens of chat turns, up to where the answer starts.

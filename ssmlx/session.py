@@ -38,7 +38,7 @@ from .prompts import (
     adapter_template,
     check_text,
     common_prefix_length,
-    encode_turns,
+    encode_turns_or_last,
     is_single_turn,
 )
 from .settings import GenerateConfig
@@ -168,11 +168,11 @@ class ChatSession:
             self.messages: list[Message] = []
             if system:
                 self.messages.append({"role": "system", "content": system})
-            self._empty_cache()
+            self._drop_cache_and_earlier_answers()
 
         run(reset_on_mlx_thread)
 
-    def _empty_cache(self) -> None:
+    def _drop_cache_and_earlier_answers(self) -> None:
         """Drop the cache, the last answer's memory figures and earlier answers.
 
         Of earlier answers, those of a shared prompt cache stay, and are taken for the model of now.
@@ -222,7 +222,7 @@ class ChatSession:
             self._check_idle()
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
-            self._empty_cache()
+            self._drop_cache_and_earlier_answers()
 
         run(take_over_on_mlx_thread)
 
@@ -408,7 +408,9 @@ class ChatSession:
 
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
         """The tokens of `turns` under the chat's template."""
-        return encode_turns(turns, self.tokenizer, adapter_template(self.model), **self._template)
+        return encode_turns_or_last(
+            turns, self.tokenizer, adapter_template(self.model), **self._template
+        )
 
     def _add_to_totals(self, last: GenerationResponse, reused: int) -> None:
         """Add an answer to the totals by its last segment, whose memory figures are kept.

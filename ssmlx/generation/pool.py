@@ -88,7 +88,7 @@ class Holding:
     """The memory of one running answer, counted in a pool until `release` or as long as it lives.
 
     Args:
-        pool: where it counts, from `MemoryPool.hold` on.
+        pool: where it counts, from `MemoryPool.add_running` on.
         cache: the answer's own.
         size: what such caches take.
         scratch: rows that the cache has for steps.
@@ -103,7 +103,7 @@ class Holding:
         scratch: int = 0,
         drafters: Sequence[Drafter] = (),
     ) -> None:
-        """Begin with nothing claimed; it is not counted in `pool` before `MemoryPool.hold`.
+        """Begin with nothing claimed; it is not counted in `pool` before `MemoryPool.add_running`.
 
         The arguments are kept as they are, see the class.
         """
@@ -222,7 +222,7 @@ class MemoryPool:
         with self._lock:
             self._shared.add(one)
 
-    def hold(self, holding: Holding, num_tokens: int) -> Holding:
+    def add_running(self, holding: Holding, num_tokens: int) -> Holding:
         """Count a new answer, whose text has `num_tokens`, and claim its memory; returns `holding`.
 
         Raises:
@@ -302,7 +302,7 @@ class MemoryPool:
             size = cache_size_of(model)
             holding = Holding(self, cache, size, plan.scratch, plan.drafters)
             num_tokens = cache.offset + len(prompt)
-            self.hold(holding, num_tokens)
+            self.add_running(holding, num_tokens)
             steps = decode(plan, model, prompt, cache, context=context, **more)
             return _claim_memory_while_decoding(steps, holding, num_tokens)
 

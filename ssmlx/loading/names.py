@@ -227,7 +227,8 @@ def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
     see `resolve_adapter`.
 
     Of an adapter that was made here and a bundled one of the same name, the bundled one is
-    returned. A path is returned whether it exists or not.
+    returned. A path is returned whether it exists or not; a folder of a bare name in the working
+    directory also where it holds no adapter, if no adapter has that name.
 
     Raises:
         InputError: no adapter has this name, only a checkout has it, or it cannot be fetched.

@@ -147,7 +147,7 @@ def make_prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
     ]
 
 
-def models_by_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
+def adapters_by_model_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
     """Return the adapter of each name by which a request may call the model.
 
     Args:
@@ -210,7 +210,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
         progress=options.DownloadBar(),
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
-    models = models_by_name(name, args.adapter or ())
+    models = adapters_by_model_name(name, args.adapter or ())
     loaded = options.load_drafter(args, engine.model(models[name]), engine.tokenizer)
     for one in models.values():
         time_costs_first(

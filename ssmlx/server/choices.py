@@ -64,7 +64,9 @@ class Choice:
         """
         # A text completion tells its end token, too, as OpenAI's and vLLM's do.
         told = segment_logprobs(self._tokenizer, said, with_end=not self.ask.is_chat)
-        return self._with_number(self._parser.read(TextPart(said.text, len(said.tokens), told)))
+        return self._with_number(
+            self._parser.split_into_parts(TextPart(said.text, len(said.tokens), told))
+        )
 
     def last_parts(self, last: GenerationResponse) -> list[Part]:
         """Return the parts that were still held back, and last the `ChoiceEnd`.
@@ -77,7 +79,9 @@ class Choice:
         """
         reason: Any = "stop" if last.finish_reason == "stop" else "length"
         num_predicted = len(self.config.prompt_lookup.reference)
-        return self._with_number(self._parser.read(ChoiceEnd(reason, last, num_predicted)))
+        return self._with_number(
+            self._parser.split_into_parts(ChoiceEnd(reason, last, num_predicted))
+        )
 
     def with_scoring_time(self, last: GenerationResponse) -> GenerationResponse:
         """Return `last` with the time that scoring its prompt took added to its `prefill_seconds`.
@@ -133,7 +137,7 @@ class AnswerParser:
             self._name = (is_new and tokenizer.response_initial_state) or begun
         self._state = machine.make_state(self._name)
 
-    def read(self, part: TextPart | ChoiceEnd) -> list[Part]:
+    def split_into_parts(self, part: TextPart | ChoiceEnd) -> list[Part]:
         """Return the parts of the next piece of text, or of the end of the answer.
 
         Of a piece there is at least one part. The first one has the piece's token count and log
@@ -157,9 +161,11 @@ class AnswerParser:
         return [*found, replace(part, reason="tool_calls") if is_call else part]
 
     def _parts_of_segments(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
-        """Return the parts of (state, text) segments of mlx-lm's state machine.
+        """Return the parts of (state, text) segments of mlx-lm's state machine; none for empty
+        texts.
 
-        Text of a call is collected, and parsed when the call's segments end.
+        Text of a call is collected, and parsed when the call's segments end. White space of text
+        behind a marker is left out.
         """
         found: list[Part] = []
         for name, text in segments:

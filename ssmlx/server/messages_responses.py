@@ -136,13 +136,13 @@ class _Turns(list[dict[str, Any]]):
         return self[-1]
 
 
-def _read_tools(body: Body, schema: str) -> list[dict[str, Any]]:
+def _read_tools(body: Body, schema_field: str) -> list[dict[str, Any]]:
     """Return the `tools` of a request in the form that chat templates take, OpenAI's chat form.
 
     Args:
         body: the request; without tools the list is empty.
-        schema: the field of a tool that has the JSON schema of its arguments; an empty one becomes
-            that of any object.
+        schema_field: the field of a tool that has the JSON schema of its arguments; an empty one
+            becomes that of any object.
 
     Raises:
         RequestError: a tool has no such field and is not of type "function", as the API's own
@@ -151,16 +151,18 @@ def _read_tools(body: Body, schema: str) -> list[dict[str, Any]]:
     tools = requests.content_parts(body.get("tools") or [], "tools")
     for tool in tools:
         what = f"tools has {quoted(tool.get('type') or tool.get('name'))}"
-        expected = f"tools that the client runs, each with its {schema}: this server runs none"
+        expected = (
+            f"tools that the client runs, each with its {schema_field}: this server runs none"
+        )
         requests.check_field(
-            schema in tool or tool.get("type") == "function", what, expected, "tools"
+            schema_field in tool or tool.get("type") == "function", what, expected, "tools"
         )
     ok = all(isinstance(one.get("name"), str) for one in tools)
     requests.check_field(ok, "tools", "a name for each", "tools")
     found = []
     for tool in tools:
         function = {"name": tool["name"], "description": tool.get("description") or ""}
-        function["parameters"] = tool.get(schema) or {"type": "object", "properties": {}}
+        function["parameters"] = tool.get(schema_field) or {"type": "object", "properties": {}}
         found.append({"type": "function", "function": function})
     return found
 
@@ -545,7 +547,9 @@ class ResponsesWriter:
 
 
 def _echoed_fields(ask: AnswerRequest) -> dict[str, Any]:
-    """Return the fields of a response that repeat its request, with defaults for those it lacks."""
+    """Return the fields of a response that repeat its request, with defaults for those it lacks,
+    and those that are the same for every request.
+    """
     body = ask.body
     offered = ask.tools or ()
     metadata = body.get("metadata")

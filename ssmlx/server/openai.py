@@ -74,7 +74,7 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
         parallel_calls=choice.is_parallel,
         template_args=_read_template_args(body),
         **_read_continuation(body, turns),
-        **_shared_fields(
+        **_read_shared_fields(
             body,
             config,
             (requests.read_number(body, "top_logprobs", 0, 20) or 0) if wants else None,
@@ -104,7 +104,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         is_chat=False,
         echoes=requests.read_typed(body, "echo", bool, False),
         writes=writes,
-        **_shared_fields(body, config, requests.read_number(body, "logprobs", 0, 20)),
+        **_read_shared_fields(body, config, requests.read_number(body, "logprobs", 0, 20)),
     )
     found = f"{1 + len(others)} prompts and n {ask.choices}"
     requests.check_field(ask.num_answers <= MOST_ANSWERS, found, f"{MOST_ANSWERS} answers at most")
@@ -130,7 +130,7 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
     return cast("list[str | list[int]]", prompts)
 
 
-def _shared_fields(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
+def _read_shared_fields(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
     """Read the fields that chats and text completions share.
 
     Args:

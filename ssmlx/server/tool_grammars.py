@@ -97,7 +97,7 @@ def _object_schema(schema: Schema) -> dict[str, Any]:
     return {"type": "object", **only, **schema}
 
 
-def _sorted_parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
+def _parameters_required_first(schema: Schema) -> list[tuple[str, Any, bool]]:
     """Return (name, schema, whether it is required) of each argument, required ones first, else in
     their order.
 
@@ -178,7 +178,7 @@ def _tagged_format(
         `rules`.
         """
         parts = [rules.literal(head.format(name))]
-        for argument, own, is_required in _sorted_parameters(schema):
+        for argument, own, is_required in _parameters_required_first(schema):
             found = []
             for choice in alternatives(own) if splits else [own]:
                 text = _unquoted_text(rules, choice, _LETTER)
@@ -213,7 +213,7 @@ def _bracketed_format(
         `rules`.
         """
         items = []
-        for argument, own, is_required in _sorted_parameters(schema):
+        for argument, own, is_required in _parameters_required_first(schema):
             found = []
             mark = rules.literal(quote)
             for choice in alternatives(own) if quote else [own]:
@@ -277,7 +277,7 @@ def _longcat_call(rules: GrammarRules, name: str, schema: Schema) -> str:
         name: of the tool.
         schema: of its arguments.
     """
-    if not any(is_required for _, _, is_required in _sorted_parameters(schema)):
+    if not any(is_required for _, _, is_required in _parameters_required_first(schema)):
         return _json_call(rules, name, schema)
     before = "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>"
     return _tagged_format("{}\n", before, "</longcat_arg_value>\n", "")(rules, name, schema)
