@@ -173,9 +173,7 @@ def classes_without_medusa_heads(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @contextmanager
-def vet_folder_and_explain_errors(
-    folder: Path, failure: str, *, expected: str, do: str
-) -> Iterator[None]:
+def explain_load_errors(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[None]:
     """Turn every error over a model folder in the block into an InputError of one line.
 
     Any exception is turned, an InputError excepted, and SystemExit too, which one of mlx-lm's
@@ -310,7 +308,7 @@ def load_weights(
     """
     claim_process_for_mlx()
     dtype = resolve_dtype(dtype)
-    with vet_folder_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN):
+    with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
         settings = nested_rope_settings(path)
         model, config = utils.load_model(
             path,
@@ -323,7 +321,7 @@ def load_weights(
     if group is not None:
         shard(model, group)
     modules = dict(model.named_modules())
-    with vet_folder_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN):
+    with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
         mx.eval([modules[name].parameters() for name in evaluated_modules])
     return model, config
 
@@ -339,7 +337,7 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
     Raises:
         InputError: there is none that can be loaded, or the end tokens are no ids.
     """
-    with vet_folder_and_explain_errors(
+    with explain_load_errors(
         path,
         f"{path} has no tokenizer that can be loaded",
         expected="tokenizer.json or tokenizer.model beside the weights",
