@@ -250,12 +250,12 @@ def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
 def drafter_name(
     model: StreamFusedModel, config: GenerateConfig, loaded: Sequence[Loaded]
 ) -> str | None:
-    """The registered name of what the settings let draft for `model`; None for plain decoding.
+    """The registered name of what the settings let draft for `model`; None where nothing drafts,
+    and where `decoding` is "plain", whatever else is given.
 
-    None where `decoding` is "plain", whatever else is given. Else the drafter of the settings; else
-    that of the first of `loaded`; else streams, if the model has any or `decoding` asks for
-    speculation; else lookup in the text, where a controller decides and the model can verify
-    chains; else None.
+    That is the drafter of the settings; else that of the first of `loaded`; else streams, if the
+    model has any or `decoding` asks for speculation; else lookup in the text, where a controller
+    decides and the model can verify chains.
 
     Raises:
         InputError: the model cannot verify what this proposes, or has no streams that are asked
