@@ -275,7 +275,8 @@ class PartFile:
         """Read the file into `done`, and check its settings.
 
         Returns:
-            How many bytes, from the beginning, are whole lines; 0 of an empty file.
+            How many bytes, from the beginning, are whole lines; 0 of a file without any, whose
+            settings count as equal.
 
         Raises:
             InputError: a whole line is no JSON, or a line behind the first is no list; or the
@@ -313,7 +314,8 @@ def folder_digest(folder: Path | None) -> str:
     """Return the SHA-256, in hexadecimal, over names and contents of the files `*.safetensors` and
     `*config.json` in a folder.
 
-    Other files and folders inside do not count. For None it is the digest of nothing.
+    All bytes are read, each time. Other files and folders inside do not count. For None, and for a
+    folder without such files, it is the digest of nothing.
     """
     digest = hashlib.sha256()
     if folder is not None:

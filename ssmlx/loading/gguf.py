@@ -39,12 +39,15 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
 
     Weights keep the bits that the file stores, also the packed ones; norms become float16. Names
     change, and the rows of the query and key projections go back to Hugging Face's order. Nothing
-    is checked: see the top of this file for what may be given.
+    is checked but that weights are finite: see the top of this file for what may be given.
 
     Args:
         gguf_path: the file.
         out_dir: made where it is missing; gets config.json, model.safetensors, tokenizer.json and
             tokenizer_config.json, over older ones.
+
+    Raises:
+        InputError: a weight is not finite, or the weights cannot be written.
     """
     loaded = mx.load(str(gguf_path), format="gguf", return_metadata=True)
     tensors, values = cast("tuple[_Tensors, _Metadata]", loaded)

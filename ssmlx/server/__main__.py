@@ -175,7 +175,8 @@ def adapters_by_model_name(name: str, adapters: Sequence[str]) -> dict[str, str 
 
 
 def _load_and_serve(args: argparse.Namespace) -> None:
-    """Load the model, time what drafting costs, then serve until the process is stopped.
+    """Load the model, time what drafting costs, print the address and what drafts, then serve until
+    the process is stopped.
 
     Raises:
         InputError: an option is wrong, a package is missing, nothing can listen at the address, or

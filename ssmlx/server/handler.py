@@ -91,8 +91,8 @@ class RequestHandler:
     any_model: bool = False  # whether the first model answers for names that are not known
 
     def __post_init__(self) -> None:
-        """Take the engine's context length, begin to count, and give all users the engine's prompt
-        cache where no caches are given.
+        """Take the context length of the engine's default model, which is loaded now, begin to
+        count, and give all users the engine's prompt cache where no caches are given.
         """
         self.context_length: int | None = self.engine.model().backbone.context_length
         self.prompts = self.prompts or (self.engine.prompt_cache,)
@@ -178,9 +178,10 @@ class RequestHandler:
         """Yield the parts of one choice; the last one is its `ChoiceEnd`.
 
         A choice waits until the first choice of the same prompt has processed that prompt, so that
-        it finds it in the prompt cache. It then waits for a slot. Where nothing is to be generated,
-        the end comes right behind the echoed prompt. The tokens of the choice are counted when it
-        has ended.
+        it finds it in the prompt cache. It then waits for a slot. When the answer of the request's
+        first choice has begun, a `Waiting` is yielded. Where nothing is to be generated, the end
+        comes right behind the echoed prompt. The tokens of the choice are counted when it has
+        ended.
 
         Args:
             choice: to answer.

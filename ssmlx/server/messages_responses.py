@@ -171,7 +171,8 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/messages (Anthropic) or to its token count; it becomes a chat
     completion's.
 
-    `max_tokens` may be missing, as it is in a token count.
+    `max_tokens` may be missing, as it is in a token count. `thinking` becomes the template's
+    `enable_thinking`, unless `chat_template_kwargs` has one.
 
     Args:
         body: the request.
