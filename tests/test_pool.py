@@ -341,12 +341,12 @@ def test_draft_models_and_indexes_count(bounded, text_bytes, base):
         answer = engine.stream(prompt(40), **{**drafting, **how}, adapter="none")
         for _ in range(3):
             next(answer)
-        held[name] = run(pool._count_bytes)
+        held[name] = run(pool._count_running_bytes)
         answer.close()
     del answer
     gc.collect()
     assert held["lookup"] > held["none"] and held["draft"] > held["none"]
-    assert run(pool._count_bytes) == draft.cache_bytes > 0, "it waits for a next answer"
+    assert run(pool._count_running_bytes) == draft.cache_bytes > 0, "it waits for a next answer"
     assert pool.make_room(pool.limit) and draft.cache_bytes == 0
 
 
