@@ -222,7 +222,13 @@ def _add_hits_and_trials(
 
 @mx.compile
 def _find_continuations(text: mx.array, positions: mx.array, count: int) -> mx.array:
-    """`TextOnDevice.find_continuations`, compiled: `text` is its buffer, `positions` [A, 1]."""
+    """[A, count] tokens, as `TextOnDevice.find_continuations` returns them, compiled.
+
+    Args:
+        text: its buffer: the text behind `NGRAM` - 1 tokens that equal nothing.
+        positions: [A, 1] positions in the text.
+        count: tokens to return for each.
+    """
     size = text.shape[0] - NGRAM + 1
     length = mx.array(0)
     places = indices(size)

@@ -132,7 +132,7 @@ class DraftCache:
     """
 
     def __init__(self, draft: DraftModel) -> None:
-        self._draft = draft
+        self._rank_each_level = draft
         self._cache = StateCache(lambda: _make_caches(draft.model))
         self.text: list[int] = []
         self.drafter: Callable[[], object] = lambda: None
@@ -174,10 +174,10 @@ class DraftCache:
         are -inf, its further ones are cut, and tokens that it lacks are read as its last one.
         Uncomputed.
         """
-        known = self._draft.vocab_size
-        wanted = self._draft.target_vocab_size
+        known = self._rank_each_level.vocab_size
+        wanted = self._rank_each_level.target_vocab_size
         appended = mx.minimum(tokens, known - 1)
-        logits = self._cache.append(_call(self._draft.model), appended)[:, -1]
+        logits = self._cache.append(_call(self._rank_each_level.model), appended)[:, -1]
         if known < wanted:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]
@@ -286,13 +286,13 @@ class DraftModelDrafter:
         Always of the largest shape: `shape` is not looked at. Processes what the cache lacks of the
         text; makes a forward pass for each level; of `verified` only the root is read.
         """
-        rows = self._draft(self._cache.process_all_but_last_piece())
+        rows = self._rank_each_level(self._cache.process_all_but_last_piece())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
         return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
 
-    def _draft(self, tokens: mx.array) -> list[mx.array]:
+    def _rank_each_level(self, tokens: mx.array) -> list[mx.array]:
         """The candidates of each level, [W] int32 each, best first, as the target's sampling ranks
         them.
 

@@ -38,7 +38,7 @@ class HeadConfig:
 
     @classmethod
     def read(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
-        """Make settings of JSON `values`, which the file `path` holds; that is only named in
+        """Make settings of JSON `values`. No file is read: `path` is where they come from, for
         messages.
 
         Values of unknown names are passed over. A null is as if it were missing. Lists become

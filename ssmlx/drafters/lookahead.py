@@ -125,7 +125,7 @@ class LookaheadDrafter:
         guess.
 
         Args:
-            verified: its tokens are read.
+            verified: its target tokens are read by the host where a Jacobi step comes first.
             shape: only its levels count; there may be more nodes.
         """
         # Whether the call just read verified its own tree, and all of it.

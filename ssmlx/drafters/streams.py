@@ -247,7 +247,7 @@ class StreamDrafter:
 )
 def build(inputs: DrafterInputs) -> StreamDrafter:
     """Build the drafter of an answer: the settings name the number of streams, the tree and the
-    schedule."""
+    schedule. InputError where the adapter has fewer streams, or cannot follow the schedule."""
     model = inputs.model
     config = inputs.config
     assert model.config and config.tree and config.stream_schedule

@@ -101,8 +101,8 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def _find_faults(self) -> dict[str, bool]:
-        """Return for every fault that the values could have its words, and whether it is there:
-        True for a fault.
+        """Return, by its words for a message, every fault that the values could have, and whether
+        they have it. Values of other types may raise TypeError and the like.
         """
         tree = self.tree.config
         slots = self.num_slots

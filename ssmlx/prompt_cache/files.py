@@ -98,11 +98,11 @@ def read_header(path: Path) -> PromptHeader:
 def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]:
     """Read a prompt file: its tokens, and a cache that holds them, for `model` to go on from.
 
-    Runs MLX.
+    Runs MLX, and so belongs on its thread.
 
     Raises:
-        InputError: the file is damaged, or another model's: of another key, vocabulary, dtype or
-            shapes, or longer than the context. The message has the first of these.
+        InputError: the file is missing or damaged, or another model's: of another key, vocabulary,
+            dtype or shapes, or longer than the context. The message has the first of these.
     """
     read_header(path)
     try:
@@ -110,8 +110,8 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
         tokens = PromptHeader.of(metadata, path).tokens
-        _check_fit(PromptHeader.of(metadata, path), path, model)
-        like = _sample_rows(model)
+        _require_fits_model(PromptHeader.of(metadata, path), path, model)
+        like = _rows_of_one_token(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
         dtype = like[0][0].dtype
@@ -128,7 +128,7 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
     return tokens, TreeCache.of_rows(rows)
 
 
-def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
+def _require_fits_model(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
     """Raise InputError where a prompt was made with another model than `model`.
 
     Or where it has a token outside the model's vocabulary, or more tokens than its context. `path`
@@ -176,7 +176,7 @@ def _arrays_by_name(rows: Sequence[Rows]) -> dict[str, mx.array]:
     return found
 
 
-def _sample_rows(model: StreamFusedModel) -> list[Rows]:
+def _rows_of_one_token(model: StreamFusedModel) -> list[Rows]:
     """The rows of one token by layer, uncomputed: for their shapes and dtypes."""
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
@@ -278,6 +278,9 @@ class PromptFolder:
 
         Args:
             key, tokens, cache, run: see `write_prompt`.
+
+        Its size is estimated beforehand by that of the cache's rows. Unfinished files of other
+        processes are deleted, as far as `delete_unfinished_files` does.
 
         Raises:
             OSError: it cannot be written.
