@@ -59,7 +59,7 @@ def forget():
 def _auto_again():
     forget()
     yield
-    metal.use("auto")
+    metal.choose_attention("auto")
     forget()
 
 
@@ -283,7 +283,7 @@ def test_mask_is_an_array_where_the_kernel_cannot_be_used(available, takes, monk
     mask = StepMasks().step_mask(visible, Seen(), None, lambda: takes)
     assert isinstance(mask, mx.array)
     if available:
-        metal.use("fused")
+        metal.choose_attention("fused")
         with pytest.raises(InputError, match="attention of its own"):
             StepMasks().step_mask(visible, Seen(), None, bool)
 
@@ -292,16 +292,16 @@ def test_without_metal_fused_is_an_error_and_auto_is_off():
     if metal.is_available():
         pytest.skip("Metal is here")
     with pytest.raises(InputError, match="no Metal device here; expected a Mac"):
-        metal.use("fused")
+        metal.choose_attention("fused")
     with pytest.raises(InputError, match="attention metal; expected one of auto, mlx, fused"):
-        metal.use("metal")  # type: ignore[arg-type]
+        metal.choose_attention("metal")  # type: ignore[arg-type]
     assert metal.chosen_attention() == "auto"
     assert not hook.is_on()
 
 
 def test_mlx_switches_it_off(on_shim):
     assert hook.is_on()
-    metal.use("mlx")
+    metal.choose_attention("mlx")
     assert not hook.is_on()
     model = make_model()
     cache = model.make_cache()
@@ -364,7 +364,7 @@ def test_layers_of_mlx_lm_take_tree_masks(architecture):
 @pytest.mark.parametrize("schedule", ["fused", "second-pass"])
 @pytest.mark.parametrize("prune", [PruneConfig(), PruneConfig(kind="budget", keep=4)], ids=str)
 def test_answers_through_the_kernel_are_plain_decodings(schedule, prune, on_shim):
-    metal.use("fused")
+    metal.choose_attention("fused")
     model = make_model("llama", "all")
     drafter = StreamDrafter(model, TreeConfig(size=7), model.num_streams, schedule)
     cache = model.make_cache()
@@ -453,7 +453,7 @@ def test_a_kernel_that_disagrees_with_mlx_is_not_used(on_shim, speeds, monkeypat
         hook.time_pending_shape()
         assert not hook.division_for(*attention_of(rows))
     assert len(tried) == 1 and caplog.text.count("differs from MLX's by") == 1
-    metal.use("fused")
+    metal.choose_attention("fused")
     with pytest.raises(InputError, match="a GPU that runs the kernel"):
         hook.division_for(*attention_of())
 
@@ -470,7 +470,7 @@ def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
 
 
 def test_fused_for_heads_that_it_cannot_is_an_error(on_shim):
-    metal.use("fused")
+    metal.choose_attention("fused")
     with pytest.raises(InputError, match="heads of 256"):
         hook.division_for(mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
 

@@ -110,6 +110,12 @@ class Sampling:
     """
 
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
+        """Check the logit bias, and keep the settings; the noise's seed is drawn when it is first
+        needed.
+
+        InputError where the bias names a token that is not below `vocab_size`. Top-k of 0, or of V
+        or more, is off; so is top-p of 0, or of 1 or more.
+        """
         self.config = config
         self._vocab_size = vocab_size
         self.context_size = config.context_size  # C, recent tokens that it needs of each row

@@ -38,6 +38,7 @@ class TextOnDevice:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
+        """Begin with the text `tokens`, which may be empty, and free room for 256 to 511 more."""
         self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
         # Before the text stand tokens that equal nothing, so that it can be shifted. The buffer has
         # few sizes, as each is another kernel to compile.

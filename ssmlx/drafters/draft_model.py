@@ -52,6 +52,11 @@ class DraftModel:
     drafter = "draft-model"
 
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
+        """Compute the model's arrays, and read V off the shape of its logits; it has no caches yet.
+
+        InputError where a layer's cache is none from which tokens can be taken back. The target is
+        taken to have the same V until `target_vocab_size` is set.
+        """
         self.model = model
         self.name = name
         mx.eval(module_arrays(model))
@@ -132,7 +137,8 @@ class DraftCache:
     """
 
     def __init__(self, draft: DraftModel) -> None:
-        self._rank_each_level = draft
+        """Begin with an empty text, and caches of the model of `draft`; no drafter has it yet."""
+        self._draft = draft
         self._cache = StateCache(lambda: _make_caches(draft.model))
         self.text: list[int] = []
         self.drafter: Callable[[], object] = lambda: None
@@ -174,10 +180,10 @@ class DraftCache:
         are -inf, its further ones are cut, and tokens that it lacks are read as its last one.
         Uncomputed.
         """
-        known = self._rank_each_level.vocab_size
-        wanted = self._rank_each_level.target_vocab_size
+        known = self._draft.vocab_size
+        wanted = self._draft.target_vocab_size
         appended = mx.minimum(tokens, known - 1)
-        logits = self._cache.append(_call(self._rank_each_level.model), appended)[:, -1]
+        logits = self._cache.append(_call(self._draft.model), appended)[:, -1]
         if known < wanted:
             return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
         return logits[:, :wanted]
@@ -243,6 +249,10 @@ class DraftModelDrafter:
         *,
         is_chain: bool = False,
     ) -> None:
+        """Fix the shape of the trees; a cache is claimed by `start`.
+
+        The width is at most the draft model's and the target's vocabulary, and 1 for chains.
+        """
         width = min(1 if is_chain else config.width, model.vocab_size, model.target_vocab_size)
         self._model = model
         self._sampling = sampling

@@ -166,6 +166,10 @@ class HeadDrafter:
     def __init__(
         self, backbone: Backbone, heads: DraftingHeads, tree: Any, sampling: Sampling = GREEDY
     ) -> None:
+        """Fill in the tree's settings by the heads', which gives `largest`; nothing runs yet.
+
+        InputError where the heads cannot draft such a tree.
+        """
         self._backbone = backbone
         self._heads = heads
         self._tree = heads.complete_tree_settings(tree)

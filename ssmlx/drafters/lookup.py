@@ -85,6 +85,7 @@ class OtherText:
     def __init__(
         self, index: TextIndex, expected: Sequence[int] = (), overlap: int = CONTEXT_TOKENS
     ) -> None:
+        """Keep `index`, which is not copied, and begin with an empty text."""
         self.index = index
         self._expected = expected
         self._overlap = overlap
@@ -138,6 +139,11 @@ class PromptLookupDrafter:
         end_tokens: Collection[int] = (),
         is_chain: bool = False,
     ) -> None:
+        """Choose what is looked up in: `earlier` where given, else the settings' reference, else
+        the text.
+
+        That gives the drafter's `name`. Nothing is indexed before `start`.
+        """
         self.name = NAME
         self._is_chain = is_chain
         self.source: OwnText | OtherText = OwnText()

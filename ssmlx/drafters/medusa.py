@@ -68,6 +68,11 @@ class MedusaHeads(DraftingHeads):
     def __init__(
         self, config: MedusaConfig, tensors: Mapping[str, mx.array], backbone: Backbone
     ) -> None:
+        """Stack the weights of all heads, and compute them.
+
+        Heads without a matrix use the LM head of `backbone`, or a copy of its rows for the draft
+        vocabulary. `nbytes` counts the stacked weights and that copy, not the model's own LM head.
+        """
         super().__init__(config, tensors, backbone)
         heads = range(config.num_heads)
         vocab = self.draft_vocab

@@ -43,6 +43,11 @@ class DraftVocab:
     """
 
     def __init__(self, model: StreamFusedModel, text: Sequence[int] = ()) -> None:
+        """Find the text's other tokens, and make an LM head for them, computed.
+
+        That takes a copy of up to `TEXT_TOKENS` rows of the model's. Nothing is made without a
+        text, or where the model has no draft vocabulary.
+        """
         self._model = model
         self.tokens = model.draft_vocab
         self.nbytes = 0
@@ -137,6 +142,11 @@ class StreamDrafter:
         schedule: StreamSchedule = "second-pass",
         sampling: Sampling = GREEDY,
     ) -> None:
+        """Cut the tree's width to the draft vocabulary's size, and start on an empty text.
+
+        InputError where the streams cannot run by `schedule`: those that start from the root only
+        by "second-pass".
+        """
         require(
             schedule in model.schedules,
             f"--drafter streams schedule={schedule}, but these streams start from the newest token",

@@ -21,6 +21,7 @@ class Trie:
     """
 
     def __init__(self, root: int, max_nodes: int) -> None:
+        """Begin with the root alone."""
         self.tokens = [root]
         self.parents = [0]
         self.depths = [0]

@@ -89,6 +89,12 @@ class Backbone(Stages):
         draft_bits: int | None = None,
         group: Group | None = None,
     ) -> None:
+        """Check by a few calls that the stages are the model; else make it one that runs by its own
+        call.
+
+        Computes the model's arrays. Rotary embeddings are wrapped, and left as they were where the
+        stages fail. InputError where the model does not run by its own call either.
+        """
         self.reload = reload
         self.draft_bits = draft_bits
         self.group = group

@@ -160,6 +160,9 @@ class WindowMasks:
     def __init__(
         self, whole: mx.array | metal.TreeMask, positions: mx.array, num_rows: int, cache: Columns
     ) -> None:
+        """Keep the step's mask, and the position of each row; masks for windows are made when asked
+        for.
+        """
         self._whole = whole
         self._cache = cache
         self._rows = positions if positions.size == num_rows else positions + indices(num_rows)

@@ -63,6 +63,7 @@ class PositionedRope(nn.Module):
     """
 
     def __init__(self, rope: nn.Module) -> None:
+        """Wrap `rope`; one that changes angles past the context's end becomes a plain `nn.RoPE`."""
         super().__init__()
         if isinstance(rope, DynamicNTKScalingRoPE):
             # It turns by other angles past the context's end alone, where nothing is answered.

@@ -142,6 +142,7 @@ class AnswerAcceptance:
     """
 
     def __init__(self, prior_ratio: float, first_ratio: float = FIRST_RATIO) -> None:
+        """Begin an answer with the ratio `prior_ratio`, and no counts."""
         self._prior_ratio = prior_ratio
         self.first_ratio = first_ratio
         self._accepted = 0.0  # of late: with decay

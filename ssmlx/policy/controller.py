@@ -182,6 +182,11 @@ class Controller:
         context: int = 0,
         reads_seconds: bool = True,
     ) -> None:
+        """Begin an answer: freeze the costs of the bucket of `context`, with nothing drafted yet.
+
+        Where the table says that plain calls are to be timed, and seconds are read, the first calls
+        are plain. Asks the sources for offers then.
+        """
         self._table = table
         self._prior = prior
         self._sources = sources
@@ -383,7 +388,9 @@ class Controller:
             if offer.needs_host_tokens:
                 self._need_host_tokens.add(offer.drafter)
                 if not is_read:
-                    likely, then = offer.after_tokens(self._expected_unread_tokens, self._acceptance_ratio)
+                    likely, then = offer.after_tokens(
+                        self._expected_unread_tokens, self._acceptance_ratio
+                    )
                     is_awaited = (
                         self._pending is not None
                         and self._pending.drafter in self._need_host_tokens

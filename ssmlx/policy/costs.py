@@ -255,6 +255,9 @@ class CostTable:
     """
 
     def __init__(self) -> None:
+        """Begin with no cost known, `FIRST_BANK` plain calls in the bank, and a probe allowed at
+        once.
+        """
         self.bank = FIRST_BANK
         self.noise = FIRST_NOISE
         self.probe_wait = PROBE_WAIT

@@ -89,6 +89,7 @@ class PromptCache:
         folder: str | Path | None = None,
         max_disk_bytes: int = 2**32,
     ) -> None:
+        """Begin with nothing in memory; `folder` is neither made nor read yet."""
         self.max_bytes = max_bytes
         self._pools: list[MemoryPool] = []  # of the engines that use it; it counts in the first
         self._folder = (
@@ -237,7 +238,9 @@ class PromptCache:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _take_on_mlx_thread(self, model: StreamFusedModel, tokens: Tokens, scratch: int) -> tuple[TreeCache, int]:
+    def _take_on_mlx_thread(
+        self, model: StreamFusedModel, tokens: Tokens, scratch: int
+    ) -> tuple[TreeCache, int]:
         """`take` on the MLX thread: a cache of the caller's own, and how many of `tokens` it holds.
 
         The cache is a computed copy. A file of the folder that shares more with `tokens` than what
@@ -254,14 +257,14 @@ class PromptCache:
         if self._folder is not None and model.backbone.group is None:
             path, in_file = self._folder.find_longest(key, tokens)
             if path is not None and in_file > count:
-                entry, count = self._read_file_into_memory(path, model, key, tokens) or (entry, count)
+                entry, count = self._read_file(path, model, key, tokens) or (entry, count)
         if entry is None:
             return model.make_cache(scratch), 0
         cache = entry.cache.fork(count)
         mx.eval(cache.state)
         return cache, count
 
-    def _read_file_into_memory(
+    def _read_file(
         self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
         """Read a file of the folder into the memory, as its newest prompt, and mark the file as

@@ -29,7 +29,7 @@ def is_available() -> bool:
     return mx.metal.is_available() and mx.default_device() == mx.gpu
 
 
-def use(attention: Attention) -> None:
+def choose_attention(attention: Attention) -> None:
     """Choose what computes the attention of tree and stream rows, in this process, from the next
     step on.
 
@@ -53,7 +53,7 @@ def use(attention: Attention) -> None:
 
 
 def chosen_attention() -> Attention:
-    """What `use` chose last; "auto" at first."""
+    """What `choose_attention` chose last; "auto" at first."""
     return _chosen
 
 
@@ -139,6 +139,9 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
         mask: Any = None,
         **others: Any,
     ) -> mx.array:
+        """mlx-lm's attention, [1, H, R, Dh]; a `TreeMask` goes to the fused kernel, or becomes
+        dense.
+        """
         if isinstance(mask, TreeMask):
             division = division_for(queries, keys) if others.get("sinks") is None else None
             if division is not None:
