@@ -49,7 +49,7 @@ class Row:
     is_paused: bool = False  # nobody reads it, or it is over
     error: Exception | None = None
 
-    def sample(self, token: mx.array, logits: mx.array) -> Chosen:
+    def sample_and_move_tail(self, token: mx.array, logits: mx.array) -> Chosen:
         """Decide the token after `token`, by the row's own settings, mask and noise.
 
         Changes `tail`, whose last token is `token` then, and nothing else.
@@ -249,7 +249,9 @@ class Batch:
             self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)
         else:
             pairs = zip(mx.split(newest, len(rows)), mx.split(logits, len(rows)), strict=True)
-            chosen = [row.sample(*pair) for row, pair in zip(rows, pairs, strict=True)]
+            chosen = [
+                row.sample_and_move_tail(*pair) for row, pair in zip(rows, pairs, strict=True)
+            ]
             self._newest = mx.concatenate([token for token, _ in chosen])
             logprobs = [one for _, one in chosen]
         mx.async_eval(self._newest, [one for one in logprobs if one is not None])

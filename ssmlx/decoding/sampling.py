@@ -283,7 +283,7 @@ class Sampling:
         if self._filters:
             size = logits.shape[1]
             width = min(size, max(count, self._top_k or NUM_CANDIDATES))
-            tokens, scores, may_keep_more = rank_filtered(
+            tokens, scores, may_keep_more = rank_filtered_with_noise(
                 logits,
                 self._scale,
                 self._bounds,
@@ -319,18 +319,18 @@ class Sampling:
             tokens: [P] the tokens' ids.
 
         Returns:
-            [P, 1 + 2 T] float32, as `logprob_rows` gives them, T the number that the settings ask
-            for, at most V; None where they ask for none.
+            [P, 1 + 2 T] float32, as `own_and_top_logprobs` gives them, T the number that the
+            settings ask for, at most V; None where they ask for none.
         """
         if self.config.logprobs is None:
             return None
         positions = replace(positions, depths=positions.depths[rows], recent=positions.recent[rows])
-        return logprob_rows(
+        return own_and_top_logprobs(
             self.apply_bias_and_penalties(logits[rows], positions), tokens, self.config.logprobs
         )
 
 
-def logprob_rows(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
+def own_and_top_logprobs(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
     """Log probabilities of tokens, and the likeliest tokens beside them, in one array.
 
     Args:
@@ -427,7 +427,7 @@ def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
 
 
 @mx.compile
-def rank_filtered(
+def rank_filtered_with_noise(
     logits: mx.array,
     scale: mx.array,
     bounds: mx.array,

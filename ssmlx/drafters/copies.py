@@ -90,12 +90,12 @@ class Copies:
     def follow(self, tokens: Sequence[int], position: int) -> None:
         """Write `tokens`, for which no tree was drafted here, into the text from `position` on.
 
-        The next call of `mix_into_guesses` learns nothing then.
+        The next call of `learn_and_mix_into_guesses` learns nothing then.
         """
         self._text.write(mx.array(list(tokens), mx.int32), mx.array([position], mx.int32))
         self._before = None
 
-    def mix_into_guesses(
+    def learn_and_mix_into_guesses(
         self, guesses: Guesses, decided: mx.array, num_accepted: mx.array, position: mx.array
     ) -> Guesses:
         """Write a call's tokens into the text, learn from them, and mix copies into new guesses.

@@ -37,7 +37,7 @@ class HeadConfig:
         check_settings(self, found=found, do="check the heads, or convert them again")
 
     @classmethod
-    def read(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
+    def from_json_values(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
         """Make settings of JSON `values`. No file is read: `path` is where they come from, for
         messages.
 

@@ -65,7 +65,7 @@ class DraftVocab:
             self._heads.append(model.backbone.draft_head(more))
             self.nbytes = self.tokens.nbytes + head_bytes(self._heads[1])
 
-    def rank(
+    def rank_stream_tokens(
         self, hidden: mx.array, roots: mx.array, count: int, noise: Noise = None
     ) -> tuple[mx.array, mx.array]:
         """Rank the tokens that every stream guesses, among those of the draft vocabulary.
@@ -201,7 +201,7 @@ class StreamDrafter:
         if self.needs.streams:
             stream_hidden = verified.stream_hidden[:, : shape.levels]
         else:
-            stream_hidden = self._second_pass(verified, shape.levels)
+            stream_hidden = self._run_second_pass(verified, shape.levels)
         expect_shape("stream hidden states", stream_hidden, 1, shape.levels, None)
         tree = self._tree
         if shape != self.largest:
@@ -209,12 +209,12 @@ class StreamDrafter:
         root = verified.root
         noise = self._sampling.noise(verified.root_position, shape.levels, self._vocab.tokens)
         count = self._candidates_per_stream(shape, tree)
-        tokens, logprobs = self._vocab.rank(stream_hidden, root, count, noise)
+        tokens, logprobs = self._vocab.rank_stream_tokens(stream_hidden, root, count, noise)
         guesses = tokens.squeeze(0), logprobs.squeeze(0)
         if self._model.is_conditional:
             accepted = verified.acceptance
             position = verified.position + 1
-            guesses = self._copies.mix_into_guesses(
+            guesses = self._copies.learn_and_mix_into_guesses(
                 guesses, accepted.new_tokens, accepted.num_accepted, position
             )
         return grow_tree(root, *guesses, tree)
@@ -229,7 +229,7 @@ class StreamDrafter:
             self._num_candidates[shape] = min(count, self._model.draft_vocab_size)
         return self._num_candidates[shape]
 
-    def _second_pass(self, verified: Verified, num_streams: int) -> mx.array:
+    def _run_second_pass(self, verified: Verified, num_streams: int) -> mx.array:
         """[1, G, D] last hidden states of the last accepted node's streams, G = `num_streams`, by a
         pass through the upper layers.
 

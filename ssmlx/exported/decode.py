@@ -208,7 +208,9 @@ def decode_step(
     guesses = mx.array(found["candidate_tokens"]), mx.array(found["candidate_logprobs"])
     if manifest.tree.is_conditional:
         count = mx.array([len(tokens) - 1])
-        guesses = copies.mix_into_guesses(guesses, mx.array(tokens), count, cache.offset - count)
+        guesses = copies.learn_and_mix_into_guesses(
+            guesses, mx.array(tokens), count, cache.offset - count
+        )
     return tokens, grow_tree(mx.array(tokens[-1:]), *guesses, manifest.tree.config)
 
 

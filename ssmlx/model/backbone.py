@@ -59,7 +59,7 @@ class Backbone(Stages):
             weights that an adapter is merged into are kept beside the merged ones.
         draft_bits: bits to quantise the weights of `draft_head` to, where the head's own are not
             quantised; None leaves them as they are.
-        group: the ranks that the model is split over, as `ranks.shard` does it.
+        group: the ranks that the model is split over, as `ranks.shard_over_ranks` does it.
 
     Raises:
         InputError: the model does not run by its own call either.

@@ -49,7 +49,7 @@ def check_stages(stages: Stages) -> None:
     first = tokens.size // 2
     # Past a window a token at a time: so mlx-lm's rotating cache is right.
     calls = mx.split(tokens, range(first, tokens.size) if longest else [first])
-    staged = chain_logits(tried, tokens, num_appended=first)
+    staged = logits_through_stages(tried, tokens, num_appended=first)
     own = mx.concatenate([tried.parts.outer(call[None], cache=caches)[0] for call in calls])
     difference = _difference_beyond_rounding(staged, own, tried.dtype)
     if difference is not None:
@@ -76,10 +76,10 @@ def try_tree_masks(stages: Stages) -> bool:
     tokens = mx.array(CHECK_TOKENS)
     if not hook_layers(stages.layers):
         return False
-    expected = chain_logits(stages, tokens)
+    expected = logits_through_stages(stages, tokens)
     visible = mx.tri(tokens.size, dtype=mx.bool_)
     try:
-        logits = chain_logits(stages, tokens, TreeMask(visible, lambda: visible))
+        logits = logits_through_stages(stages, tokens, TreeMask(visible, lambda: visible))
     except InputError:
         raise
     except (TypeError, ValueError, AttributeError):
@@ -105,7 +105,7 @@ def try_batches(stages: Stages) -> Reason:
     try:
         calls = mx.split(rows, [first, rows.shape[1] - 1], axis=1)
         both = [tried.parts.outer(call, cache=caches)[:, -1] for call in calls][-1]
-        alone = [chain_logits(tried, text)[-1] for text in (tokens, tokens[first:])]
+        alone = [logits_through_stages(tried, text)[-1] for text in (tokens, tokens[first:])]
         difference = _difference_beyond_rounding(both, mx.stack(alone), tried.dtype)
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         return f"texts of different lengths cannot share a call ({first_line(error)})"
@@ -163,7 +163,7 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
     return cannot_draft_error(model, why).found
 
 
-def chain_logits(
+def logits_through_stages(
     stages: Stages,
     tokens: mx.array,
     mask: mx.array | TreeMask | None = None,

@@ -96,7 +96,7 @@ class Mean:
     value: float
     weight: float
 
-    def add(self, value: float, most_change: float) -> None:
+    def average_in(self, value: float, most_change: float) -> None:
         """Average in a run's `value`, first cut to the mean times 1 - `most_change` to 1 +
         `most_change`.
 
@@ -290,7 +290,7 @@ class CostTable:
         """
         if plain_seconds:
             self.learn_plain_seconds(context, plain_seconds)
-        means = self._costs_of_own_bucket(context)
+        means = self._own_bucket_created_if_missing(context)
         for kind, calls in costs.items():
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
@@ -319,7 +319,7 @@ class CostTable:
         Returns:
             The factor by which what the kind takes beyond a plain call has changed; 1 is no change.
         """
-        means = self._costs_of_own_bucket(context)
+        means = self._own_bucket_created_if_missing(context)
         before = self.frozen(context).calls(kind)
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
@@ -327,7 +327,7 @@ class CostTable:
         most_change = CLAMP if is_learned else FIRST_CLAMP
         if off > DISTRUST_ERROR or is_surprise:
             mean.weight = 1.0 if is_learned else 0.0
-        mean.add(calls, most_change)
+        mean.average_in(calls, most_change)
         mean.value = max(mean.value, LEAST_COST)
         if not is_learned and off > most_change:
             mean.weight = SEED_WEIGHT  # still too far off to count as learned
@@ -435,7 +435,7 @@ class CostTable:
         known = [one for one in self._means if one <= bucket]
         return self._means[max(known)] if known else {}
 
-    def _costs_of_own_bucket(self, context: int) -> dict[Kind, Mean]:
+    def _own_bucket_created_if_missing(self, context: int) -> dict[Kind, Mean]:
         """The costs of a context's own bucket, to be changed by the caller.
 
         Where there are none they are made now, from the next shorter bucket's with the weight of a

@@ -386,6 +386,6 @@ class PromptCache:
             return
         entry.is_written = True
         try:
-            self._folder.write(entry.key, entry.tokens, entry.cache, run)
+            self._folder.write_if_new(entry.key, entry.tokens, entry.cache, run)
         except OSError as error:
             _log.warning("a prompt is not kept in %s: %s", self._folder.path, error)

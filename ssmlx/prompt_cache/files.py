@@ -57,7 +57,7 @@ class PromptHeader:
     tokens: Tokens
 
     @classmethod
-    def of(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
+    def from_metadata(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
         """Parse and check the metadata of the file `path`.
 
         A field of the key that is missing is an empty text.
@@ -89,7 +89,7 @@ def read_header(path: Path) -> PromptHeader:
     require(path.is_file(), f"{path} is no file", expected=_WHOLE, do="check the path")
     try:
         with safe_open(path, framework="numpy") as file:
-            return PromptHeader.of(file.metadata() or {}, path)
+            return PromptHeader.from_metadata(file.metadata() or {}, path)
     except (SafetensorError, OSError) as error:
         found = f"{path} cannot be read ({first_line(error)})"
         raise InputError(found, expected=_WHOLE, do=_DO) from error
@@ -109,8 +109,8 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
         # All of one file, should another process replace it now.
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
-        tokens = PromptHeader.of(metadata, path).tokens
-        _require_fits_model(PromptHeader.of(metadata, path), path, model)
+        tokens = PromptHeader.from_metadata(metadata, path).tokens
+        _require_fits_model(PromptHeader.from_metadata(metadata, path), path, model)
         like = _rows_of_one_token(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
@@ -269,7 +269,7 @@ class PromptFolder:
                 most = count
         return best, most
 
-    def write(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
+    def write_if_new(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
         """Write a prompt as a file of the folder, which is made; the longest unused files go for
         it.
 
