@@ -266,6 +266,9 @@ class DraftModelDrafter:
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Claim a cache, and process all of `tokens` but the last with the draft model.
 
+        What the cache holds of them already is not processed again. Nothing happens before the
+        first step.
+
         Yields:
             An empty list before each forward pass; each is counted in `draft_calls`, from 0 again.
         """

@@ -23,7 +23,8 @@ A Core ML package runs on macOS 15 or later; one of Core AI also on Linux. Decod
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.exported`; wrong ones end the program with a message.
+    """Parse the options of `python -m ssmlx.exported`; wrong ones end the program with a message
+    and exit code 2, `--help` with code 0. No file is looked at.
 
     Args:
         argv: the options; None for those of the process.

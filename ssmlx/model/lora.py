@@ -643,7 +643,7 @@ def attach_lora(
     dtype: mx.Dtype,
     shares_products: bool = True,
 ) -> dict[str, nn.Module]:
-    """Put LoRA on modules of a model, in place.
+    """Put LoRA on modules of a model, in place. Nothing is computed, but DoRA's gains.
 
     Args:
         model: an mlx-lm model.

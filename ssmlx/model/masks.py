@@ -98,7 +98,7 @@ def window_start(position: Position, window: int) -> Position:
 
     Args:
         position: of the node, a number or an int array of any shape.
-        window: tokens, as the adapter's settings say.
+        window: tokens, 2 or more, as the adapter's settings say.
 
     Returns:
         A position of the same kind and shape; 0 for positions below 2 * (`window` // 2).

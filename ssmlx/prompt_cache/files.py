@@ -63,8 +63,8 @@ class PromptHeader:
         A field of the key that is missing is an empty text.
 
         Raises:
-            InputError: it has another format, or token ids that are none, or `_MOST_TEXT`
-                characters of these or more.
+            InputError: it has another format, token ids that are no numbers from 0 (none at all,
+                too), or `_MOST_TEXT` characters of these or more.
         """
         found = f"{path} has the format {metadata.get('format')!r}"
         require(metadata.get("format") == FORMAT, found, expected=FORMAT, do=_DO)
@@ -274,13 +274,11 @@ class PromptFolder:
         it.
 
         Nothing is written where a file begins with it already, which is marked as used, or where it
-        is larger than the folder may be. Files of the same key that it begins with are deleted.
+        is larger than the folder may be, by the bytes of its rows. Files of the same key that it
+        begins with are deleted, and so are unfinished files that killed processes left.
 
         Args:
             key, tokens, cache, run: see `write_prompt`.
-
-        Its size is estimated beforehand by that of the cache's rows. Unfinished files of other
-        processes are deleted, as far as `delete_unfinished_files` does.
 
         Raises:
             OSError: it cannot be written.
