@@ -355,9 +355,8 @@ class Backbone(Stages):
     def _run_whole(self, why: str) -> None:
         """Make this a backbone without stages, which runs the model by its own call alone.
 
-        The call is tried on a few tokens, and so is whether drafted tokens can be taken back. Sets
-        `parts`, the shape and dtype of hidden states, and the reasons that `capabilities` gives;
-        computes the model's arrays, and hooks its recurrences (`recurrent.hook_recurrences`).
+        The call is tried on a few tokens. Sets `parts`, the shape and dtype of hidden states, and
+        the reason that `capabilities` gives.
 
         Args:
             why: what keeps the model's layers from running one by one.

@@ -38,8 +38,7 @@ def check_stages(stages: Stages) -> None:
     the other half run as the rows of one step. The model stays as it is. Waits for the device.
 
     Raises:
-        InputError: some logits differ by more than rounding in float32 explains, see
-        `_difference_beyond_rounding`.
+        InputError: some logits differ by more than rounding in float32 explains, see `_difference`.
             What the model's class raises is not caught.
     """
     tried = _float32_with_short_windows(stages)
@@ -49,9 +48,9 @@ def check_stages(stages: Stages) -> None:
     first = tokens.size // 2
     # Past a window a token at a time: so mlx-lm's rotating cache is right.
     calls = mx.split(tokens, range(first, tokens.size) if longest else [first])
-    staged = logits_through_stages(tried, tokens, num_appended=first)
+    staged = chain_logits(tried, tokens, num_appended=first)
     own = mx.concatenate([tried.parts.outer(call[None], cache=caches)[0] for call in calls])
-    difference = _difference_beyond_rounding(staged, own, tried.dtype)
+    difference = _difference(staged, own, tried.dtype)
     if difference is not None:
         raise cannot_draft_error(
             stages.model,
@@ -76,15 +75,15 @@ def try_tree_masks(stages: Stages) -> bool:
     tokens = mx.array(CHECK_TOKENS)
     if not hook_layers(stages.layers):
         return False
-    expected = logits_through_stages(stages, tokens)
+    expected = chain_logits(stages, tokens)
     visible = mx.tri(tokens.size, dtype=mx.bool_)
     try:
-        logits = logits_through_stages(stages, tokens, TreeMask(visible, lambda: visible))
+        logits = chain_logits(stages, tokens, TreeMask(visible, lambda: visible))
     except InputError:
         raise
     except (TypeError, ValueError, AttributeError):
         return False
-    return _difference_beyond_rounding(logits, expected, stages.dtype) is None
+    return _difference(logits, expected, stages.dtype) is None
 
 
 def try_batches(stages: Stages) -> Reason:
@@ -105,8 +104,8 @@ def try_batches(stages: Stages) -> Reason:
     try:
         calls = mx.split(rows, [first, rows.shape[1] - 1], axis=1)
         both = [tried.parts.outer(call, cache=caches)[:, -1] for call in calls][-1]
-        alone = [logits_through_stages(tried, text)[-1] for text in (tokens, tokens[first:])]
-        difference = _difference_beyond_rounding(both, mx.stack(alone), tried.dtype)
+        alone = [chain_logits(tried, text)[-1] for text in (tokens, tokens[first:])]
+        difference = _difference(both, mx.stack(alone), tried.dtype)
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         return f"texts of different lengths cannot share a call ({first_line(error)})"
     if difference is None:
@@ -152,9 +151,7 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
         logits = mx.concatenate(found, axis=1)
         # A model may rule tokens out: minus infinity in both.
         known = mx.isfinite(expected) | (logits != expected)
-        difference = _difference_beyond_rounding(
-            mx.where(known, logits, 0), mx.where(known, expected, 0), dtype
-        )
+        difference = _difference(mx.where(known, logits, 0), mx.where(known, expected, 0), dtype)
     except Exception as error:  # a class of mlx-lm's raises many kinds
         return cannot_draft_error(model, first_line(error)).found
     if difference is None:
@@ -163,7 +160,7 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
     return cannot_draft_error(model, why).found
 
 
-def logits_through_stages(
+def chain_logits(
     stages: Stages,
     tokens: mx.array,
     mask: mx.array | TreeMask | None = None,
@@ -236,9 +233,7 @@ def _embed_in_float32(self: Any, tokens: mx.array) -> mx.array:
     return embedded.astype(mx.float32)
 
 
-def _difference_beyond_rounding(
-    logits: mx.array, expected: mx.array, dtype: mx.Dtype
-) -> float | None:
+def _difference(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> float | None:
     """The largest difference between two arrays of logits of one shape.
 
     None where rounding explains it: up to a thousandth of the largest expected logit's size (or of
