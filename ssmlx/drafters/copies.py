@@ -232,14 +232,14 @@ def _find_continuations(text: mx.array, positions: mx.array, count: int) -> mx.a
     """
     size = text.shape[0] - NGRAM + 1
     length = mx.array(0)
-    places = indices(size)
+    starts = indices(size)
     own = text[positions + indices(NGRAM)]
-    agrees = places < positions
+    agrees = starts < positions
     for n in reversed(range(NGRAM)):
         agrees = agrees & (text[n : n + size] == own[:, n : n + 1])
         length = length + agrees
     # The longest first, then the newest; 0 is none.
-    best = mx.max(length * _FAR + mx.where(length > 0, places, 0), axis=1, keepdims=True)
+    best = mx.max(length * _FAR + mx.where(length > 0, starts, 0), axis=1, keepdims=True)
     found = best % _FAR
     following = text[found + NGRAM + indices(count) % mx.maximum(positions - found, 1)]
     return mx.where(best > 0, following, PAD_TOKEN)

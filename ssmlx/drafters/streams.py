@@ -83,15 +83,15 @@ class DraftVocab:
             unconditionally.
         """
         model = self._model
-        places = roots.shape[0]
+        num_nodes = roots.shape[0]
         normed = model.backbone.final_norm(hidden).squeeze(0)
         parts = [head(normed) for head in self._heads]
         logits = mx.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         ranked = rank_candidates(with_noise(logits, noise), count, self.tokens)
-        tokens, logprobs = (a.reshape(places, -1, count) for a in ranked)
+        tokens, logprobs = (a.reshape(num_nodes, -1, count) for a in ranked)
         if not model.is_conditional:
             return tokens, logprobs
-        first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
+        first = mx.broadcast_to(roots[:, None, None], (num_nodes, 1, count))
         previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
         more = model.condition_logits(normed.reshape(*tokens.shape[:2], -1), previous, tokens)
         return tokens, renormalise_topk(logprobs, more)

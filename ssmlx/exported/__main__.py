@@ -30,8 +30,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         argv: the options; None for those of the process.
     """
     parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
-    told = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
-    parser.add_argument("--package", type=Path, required=True, **told)
+    shown = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
+    parser.add_argument("--package", type=Path, required=True, **shown)
     add_prompt_options(parser.add_argument_group("prompts"))
     add_int_options(parser, ("max-tokens", 256, "longest answer"))
     add_options(

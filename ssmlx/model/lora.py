@@ -109,13 +109,13 @@ def split_layer_path(path: str) -> tuple[int, str]:
     return int(match[1]), path[match.end() :]
 
 
-def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: str) -> list[str]:
+def select_modules(paths: Sequence[str], names: Sequence[str], layer: str, do: str) -> list[str]:
     """Choose modules by name, as PEFT does.
 
     Args:
         paths: of the linear modules of one layer.
         names: whole paths, or their ends behind a "."; where empty, all are chosen.
-        where: the layer, for the error, such as "layer 3".
+        layer: its name for the error, such as "layer 3".
         do: what the user can do, for the error.
 
     Returns:
@@ -131,7 +131,7 @@ def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: s
     for name in names:
         require(
             any(is_named(path, name) for path in paths),
-            f"{where} has no linear module {name}",
+            f"{layer} has no linear module {name}",
             expected="one of " + ", ".join(paths),
             do=do,
         )

@@ -219,9 +219,9 @@ class FrozenCosts:
 
         The measured extra over the assumed one is interpolated between node counts, and kept beyond
         the first and last; so one measured count moves all others of its name. `ROWS` that were
-        never measured take that factor from the first drafter by name, if any was measured. Another
-        kind without measurements has the assumed cost, scaled, and weight 0. Weights are
-        interpolated too; what lies beyond, and such `ROWS`, have `UNKNOWN_WEIGHT`.
+        never measured take that factor from the measured drafter that is first by name. Where that
+        gives nothing, a kind has the assumed cost, scaled, and weight 0. Weights are interpolated
+        too; what lies beyond, and `ROWS` by a drafter's factor, have `UNKNOWN_WEIGHT`.
         """
         name, count = kind
         counts = sorted(n for one, n in self.known if one == name)
@@ -307,8 +307,8 @@ class CostTable:
 
         Other costs of the same name that are not yet learned are scaled along, for a head start
         that is wrong for one node count is mostly wrong for all. Where a learned cost is off by
-        more than `CLAMP`, the machine has changed: all costs of the name are scaled along, and
-        count as a head start.
+        more than `CLAMP`, the machine has changed: all costs of the name are scaled along. What is
+        scaled counts as a head start at most.
 
         Args:
             kind: what was measured.

@@ -90,7 +90,7 @@ class CurveOffer:
 
     @classmethod
     def of_curve(cls, largest: DraftShape, tokens_by_nodes: Mapping[int, float]) -> Self:
-        """Trees of every number of nodes from 2 on, by what is known of some.
+        """An offer of a tree of each number of nodes from 2 on, interpolated from those known.
 
         Args:
             largest: what the drafter can draft at most; a tree of fewer nodes has one level fewer

@@ -255,7 +255,7 @@ class PromptCache:
         key = CacheKey.of(model)
         entry, count = self._use_longest_match(key, tokens)
         if self._folder is not None and model.backbone.group is None:
-            path, in_file = self._folder.find_longest(key, tokens)
+            path, in_file = self._folder.find_longest_match(key, tokens)
             if path is not None and in_file > count:
                 entry, count = self._read_file(path, model, key, tokens) or (entry, count)
         if entry is None:

@@ -256,7 +256,7 @@ class PromptFolder:
         self._headers = found
         return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 
-    def find_longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
+    def find_longest_match(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
         """The file that shares most with the beginning of `tokens`, and how many of these.
 
         Only files of the model's `key`. None and 0 where none shares any.
@@ -283,7 +283,7 @@ class PromptFolder:
         Raises:
             OSError: it cannot be written.
         """
-        path, count = self.find_longest(key, tokens)
+        path, count = self.find_longest_match(key, tokens)
         if path is not None and count == len(tokens):
             mark_used(path)
             return
