@@ -85,9 +85,7 @@ class LookaheadDrafter:
     cache_bytes = 0
 
     def __init__(self, config: LookaheadConfig) -> None:
-        """Fix the largest tree by the window W, the guesses and N, and start on a text of the token
-        0.
-        """
+        """Fix the size of the largest tree by the settings, and start on a text of the token 0."""
         self._config = config
         self._num_rows = config.ngram - 1
         self._max_nodes = 1 + (config.window + config.guesses) * self._num_rows

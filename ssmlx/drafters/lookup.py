@@ -228,7 +228,7 @@ class PromptLookupDrafter:
         return self.source.index.find_matches(self.source.end, self._config.ngram)
 
     def _continuation_of(self, match: Match, max_tokens: int) -> list[int]:
-        """Up to `max_tokens` that followed a match; behind the first end token among them none."""
+        """Up to `max_tokens` that followed a match, cut behind the first end token among them."""
         found = self.source.tokens_after(match, max_tokens)
         for count, token in enumerate(found, 1):
             if token in self._end_tokens:

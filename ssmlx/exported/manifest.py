@@ -101,8 +101,8 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def _possible_faults(self) -> dict[str, bool]:
-        """Return, by its words for a message, every fault that the values could have, and whether
-        they have it. Values of other types may raise TypeError and the like.
+        """Return every fault that the values could have: its words for a message, and True where
+        they have it, else False. Values of other types may raise TypeError and the like.
         """
         tree = self.tree.config
         slots = self.num_slots
@@ -146,7 +146,7 @@ class Manifest:
 
 def package_digest(package: Path) -> str:
     """Return the SHA-256, in hexadecimal, over the paths and contents of all files of a package,
-    which is a folder.
+    which is a folder. Paths are relative to it, and their order counts.
     """
     digest = hashlib.sha256()
     for path in sorted(file for file in package.rglob("*") if file.is_file()):

@@ -480,7 +480,10 @@ class CostTable:
 
     @classmethod
     def _parse_values(cls, values: Any) -> Self:
-        """As `from_dict`, but values of another form may raise TypeError, KeyError and the like."""
+        """Make a new table of what `to_dict` gave; ValueError for numbers out of their range.
+
+        Values of another form may raise TypeError, KeyError and the like.
+        """
         table = cls()
         table.bank = _checked_number(values["bank"], 0.0, BANK_MOST)
         table.noise = _checked_number(values["noise"], 0.0, MAX_NOISE)
