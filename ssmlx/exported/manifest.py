@@ -146,7 +146,7 @@ class Manifest:
 
 def package_digest(package: Path) -> str:
     """Return the SHA-256, in hexadecimal, over the paths and contents of all files of a package,
-    which is a folder. Paths are relative to it, and their order counts.
+    which is a folder, in the order of these paths; they are relative to it.
     """
     digest = hashlib.sha256()
     for path in sorted(file for file in package.rglob("*") if file.is_file()):
