@@ -189,7 +189,7 @@ def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
     second = ask(QUESTIONS[1])
     next(first), next(second), next(first)
     with monkeypatch.context() as broken:
-        broken.setattr(Batch, "_launch", lambda self: 1 / 0)
+        broken.setattr(Batch, "_launch_next_call", lambda self: 1 / 0)
         for answer in (first, second):
             with pytest.raises(RuntimeError):
                 list(answer)

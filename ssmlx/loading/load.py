@@ -18,7 +18,7 @@ from ..json_files import read_json
 from ..model import opt
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS
-from ..model.ranks import Group, shard
+from ..model.ranks import Group, shard_over_ranks
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
@@ -319,7 +319,7 @@ def load_weights(
         )
     model = cast_model(model, dtype)
     if group is not None:
-        shard(model, group)
+        shard_over_ranks(model, group)
     modules = dict(model.named_modules())
     with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
         mx.eval([modules[name].parameters() for name in evaluated_modules])

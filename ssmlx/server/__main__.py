@@ -200,7 +200,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
 
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
     sock = listen_at(args.host, args.port)
-    metal.use(drafter.attention)
+    metal.choose_attention(drafter.attention)
     caches = make_prompt_caches(args.prompt_cache, keys)
     engine = Engine(
         args.model,
