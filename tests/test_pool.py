@@ -22,7 +22,7 @@ from ssmlx.generation import pool as pools
 from ssmlx.generation.batching import Batches
 from ssmlx.generation.memory import cache_size_of
 from ssmlx.generation.plan import Plan
-from ssmlx.generation.pool import MemoryPool, default_limit
+from ssmlx.generation.pool import Holding, MemoryPool, default_limit
 from ssmlx.policy.costs import FrozenCosts
 
 GIB = 2**30
@@ -190,6 +190,18 @@ def test_who_asks_beside_others_is_refused_while_they_run(bounded, text_bytes, u
     assert tokens_of(engine.stream(prompt(300, 2), max_tokens=20, **PLAIN))
     (scored,) = engine.score(prompt(300, 3))
     assert len(scored.logprobs) == 299 and engine.memory_pool.running == 0
+
+
+def test_a_claim_that_was_refused_is_refused_again(unbounded, text_bytes):
+    model = unbounded.model()
+    pool = MemoryPool(text_bytes(STEP) + 50_000)
+    holding = Holding(pool, model.make_cache(), cache_size_of(model))
+    pool.add_running(holding, 100)
+    before = holding.count_bytes()
+    for _ in range(2):
+        with pytest.raises(NoRoomError):
+            holding.claim_memory(3 * STEP)
+    assert holding.count_bytes() == before
 
 
 def test_an_answer_that_outgrows_the_memory_ends_with_the_error(bounded, text_bytes, unbounded):

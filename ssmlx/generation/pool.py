@@ -124,19 +124,18 @@ class Holding:
         for it.
 
         Raises:
-            NoRoomError: there is none, even if all that is kept were dropped; the claimed bytes are
-                as before. The answer is to end then: a second call for as many tokens would not
-                raise.
+            NoRoomError: there is none, even if all that is kept were dropped; what was claimed
+                stays as it was.
         """
         if num_tokens + _MARGIN <= self._provided:
             return
+        before = self._provided, self._claimed
         self._provided = self._size.rounded(num_tokens + _MARGIN)
-        before = self._claimed
         self._claimed = self._size.of(self._provided, self._scratch)
         try:
             self._pool.drop_kept_for(self)
         except NoRoomError:
-            self._claimed = before
+            self._provided, self._claimed = before
             raise
 
     def count_bytes(self) -> int:
