@@ -170,6 +170,9 @@ def write_figures(
     """Write figures.json into the adapter's folder, which `ssmlx.upload` makes a card of: the
     adapter's recipe, data and figures.
 
+    The data count as private where the user gave files of prompts or a LoRA. The base's revision is
+    None unless its folder is one of the Hub's cache.
+
     Args:
         run: of this process.
         plan: with all rounds and the seconds spent.

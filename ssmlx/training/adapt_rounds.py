@@ -102,7 +102,8 @@ def make_round_examples(
 
     Prompts are the user's first; of the rest at least a third are questions that the model makes
     up, if it has a chat template, and the others ship. None is one of an earlier round's. Every
-    fourth is answered with sampling, the others greedily. The first round holds out its first
+    fourth is answered with sampling, the others greedily. Where there are too few prompts, fewer
+    are answered, and nothing is said of it. The first round holds out its first
     greedy answers, and no training example may have the `_duplicate_key` of one held out. What a
     stopped process has asked and answered is read from the folder, and not made again.
 
@@ -231,7 +232,7 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
     pace = StepPace(run.clock, job.num_steps)
 
     def before_step() -> None:
-        """Wait until the machine may be used, then note that a step begins."""
+        """Call the run's `wait`, then note that a step begins."""
         run.wait()
         pace.note_step_begin(trainer.step)
 

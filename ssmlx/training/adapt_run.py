@@ -143,6 +143,7 @@ class AdaptPlan:
         Raises:
             InputError: the plan is of other settings, whose names are listed, or the file is no
                 JSON object.
+            KeyError, TypeError: a value of the plan is missing, or of another form.
         """
         if not path.exists():
             return None
@@ -257,8 +258,9 @@ def find_run_folder(options: AdaptOptions) -> Path:
 def load_source(run: AdaptRun) -> Source:
     """Load the model frozen, with the LoRA that it is to have, and tokenise all prompts.
 
-    Prompts are those of the user's files, and those that ship. Those that are too long are left
-    out, which is said to the user.
+    Prompts are those of the user's files, and those that ship for training. Those that are too long
+    are left out, which is said to the user. `backbone` stays without the LoRA; `answering` has it,
+    over the same weights.
 
     Raises:
         InputError: the model cannot be loaded or cannot have streams, a prompt cannot be tokenised,

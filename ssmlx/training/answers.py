@@ -136,6 +136,10 @@ class BatchResponder:
             spaces and punctuation alone once. Fewer where good ones are rare: it stops after a
             number of tries in proportion to `wanted`, or earlier where after ten rounds fewer than
             one in six is good.
+
+        Raises:
+            InputError, ValueError: the chat template has no user turn to continue, see
+                `user_prefix`.
         """
         prefix = user_prefix(self.tokenizer) if wanted else []
         known = dict(part.done)

@@ -123,7 +123,8 @@ class Encoder:
 
         Returns:
             Tokens of all turns but the last, up to where an answer starts; and those of the answer
-            with the end token, if there is one. Tool calls are written as the template does it.
+            with the end token, if there is one. Tool calls are written as the template does it; what
+            it writes behind the first end token is cut.
 
         Raises:
             ValueError: the template is not for several turns, refuses them, or writes the tool
@@ -433,9 +434,10 @@ def epoch_order(
 ) -> list[np.ndarray]:
     """Return the batches of one epoch as arrays of example indices, each of `batch_size` at most.
 
-    The examples are shuffled, sorted by length in pools of 32 batches, cut into batches, and the
-    batches are shuffled. The result depends on the arguments alone, so that a stopped run goes on
-    with it.
+    The examples are shuffled, sorted in pools of 32 batches by the answer's length and then the
+    prompt's, cut into batches, and the batches are shuffled. A batch at the end of a pool may have
+    fewer examples. The result depends on the arguments alone, so that a stopped run goes on with
+    it.
 
     Args:
         examples: the data, of which only lengths are used.

@@ -244,7 +244,8 @@ class TrainedModel:
         """Put `weights` into the model, by their names in the adapter's files, and keep them as
         `self.weights`.
 
-        Those that are not given have the values that they had when the model was made.
+        They may be traced arrays of a gradient. Those that are not given have the values that they
+        had when the model was made, not those that were bound last.
         """
         self.weights = weights
         every = {**self._start, **weights}

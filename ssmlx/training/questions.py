@@ -76,8 +76,9 @@ def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
     """Draw `count` different prompts: plain ones for at most a half, then filled templates, every
     template in turn.
 
-    Some are changed by `make_casual`. A template is left alone once it has given `SHARE` times the
-    mean number of prompts: those with numbers in them would otherwise never end.
+    The plain ones are the first of their list. Some prompts are changed by `make_casual`. A
+    template is left alone once it has given `SHARE` times the mean number of prompts: those with
+    numbers in them would otherwise never end.
 
     Args:
         lists: what templates are filled with; "plain" and "templates" among them.
@@ -139,7 +140,7 @@ def make_casual(text: str, rng: random.Random) -> str:
     """Return a prompt, one in four changed to what somebody in a hurry types.
 
     It is in lower case, if it has less than 120 characters, or lacks its last punctuation, or ends
-    in thanks, or begins with a greeting; `rng` decides.
+    in a please or thanks, or begins with a greeting; `rng` decides, and is called once or twice.
     """
     draw = rng.random()
     if draw < 0.10:
