@@ -108,7 +108,7 @@ def train_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
     from ssmlx.training.job import prepare_job, run_to_end
-    from ssmlx.training.mlx_model import add_new_weights, write_validated_adapter
+    from ssmlx.training.mlx_model import add_condition_and_root_init, write_validated_adapter
     from ssmlx.training.objective import Validation
 
     from .base import load_base
@@ -133,7 +133,11 @@ def train_streams(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    start = add_new_weights(load_stream_adapter(args.init), train) if train.train_only else None
+    start = (
+        add_condition_and_root_init(load_stream_adapter(args.init), train)
+        if train.train_only
+        else None
+    )
     job, path = prepare_job(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []

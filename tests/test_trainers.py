@@ -59,7 +59,7 @@ from ssmlx.training.data import Batch, Packing, collate
 from ssmlx.training.guesses import compute_guesses
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
-from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
+from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_base_for_training
 from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
 from ssmlx.training.record import LOG_FILE, read_record
 
@@ -281,7 +281,9 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition"), train, vocab), 10)
     theirs = TorchTrainer(TorchObjective(model, train, vocab, cpu, torch.float32), 10)
     every, losses = whole.gradients(batch, whole.objective.lower(batch))
-    assert theirs.objective._states(batch, theirs.objective.lower(batch))["stream"].is_contiguous()
+    assert theirs.objective._hidden_states_by_kind(batch, theirs.objective.lower(batch))[
+        "stream"
+    ].is_contiguous()
     lower = mine.objective.lower(batch)
     theirs_lower = theirs.objective.lower(batch)
     own, means = mine.gradients(batch, lower)
@@ -304,7 +306,9 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     monkeypatch.setattr(
         StreamDrafter, "_second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
     )
-    streams = mine.objective._states(batch, lower)["stream"].reshape(*batch.anchors.shape, 3, -1)
+    streams = mine.objective._hidden_states_by_kind(batch, lower)["stream"].reshape(
+        *batch.anchors.shape, 3, -1
+    )
     guesses = mine.objective.guesses(batch, lower, 16)
     for (row, places, answer), found in zip(batch.answers(), guesses, strict=True):
         first = batch.anchors[row, places.start]
@@ -477,7 +481,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
     batch = some_batch()
     found = []
     for dtype in ("stored", "float32"):
-        backbone = load_frozen(packed_base, dtype)
+        backbone = load_base_for_training(packed_base, dtype)
         kinds = {type(m) for _, m in backbone.layers[-1].named_modules()}
         assert (nn.QuantizedLinear in kinds) == (dtype == "stored")
         assert backbone.dtype == mx.float32
@@ -491,7 +495,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
 @both
 def test_bfloat16_holds_what_is_trained_in_float32(base, command):
     if command is MLX:
-        backbone = load_frozen(base, "bfloat16")
+        backbone = load_base_for_training(base, "bfloat16")
         trainer = MlxTrainer(mlx_objective(backbone=backbone), 10)
         trained = {array.dtype for array in trainer.weights.values()}
         leaves = tree_flatten(backbone.model.parameters())

@@ -20,7 +20,7 @@ from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
-from ssmlx.training.job import check_scale, check_shapes, check_start_streams
+from ssmlx.training.job import check_lora_scale, check_start_shapes, check_start_streams
 from ssmlx.training.mlx_model import replace_weights
 
 from ..typed_torch import without_gradients
@@ -218,7 +218,7 @@ def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool
     check_start_streams(folder, config, model.config, loses_task=loses_task)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
         lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config)
-        check_scale(folder, lora.scale, model.lora.scale)
+        check_lora_scale(folder, lora.scale, model.lora.scale)
     files = {ADAPTER_WEIGHTS: _LORA, STREAMS_WEIGHTS: _STREAMS}
     there = [(folder / name, what) for name, what in files.items() if (folder / name).is_file()]
     found = {name: a for path, what in there for name, a in read_tensors(path, what).items()}
@@ -226,7 +226,7 @@ def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool
     if not found:
         raise InputError(f"{folder} has no weights", expected=" or ".join(files), do="check --init")
     parameters = {**_lora_parameters(model), **_stream_parameters(model)}
-    check_shapes(folder, found, parameters)
+    check_start_shapes(folder, found, parameters)
     for name, array in found.items():
         parameters[name].copy_(to_tensor(array))
 

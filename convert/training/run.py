@@ -18,7 +18,7 @@ from ssmlx.errors import require
 from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch
-from ssmlx.training.job import Trainer, check_gradient
+from ssmlx.training.job import Trainer, check_gradient_is_finite
 from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, split_rows
 
 from ..reference.format import LoraSettings
@@ -186,7 +186,7 @@ class TorchObjective(Objective):
         Returns:
             The sum; and the means by "NAME_loss", in nats a token.
         """
-        states = self._states(batch, lower)
+        states = self._hidden_states_by_kind(batch, lower)
         found = []
         for term in self.terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
@@ -204,7 +204,7 @@ class TorchObjective(Objective):
             found.append((term.name, term.weight, rows.to(self.dtype), head, targets))
         return self.weighted_loss(found)
 
-    def _states(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _hidden_states_by_kind(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return hidden states [..., D] by the kinds of rows that terms name.
 
         Main and streams are final-normed, pruning's as `lower` has them. Where
@@ -257,7 +257,9 @@ class TorchObjective(Objective):
             [B, K, G, C], or with a condition [B, K, G, C, C] given each candidate of the stream
             before.
         """
-        streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
+        streams = self._hidden_states_by_kind(batch, lower)[STREAM].unflatten(
+            -1, (-1, self.hidden_size)
+        )
         shape = *batch.anchors.shape, self.train.num_streams, -1
         streams = streams.reshape(shape)
         with autocast_for(self.device, self.dtype):
@@ -381,7 +383,7 @@ class TorchTrainer(Trainer):
         loss, parts = self.objective.loss(batch, lower, self.step)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.named.values(), train.clip_norm)
-        check_gradient(float(norm), self.step + 1)
+        check_gradient_is_finite(float(norm), self.step + 1)
         self.optimizer.step()
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}

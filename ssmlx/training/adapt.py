@@ -17,8 +17,13 @@ from ..loading.found import Run, read_runs
 from ..loading.names import PLAN_FILE
 from ..prompts import read_prompts
 from .adapt_check import check_adapter, verdict_line, write_figures
-from .adapt_plan import CACHE_BYTES, add_round, make_adapt_plan, streams_line
-from .adapt_rounds import clear_interrupted_write, run_round
+from .adapt_plan import (
+    CACHE_BYTES,
+    add_round_for_more_hours,
+    make_adapt_plan,
+    model_and_streams_lines,
+)
+from .adapt_rounds import answer_and_train_round, restore_or_clear_interrupted_write
 from .adapt_run import (
     AdaptOptions,
     AdaptPlan,
@@ -26,7 +31,7 @@ from .adapt_run import (
     Say,
     fixed_settings,
     join_round_logs,
-    load_source,
+    load_model_and_prompts,
     read_round_examples,
 )
 from .answers import BatchResponder
@@ -183,20 +188,20 @@ def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str
     mx.set_cache_limit(CACHE_BYTES)
     run.say(f"loading {options.model} ...")
     with busy("loading"):
-        source = load_source(run)
+        source = load_model_and_prompts(run)
     responder = BatchResponder(source.answering, source.tokenizer, 1, options.seed, run.wait)
     if plan is None:
         plan = make_adapt_plan(run, source, responder)
     plan = replace(plan, base={"model": options.model, "folder": str(options.path.resolve())})
-    run.say(streams_line(plan, source))
-    plan = add_round(run, plan, source)
+    run.say(model_and_streams_lines(plan, source))
+    plan = add_round_for_more_hours(run, plan, source)
     plan.write(options.out / PLAN_FILE)
     responder = replace(responder, batch_size=plan.rates.answers_at_once)
-    clear_interrupted_write(options.adapter_folder)
+    restore_or_clear_interrupted_write(options.adapter_folder)
     for number in range(len(plan.rounds)):
         folder = options.round_folder(number)
         if not (folder / ENDED_FILE).exists():
-            plan = run_round(run, plan, number, source, responder)
+            plan = answer_and_train_round(run, plan, number, source, responder)
             with name_file_in_os_errors(folder):
                 (folder / ENDED_FILE).touch()
             plan = run.save_plan(plan)
