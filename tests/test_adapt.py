@@ -557,9 +557,9 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
     monkeypatch.setattr(adapt_command, "time", now)
     monkeypatch.setattr(machine, "power_source", lambda: next(sources))
     monkeypatch.setattr(os, "getloadavg", lambda: next(free))
-    adapt_command.make_wait(True)()
+    adapt_command.make_wait_while_busy(True)()
     assert len(slept) == waits
-    adapt_command.make_wait(False)()
+    adapt_command.make_wait_while_busy(False)()
     assert len(slept) == waits
 
 

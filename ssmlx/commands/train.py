@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _train_on_rank(args: argparse.Namespace) -> None:
+def _train_under_folder_lock(args: argparse.Namespace) -> None:
     """Train, holding a lock on --out; other ranks of `mlx.launch` than the first write into a
     folder that is deleted.
 
@@ -130,4 +130,4 @@ def _train(args: argparse.Namespace) -> None:
         )
 
 
-main = make_main(PROG, parse_args, _train_on_rank)
+main = make_main(PROG, parse_args, _train_under_folder_lock)
