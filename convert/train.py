@@ -114,8 +114,8 @@ def train_streams(args: argparse.Namespace) -> None:
     from .base import load_base
     from .reference.checkpoint import (
         build_frozen_reference,
+        copy_checkpoint_weights,
         copy_task_lora,
-        initialise_from,
         load_fine_tuned,
         merge_lora,
         replace_trained_weights,
@@ -125,9 +125,9 @@ def train_streams(args: argparse.Namespace) -> None:
     from .training.run import (
         TorchObjective,
         TorchTrainer,
-        build_model,
+        build_model_with_new_streams,
+        cast_frozen_parameters,
         choose_device,
-        freeze_base,
         use_stream_attention,
     )
 
@@ -146,14 +146,14 @@ def train_streams(args: argparse.Namespace) -> None:
         task = [folder_digest(args.task_lora)]
         base = merge_lora(tuned)
     if start is None:
-        model = build_model(base, job.config, train, job.draft_vocab).to(device)
+        model = build_model_with_new_streams(base, job.config, train, job.draft_vocab).to(device)
     else:
         model = build_frozen_reference(base, start).to(device)
         task = [folder_digest(args.init)]
         select_trained_part(model, train.train_only)
     if args.init is not None and start is None:
-        initialise_from(model, args.init, has_task=args.task_lora is not None)
-    freeze_base(model, dtype)
+        copy_checkpoint_weights(model, args.init, has_task=args.task_lora is not None)
+    cast_frozen_parameters(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
     objective = TorchObjective(model, train, job.draft_vocab, device, dtype)

@@ -38,8 +38,8 @@ from convert.training import run as torch_run
 from convert.training.run import (
     TorchObjective,
     TorchTrainer,
-    build_model,
-    freeze_base,
+    build_model_with_new_streams,
+    cast_frozen_parameters,
     stream_attention,
     use_stream_attention,
 )
@@ -163,13 +163,13 @@ def torch_objective(base, draft_vocab=None, dtype=torch.float32, **changes):
     """An objective whose LoRA does something."""
     train, config = settings(real.LAYERS, real.WIDTH, draft_vocab, **changes)
     loaded = load_torch_base(base, attn_implementation="sdpa")
-    model = build_model(loaded, config, train, draft_vocab)
+    model = build_model_with_new_streams(loaded, config, train, draft_vocab)
     with torch.no_grad():
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and name.endswith("lora_B.weight"):
                 parameter.normal_(std=0.1)
-    freeze_base(model, dtype)
+    cast_frozen_parameters(model, dtype)
     return TorchObjective(model, train, draft_vocab, torch.device("cpu"), dtype)
 
 
@@ -185,7 +185,7 @@ def pair(folder, architecture, draft_vocab, changes):
     theirs_base.save_pretrained(folder / "base")
     sizes = theirs_base.config.num_hidden_layers, theirs_base.config.hidden_size
     train, config = settings(*sizes, draft_vocab, **changes)
-    model = build_model(theirs_base, config, train, draft_vocab)
+    model = build_model_with_new_streams(theirs_base, config, train, draft_vocab)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

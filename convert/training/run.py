@@ -30,7 +30,7 @@ IGNORED = -1
 """The target of a row that has none."""
 
 
-def build_model(
+def build_model_with_new_streams(
     base: nn.Module, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
 ) -> StreamFusedReference:
     """Build a model with new streams and LoRA on a base.
@@ -50,10 +50,10 @@ def build_model(
     )
 
 
-def freeze_base(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_frozen_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters that take no gradients to `dtype`, in place; the others stay as they are.
 
-    Which ones take gradients is not changed.
+    Which ones take gradients is not changed; buffers are not cast.
     """
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -297,7 +297,7 @@ class TorchObjective(Objective):
         previous = torch.cat([first, tokens[:, :-1]], dim=1)
         with autocast_for(self.device, self.dtype):
             rows = self._lm_heads[MAIN][0][tokens]
-            more = self.model.pair_logits(streams.to(self.dtype), previous, rows).float()
+            more = self.model.condition_logits(streams.to(self.dtype), previous, rows).float()
         scores = logprobs[:, :, None] + more
         mass = logprobs.logsumexp(-1)[:, :, None, None]
         return scores.log_softmax(-1) + mass
@@ -549,7 +549,7 @@ def stream_attention(
     node_scores = folded @ key[:, :, :num_nodes].transpose(2, 3)
     node_scores = node_scores.view(batch, heads, rows, num_nodes) + mask[..., :num_nodes]
 
-    def own(x: torch.Tensor) -> torch.Tensor:
+    def only_stream_rows(x: torch.Tensor) -> torch.Tensor:
         """Return the stream rows of keys or values as [B * Hkv * K, G, Dh]."""
         return x[:, :, num_nodes:].reshape(-1, num_streams, width)
 
@@ -562,7 +562,7 @@ def stream_attention(
         shape = batch, kv_heads, num_anchors, groups, num_streams, x.shape[-1]
         return x.view(shape).transpose(2, 3).reshape(batch, heads, rows, -1)
 
-    own_scores = by_row(torch.bmm(by_node(parted), own(key).transpose(1, 2)))
+    own_scores = by_row(torch.bmm(by_node(parted), only_stream_rows(key).transpose(1, 2)))
     rank = torch.arange(rows, device=query.device) % num_streams
     later = rank[:, None] < torch.arange(num_streams, device=query.device)
     own_scores = own_scores.masked_fill(later, torch.finfo(own_scores.dtype).min)
@@ -571,4 +571,6 @@ def stream_attention(
     on_nodes, on_own = weights.split([num_nodes, num_streams], dim=-1)
     mixed = on_nodes.reshape(batch, kv_heads, groups * rows, num_nodes) @ value[:, :, :num_nodes]
     on_own = on_own.reshape(*parted.shape[:-1], num_streams)
-    return mixed.view(batch, heads, rows, width) + by_row(torch.bmm(by_node(on_own), own(value)))
+    return mixed.view(batch, heads, rows, width) + by_row(
+        torch.bmm(by_node(on_own), only_stream_rows(value))
+    )

@@ -190,7 +190,7 @@ def _write_prompts(args: argparse.Namespace) -> None:
     continuations.check_batch_size(args.batch_size)
     written = draw_shipped_prompts(args.seed)
     make_folder(args.out)
-    model, tokenizer = continuations.load_generator(
+    model, tokenizer = continuations.load_answering_model(
         resolve_model(args.model), args.dtype, args.device
     )
     sampled = split_sampled_prompts(_read_or_sample_prompts(args, model, tokenizer), written)
