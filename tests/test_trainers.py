@@ -431,7 +431,7 @@ def test_scope_streams_leaves_the_node_rows_to_the_base(base):
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         tokens = mx.array(batch.tokens[row, pad : pad + length])
         normed = objective.model.backbone.final_norm(nodes[row, pad : pad + length])
-        found = objective.model.head(drafting=False)(normed)
+        found = objective.model.head(uses_draft_head=False)(normed)
         assert gap(found, plain.model(tokens[None])[0]) < 5e-5
 
 

@@ -362,7 +362,7 @@ class TorchTrainer(Trainer):
         )
 
     def advance(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
-        """Take one optimiser step on a batch.
+        """Take one optimiser step on a batch, its gradients clipped to the norm `clip_norm`.
 
         Args:
             batch: this process's.

@@ -119,6 +119,8 @@ def median_seconds(
 ) -> tuple[dict[int, float], float]:
     """Time calls in turns, so that what else the machine does falls on all of them alike.
 
+    In the turns that do not count, trials of the fused attention kernel that are pending are run.
+
     Args:
         calls: what to evaluate, by its number of rows.
         turns: of all calls that count, after `WARM_TURNS`.
@@ -151,8 +153,10 @@ def quartile_spread(times: Sequence[float]) -> float:
 
 
 def time_tiny_kernel() -> float:
-    """Return the seconds that a tiny kernel takes in a chain of kernels that wait for each
-    other.
+    """Return the seconds that a tiny kernel takes in a chain of kernels that wait for each other.
+
+    That is the difference of a long and a short chain over their lengths', each the fastest of
+    `CHAIN_TURNS`.
     """
 
     def seconds(length: int) -> float:
@@ -213,7 +217,8 @@ def time_decoding_steps(model: StreamFusedModel, prompt: list[int]) -> dict[str,
     """Time decoding steps, with and without a pause after each read of a step's tokens.
 
     MLX copies a layer's cache if the GPU still holds it when the next step is launched. Then the
-    peak without pauses is higher by a layer's cache or more, and steps take longer.
+    peak without pauses is higher by a layer's cache or more, and steps take longer. Each way is
+    measured twice: the seconds are the lower ones, all else is of the second time.
 
     Args:
         model: with streams, which draft at every step.

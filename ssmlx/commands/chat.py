@@ -153,7 +153,8 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
     """Answer a message: print the text as it comes on standard output, then a line of figures on
     standard error.
 
-    Ctrl-C stops the answer; what was said until then stays in the conversation.
+    Ctrl-C stops the answer, and what was said until then stays in the conversation. With a model
+    that is split over processes, KeyboardInterrupt is raised.
 
     Args:
         session: the conversation, which the turn is added to.

@@ -61,7 +61,8 @@ def adapt(
             of the run's.
 
     Raises:
-        InputError: the model, the data or the folder cannot be used as asked.
+        InputError: the model, the data or the folder cannot be used as asked, or the hours are
+            fewer than those that the run is planned for.
     """
     prompts = [row for file in options.data for row in read_prompts(file, "--data")]
     with busy("reading the weights"):

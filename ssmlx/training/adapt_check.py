@@ -220,6 +220,8 @@ def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
     """Return the line that tells the user whether to use the adapter, by `is_worth_using`, and the
     command.
 
+    The command of an adapter that was made with a LoRA names it; others are found without.
+
     Args:
         options: of the run; the advice is to double its hours where the adapter brings nothing.
         measured: as `check_adapter` returns it.

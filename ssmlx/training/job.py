@@ -365,8 +365,8 @@ def run_to_end(
         lower: called once, after the state is read; returns what gives the frozen layers' results
             of a batch.
         write: writes what was trained, and returns where, or None for the run's folder.
-        keep_best: validate before the first step too, and call `write` whenever tokens per call are
-            the most so far; otherwise at the end.
+        keep_best: validate before the first step of a new run too, and call `write` whenever tokens
+            per call are the most so far, by the log; otherwise once, at the end.
         wait: called before each step.
         validated: called after each validation but that before the first step.
 
@@ -436,6 +436,8 @@ def run_to_end(
 
 def _describe_differing_options(path: Path, settings: Mapping[str, Any]) -> str:
     """List which options of a stopped run differ from those of this one, for a message.
+
+    The settings of training, model, template and dtype are compared, and nothing else.
 
     Args:
         path: of the settings that the stopped run has written.

@@ -66,8 +66,8 @@ class Rows:
     key_positions: mx.array  # [B, keys]
 
     def mask_in_window(self, window: int | None) -> mx.array:
-        """Return `mask` for a layer with a sliding window of `window` tokens, keys before it
-        hidden; `mask` itself for None.
+        """Return `mask` for a layer with a sliding window of `window` tokens, the row's own among
+        them, and keys before it hidden; `mask` itself for None.
         """
         if window is None:
             return self.mask

@@ -305,7 +305,7 @@ def measure_rates(
         lora: on every row of the model; None for no LoRA.
 
     Raises:
-        InputError: not even one example at a time fits into the memory.
+        InputError: not even one example or answer at a time fits into the memory.
     """
     rng = np.random.default_rng(train.seed)
     # Of tokens that streams learn, as nearly all of an answer's are.
