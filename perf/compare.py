@@ -364,7 +364,7 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
     """
     whole: dict[str, Any] = {}
     for path in paths:
-        result = _read_result(path)
+        result = _read_checked_result(path)
         whole = whole or {**result, "tasks": []}
         # One line above the tables says how all of them were measured.
         here = _settings(whole)
@@ -384,7 +384,7 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
     return whole
 
 
-def _read_result(path: Path) -> dict[str, Any]:
+def _read_checked_result(path: Path) -> dict[str, Any]:
     """Read a saved result, and check that it can be shown.
 
     Raises:

@@ -350,7 +350,7 @@ def without_times(result: dict) -> list:
 def test_answers_depend_on_all_that_moves_them(arguments, weights, monkeypatch):
     def settings(*more, system="medusa", **adapter):
         plan = experiment(arguments(*weights, *more, **adapter))
-        return plan.settings(next(one for one in plan.systems if one.name == system))
+        return plan.answer_settings(next(one for one in plan.systems if one.name == system))
 
     first = settings()
     assert first == settings("--repeats", 5) == settings("--count", 2)

@@ -329,7 +329,7 @@ class StreamFusedReference(Module):
                 (width, config.prune_rank),
             )
         )
-        self._check_main_stream()
+        self._check_against_base_logits()
         layers = lora.layers or range(config.insertion_layer, config.num_layers)
         self.lora = replace(lora, layers=tuple(sorted(set(layers))))
         self.adapters: dict[str, LoraLinear] = self._wrap_linears() if lora.rank else {}
@@ -677,7 +677,7 @@ class StreamFusedReference(Module):
         return adapters
 
     @without_gradients
-    def _check_main_stream(self) -> None:
+    def _check_against_base_logits(self) -> None:
         """Raise InputError where the base computes more than its layers, norm and LM head.
 
         Logits of four tokens are compared with the base's own, so scaled embeddings or capped

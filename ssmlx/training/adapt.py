@@ -89,7 +89,7 @@ def adapt(
         clock=clock,
     )
     try:
-        _make_and_check(run, plan)
+        _make_adapter_and_check(run, plan)
     except KeyboardInterrupt:
         _save_and_say_progress(run)
         raise
@@ -137,7 +137,7 @@ def _save_and_say_progress(run: AdaptRun) -> None:
     run.say(f"stopped: {kept} are kept; the same command goes on from there")
 
 
-def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
+def _make_adapter_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
     """Make every round that has not ended, then decode held-out prompts and write the figures.
 
     Curves are drawn, the plan is saved, and the verdict is said to the user.
@@ -147,10 +147,10 @@ def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
         plan: of the stopped run; None where nothing is planned yet.
 
     Raises:
-        InputError: as `_make_adapter` and `check_adapter` raise it.
+        InputError: as `_plan_and_make_rounds` and `check_adapter` raise it.
     """
     options = run.options
-    plan, dtype, bits = _make_adapter(run, plan)
+    plan, dtype, bits = _plan_and_make_rounds(run, plan)
     mx.clear_cache()  # of the base model, which is loaded once more with the adapter
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     log = join_round_logs(folders)
@@ -167,7 +167,9 @@ def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
     run.say(verdict_line(options, measured))
 
 
-def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str, int | None]:
+def _plan_and_make_rounds(
+    run: AdaptRun, plan: AdaptPlan | None
+) -> tuple[AdaptPlan, str, int | None]:
     """Load the model, plan what is not planned yet, and make every round that has not ended.
 
     The plan is said to the user, and written to the run's folder before the first round and after
