@@ -189,7 +189,7 @@ def _figures_row(
     seconds = [sum(a.decode_seconds for a in side) for side in sides]
     is_core_ml = units is not None and sys.platform == "darwin"
     planned = (
-        planned_devices(manifest.checked_package(folder), units or "") if is_core_ml else ({}, {})
+        planned_devices(manifest.unchanged_package(folder), units or "") if is_core_ml else ({}, {})
     )
     return {
         "name": folder.name,

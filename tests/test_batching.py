@@ -189,7 +189,7 @@ def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
     second = ask(QUESTIONS[1])
     next(first), next(second), next(first)
     with monkeypatch.context() as broken:
-        broken.setattr(Batch, "_launch", lambda self: 1 / 0)
+        broken.setattr(Batch, "_launch_next_call", lambda self: 1 / 0)
         for answer in (first, second):
             with pytest.raises(RuntimeError):
                 list(answer)
@@ -243,7 +243,7 @@ def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypa
 
 def test_a_prompt_may_be_given_up(ask, together, batches):
     answer = ask([45, 2] * 40)
-    run(lambda: [answer._source.take() for _ in range(3)])
+    run(lambda: [answer._source.compute_next() for _ in range(3)])
     answer.close()
     assert not batches._prompts
     assert next(ask([45, 2] * 40)).cached_tokens == 16
@@ -289,7 +289,7 @@ def test_a_row_that_others_began_goes_on_when_they_are_gone(ask, together):
     late = ask(unknown)
     for one in others:
         next(one)
-    run(late._source.take)
+    run(late._source.compute_next)
     for one in others:
         next(one)
     for one in others:

@@ -270,7 +270,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
     written = json.loads((folder / "manifest.json").read_text())
     assert written["format"] == "ssmlx-export/2" and written["cache_names"][0] == "keys_00"
     assert set(written["tree"]) == {"num_candidates", "size", "width", "is_conditional"}
-    assert read.checked_package(folder) == folder / "model.mlpackage"
+    assert read.unchanged_package(folder) == folder / "model.mlpackage"
 
 
 @pytest.mark.parametrize("tree", [

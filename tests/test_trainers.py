@@ -302,9 +302,9 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     alike = replace(adapter, config=replace(adapter.config, stream_window=window))
     fused = attach_adapter(load_base(tmp_path / "base", "float32")[0], alike, merge_lora=True)
     ends = []
-    second = StreamDrafter._second_pass
+    second = StreamDrafter._run_second_pass
     monkeypatch.setattr(
-        StreamDrafter, "_second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
+        StreamDrafter, "_run_second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
     )
     streams = mine.objective._hidden_states_by_kind(batch, lower)["stream"].reshape(
         *batch.anchors.shape, 3, -1

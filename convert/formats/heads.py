@@ -91,7 +91,7 @@ def read_published_heads(
             "config.json of the model_type mlp_speculator",
             do="check the path",
         )
-        config = MlpSpeculatorConfig.read(path, values)
+        config = MlpSpeculatorConfig.from_json_values(path, values)
         tensors = _read_speculator_tensors(folder, config)
     check_heads(config, tensors, source)
     path = folder / DRAFT_VOCAB_FILE

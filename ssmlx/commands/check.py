@@ -81,7 +81,7 @@ def time_costs_before_answers(
         InputError: the settings do not fit the model or what is loaded.
     """
     from ..answers import run
-    from ..generation.head_start import give_head_start
+    from ..generation.head_start import time_calls_before_first_answer
     from ..generation.plan import make_plan
 
     text = "timing what drafting costs here ..."
@@ -89,7 +89,11 @@ def time_costs_before_answers(
     note.daemon = True
     note.start()
     try:
-        run(lambda: give_head_start(model, tokenizer, make_plan(model, config, drafter=loaded)))
+        run(
+            lambda: time_calls_before_first_answer(
+                model, tokenizer, make_plan(model, config, drafter=loaded)
+            )
+        )
     finally:
         note.cancel()
 

@@ -157,7 +157,7 @@ class DrafterOption:
 
     @property
     def attention(self) -> Attention:
-        """`attention=`, as `ssmlx.model.metal.use` takes it."""
+        """`attention=`, as `ssmlx.model.metal.choose_attention` takes it."""
         attention: Attention = self.values.get("attention", ATTENTIONS[0])
         return attention
 
@@ -783,7 +783,7 @@ def load_target(
             for the base alone, None for streams that are part of the model.
         finds_adapter: whether to look for a fitting adapter where none is named.
         draft_head: weights of the draft head, as `ssmlx.load` takes it.
-        attention: as `ssmlx.model.metal.use` takes it.
+        attention: as `ssmlx.model.metal.choose_attention` takes it.
         group: MLX's distributed group, for a model that is split over processes; None for one
             process.
 
@@ -799,7 +799,7 @@ def load_target(
 
     if args.adapter == AUTO_ADAPTER:
         args.adapter = None
-    metal.use(attention)
+    metal.choose_attention(attention)
     model, tokenizer = load(
         args.model,
         adapter=args.adapter,

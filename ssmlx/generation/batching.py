@@ -85,6 +85,12 @@ class _Group:
     """
 
     def __init__(self, model: StreamFusedModel, fits: Fits = always_fits) -> None:
+        """Begin a group of `model` without answers, whose batch has no rows.
+
+        Args:
+            model: the target of all its answers; what was learned for it is read.
+            fits: whether there is memory for so many bytes.
+        """
         self.batch = Batch(model)
         self._fits = fits
         self._token_bytes = cache_size_of(model).per_token
@@ -113,9 +119,9 @@ class _Group:
         costs = self._learned.costs.frozen(self._mean_length(rows))
         batched = len(rows) / costs.calls((BATCH, len(rows)))
         is_faster = batched * (STAY if self.is_batched else 1 / STAY) >= in_turns
-        self.is_batched = is_faster and self._has_room(rows)
+        self.is_batched = is_faster and self._has_memory_for_padding(rows)
 
-    def _has_room(self, rows: Sequence[Row]) -> bool:
+    def _has_memory_for_padding(self, rows: Sequence[Row]) -> bool:
         """Whether there is memory for a batch of `rows`, each padded to the longest.
 
         What its padding takes now is not asked for again. What is kept for later answers may be
@@ -126,7 +132,7 @@ class _Group:
         more = padding * self._token_bytes - self.batch.padding_bytes
         return more <= 0 or self._fits(more)
 
-    def step(self) -> float:
+    def make_and_time_call(self) -> float:
         """Make a call of the batch, learn from its seconds, and return them.
 
         It brings a token to every row of the batch. Where a reader has fallen behind, the mode is
@@ -144,9 +150,10 @@ class _Group:
     def _learn_cost(self, members: Sequence[Row], seconds: float) -> None:
         """Add a call's seconds to those of calls for as many texts in a row.
 
-        The first call for another number of texts is not counted, and forgets the others. Every
-        `TIMED_CALLS` that are counted teach what a call for so many texts costs, in plain calls, if
-        these are more than one and plain calls were timed.
+        The first call for another number of texts is not counted, and forgets the others. When
+        `TIMED_CALLS` are counted they are forgotten, and their median teaches what a call for so
+        many texts costs, in plain calls, if plain calls were timed in this context. Nothing is
+        learned of calls for a single text.
 
         Args:
             members: the rows of the call.
@@ -181,6 +188,12 @@ class Batches:
     """
 
     def __init__(self, fits: Fits = always_fits) -> None:
+        """Begin without answers; nothing is run.
+
+        Args:
+            fits: called with the bytes that padding rows of a batch would take; whether there is
+                memory for them.
+        """
         self._fits = fits
         self._groups: dict[CacheKey, _Group] = {}
         self._prompts: deque[_OpenAnswer] = deque()
@@ -213,7 +226,8 @@ class Batches:
     ) -> Iterator[list[int]]:
         """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
-        Without end, until the iterator is closed, which takes it out of the batch.
+        Nothing is done before the first tokens are asked for. Then it goes on without end, until
+        the iterator is closed, which takes the answer out of the batch.
 
         Args:
             plan, model, prompt, cache, context, stops, logprobs, counts: see `decode_plan`.
@@ -228,6 +242,7 @@ class Batches:
 
         Raises:
             RuntimeError: a call that it shared has failed; the cause is the call's error.
+            Exception: what processing its prompt or `on_prompt` has raised.
         """
         cache.trim(cache.offset)
         key = CacheKey.of(model)
@@ -247,7 +262,7 @@ class Batches:
             on_prompt=on_prompt,
         )
         try:
-            yield from self._process_prompt(row)
+            yield from self._process_prompt_in_turns(row)
             while True:
                 # It may have joined a batch that is no longer wanted.
                 yield from self._decode_batched(row, logprobs)
@@ -260,7 +275,7 @@ class Batches:
                 group.open.remove(row)
                 group.choose_mode()
 
-    def _process_prompt(self, row: _OpenAnswer) -> Iterator[list[int]]:
+    def _process_prompt_in_turns(self, row: _OpenAnswer) -> Iterator[list[int]]:
         """Have the prompt of `row` processed, in turns with other prompts and with calls.
 
         Its first piece goes before those of others. A turn processes the next piece in line, this
@@ -304,7 +319,7 @@ class Batches:
         """
         if not self._prompts or not self._is_decoding:
             return False
-        upcoming = len(self._next_piece(self._prompts[0]))
+        upcoming = len(self._peek_next_piece(self._prompts[0]))
         rate = self._prompt_rate
         seconds = PIECE_SECONDS if rate is None else upcoming / rate
         return self._owed_seconds > 0 and self._owed_seconds + seconds > PIECE_SECONDS
@@ -328,7 +343,7 @@ class Batches:
         """
         running = [group for group in self._groups.values() if group.batch.members]
         for group in running:
-            self._count_call(group.step())
+            self._count_call(group.make_and_time_call())
         if not running and tries < READER_TRIES:  # none came while others had the thread
             time.sleep(READER_SECONDS)
         return bool(running) or tries > 0
@@ -338,12 +353,13 @@ class Batches:
         self._num_calls += 1
         self._owed_seconds = max(0.0, self._owed_seconds - seconds)
 
-    def _next_piece(self, row: _OpenAnswer) -> list[int]:
+    def _peek_next_piece(self, row: _OpenAnswer) -> list[int]:
         """The tokens of a row's prompt that its next turn is to process; they stay in `todo`.
 
         As many as were processed in `PIECE_SECONDS` by the last rate, or `PIECES_ALONE` times that
-        where nobody else is answered, rounded down to a multiple of `LEAST_PIECE` and no fewer;
-        `UNTIMED_PIECE` before any was timed. Never more than the settings' `prefill_step_size`.
+        where nobody else is answered, rounded down to a multiple of `LEAST_PIECE`; `UNTIMED_PIECE`
+        before any was timed. At least `LEAST_PIECE`, and at most the settings' `prefill_step_size`
+        and what is left.
         """
         most = UNTIMED_PIECE
         if self._prompt_rate is not None:
@@ -356,12 +372,13 @@ class Batches:
         """Process a piece of the first prompt in line, which then goes to the end of the line.
 
         When it has no more, `on_prompt` is called and its answer begins to decode. An error, of
-        either, is kept in `row.error` for the row's reader, and takes the prompt out of the line.
-        The seconds are owed to calls where answers are decoded, and give the rate, unless the piece
-        was too short.
+        either, is not raised: it is kept in `row.error` for the row's reader, and takes the prompt
+        out of the line. The seconds are owed to calls where answers are decoded. They give the
+        rate, in tokens a second, unless the piece has fewer tokens than `LEAST_PIECE` and a rate is
+        known.
         """
         row = self._prompts[0]
-        piece = self._next_piece(row)
+        piece = self._peek_next_piece(row)
         self._prompts.popleft()
         started = time.perf_counter()
         try:
@@ -384,7 +401,8 @@ class Batches:
     def _start_decoding(self, row: _OpenAnswer) -> None:
         """Count `row` among the answers that decode, and choose its group's mode anew.
 
-        It joins the batch at once where answers share calls, or where it has a mask.
+        It joins the batch at once where answers share calls, or where it has a mask. Nothing is
+        decoded.
         """
         row.group.open.append(row)
         row.group.choose_mode()
@@ -420,7 +438,7 @@ class Batches:
                     group.choose_mode()
                 while self._prompts and not self._must_decode_first:
                     self._process_piece()
-                self._count_call(group.step())
+                self._count_call(group.make_and_time_call())
             token, logprobs = row.unread.popleft()
             if recorded is not None:
                 recorded += logprobs

@@ -33,7 +33,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import InputError
 from ..json_files import parse_json
 from ..model.masks import hide_outside_window, window_start
-from ..prompts import ChatFrame, encode, encode_turns, is_single_turn, normalise_turns, read_lines
+from ..prompts import (
+    ChatFrame,
+    encode,
+    encode_turns_or_last,
+    is_single_turn,
+    normalise_turns,
+    read_lines,
+)
 from ..templates import frozen_date
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
@@ -132,7 +139,7 @@ class Encoder:
         """
         if len(turns) > 2 and is_single_turn(turns[:-1], self.template, tools=tools):
             raise ValueError("it has several turns, and a template of one's own is of single ones")
-        of_turns = partial(encode_turns, tokenizer=self.tokenizer, template=self.template)
+        of_turns = partial(encode_turns_or_last, tokenizer=self.tokenizer, template=self.template)
         prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):
             return prompt, self._encode_answer(turns[-1]["content"])

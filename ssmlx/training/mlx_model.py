@@ -342,9 +342,10 @@ class TrainedModel:
 
         Returns:
             Tokens [A, G, C], best first, and log probabilities: [A, G, C], or [A, G, C, C] given
-            each candidate of the stream before where there is a condition; see `DraftVocab.rank`.
+            each candidate of the stream before where there is a condition; see
+            `DraftVocab.rank_stream_tokens`.
         """
-        return DraftVocab(self._fused).rank(streams[None], roots, count)
+        return DraftVocab(self._fused).rank_stream_tokens(streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
         mask = rows.mask_in_window(self.backbone.windows[index])

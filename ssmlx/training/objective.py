@@ -133,7 +133,7 @@ class Objective(ABC):
         Returns:
             [B, K, G, C] the likeliest draft tokens, best first; and their log probabilities [B, K,
             G, C], or [B, K, G, C, C] given each candidate of the stream before where there is a
-            condition, see `DraftVocab.rank`.
+            condition, see `DraftVocab.rank_stream_tokens`.
         """
 
     def terms(self, batch: Batch, step: int) -> list[Term]:
