@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import options
-from ..commands.check import time_costs_first
+from ..commands.check import time_costs_before_answers
 from ..commands.drafting import drafting_lines
 from ..errors import InputError, missing_package_error, require
 from ..json_files import read_text
@@ -214,7 +214,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
     models = adapters_by_model_name(name, args.adapter or ())
     loaded = options.load_drafter(args, engine.model(models[name]), engine.tokenizer)
     for one in models.values():
-        time_costs_first(
+        time_costs_before_answers(
             engine.model(one), engine.tokenizer, config, loaded
         )  # refuses what does not fit
     handler = RequestHandler(
