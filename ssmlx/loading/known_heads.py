@@ -35,6 +35,9 @@ class KnownHead:
     read_at: tuple[str, ...]
 
 
+OWN_HEAD_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""mlx-lm's files of classes whose checkpoints may hold an MTP head that `--drafter mtp` takes."""
+
 _QWEN_VOCAB = 248_320
 _GEMMA_VOCAB = 262_144
 _GEMMA = ("gemma4", "gemma4_text")

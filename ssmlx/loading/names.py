@@ -505,6 +505,28 @@ def _resolve_on_hub(
     return path
 
 
+def find_in_hub_cache(name: str, fetch: Fetch) -> Path | None:
+    """Return the folder of a model in the Hub's cache; None where it is not there or not whole.
+
+    It is the commit that its branch "main" meant when it was fetched last. Nothing is fetched.
+
+    Args:
+        name: on the Hub, without a revision.
+        fetch: says where the cache is.
+    """
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", "model.safetensors.index.json", "model*.safetensors"]
+    with suppress(Exception):  # whatever is wrong with the cache: then it is not here
+        folder = Path(
+            snapshot_download(
+                name, cache_dir=fetch.hub, allow_patterns=patterns, local_files_only=True
+            )
+        )
+        return folder if _missing_model_file(folder) is None else None
+    return None
+
+
 def _fetch_model(
     name: str, revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
 ) -> Path:

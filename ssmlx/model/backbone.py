@@ -71,6 +71,8 @@ class Backbone(Stages):
         cache_dir: the folder that was given to keep things in; None for the user's cache folder.
         offline: whether nothing may be fetched.
         folder: where its weights were read, if they were.
+        kept_with_weights: what others keep for as long as these weights are in memory, by name,
+            such as a head that drafts; shared by all copies of the backbone.
     """
 
     name: str = "this model"
@@ -93,6 +95,7 @@ class Backbone(Stages):
         self.draft_bits = draft_bits
         self.group = group
         self.replaced: Mapping[str, nn.Module | None] = {}
+        self.kept_with_weights: dict[str, Any] = {}
         wrapped_ropes: list[tuple[Any, nn.Module]] = []
         try:
             super().__init__(model)
