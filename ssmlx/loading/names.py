@@ -437,7 +437,8 @@ def _missing_model_file(path: Path) -> str | None:
         return "config.json"
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        return None if any(path.glob("model*.safetensors")) else "model*.safetensors"
+        is_there = any(file.is_file() for file in path.glob("model*.safetensors"))
+        return None if is_there else "model*.safetensors"
     try:
         shards = sorted(set(read_json(index, "an index of weights")["weight_map"].values()))
         return next((name for name in shards if not (path / name).is_file()), None)
