@@ -1,6 +1,9 @@
 """Heads that draft for a published model: which is a model's, and which is on this machine."""
 
+import io
 import json
+import logging
+import multiprocessing
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,15 +11,24 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from huggingface_hub import constants
-from test_every_class import VOCAB, write_model
-from test_families import make_base
+from real import answer, exit_code, write_tokenizer
+from test_every_class import PROMPT, VOCAB, random_weights, write_model
+from test_families import CHAINS, make_base
+from tiny import make_tokenizer
 
+import ssmlx
+from ssmlx.commands import chat, check, drafting, generate
+from ssmlx.drafters.mtp_head import MtpModule
+from ssmlx.errors import InputError
+from ssmlx.generation.default_head import default_head
+from ssmlx.generation.plan import make_plan
 from ssmlx.loading import model_heads
-from ssmlx.loading.known_heads import KNOWN_HEADS
+from ssmlx.loading.known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES
 from ssmlx.loading.load import load_base
 from ssmlx.loading.model_heads import OWN_HEAD, known_heads, local_head
 from ssmlx.loading.names import HUB_NAME
 from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
 
 FIRST = "a" * 40
 SECOND = "b" * 40
@@ -35,7 +47,9 @@ ROW = replace(
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """A tiny model with recurrent layers, of a class that heads are made for."""
-    return write_model("qwen3_5", tmp_path_factory.mktemp("target") / "model")
+    folder = write_model("qwen3_5", tmp_path_factory.mktemp("target") / "model")
+    write_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture
@@ -198,9 +212,229 @@ def test_tensors_among_the_model_s_own_come_first(hub, backbone, tmp_path, prefi
     backbone.folder = folder = tmp_path / "own"
     folder.mkdir()
     file = str(folder / "model-00001-of-00002.safetensors")
-    mx.save_safetensors(file, {"model.layers.0.mtp.weight": mx.zeros(1)})
+    mx.save_safetensors(file, {"model.layers.0.mtps.weight": mx.zeros(1)})
     assert local_head(backbone).name == ROW.repositories[0]
     mx.save_safetensors(str(folder / "mtp.safetensors"), {f"{prefix}fc.weight": mx.zeros(1)})
     assert local_head(backbone) == model_heads.LocalHead(OWN_HEAD, None)
     (folder / "mtp.safetensors").write_bytes(b"12")
     assert local_head(backbone).name == ROW.repositories[0]
+
+
+# --- it drafts ---
+
+LENGTH = 40
+SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
+
+
+def head_tensors(backbone):
+    """A random head of a model, as MLX's conversions store it."""
+    module = MtpModule(backbone.args, type(backbone.layers[0]))
+    return random_weights(module)
+
+
+def head_files(backbone, tmp_path, **settings):
+    """The files of a head's folder, as the Hub has them."""
+    mx.save_safetensors(str(tmp_path / "head.safetensors"), head_tensors(backbone))
+    config = {"model_type": "qwen3_5_mtp", "hidden_size": 32, "vocab_size": VOCAB, **settings}
+    return {
+        "config.json": json.dumps(config).encode(),
+        "model.safetensors": (tmp_path / "head.safetensors").read_bytes(),
+    }
+
+
+@pytest.fixture
+def kept(hub, backbone, tmp_path):
+    """The folder of a whole head in the Hub's cache."""
+    return keep(hub, ROW.repositories[0], head_files(backbone, tmp_path))
+
+
+def lines_of(model, **settings):
+    return drafting.drafting_lines(model, make_plan(model, **settings), "none")
+
+
+def decoded(model, **settings):
+    """Tokens of an answer, and what drafted for it."""
+    plan = make_plan(model, **settings)
+    tokens, _ = answer(
+        model, make_tokenizer(VOCAB), PROMPT, max_tokens=LENGTH, deterministic=True, **settings
+    )
+    return tokens, plan.kind
+
+
+def test_a_head_in_the_cache_drafts_beside_the_text(target, kept):
+    model, _ = ssmlx.load(target, dtype="float32")
+    assert make_plan(model).kind == "mtp"
+    assert [one.largest.drafter for one in make_plan(model).drafters] == ["mtp", "prompt-lookup"]
+    for sampling in ({}, SAMPLED):
+        expected, kind = decoded(model, decoding="plain", **sampling)
+        assert kind is None
+        assert decoded(model, **sampling) == (expected, "mtp")
+        # The ways off are what they were.
+        assert decoded(model, drafter="prompt-lookup", **sampling) == (expected, "prompt-lookup")
+    first, second = lines_of(model)
+    assert first.startswith(f"{ROW.repositories[0]}, a head for it in the Hub's cache: mtp")
+    assert second.startswith("faster: nothing, as streams cannot be trained")
+    _, second = lines_of(model, decoding="plain")
+    assert second == (
+        f"faster: {ROW.repositories[0]} drafts where no --drafter and no --decoding is given"
+    )
+
+
+def test_it_is_loaded_once_and_shared(target, kept):
+    model, _ = ssmlx.load(target, dtype="float32")
+    head = default_head(model).loaded
+    assert head is not None and default_head(model).loaded is head
+    copy = StreamFusedModel(model.backbone.clone_sharing_weights())
+    assert default_head(copy).loaded is head
+    shutil.rmtree(kept)  # another process deletes it: what was read stays
+    expected, _ = decoded(model, decoding="plain")
+    assert decoded(model)[0] == expected
+    assert default_head(ssmlx.load(target, dtype="float32")[0]).found is None
+    with ssmlx.Engine(str(target), dtype="float32") as engine:
+        answered = engine.stream(PROMPT, max_tokens=LENGTH)
+        assert [token for one in answered for token in one.tokens] == expected
+
+
+def test_the_model_s_own_head_drafts(target, hub, backbone, tmp_path):
+    folder = shutil.copytree(target, tmp_path / "own")
+    own = {f"mtp.{name}": tensor for name, tensor in head_tensors(backbone).items()}
+    mx.save_safetensors(str(folder / "model-mtp.safetensors"), own)
+    model, _ = ssmlx.load(folder, dtype="float32")
+    expected, _ = decoded(model, decoding="plain")
+    assert decoded(model) == (expected, "mtp")
+    assert lines_of(model)[0].startswith(f"{OWN_HEAD}: mtp")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"settings": {"hidden_size": 33}},
+        {"settings": {"model_type": "qwen3_next"}},
+        {"settings": {"vocab_size": 65}},
+        {"weights": b"12"},
+        {"weights": None},
+    ],
+    ids=["width", "type", "vocabulary", "cut", "nan"],
+)
+def test_a_head_that_does_not_fit_drafts_nothing_and_says_so(
+    target, hub, backbone, tmp_path, caplog, broken
+):
+    files = head_files(backbone, tmp_path, **broken.get("settings", {}))
+    if "weights" in broken:
+        content = broken["weights"]
+        if content is None:
+            tensors = {**head_tensors(backbone), "norm.weight": mx.full(32, mx.nan)}
+            mx.save_safetensors(str(tmp_path / "nan.safetensors"), tensors)
+            content = (tmp_path / "nan.safetensors").read_bytes()
+        files["model.safetensors"] = content
+    keep(hub, ROW.repositories[0], files)
+    model, _ = ssmlx.load(target, dtype="float32")
+    with caplog.at_level(logging.INFO, logger="ssmlx"):
+        assert make_plan(model).kind == make_plan(model).kind == "prompt-lookup"
+    assert caplog.text.count("drafts nothing") == 1
+    first, second = lines_of(model)
+    assert first.startswith(f"{ROW.repositories[0]} is here and drafts nothing (")
+    assert "\n" not in first and second.startswith("faster: python -m ssmlx.chat --model")
+
+
+# --- what is said where it is not here ---
+
+
+def test_the_command_that_fetches_it_is_given_and_nothing_is_fetched(target, capsys, monkeypatch):
+    def refused(*args, **how):
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr("socket.socket.connect", refused)
+    command = f'python -m ssmlx.chat --model {target} --drafter "mtp model={ROW.repositories[0]}"'
+    model, _ = ssmlx.load(target, dtype="float32")
+    first, second = lines_of(model)
+    assert first == "no adapter: what stood in the text before is drafted where it comes again"
+    assert second == (
+        f"faster: {command}, which fetches a head for Tiny3.8 (Apache-2.0); "
+        "where it is here, it drafts by itself"
+    )
+    given = ("--model", target, "--dtype", "float32")
+    assert exit_code(check.main, *given, "--seconds", 0.01) == 0
+    shown = capsys.readouterr().out
+    assert second in shown.splitlines()
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert exit_code(chat.main, *given, "--max-tokens", 2) == 0
+    assert capsys.readouterr().err.splitlines()[-2:] == [first, second]
+
+
+def test_the_commands_take_what_is_here(target, kept, capsys):
+    given = ("--model", target, "--dtype", "float32", "--max-tokens", 8, "--prompt", "w1 w2")
+    assert exit_code(generate.main, *given, "--verbose") == 0
+    drafted = capsys.readouterr()
+    assert drafted.err.startswith(f"[{ROW.repositories[0]}, a head for it in the Hub's cache: mtp")
+    assert exit_code(generate.main, *given, "--decoding", "plain") == 0
+    assert capsys.readouterr().out == drafted.out
+    assert exit_code(check.main, *given[:4], "--seconds", 0.01) == 0
+    assert "mtp             can draft" in capsys.readouterr().out
+
+
+def test_rows_of_several_models_are_all_named(backbone, monkeypatch):
+    rows = [
+        replace(ROW, model=name, generation=name.lower(), repositories=(f"org/{name}",))
+        for name in ("Qwen3.6", "Qwen3.8")
+    ]
+    monkeypatch.setattr(model_heads, "KNOWN_HEADS", tuple(rows))
+    _, second = lines_of(StreamFusedModel(backbone))
+    assert 'model=org/Qwen3.6" if it is Qwen3.6, or python' in second
+    assert second.endswith('model=org/Qwen3.8" if it is Qwen3.8')
+
+
+# --- other processes ---
+
+
+def find_again_and_again(target, hub, ends, found):
+    """In a process of its own: look for the head until told to end; send all that was seen."""
+    constants.HF_HUB_CACHE = str(hub)
+    model_heads.KNOWN_HEADS = (ROW,)
+    backbone = load_base(target, "float32")[0]
+    seen = set()
+    found.send("ready")
+    while not ends.is_set():
+        head = local_head(backbone)
+        seen.add(None if head is None else str(head.folder))
+    found.send(seen)
+
+
+def test_another_process_may_fetch_and_delete_meanwhile(target, hub, backbone):
+    context = multiprocessing.get_context("spawn")
+    ends = context.Event()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=find_again_and_again, args=(target, hub, ends, theirs))
+    process.start()
+    try:
+        assert ours.recv() == "ready"
+        for _ in range(20):
+            keep(hub, ROW.repositories[0], {"config.json": b"{}"})
+            folder = keep(hub, ROW.repositories[0], {"model.safetensors": b""})
+            shutil.rmtree(hub)
+        ends.set()
+        assert ours.recv() <= {None, str(folder)}
+    finally:
+        ends.set()
+        process.join()
+    assert process.exitcode == 0
+
+
+# --- the table of families ---
+
+
+@pytest.mark.parametrize("name", [*CHAINS, "llama"])
+def test_families_with_mtp_are_those_that_the_drafter_takes(name, tmp_path):
+    """The cell MTP of the page of families is that of `OWN_HEAD_FAMILIES`."""
+    model = StreamFusedModel(Backbone(make_base(name)))
+    if name not in OWN_HEAD_FAMILIES:
+        with pytest.raises(InputError, match="with --drafter mtp"):
+            ssmlx.load_mtp(model, tmp_path)
+        return
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), head_tensors(model.backbone))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    head = ssmlx.load_mtp(model, tmp_path)
+    assert make_plan(model, drafter=head).kind == "mtp"
+    expected, _ = decoded(model, decoding="plain")
+    assert decoded(model, drafter=head)[0] == expected

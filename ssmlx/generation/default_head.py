@@ -58,11 +58,10 @@ def _find_head(model: StreamFusedModel) -> DefaultHead:
         return DefaultHead()
     loader = registered_drafter(_DRAFTER).loader
     assert loader is not None
-    folder = model.backbone.folder if found.folder is None else found.folder
     try:
-        loaded = loader.load(str(folder), model, None)
+        loaded = loader.load(str(found.folder or ""), model, None, offline=True)
     except (InputError, OSError) as error:
         _log.info("%s drafts nothing: %s", found.name, error)
         return DefaultHead(found, None, str(error))
-    _log.info("%s drafts, from %s", found.name, folder)
+    _log.info("%s drafts (%s)", found.name, found.folder or model.backbone.folder)
     return DefaultHead(found, loaded)

@@ -17,8 +17,7 @@ from .names import Fetch, find_in_hub_cache
 from .weights import stored_names
 
 OWN_HEAD = "its own MTP head"
-_OWN_TENSOR = re.compile(r"(model\.|language_model\.)*mtp\.")
-_OWN_FILES = ("model*.safetensors", "mtp*.safetensors")
+_OWN_TENSOR = re.compile(r"(^|\.)mtp\.")
 _GENERATION = re.compile(r"(qwen)[-_ ]?(\d+\.\d+)")
 _log = logging.getLogger("ssmlx")
 
@@ -107,9 +106,9 @@ def _has_own_head(folder: Path | None) -> bool:
     """
     if folder is None:
         return False
-    files = sorted({file for pattern in _OWN_FILES for file in folder.glob(pattern)})
+    files = sorted(folder.glob("*.safetensors"))
     try:
-        return any(_OWN_TENSOR.match(name) for file in files for name in stored_names(file))
+        return any(_OWN_TENSOR.search(name) for file in files for name in stored_names(file))
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
         _log.debug("no MTP head is looked for in %s: %s", folder, error)
         return False
