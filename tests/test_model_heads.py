@@ -4,8 +4,10 @@ import io
 import json
 import logging
 import multiprocessing
+import re
 import shutil
 from dataclasses import replace
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -286,13 +288,44 @@ def test_it_is_loaded_once_and_shared(target, kept):
     assert head is not None and default_head(model).loaded is head
     copy = StreamFusedModel(model.backbone.clone_sharing_weights())
     assert default_head(copy).loaded is head
+    with ssmlx.Engine(str(target), dtype="float32") as engine:
+        assert make_plan(engine.model()).kind == "mtp"
+        first, second = (
+            [
+                token
+                for one in engine.stream(PROMPT, max_tokens=LENGTH, **how)
+                for token in one.tokens
+            ]
+            for how in ({}, {"decoding": "plain"})
+        )
+        assert first == second
     shutil.rmtree(kept)  # another process deletes it: what was read stays
     expected, _ = decoded(model, decoding="plain")
-    assert decoded(model)[0] == expected
+    assert decoded(model) == (expected, "mtp")
     assert default_head(ssmlx.load(target, dtype="float32")[0]).found is None
-    with ssmlx.Engine(str(target), dtype="float32") as engine:
-        answered = engine.stream(PROMPT, max_tokens=LENGTH)
-        assert [token for one in answered for token in one.tokens] == expected
+
+
+def test_two_sessions_and_a_cancelled_answer_share_it(target, kept):
+    model, tokenizer = ssmlx.load(target, dtype="float32")
+
+    def talk(decoding):
+        """The tokens of two sessions whose replies are read in turns, call by call."""
+        config = ssmlx.GenerateConfig(max_tokens=24, decoding=decoding)
+        sessions = [ssmlx.ChatSession(model, tokenizer, config) for _ in range(2)]
+        said = [[], []]
+        for turns in (("w1 w2", "w9 w8 w7"), ("w3", "w4 w4")):
+            replies = [one.reply(turn) for one, turn in zip(sessions, turns, strict=True)]
+            for segments in zip_longest(*replies):
+                for tokens, segment in zip(said, segments, strict=True):
+                    tokens += segment.tokens if segment else []
+        return said
+
+    expected = talk("plain")
+    assert talk(None) == expected
+    with ssmlx.stream_generate(model, tokenizer, PROMPT, max_tokens=99) as stopped:
+        next(stopped)
+        stopped.cancel()
+    assert talk(None) == expected and default_head(model).loaded is not None
 
 
 def test_the_model_s_own_head_drafts(target, hub, backbone, tmp_path):
@@ -357,6 +390,7 @@ def test_the_command_that_fetches_it_is_given_and_nothing_is_fetched(target, cap
     assert exit_code(check.main, *given, "--seconds", 0.01) == 0
     shown = capsys.readouterr().out
     assert second in shown.splitlines()
+    assert re.search(f'(?m)^mtp +cannot draft yet: .*"mtp model={ROW.repositories[0]}"$', shown)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert exit_code(chat.main, *given, "--max-tokens", 2) == 0
     assert capsys.readouterr().err.splitlines()[-2:] == [first, second]
@@ -370,7 +404,7 @@ def test_the_commands_take_what_is_here(target, kept, capsys):
     assert exit_code(generate.main, *given, "--decoding", "plain") == 0
     assert capsys.readouterr().out == drafted.out
     assert exit_code(check.main, *given[:4], "--seconds", 0.01) == 0
-    assert "mtp             can draft" in capsys.readouterr().out
+    assert re.search(r"(?m)^mtp +can draft$", capsys.readouterr().out)
 
 
 def test_rows_of_several_models_are_all_named(backbone, monkeypatch):
@@ -400,6 +434,7 @@ def find_again_and_again(target, hub, ends, found):
     found.send(seen)
 
 
+@pytest.mark.slow
 def test_another_process_may_fetch_and_delete_meanwhile(target, hub, backbone):
     context = multiprocessing.get_context("spawn")
     ends = context.Event()

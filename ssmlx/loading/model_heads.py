@@ -60,6 +60,12 @@ def known_heads(backbone: Backbone) -> tuple[KnownHead, ...]:
     return tuple(row for row in rows if not (row.generation and said) or row.generation in said)
 
 
+def can_have_head(backbone: Backbone) -> bool:
+    """Whether heads are known for models of this class, of whatever size."""
+    families = {family for row in KNOWN_HEADS for family in row.families}
+    return _family(backbone) in families.union(OWN_HEAD_FAMILIES)
+
+
 def _family(backbone: Backbone) -> str:
     """The file of mlx-lm that has a model's class, such as "qwen3_5"."""
     return type(backbone.model).__module__.rpartition(".")[2]
