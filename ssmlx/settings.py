@@ -661,7 +661,8 @@ class GenerateConfig(SamplingConfig):
         stop: texts that end an answer. They are not in its text, but the tokens up to the one that
             completes such a text are in its tokens.
         drafter: one of `ssmlx.settings.DRAFTERS`; None takes the draft model that is passed beside
-            these settings, else the heads, else the model's streams where it has any.
+            these settings, else the heads, else the model's streams where it has any, else the
+            head that it brings along or that is in the Hub's cache.
         tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
         prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter. None
             for off.

@@ -234,10 +234,16 @@ def head_tensors(backbone):
     return random_weights(module)
 
 
-def head_files(backbone, tmp_path, **settings):
-    """The files of a head's folder, as the Hub has them."""
+def head_files(backbone, tmp_path, **changes):
+    """The files of a head's folder as mlx-vlm writes them, which the Hub has.
+
+    Args:
+        changes: of the inner settings.
+    """
     mx.save_safetensors(str(tmp_path / "head.safetensors"), head_tensors(backbone))
-    config = {"model_type": "qwen3_5_mtp", "hidden_size": 32, "vocab_size": VOCAB, **settings}
+    family = type(backbone.model).__module__.rpartition(".")[2]
+    inner = {"model_type": f"{family}_text", "hidden_size": 32, "vocab_size": VOCAB, **changes}
+    config = {"model_type": "qwen3_5_mtp", "block_size": 3, "text_config": inner}
     return {
         "config.json": json.dumps(config).encode(),
         "model.safetensors": (tmp_path / "head.safetensors").read_bytes(),
@@ -466,9 +472,8 @@ def test_families_with_mtp_are_those_that_the_drafter_takes(name, tmp_path):
         with pytest.raises(InputError, match="with --drafter mtp"):
             ssmlx.load_mtp(model, tmp_path)
         return
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), head_tensors(model.backbone))
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    for file, content in head_files(model.backbone, tmp_path).items():
+        (tmp_path / file).write_bytes(content)
     head = ssmlx.load_mtp(model, tmp_path)
     assert make_plan(model, drafter=head).kind == "mtp"
     expected, _ = decoded(model, decoding="plain")

@@ -208,7 +208,8 @@ def _check_settings(folder: Path, backbone: Backbone) -> None:
     rope = values.get("rope_parameters")
     values = {**(rope if isinstance(rope, dict) else {}), **values}
     expected = _kind_name(getattr(backbone.args, "model_type", ""))
-    kind = _kind_name(str(settings.get("model_type", expected)))
+    # Beside a model with experts, only the inner settings say so.
+    kind = _kind_name(str(values.get("model_type", expected)))
     require(
         kind == expected,
         f"the MTP head in {folder} belongs to another base model: it is of the type {kind}",
