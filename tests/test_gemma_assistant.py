@@ -1,0 +1,281 @@
+"""Gemma 4's assistants: their drafts are transformers', and the answers plain decoding's."""
+
+import json
+from copy import deepcopy
+from functools import lru_cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import gemma4_text
+from test_every_class import random_weights
+from test_recurrent import chain_of
+from tiny import assert_close, first_tokens
+
+from ssmlx.decoding.controller import Always
+from ssmlx.decoding.loop import CallCounts, plain_decode, speculative_decode
+from ssmlx.decoding.sampling import GREEDY, Sampling
+from ssmlx.drafters.gemma_assistant import (
+    AssistantConfig,
+    AssistantDrafter,
+    AssistantModel,
+    load_assistant,
+)
+from ssmlx.errors import InputError
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.settings import GenerateConfig
+
+VOCAB = 64
+WINDOW = 8
+DRAFTED = 4
+PROMPT = [3, 17, 40, 5, 22, 9, 61, 2, 33, 17, 40, 8, 12]
+SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
+TARGET = {
+    "model_type": "gemma4_text", "hidden_size": 32, "num_hidden_layers": 6, "intermediate_size": 48,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+    "final_logit_softcapping": 30.0, "max_position_embeddings": 1024,
+}  # fmt: skip
+TARGETS = {
+    # As 31B: full attention has heads of its own, whose keys are its values.
+    "large": {**TARGET, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    # As E2B: the last layers read the keys and values of earlier ones; inputs for each layer.
+    "small": {
+        **TARGET, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,
+        "use_double_wide_mlp": True,
+    },
+}  # fmt: skip
+TEXT_CONFIG = {
+    "model_type": "gemma4_text", "hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 24,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+    "vocab_size": VOCAB, "vocab_size_per_layer_input": 0, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 0, "max_position_embeddings": 1024,
+}  # fmt: skip
+CONFIG = {
+    "model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"],
+    "backbone_hidden_size": 32, "use_ordered_embeddings": False, "num_centroids": 16,
+    "centroid_intermediate_top_k": 5, "tie_word_embeddings": True, "text_config": TEXT_CONFIG,
+}  # fmt: skip
+KINDS = {"whole": {}, "clusters": {"use_ordered_embeddings": True}}
+BOTH = pytest.mark.parametrize(
+    ("target", "kind"), [("large", "whole"), ("small", "clusters")], ids=["31B", "E2B"]
+)
+
+
+@lru_cache(maxsize=4)
+def make_target(name, bits=None):
+    """A random target, with weights of 4 bits or so where `bits` is given."""
+    args = gemma4_text.ModelArgs.from_dict(deepcopy(TARGETS[name]))
+    model = gemma4_text.Model(args)
+    model.update(tree_unflatten(list(random_weights(model).items())))
+    if bits:
+        nn.quantize(
+            model,
+            group_size=32,
+            bits=bits,
+            class_predicate=lambda _, one: (
+                hasattr(one, "to_quantized") and one.weight.shape[-1] % 32 == 0
+            ),
+        )
+    mx.eval(model.parameters())
+    return StreamFusedModel(Backbone(model))
+
+
+def changed(config, **changes):
+    """Settings with some changed, wherever they stand."""
+    config = deepcopy(config)
+    for name, value in changes.items():
+        (config["text_config"] if name in TEXT_CONFIG else config)[name] = value
+    return config
+
+
+def write_assistant(folder, tensors=None, **changes):
+    """A folder with an assistant of random weights, some of them as given; None drops one."""
+    folder.mkdir()
+    values = changed(CONFIG, **changes)
+    (folder / "config.json").write_text(json.dumps(values))
+    known = changed(CONFIG, **{name: one for name, one in changes.items() if name in KEPT})
+    model = AssistantModel(AssistantConfig.read(folder / "config.json", known))
+    weights = random_weights(model)
+    if "masked_embedding.token_ordering" in weights:
+        order = np.random.default_rng(0).permutation(VOCAB)
+        weights["masked_embedding.token_ordering"] = mx.array(order, mx.int64)
+    weights |= tensors or {}
+    weights = {name: one for name, one in weights.items() if one is not None}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
+    return folder
+
+
+KEPT = ("use_ordered_embeddings",)  # settings that change which weights are written
+
+
+def load(folder, model, dtype="auto"):
+    """The assistant of a folder."""
+    values = json.loads((folder / "config.json").read_text())
+    return load_assistant(folder, values, model.backbone, dtype)
+
+
+def make_drafter(assistant, model, tokens=DRAFTED, sampling=GREEDY):
+    return AssistantDrafter(assistant, model.backbone, tokens, sampling)
+
+
+def plain(model, count, sampling=GREEDY, prompt=PROMPT):
+    """Tokens of plain decoding."""
+    return first_tokens(plain_decode(model, prompt, model.make_cache(), sampler=sampling), count)[0]
+
+
+class Checked(AssistantDrafter):
+    """Drafts, but hands over chains of which some tokens are right, as a script says."""
+
+    def __init__(self, assistant, model, answer, script):
+        super().__init__(assistant, model.backbone, DRAFTED, GREEDY)
+        self._answer = answer
+        self._script = iter(script)
+        self.chains = []
+
+    def propose(self, verified, shape):
+        self.chains.append(super().propose(verified, shape).tokens.tolist())
+        root = len(self._text) - 1 - len(PROMPT)
+        return chain_of(self._answer, root, next(self._script))
+
+
+def run_rounds(monkeypatch, model, assistant, script, answer):
+    """Decode with a scripted draft a round; returns the steps of each, and the chains drafted."""
+    steps = []
+    real = AssistantModel.__call__
+
+    def noted(self, *given):
+        found = real(self, *given)
+        mx.eval(given, found)
+        steps.append((given, found))
+        return found
+
+    monkeypatch.setattr(AssistantModel, "__call__", noted)
+    drafter = Checked(assistant, model, answer, script)
+    counts = CallCounts()
+    decoding = speculative_decode(
+        model, PROMPT, model.make_cache(), drafters=[drafter], counts=counts, prefill_step_size=5
+    )
+    # The last chain is drafted before the tokens of the call before are given out.
+    count = sum(script[:-1]) + len(script)
+    tokens, lengths = first_tokens(decoding, count)
+    assert tokens == answer[:count]
+    assert lengths == [1, *(right + 1 for right in script[:-1])]
+    assert len(steps) == DRAFTED * len(script) == drafter.draft_calls
+    return [steps[n : n + DRAFTED] for n in range(0, len(steps), DRAFTED)], drafter.chains
+
+
+def to_torch(array):
+    torch = pytest.importorskip("torch")
+    return torch.from_numpy(np.array(array))
+
+
+def assert_logits(found, expected):
+    """Logits [1, V] are transformers', which gives tokens outside of clusters its floor."""
+    known = np.isfinite(np.array(found))
+    expected = expected.numpy()
+    assert_close(np.array(found)[known], expected[known], 1e-4)
+    if not known.all():
+        assert known.sum() == VOCAB // 16 * 5
+        assert (expected[~known] < expected[known].min()).all()
+
+
+@BOTH
+def test_each_step_is_transformers(target, kind, tmp_path, monkeypatch):
+    """Over rounds with rejections: hidden states and logits, of the arrays that the target gave."""
+    torch = pytest.importorskip("torch")
+    from transformers import Gemma4AssistantForCausalLM
+
+    model = make_target(target)
+    folder = write_assistant(tmp_path / "assistant", **KINDS[kind])
+    script = [0, 2, 4, 4, 0, 1, 3, 0, 4]
+    rounds, _ = run_rounds(monkeypatch, model, load(folder, model), script, plain(model, 60))
+    theirs = Gemma4AssistantForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    place = len(PROMPT)
+    for steps, right in zip(rounds, script, strict=True):
+        hidden = to_torch(steps[0][0][1])
+        for (embedded, _, position, read), (logits, following) in steps:
+            assert position.item() == place
+            assert read["full_attention"][0].shape[2] == place
+            assert read["sliding_attention"][0].shape[2] == min(place, WINDOW)
+            with torch.no_grad():
+                out = theirs(
+                    inputs_embeds=torch.cat([to_torch(embedded), hidden], dim=-1),
+                    position_ids=torch.tensor([[place]]),
+                    shared_kv_states={
+                        name: tuple(to_torch(one) for one in pair) for name, pair in read.items()
+                    },
+                )
+            hidden = out.last_hidden_state
+            assert_close(following, hidden, 1e-4)
+            assert_logits(logits, out.logits[0])
+        place += right + 1
+
+
+def by_row(rows):
+    """Keys or values [1, H, R, Dh] as R rows, in the order of their first numbers."""
+    rows = np.moveaxis(np.array(rows)[0], 1, 0).reshape(rows.shape[2], -1)
+    return rows[np.argsort(rows[:, 0])]
+
+
+@BOTH
+def test_what_is_read_of_the_target_is_what_transformers_reads(target, kind, tmp_path, monkeypatch):
+    """Its hidden state, embedding, keys and values, against transformers' own whole text."""
+    torch = pytest.importorskip("torch")
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    model = make_target(target)
+    values = {name: one for name, one in TARGETS[target].items() if name != "model_type"}
+    theirs = Gemma4ForCausalLM(Gemma4TextConfig(**values)).eval()
+    weights = {name: to_torch(one) for name, one in tree_flatten(model.backbone.model.parameters())}
+    missing = theirs.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
+    folder = write_assistant(tmp_path / "assistant", **KINDS[kind])
+    script = [0, 2, 4, 0, 1, 4]
+    answer = plain(model, 60)
+    text = [*PROMPT, *answer]
+    rounds, chains = run_rounds(monkeypatch, model, load(folder, model), script, answer)
+    place = len(PROMPT)
+    for steps, chain, right in zip(rounds, chains, script, strict=True):
+        assert chain[0] == text[place]
+        with torch.no_grad():
+            out = theirs(
+                torch.tensor([text[:place]]),
+                output_hidden_states=True,
+                return_shared_kv_states=True,
+            )
+            rows = theirs.get_input_embeddings()(torch.tensor([chain]))
+        (_, hidden, _, read), _ = steps[0]
+        assert_close(hidden, out.hidden_states[-1][:, -1:], 1e-4)
+        for level, ((embedded, _, _, again), _) in enumerate(steps):
+            assert_close(embedded, rows[:, level : level + 1], 1e-5)
+            assert again is read
+        for name, own in read.items():
+            for found, expected in zip(own, out.shared_kv_states[name], strict=True):
+                found = np.array(found)
+                expected = expected[:, :, -found.shape[2] :].numpy()
+                assert_close(by_row(found), by_row(expected), 1e-4)
+        place += right + 1
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+@BOTH
+def test_tokens_are_plain_decodings(target, kind, settings, tmp_path):
+    model = make_target(target)
+    sampling = Sampling(GenerateConfig(**settings), VOCAB)
+    assistant = load(write_assistant(tmp_path / "assistant", **KINDS[kind]), model)
+    counts = CallCounts()
+    drafter = make_drafter(assistant, model, sampling=sampling)
+    steps = speculative_decode(
+        model, PROMPT, model.make_cache(), drafters=[drafter], sampler=sampling, counts=counts
+    )
+    tokens, lengths = first_tokens(steps, 300)
+    assert tokens == plain(model, 300, sampling)
+    assert counts.drafts["mtp"].drafted == DRAFTED * (len(lengths) - 1)
+    assert drafter.draft_calls == DRAFTED * len(lengths)
