@@ -227,7 +227,7 @@ def test_followers_are_given_what_enters_the_final_norm(name, cached):
     backbone = model.backbone
     if not backbone.capabilities.has("last_hidden"):
         assert backbone.capabilities.last_hidden.startswith("the last hidden states of")
-        with pytest.raises(InputError, match="cannot be had: .*; decode plainly"):
+        with pytest.raises(InputError, match=r"cannot be had: .*; decode plainly"):
             model.append(mx.array([1]), model.make_cache(), {len(backbone.layers): None})
         return
     expected, _ = decoded(model, 40 + DRAFTED, decoding="plain")
@@ -255,7 +255,9 @@ def test_followers_are_given_what_enters_the_final_norm(name, cached):
 def test_other_taps_of_a_model_called_whole_are_refused():
     model = make_model("qwen3_next")
     for layers in ((0,), (2, 4)):
-        with pytest.raises(InputError, match="follows one text and no branches; expected .*layers"):
+        with pytest.raises(
+            InputError, match=r"follows one text and no branches; expected .*layers"
+        ):
             model.append(mx.array([1]), model.make_cache(), dict.fromkeys(layers))
 
 
