@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 
 import mlx.core as mx
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import gemma4_text
+from real import write_tokenizer
 from test_every_class import random_weights
 from test_recurrent import chain_of
-from tiny import assert_close, first_tokens
+from tiny import assert_close, first_tokens, slow
 
-from ssmlx.decoding.controller import Always
-from ssmlx.decoding.loop import CallCounts, plain_decode, speculative_decode
+import ssmlx
+from ssmlx.decoding.loop import CallCounts, plain_decode, prefill, speculative_decode
 from ssmlx.decoding.sampling import GREEDY, Sampling
 from ssmlx.drafters.gemma_assistant import (
     AssistantConfig,
@@ -264,9 +266,10 @@ def test_what_is_read_of_the_target_is_what_transformers_reads(target, kind, tmp
         place += right + 1
 
 
+@pytest.mark.parametrize("count", [30, *slow(300)])
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
 @BOTH
-def test_tokens_are_plain_decodings(target, kind, settings, tmp_path):
+def test_tokens_are_plain_decodings(target, kind, settings, count, tmp_path):
     model = make_target(target)
     sampling = Sampling(GenerateConfig(**settings), VOCAB)
     assistant = load(write_assistant(tmp_path / "assistant", **KINDS[kind]), model)
@@ -275,7 +278,242 @@ def test_tokens_are_plain_decodings(target, kind, settings, tmp_path):
     steps = speculative_decode(
         model, PROMPT, model.make_cache(), drafters=[drafter], sampler=sampling, counts=counts
     )
-    tokens, lengths = first_tokens(steps, 300)
-    assert tokens == plain(model, 300, sampling)
+    tokens, lengths = first_tokens(steps, count)
+    assert tokens == plain(model, count, sampling)
     assert counts.drafts["mtp"].drafted == DRAFTED * (len(lengths) - 1)
     assert drafter.draft_calls == DRAFTED * len(lengths)
+
+
+def test_an_assistant_that_is_always_wrong_is_told(tmp_path, caplog):
+    model = make_target("small")
+    assistant = load(write_assistant(tmp_path / "assistant"), model)
+    drafter = make_drafter(assistant, model)
+    answer = plain(model, 20)
+    real = AssistantDrafter.propose
+
+    def wrong(verified, shape):
+        tree = real(drafter, verified, shape)
+        return replace(tree, tokens=mx.concatenate([tree.tokens[:1], 0 * tree.tokens[1:]]))
+
+    assert 0 not in answer
+    drafter.propose = wrong
+    steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
+    assert first_tokens(steps, 20)[0] == answer[:20]
+    (line,) = caplog.messages
+    assert line.startswith("none of the 64 tokens that the assistant drafted was accepted;")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "stored"])
+def test_packed_targets_and_assistants(dtype, tmp_path):
+    """An assistant is packed as its target is; one that is stored packed stays so."""
+    model = make_target("large", bits=4)
+    folder = write_assistant(
+        tmp_path / "plain", hidden_size=32, intermediate_size=32, **KINDS["clusters"]
+    )
+    assistant = load(folder, model, dtype)
+    kinds = {type(one) for one in assistant.model.modules()}
+    assert nn.QuantizedEmbedding in kinds and nn.QuantizedLinear in kinds
+    assert assistant.model.pre_projection.bits == 4
+
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    values = json.loads((folder / "config.json").read_text())
+    how = {"group_size": 32, "bits": 8}
+    (packed / "config.json").write_text(json.dumps({**values, "quantization": how}))
+    loaded = AssistantModel(assistant.config)
+    loaded.load_weights(list(mx.load(str(folder / "model.safetensors")).items()))
+    nn.quantize(loaded, **how)
+    mx.save_safetensors(str(packed / "model.safetensors"), dict(tree_flatten(loaded.parameters())))
+    again = load(packed, model, dtype)
+    # On the CPU "auto" unpacks, and packs as the target is.
+    assert again.model.pre_projection.bits == (8 if dtype == "stored" else 4)
+    expected = plain(model, 20)
+    for one in (assistant, again):
+        drafter = make_drafter(one, model)
+        steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
+        assert first_tokens(steps, 20)[0] == expected
+
+    for bits in (77, 4, "8"):
+        (packed / "config.json").write_text(
+            json.dumps({**values, "quantization": {"group_size": 32, "bits": bits}})
+        )
+        with pytest.raises(InputError, match="for quantization|misshapen"):
+            load(packed, model, dtype)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A folder with a target, `target`, and an assistant, `assistant`, as users have them."""
+    folder = tmp_path_factory.mktemp("shelf")
+    target = folder / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({**TARGETS["small"], "vocab_size": VOCAB}))
+    weights = dict(tree_flatten(make_target("small").backbone.model.parameters()))
+    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
+    write_tokenizer(target)
+    write_assistant(folder / "assistant", **KINDS["clusters"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(shelf):
+    """The target, its tokenizer and the assistant, as `ssmlx` loads them."""
+    model, tokenizer = ssmlx.load(str(shelf / "target"), dtype="float32")
+    return model, tokenizer, ssmlx.load_mtp(model, shelf / "assistant")
+
+
+def answer(model, tokenizer, prompt=PROMPT, **more):
+    """Tokens of an answer, and how many of them were drafted."""
+    config = {"max_tokens": 30, **more}
+    responses = list(ssmlx.stream_generate(model, tokenizer, prompt, **config))
+    return [token for one in responses for token in one.tokens], responses[-1]
+
+
+@pytest.mark.parametrize("settings", [{}, {**SAMPLED, "repetition_penalty": 1.3}])
+def test_answers_are_plain_decodings(settings, loaded):
+    model, tokenizer, assistant = loaded
+    expected, _ = answer(model, tokenizer, decoding="plain", **settings)
+    for decoding in ("speculative", None):
+        found, last = answer(model, tokenizer, drafter=assistant, decoding=decoding, **settings)
+        assert found == expected and last.target_calls > 0
+
+
+def test_a_warm_prompt_cache_gives_what_a_cold_one_does(loaded, monkeypatch):
+    """The second turn of a chat begins behind keys and values that are there: drafts are equal."""
+    model, _, assistant = loaded
+    text = [*PROMPT, *plain(model, 40)]
+    drafted = []
+    for known in (0, 5, 30):
+        drafter = make_drafter(assistant, model)
+        cache = model.make_cache()
+        prefill(model, text[:known], cache)
+        steps = speculative_decode(
+            model, text[known:33], cache, drafters=[drafter], context=text[:known]
+        )
+        chains = []
+        real = drafter.propose
+        monkeypatch.setattr(
+            drafter,
+            "propose",
+            lambda *given, real=real, chains=chains: chains.append(real(*given)) or chains[-1],
+        )
+        assert first_tokens(steps, 10)[0] == text[33:43]
+        drafted.append([tree.tokens.tolist() for tree in chains])
+    assert all(one == drafted[0] for one in drafted)
+
+
+def test_two_answers_at_once(loaded):
+    """Call by call in turns, of different texts, on one assistant."""
+    model, _, assistant = loaded
+    prompts = [PROMPT, PROMPT[::-1]]
+    running = [
+        speculative_decode(
+            model, prompt, model.make_cache(), drafters=[make_drafter(assistant, model)]
+        )
+        for prompt in prompts
+    ]
+    found = [[], []]
+    for _ in range(16):
+        for tokens, steps in zip(found, running, strict=True):
+            tokens += next(steps)
+    for tokens, prompt in zip(found, prompts, strict=True):
+        assert len(tokens) > 10 and tokens == plain(model, len(tokens), prompt=prompt)
+
+
+def test_an_engine_and_a_stop_in_the_middle(loaded, shelf):
+    model, tokenizer, _ = loaded
+    expected, _ = answer(model, tokenizer)
+    with ssmlx.Engine(
+        str(shelf / "target"), dtype="float32", drafter=f"mtp model={shelf / 'assistant'}"
+    ) as engine:
+        with engine.stream(PROMPT, max_tokens=30) as stopped:
+            next(iter(stopped))
+            stopped.cancel()
+        found = [token for one in engine.stream(PROMPT, max_tokens=30) for token in one.tokens]
+    assert found == expected
+
+
+WRONG = {
+    "width": ({"backbone_hidden_size": 48}, "for a target with a width of 48; expected this one's"),
+    "vocabulary": ({"vocab_size": 80}, "with a vocabulary of 80; expected this one's 64"),
+    "head_dim": ({"head_dim": 16}, "a width of heads of sliding_attention of 16; expected .* 8"),
+    "global_head_dim": ({"global_head_dim": 8}, "of heads of full_attention of 8; expected .* 16"),
+    "heads": ({"num_attention_heads": 3}, "has 3 heads of .*; expected a multiple of the target's"),
+    "experts": ({"enable_moe_block": True}, "True for enable_moe_block; expected False"),
+    "activation": ({"hidden_activation": "silu"}, "'silu' for hidden_activation; expected gelu_"),
+    "own_keys": ({"num_kv_shared_layers": 1}, "1 for num_kv_shared_layers; expected 3"),
+    "types": ({"layer_types": ["full_attention"]}, "1 layer_types; expected one for each of its 3"),
+    "type": ({"layer_types": ["linear"] * 3}, "'linear' for layer_types; expected one of full"),
+    "size": ({"hidden_size": "big"}, "'big' for hidden_size; expected 1 to"),
+    "huge": ({"intermediate_size": 2**40}, "for intermediate_size; expected 1 to"),
+    "no_size": ({"hidden_size": None}, "lacks hidden_size"),
+    "text": ({"text_config": 3}, "3 for text_config; expected the settings"),
+    "rope": ({"rope_parameters": {"full_attention": 1}}, "for the rotary embedding of sliding"),
+    "clusters": ({"num_centroids": 7}, "has 7 clusters of 64 tokens"),
+    "shape": ({"intermediate_size": 40}, "misshapen: model.layers.0.mlp.gate_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_settings_get_one_line(case, shelf, loaded, tmp_path):
+    changes, line = WRONG[case]
+    values = changed(json.loads((shelf / "assistant/config.json").read_text()), **changes)
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "model.safetensors").symlink_to(shelf / "assistant/model.safetensors")
+    with pytest.raises(InputError, match=line) as caught:
+        ssmlx.load_mtp(loaded[0], folder)
+    assert "\n" not in str(caught.value)
+
+
+NAN = mx.full((16, 64), float("nan"))
+ORDER = "masked_embedding.token_ordering"
+BROKEN = {
+    "nan": ({"pre_projection.weight": NAN}, "with NaN or infinity: pre_projection.weight"),
+    "unknown": ({"model.layers.0.self_attn.k_proj.weight": NAN}, "spare: model.layers.0.self_attn"),
+    "missing": ({"post_projection.weight": None}, "missing: post_projection.weight"),
+    "shape": ({"model.norm.weight": mx.zeros(9)}, r"misshapen: model.norm.weight \(9,\) instead"),
+    "whole": ({"model.norm.weight": mx.zeros(16, mx.int32)}, "are no floats: model.norm.weight"),
+    "twice": ({ORDER: mx.zeros(VOCAB, mx.int64)}, "does not name every token once"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_bad_weights_get_one_line(case, loaded, tmp_path):
+    tensors, line = BROKEN[case]
+    folder = write_assistant(tmp_path / "broken", tensors, **KINDS["clusters"])
+    with pytest.raises(InputError, match=line):
+        ssmlx.load_mtp(loaded[0], folder)
+
+
+def test_half_a_download_gets_one_line(loaded, shelf, tmp_path):
+    whole = (shelf / "assistant/model.safetensors").read_bytes()
+    folder = write_assistant(tmp_path / "half", **KINDS["clusters"])
+    for size in (0, 5, 200, len(whole) // 2, len(whole) - 1):  # bytes
+        (folder / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(InputError, match=r"cannot be read \(.*; expected the whole weights"):
+            ssmlx.load_mtp(loaded[0], folder)
+    index = {"weight_map": {"model.norm.weight": "model-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"has no model-00002\.safetensors"):
+        ssmlx.load_mtp(loaded[0], folder)
+
+
+def test_other_models_and_settings_are_refused(loaded, shelf, base):
+    model, tokenizer, assistant = loaded
+    llama, _ = ssmlx.load(str(base), dtype="float32")
+    with pytest.raises(InputError, match="is an assistant of Gemma 4, and the target is a llama"):
+        ssmlx.load_mtp(llama, shelf / "assistant")
+    with pytest.raises(InputError, match="is an assistant of Gemma 4, and the target is a llama"):
+        ssmlx.generate(llama, tokenizer, PROMPT, drafter=assistant)
+    with pytest.raises(InputError, match="was loaded for a model of other layers"):
+        make_drafter(assistant, make_target("large"))
+    with pytest.raises(InputError, match="hidden=before with an assistant of Gemma 4; expected"):
+        ssmlx.generate(
+            model,
+            tokenizer,
+            PROMPT,
+            drafter=assistant,
+            drafter_settings=ssmlx.MtpConfig(hidden="before"),
+        )

@@ -40,7 +40,9 @@ from ..model.cache import TreeCache
 from ..model.lm_head import PACKED_KINDS
 from ..model.modules import module_arrays
 from ..model.tree import Tree, chain_tree
+from ..policy.offers import LevelsOffer
 from ..settings import check_settings, setting
+from .unaccepted import UnacceptedDrafts
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 """What config.json of an assistant's folder says."""
@@ -315,12 +317,14 @@ class Assistant:
         config: its settings.
         model: its modules, with weights.
         layers: by layer type, the number of the target's layer whose keys and values are read.
+        folder: that it was read from.
         drafter: the registered name of the drafter that it is for.
     """
 
     config: AssistantConfig
     model: AssistantModel
     layers: Mapping[str, int]
+    folder: Path
     drafter: str = "mtp"
 
     @property
@@ -332,6 +336,17 @@ class Assistant:
     def num_parameters(self) -> int:
         """Numbers that it has, packed ones counted as what they stand for."""
         return int(get_total_parameters(self.model))
+
+    def require_fits(self, backbone: Backbone) -> None:
+        """Raise InputError unless `backbone` has the layers and sizes of the target that it is
+        for."""
+        layers = layers_to_read(self.config, backbone, self.folder)
+        require(
+            layers == self.layers,
+            f"{self.folder} was loaded for a model of other layers",
+            expected="this model",
+            do="load it for this model",
+        )
 
     def read(self, cache: TreeCache) -> KeysAndValues:
         """The keys and values that its layers see of the text that `cache` holds."""
@@ -363,6 +378,7 @@ class AssistantDrafter:
     def __init__(
         self, assistant: Assistant, backbone: Backbone, num_tokens: int, sampling: Sampling
     ) -> None:
+        assistant.require_fits(backbone)
         self.largest = DraftShape(assistant.drafter, 1 + num_tokens, num_tokens)
         self._last_layer = len(backbone.layers)
         self.needs = Needs(taps=(self._last_layer,), host_tokens=True)
@@ -371,16 +387,22 @@ class AssistantDrafter:
         self._assistant = assistant
         self._backbone = backbone
         self._sampling = sampling
-        self._text: list[int] = []
+        self.start([])
 
     def start(self, tokens: Sequence[int]) -> None:
         """Begin with the text `tokens`."""
         self._text = list(tokens)
+        self._unaccepted = UnacceptedDrafts("the assistant", _PAIR)
         self.draft_calls = 0
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Append `tokens` to the text; neither `position` nor `taps` is looked at."""
+        self._unaccepted.note_accepted(len(tokens) - 1)
         self._text.extend(tokens)
+
+    def offer(self) -> LevelsOffer:
+        """A chain of up to K tokens, at every call."""
+        return LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """Draft a chain of as many tokens as `shape` has levels; launched, and not waited for."""
@@ -402,6 +424,7 @@ class AssistantDrafter:
             chain.append(token)
             if sampling.context_size:
                 recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
+        self._unaccepted.note_chain(len(chain) - 1)
         tree = chain_tree(mx.concatenate(chain))
         # Done before the next call writes to the caches that it reads, which would be copied.
         mx.async_eval(tree.tokens)
@@ -432,7 +455,7 @@ def load_assistant(
     """
     path = folder / "config.json"
     config = AssistantConfig.read(path, values)
-    layers = _layers_to_read(config, backbone, folder)
+    layers = layers_to_read(config, backbone, folder)
     tensors = _read_weights(folder, config)
     model = _build_model(config, tensors, path)
     expected = dict(tree_flatten(model.parameters()))
@@ -441,11 +464,11 @@ def load_assistant(
     cast: Any = cast_model(model, resolve_dtype(dtype))
     cast.set_dtype(backbone.dtype)
     _pack_like_target(cast, backbone)
-    mx.eval(cast.parameters())
-    return Assistant(config, cast, layers)
+    mx.eval(module_arrays(cast))
+    return Assistant(config, cast, layers, folder)
 
 
-def _layers_to_read(config: AssistantConfig, backbone: Backbone, folder: Path) -> dict[str, int]:
+def layers_to_read(config: AssistantConfig, backbone: Backbone, folder: Path) -> dict[str, int]:
     """Find the target's layers whose keys and values an assistant reads.
 
     Returns:
