@@ -17,6 +17,7 @@ from test_recurrent import chain_of
 from tiny import assert_close, first_tokens, slow
 
 import ssmlx
+from ssmlx.commands import generate
 from ssmlx.decoding.loop import CallCounts, plain_decode, prefill, speculative_decode
 from ssmlx.decoding.sampling import GREEDY, Sampling
 from ssmlx.drafters.gemma_assistant import (
@@ -102,8 +103,7 @@ def write_assistant(folder, tensors=None, **changes):
     folder.mkdir()
     values = changed(CONFIG, **changes)
     (folder / "config.json").write_text(json.dumps(values))
-    known = changed(CONFIG, **{name: one for name, one in changes.items() if name in KEPT})
-    model = AssistantModel(AssistantConfig.read(folder / "config.json", known))
+    model = AssistantModel(AssistantConfig.read(folder / "config.json", values))
     weights = random_weights(model)
     if "masked_embedding.token_ordering" in weights:
         order = np.random.default_rng(0).permutation(VOCAB)
@@ -112,9 +112,6 @@ def write_assistant(folder, tensors=None, **changes):
     weights = {name: one for name, one in weights.items() if one is not None}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
     return folder
-
-
-KEPT = ("use_ordered_embeddings",)  # settings that change which weights are written
 
 
 def load(folder, model, dtype="auto"):
@@ -337,7 +334,7 @@ def test_packed_targets_and_assistants(dtype, tmp_path):
         (packed / "config.json").write_text(
             json.dumps({**values, "quantization": {"group_size": 32, "bits": bits}})
         )
-        with pytest.raises(InputError, match="for quantization|misshapen"):
+        with pytest.raises(InputError, match=r"for quantization|misshapen"):
             load(packed, model, dtype)
 
 
@@ -421,16 +418,32 @@ def test_two_answers_at_once(loaded):
 
 
 def test_an_engine_and_a_stop_in_the_middle(loaded, shelf):
-    model, tokenizer, _ = loaded
+    model, tokenizer, assistant = loaded
     expected, _ = answer(model, tokenizer)
-    with ssmlx.Engine(
-        str(shelf / "target"), dtype="float32", drafter=f"mtp model={shelf / 'assistant'}"
-    ) as engine:
-        with engine.stream(PROMPT, max_tokens=30) as stopped:
+    more = {"max_tokens": 30, "decoding": "speculative", "drafter": assistant}
+    with ssmlx.Engine(str(shelf / "target"), dtype="float32") as engine:
+        with engine.stream(PROMPT, **more) as stopped:
             next(iter(stopped))
             stopped.cancel()
-        found = [token for one in engine.stream(PROMPT, max_tokens=30) for token in one.tokens]
-    assert found == expected
+        answers = [engine.stream(PROMPT, **more) for _ in range(2)]
+        for one in answers:
+            assert [token for segment in one for token in segment.tokens] == expected
+
+
+def test_the_option_takes_an_assistant(shelf, capsys):
+    expected = None
+    for drafter in (None, f"mtp model={shelf / 'assistant'} tokens=2"):
+        options = ["--drafter", drafter] if drafter else ["--decoding", "plain"]
+        words = ["--model", str(shelf / "target"), "--max-tokens", "12", "--temp", "0", *options]
+        assert generate.main([*words, "--prompt", "w1 w2 w3", "--verbose"]) in (0, None)
+        out, err = capsys.readouterr()
+        expected = expected or out
+        assert out == expected
+    assert "mtp" in err
+    for drafter in ("mtp", f"mtp model={shelf / 'target'}"):
+        assert generate.main([*words[:-1], drafter, "--prompt", "w1"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "gemma4_text" in line and "mtp model=" in line
 
 
 WRONG = {
