@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import get_total_parameters
 
 from ..bars import Progress
 from ..decoding.controller import DraftShape
@@ -80,7 +80,7 @@ class MtpHead:
         self._by_norms: dict[str, MtpModule] = {}
         self._sizes = backbone.hidden_size, backbone.vocab_size
         self._caches = TextCaches(PairCache)
-        self.num_parameters = sum(one.size for _, one in tree_flatten(module.parameters()))
+        self.num_parameters: int = get_total_parameters(module)
 
     @property
     def nbytes(self) -> int:
