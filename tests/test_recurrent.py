@@ -255,9 +255,7 @@ def test_followers_are_given_what_enters_the_final_norm(name, cached):
 def test_other_taps_of_a_model_called_whole_are_refused():
     model = make_model("qwen3_next")
     for layers in ((0,), (2, 4)):
-        with pytest.raises(
-            InputError, match=r"follows one text and no branches; expected .*layers"
-        ):
+        with pytest.raises(InputError, match=r"follows one text .*; expected .*layers"):
             model.append(mx.array([1]), model.make_cache(), dict.fromkeys(layers))
 
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import get_total_parameters
 
 from ..bars import Progress
 from ..decoding.controller import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require
+from ..json_files import read_json
+from ..loading.names import Fetch, resolve_model
 from ..model.backbone import Backbone
 from ..model.modules import module_arrays
 from ..model.shapes import evaluated, indices
@@ -24,6 +26,8 @@ from ..model.tree import PAD_TOKEN, Tree, chain_tree, root_tree
 from ..policy.offers import LevelsOffer
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, check_settings, setting
+from .gemma_assistant import MODEL_TYPES as ASSISTANT_TYPES
+from .gemma_assistant import Assistant, AssistantDrafter, load_assistant
 from .mtp_head import MtpModule, Norms, load_mtp_module, with_norms
 from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCaches
@@ -76,7 +80,7 @@ class MtpHead:
         self._by_norms: dict[str, MtpModule] = {}
         self._sizes = backbone.hidden_size, backbone.vocab_size
         self._caches = TextCaches(PairCache)
-        self.num_parameters = sum(one.size for _, one in tree_flatten(module.parameters()))
+        self.num_parameters: int = get_total_parameters(module)
 
     @property
     def nbytes(self) -> int:
@@ -366,34 +370,44 @@ def load_mtp(
     model: StreamFusedModel,
     name: str | Path | None = None,
     *,
+    dtype: str = "auto",
     cache_dir: str | Path | None = None,
     offline: bool = False,
     progress: Progress | None = None,
-) -> MtpHead:
-    """Load the head for multi-token prediction that a model was trained with.
+) -> MtpHead | Assistant:
+    """Load what a model was published with to draft several tokens: its head for multi-token
+    prediction, or an assistant.
 
-    For Qwen3-Next and Qwen3.5. Where the model is quantised and the head is not, it is quantised as
-    the model is. The model's own files often lack it: converters drop it.
+    Heads are for Qwen3-Next and Qwen3.5, assistants for Gemma 4. Where the model is quantised and
+    the head is not, it is quantised as the model is. The model's own files often lack a head:
+    converters drop it.
 
     Args:
         model: as `ssmlx.load` returns it.
-        name: the folder or the Hub name that holds the head; the model's own folder unless given.
+        name: the folder or the Hub name that holds it; the model's own folder unless given, which
+            never holds an assistant.
+        dtype: of an assistant's weights, as `ssmlx.load` takes it; a head has the model's.
         cache_dir, offline, progress: as `ssmlx.load` takes them.
 
     Returns:
-        The head, to be given as `drafter=` to `ssmlx.stream_generate`.
+        The head or the assistant, to be given as `drafter=` to `ssmlx.stream_generate`.
 
     Raises:
-        InputError: there is no head or no whole one, or it does not fit the model.
+        InputError: there is none or no whole one, or it does not fit the model.
     """
+    if name:
+        name = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
+        settings = read_json(name / "config.json", "settings")
+        if settings.get("model_type") in ASSISTANT_TYPES:
+            return load_assistant(name, settings, model.backbone, dtype)
     how: dict[str, Any] = {"cache_dir": cache_dir, "offline": offline, "progress": progress}
     return MtpHead(load_mtp_module(model, name, **how), model.backbone)
 
 
 def _load(
-    name: str, model: StreamFusedModel, tokenizer: object, *, dtype: str = "auto", **how: Any
-) -> MtpHead:
-    """`load_mtp` as `DrafterLoader.load` is called; the head has the target's dtype."""
+    name: str, model: StreamFusedModel, tokenizer: object, **how: Any
+) -> MtpHead | Assistant:
+    """`load_mtp` as `DrafterLoader.load` is called."""
     return load_mtp(model, name or None, **how)
 
 
@@ -404,6 +418,17 @@ def _load(
     keeps_to_chains=True,
     joins_text_drafts=True,
 )
-def build(inputs: DrafterInputs) -> MtpDrafter:
-    """The drafter of an answer, on the head that was loaded."""
-    return MtpDrafter(inputs.model.backbone, inputs.loaded, inputs.settings, inputs.guess_sampling)
+def build(inputs: DrafterInputs) -> MtpDrafter | AssistantDrafter:
+    """The drafter of an answer, on the head or the assistant that was loaded."""
+    backbone = inputs.model.backbone
+    config: MtpConfig = inputs.settings
+    if not isinstance(inputs.loaded, Assistant):
+        return MtpDrafter(backbone, inputs.loaded, config, inputs.guess_sampling)
+    for name in ("hidden", "norms"):
+        require(
+            getattr(config, name) == getattr(MtpConfig(), name),
+            f"{name}={getattr(config, name)} with an assistant of Gemma 4",
+            expected="a head for multi-token prediction",
+            do=f"drop {name}=",
+        )
+    return AssistantDrafter(inputs.loaded, backbone, config.num_draft_tokens, inputs.guess_sampling)

@@ -51,7 +51,7 @@ _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\
 # Settings that the head's folder must share with the target, where both name them.
 _SHARED_SETTINGS = (
     "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "num_experts", "num_experts_per_tok", "rope_theta", "partial_rotary_factor",
+    "num_experts", "num_experts_per_tok",
 )  # fmt: skip
 _ONE = "one MTP head, of one layer: fc, pre_fc_norm_embedding, pre_fc_norm_hidden, layers.0, norm"
 _OTHER = "choose the head of this very model"
@@ -205,8 +205,6 @@ def _check_settings(folder: Path, backbone: Backbone) -> None:
     settings = read_json(folder / "config.json", "settings")
     inner = settings.get("text_config")
     values = {**settings, **(inner if isinstance(inner, dict) else {})}
-    rope = values.get("rope_parameters")
-    values = {**(rope if isinstance(rope, dict) else {}), **values}
     expected = _kind_name(getattr(backbone.args, "model_type", ""))
     # Beside a model with experts, only the inner settings say so.
     kind = _kind_name(str(values.get("model_type", expected)))
@@ -280,7 +278,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     names = read_json(index, "an index of weights").get("weight_map")
-    found = set(names.values()) if isinstance(names, dict) else {None}
+    found: set[Any] = set(names.values()) if isinstance(names, dict) else {None}
     require(
         all(isinstance(name, str) and Path(name).name == name for name in found),
         f"{index} names {quoted(names)}",
@@ -321,7 +319,7 @@ def _join_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         shapes = {part.shape for part in parts.values()}
         require(
             sorted(parts) == list(range(len(parts))) and len(shapes) == 1,
-            f"the MTP head has experts {join_first(map(str, sorted(parts)))} of {name}",
+            f"the MTP head has experts {join_first([*map(str, sorted(parts))])} of {name}",
             expected="all of them, of one shape",
             do="download it again",
         )
@@ -369,10 +367,9 @@ def _build(
         packed = tensors.get(f"{path}.weight", scales)
         bits = packed.shape[-1] * 32 // width
         group_size = width // scales.shape[-1]
+        is_known = bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
         require(
-            f"{path}.biases" in tensors
-            and bits in (2, 3, 4, 5, 6, 8)
-            and group_size in (32, 64, 128),
+            is_known and f"{path}.biases" in tensors,
             f"{path} of the MTP head in {folder} is quantised to {bits} bits by {group_size}",
             expected="MLX's affine quantisation",
             do="use the head that is not quantised",
@@ -386,7 +383,7 @@ def _build(
 def _check_tensors(tensors: Mapping[str, mx.array], module: MtpModule, folder: Path) -> None:
     """Raise InputError unless `tensors` have the names and shapes of the module's, and are finite;
     packed weights are integers, and all others floats."""
-    expected = {name: one for name, one in tree_flatten(module.parameters())}
+    expected: dict[str, mx.array] = dict(tree_flatten(module.parameters()))  # type: ignore[arg-type]
     packed = {name for name, one in expected.items() if one.dtype == mx.uint32}
     wrong = [
         name
@@ -427,11 +424,12 @@ def _quantise_as(target: nn.Module, module: MtpModule) -> None:
                 "mode": getattr(layer, "mode", "affine"),
             }
             found.setdefault(_path_in_layer(path), how)
-            key = tuple(how.values())
+            key: tuple[Any, ...] = (*how.values(),)
             counts[key] = counts.get(key, 0) + 1
     if not counts:
         return
-    usual = dict(zip(("group_size", "bits", "mode"), max(counts, key=lambda one: counts[one])))
+    most: tuple[Any, ...] = max(counts, key=counts.__getitem__)
+    usual = dict(zip(("group_size", "bits", "mode"), most, strict=True))
 
     def packing(path: str, layer: nn.Module) -> bool | dict[str, Any]:
         how = found.get(_path_in_layer(path), usual)

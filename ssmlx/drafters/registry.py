@@ -85,7 +85,8 @@ class DrafterLoader:
 
     def name_in(self, values: Mapping[str, Any]) -> str | None:
         """What the keys of `--drafter` name it by: the key's value, or its default."""
-        return values.get(self.key.partition("=")[0], self.default)
+        name: str | None = values.get(self.key.partition("=")[0], self.default)
+        return name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,8 @@ def resolve_drafter(
                 require(
                     hasattr(one, "drafter"),
                     f"drafter= is {quoted(one)}",
-                    expected="a drafter's name, or what `load_draft_model`, `load_heads` or `load_mtp` returns",
+                    expected="a drafter's name, or what `load_draft_model`, `load_heads` or "
+                    "`load_mtp` returns",
                     do="give one of these",
                 )
                 loaded.append(one)
@@ -299,4 +301,4 @@ def _find_loaded(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loa
             expected=f"--drafter {other.drafter} with them",
             do=f"choose that drafter, or give other {loader.what}",
         )
-    registered.refuse_without_loaded()
+    return registered.refuse_without_loaded()
