@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from mlx_lm.models.cache import make_prompt_cache
+from test_every_class import GEMMA_4
 from tiny import LATENT, mlx_lm_tokens, slow
 
 from ssmlx.api import token_steps
@@ -84,6 +85,7 @@ CHAINS = {  # whose states follow no branches
     "qwen3_next": {**EXPERTS, **LINEAR},
     "qwen3_5": wrapped("qwen3_5_text", **LINEAR),
     "qwen3_5_moe": wrapped("qwen3_5_moe_text", **EXPERTS, **LINEAR),
+    "gemma4": wrapped("gemma4_text", **GEMMA_4),
     "lfm2": {
         "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32,
         "block_ff_dim": 48, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
@@ -300,6 +302,7 @@ def test_the_table_has_the_families_that_are_tested():
     assert rows.keys() == {*FAMILIES, *CHAINS}
     assert {name for name, row in rows.items() if row["windows"] == "past it"} == WINDOWED
     assert {name for name, row in rows.items() if row["MTP"] == "yes"} == {*OWN_HEAD_FAMILIES}
+    assert {name for name, row in rows.items() if row["MTP"] == "an assistant"} == {"gemma4"}
 
 
 @pytest.mark.parametrize(

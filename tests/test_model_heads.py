@@ -13,9 +13,11 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from huggingface_hub import constants
+from mlx.utils import tree_flatten
 from real import answer, exit_code, write_tokenizer
 from test_every_class import PROMPT, VOCAB, random_weights, write_model
 from test_families import CHAINS, make_base
+from test_gemma_assistant import TARGETS, make_target, write_assistant
 from tiny import make_tokenizer
 
 import ssmlx
@@ -376,6 +378,24 @@ def test_a_head_that_does_not_fit_drafts_nothing_and_says_so(
     assert "\n" not in first and second.startswith("faster: python -m ssmlx.chat --model")
 
 
+def test_an_assistant_in_the_cache_drafts_for_gemma_4(hub, tmp_path, monkeypatch):
+    settings = {**TARGETS["small"], "vocab_size": VOCAB}
+    folder = tmp_path / "gemma"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    weights = dict(tree_flatten(make_target("small").backbone.model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    write_tokenizer(folder)
+    row = replace(ROW, families=("gemma4", "gemma4_text"), num_layers=6)
+    monkeypatch.setattr(model_heads, "KNOWN_HEADS", (row,))
+    assistant = write_assistant(tmp_path / "assistant")
+    keep(hub, row.repositories[0], {file.name: file.read_bytes() for file in assistant.iterdir()})
+    model, _ = ssmlx.load(folder, dtype="float32")
+    expected, _ = decoded(model, decoding="plain")
+    assert decoded(model) == (expected, "mtp")
+    assert lines_of(model)[0].startswith(f"{row.repositories[0]}, a head for it in the Hub's cache")
+
+
 # --- what is said where it is not here ---
 
 
@@ -470,7 +490,7 @@ def test_families_with_mtp_are_those_that_the_drafter_takes(name, tmp_path):
     model = StreamFusedModel(Backbone(make_base(name)))
     if name not in OWN_HEAD_FAMILIES:
         with pytest.raises(InputError, match="with --drafter mtp"):
-            ssmlx.load_mtp(model, tmp_path)
+            ssmlx.load_mtp(model)
         return
     for file, content in head_files(model.backbone, tmp_path).items():
         (tmp_path / file).write_bytes(content)

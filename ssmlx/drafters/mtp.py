@@ -404,9 +404,7 @@ def load_mtp(
     return MtpHead(load_mtp_module(model, name, **how), model.backbone)
 
 
-def _load(
-    name: str, model: StreamFusedModel, tokenizer: object, **how: Any
-) -> MtpHead | Assistant:
+def _load(name: str, model: StreamFusedModel, tokenizer: object, **how: Any) -> MtpHead | Assistant:
     """`load_mtp` as `DrafterLoader.load` is called."""
     return load_mtp(model, name or None, **how)
 
