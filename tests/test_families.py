@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tiny
 from mlx_lm.models.cache import make_prompt_cache
-from test_every_class import GEMMA_4
 from tiny import LATENT, mlx_lm_tokens, slow
 
 from ssmlx.api import token_steps
@@ -85,7 +84,12 @@ CHAINS = {  # whose states follow no branches
     "qwen3_next": {**EXPERTS, **LINEAR},
     "qwen3_5": wrapped("qwen3_5_text", **LINEAR),
     "qwen3_5_moe": wrapped("qwen3_5_moe_text", **EXPERTS, **LINEAR),
-    "gemma4": wrapped("gemma4_text", **GEMMA_4),
+    "gemma4": wrapped(
+        "gemma4_text", **BY_LAYER, global_head_dim=8, vocab_size_per_layer_input=64,
+        num_kv_shared_layers=2, hidden_size_per_layer_input=8, tie_word_embeddings=False, rope_parameters={
+            kind: {"rope_theta": 1000.0, "rope_type": "default"} for kind in BY_LAYER["layer_types"]
+        },
+    ),
     "lfm2": {
         "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32,
         "block_ff_dim": 48, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
@@ -226,7 +230,7 @@ def test_what_has_states_drafts_chains(name, bits):
     assert decoded(model, [*text, 9, 8][held:], cache, text[:held])[0] == more
     cache.trim(cache.longest_trim(5))
     assert decoded(model, cache=cache)[0] == expected
-    with pytest.raises(InputError, match="hidden states between layers; decode plainly"):
+    with pytest.raises(InputError, match="reads hidden states; decode plainly"):
         model.backbone.append(mx.array(PROMPT), model.make_cache(), [0])
     for asked in ({"drafter": "lookahead"}, {"decoding": "speculative"}):
         with pytest.raises(InputError, match=r"ArraysCache, which follows .* prompt-lookup"):
