@@ -13,11 +13,11 @@ from pathlib import Path
 from ..errors import InputError
 from ..model.backbone import Backbone
 from .known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES, KnownHead
+from .load import is_mtp_name
 from .names import Fetch, find_in_hub_cache
 from .weights import stored_names
 
 OWN_HEAD = "its own MTP head"
-_OWN_TENSOR = re.compile(r"(^|\.)mtp\.")
 _GENERATION = re.compile(r"(qwen)[-_ ]?(\d+\.\d+)")
 _log = logging.getLogger("ssmlx")
 
@@ -68,7 +68,8 @@ def can_have_head(backbone: Backbone) -> bool:
 
 def _family(backbone: Backbone) -> str:
     """The file of mlx-lm that has a model's class, such as "qwen3_5"."""
-    return type(backbone.model).__module__.rpartition(".")[2]
+    modules = [kind.__module__.rpartition(".") for kind in type(backbone.model).__mro__]
+    return next((file for package, _, file in modules if package == "mlx_lm.models"), "")
 
 
 def _names_of(backbone: Backbone) -> list[str]:
@@ -114,7 +115,7 @@ def _has_own_head(folder: Path | None) -> bool:
         return False
     files = sorted(folder.glob("*.safetensors"))
     try:
-        return any(_OWN_TENSOR.search(name) for file in files for name in stored_names(file))
+        return any(is_mtp_name(name) for file in files for name in stored_names(file))
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
         _log.debug("no MTP head is looked for in %s: %s", folder, error)
         return False
