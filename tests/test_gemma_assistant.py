@@ -20,12 +20,8 @@ import ssmlx
 from ssmlx.commands import generate
 from ssmlx.decoding.loop import CallCounts, plain_decode, prefill, speculative_decode
 from ssmlx.decoding.sampling import GREEDY, Sampling
-from ssmlx.drafters.gemma_assistant import (
-    AssistantConfig,
-    AssistantDrafter,
-    AssistantModel,
-    load_assistant,
-)
+from ssmlx.drafters.gemma_assistant import AssistantDrafter, load_assistant
+from ssmlx.drafters.gemma_assistant_model import AssistantConfig, AssistantModel
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel

@@ -19,6 +19,7 @@ from ..errors import require
 from ..json_files import read_json
 from ..loading.names import Fetch, resolve_model
 from ..model.backbone import Backbone
+from ..model.family import model_type
 from ..model.modules import module_arrays
 from ..model.shapes import evaluated, indices
 from ..model.streams import StreamFusedModel
@@ -26,8 +27,8 @@ from ..model.tree import PAD_TOKEN, Tree, chain_tree, root_tree
 from ..policy.offers import LevelsOffer
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, check_settings, setting
-from .gemma_assistant import MODEL_TYPES as ASSISTANT_TYPES
 from .gemma_assistant import Assistant, AssistantDrafter, load_assistant
+from .gemma_assistant_model import MODEL_TYPES as ASSISTANT_TYPES
 from .mtp_head import MtpModule, Norms, load_mtp_module, with_norms
 from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCaches
@@ -400,6 +401,13 @@ def load_mtp(
         settings = read_json(name / "config.json", "settings")
         if settings.get("model_type") in ASSISTANT_TYPES:
             return load_assistant(name, settings, model.backbone, dtype)
+    kind = model_type(model.backbone.model)
+    require(
+        not kind.startswith("gemma4"),
+        f"{name or '--drafter mtp'} with the model type {kind!r}, which has no head of its own",
+        expected="an assistant of Gemma 4, of the model type gemma4_assistant",
+        do='give --drafter "mtp model=ASSISTANT"',
+    )
     how: dict[str, Any] = {"cache_dir": cache_dir, "offline": offline, "progress": progress}
     return MtpHead(load_mtp_module(model, name, **how), model.backbone)
 

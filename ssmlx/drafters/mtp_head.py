@@ -150,7 +150,7 @@ def load_mtp_module(
         module.load_weights(list(tensors.items()))
         module.set_dtype(backbone.dtype)
         if not any(isinstance(one, PACKED_KINDS) for one in module.modules()):
-            _quantise_as(backbone.model, module)
+            quantise_as(backbone.model, module)
         mx.eval(module_arrays(module))
     return module
 
@@ -402,8 +402,8 @@ def _check_tensors(tensors: Mapping[str, mx.array], module: MtpModule, folder: P
     require(not missing, found, expected=_ONE, do="download it again")
 
 
-def _quantise_as(target: nn.Module, module: MtpModule) -> None:
-    """Quantise the head's layers as those of the target with the same names are, in place.
+def quantise_as(target: nn.Module, module: nn.Module) -> None:
+    """Quantise layers as those of the target with the same names are, in place.
 
     `fc`, and others that the target has none of by their names, as most of the target's are. A
     target that is not quantised leaves them as they are.
