@@ -86,7 +86,8 @@ CHAINS = {  # whose states follow no branches
     "qwen3_5_moe": wrapped("qwen3_5_moe_text", **EXPERTS, **LINEAR),
     "gemma4": wrapped(
         "gemma4_text", **BY_LAYER, global_head_dim=8, vocab_size_per_layer_input=64,
-        num_kv_shared_layers=2, hidden_size_per_layer_input=8, tie_word_embeddings=False, rope_parameters={
+        num_kv_shared_layers=2, hidden_size_per_layer_input=8, tie_word_embeddings=False,
+        rope_parameters={
             kind: {"rope_theta": 1000.0, "rope_type": "default"} for kind in BY_LAYER["layer_types"]
         },
     ),
