@@ -74,6 +74,7 @@ DRAFTERS = {
     "prompt-lookup": ListedDrafter("lookup", "ngram=3 tokens=8 size=16"),
     "lookahead": ListedDrafter("lookahead", "window=5 ngram=4 guesses=5"),
     "draft-model": ListedDrafter("draft_model", "model=MODEL tokens=3 width=1"),
+    "mtp": ListedDrafter("mtp", "model=MODEL tokens=3 hidden=after|before norms=auto|raw|shifted"),
     "medusa": ListedDrafter("heads", "heads=FOLDER"),
     "mlp-speculator": ListedDrafter("heads", "heads=FOLDER widths=N,N,... candidates=N size=N"),
 }
@@ -661,7 +662,8 @@ class GenerateConfig(SamplingConfig):
         stop: texts that end an answer. They are not in its text, but the tokens up to the one that
             completes such a text are in its tokens.
         drafter: one of `ssmlx.settings.DRAFTERS`; None takes the draft model that is passed beside
-            these settings, else the heads, else the model's streams where it has any.
+            these settings, else the heads, else the model's streams where it has any, else the
+            head that it brings along or that is in the Hub's cache.
         tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
         prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter. None
             for off.

@@ -118,9 +118,32 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
             reasons[name] = (
                 f"the model has no streams: give --adapter, or train some (ssmlx.adapt{lora})"
             )
+        elif name == "mtp":
+            reasons[name] = _reason_without_head(model)
         elif loader is not None:
             reasons[name] = f'it needs {loader.what}: --drafter "{name} {loader.key}"'
     return reasons
+
+
+def _reason_without_head(model: StreamFusedModel) -> str | None:
+    """Return why no head drafts for a model where nothing is asked for; None where one does.
+
+    It names the option that takes a head that is known for the model.
+    """
+    from ..generation.default_head import default_head
+    from ..loading.model_heads import can_have_head, known_heads
+
+    head = default_head(model)
+    if head.loaded is not None:
+        return None
+    if head.found is not None:
+        return f"{head.found.name} is here, but {head.reason}"
+    if not can_have_head(model.backbone):
+        return "no heads are known for models of this class"
+    rows = known_heads(model.backbone)
+    names = [row.repositories[0] for row in rows] or ["MODEL"]
+    options = " or ".join(f'--drafter "mtp model={name}"' for name in names)
+    return f"it needs a head, which is not on this machine: {options}"
 
 
 def adapter_format_line(adapter: str | None, model: StreamFusedModel) -> str | None:

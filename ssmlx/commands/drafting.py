@@ -26,7 +26,7 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
     found = find_runs(model.backbone.folder, model.backbone.name)
     return (
         f"{_drafting_source(model, plan, adapter, found)}: {plan.decision_line()}",
-        f"faster: {_faster_option(model, adapter, found)}",
+        f"faster: {_faster_head(model, plan) or _faster_option(model, adapter, found)}",
     )
 
 
@@ -37,7 +37,7 @@ def _drafting_source(
 
     Args:
         model: as `ssmlx.load` returns it.
-        plan: is not read.
+        plan: of the answers to come.
         adapter: as in `drafting_lines`.
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
@@ -46,6 +46,21 @@ def _drafting_source(
         return f"nothing can draft, {reason}"
     if adapter is None:
         return "the model's own streams"
+    head = _head_source(model, plan)
+    source = _adapter_source(model, adapter, found)
+    if head is None:
+        return source
+    return head if adapter == NO_ADAPTER else f"{source}; {head}"
+
+
+def _adapter_source(model: StreamFusedModel, adapter: str, found: FoundRuns) -> str:
+    """Say which adapter is on the model and why this one, or that none is and why.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+        adapter: its name; "none" without one.
+        found: runs of `ssmlx.adapt` on this machine that belong to the model.
+    """
     if adapter != NO_ADAPTER:
         fitting = {run.name: run for run in (*found.fitting, *found.tuned)}
         outdated = [run.name for run in found.outdated]
@@ -63,6 +78,63 @@ def _drafting_source(
         why = f"brings nothing on this machine ({aside[0].verdict})"
         return f"no adapter, as {aside[0].name} {why}"
     return "no adapter"
+
+
+def _head_source(model: StreamFusedModel, plan: Plan) -> str | None:
+    """Say which head drafts, or why one that is on this machine does not; None where neither is so.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+        plan: of the answers to come.
+    """
+    from ..generation.default_head import default_head
+    from ..loading.model_heads import OWN_HEAD
+
+    head = default_head(model)
+    if head.found is None:
+        return None
+    if head.loaded is not None and head.loaded in plan.loaded:
+        is_own = head.found.name == OWN_HEAD
+        return OWN_HEAD if is_own else f"{head.found.name}, a head for it in the Hub's cache"
+    if head.reason is not None:
+        return f"{head.found.name} is here and drafts nothing ({head.reason})"
+    return None
+
+
+def _faster_head(model: StreamFusedModel, plan: Plan) -> str | None:
+    """Say which head would make drafting faster, with the command that takes or fetches it.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+        plan: of the answers to come.
+
+    Returns:
+        The text; None where a head drafts already, or none is known for the model.
+    """
+    from ..generation.default_head import default_head
+    from ..loading.model_heads import known_heads
+
+    backbone = model.backbone
+    head = default_head(model)
+    is_taken = any(one.drafter == "mtp" for one in plan.loaded)
+    if is_taken or model.num_streams or not backbone.capabilities.has("chains"):
+        return None
+    if head.loaded is not None and head.found is not None:
+        return f"{head.found.name} drafts where no --drafter and no --decoding is given"
+    rows = known_heads(backbone)
+    commands = [
+        f"python -m ssmlx.chat --model {shlex.quote(backbone.name)} "
+        f'--drafter "mtp model={row.repositories[0]}"'
+        for row in rows
+    ]
+    if len(rows) == 1:
+        row = rows[0]
+        return (
+            f"{commands[0]}, which fetches a head for {row.model} ({row.licence}); "
+            "where it is here, it drafts by itself"
+        )
+    named = [f"{command} if it is {row.model}" for command, row in zip(commands, rows, strict=True)]
+    return ", or ".join(named) or None
 
 
 def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRuns) -> str:

@@ -25,6 +25,7 @@ from ..model.streams import StreamFusedModel
 from ..policy.controller import Controller
 from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
 from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
+from .default_head import default_head
 from .learned import Learned, learned_of
 
 TYPICAL_TOKENS = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
@@ -165,6 +166,7 @@ def make_plan(
     """
     config = replace(config or GenerateConfig(), **settings)
     config, loaded = resolve_drafter(config, drafter, draft_model, heads)
+    loaded = loaded or default_drafters(model, config)
     kind = drafter_name(model, config, loaded)
     sampling = Sampling(config, model.backbone.vocab_size)
     complete = config.with_default_shape()
@@ -175,7 +177,7 @@ def make_plan(
         drafters = [build_drafter(kind, model, complete, sampling, loaded, end_tokens)]
         controller = Always(drafters[0].largest)
         if _is_controlled(model, config):
-            if config.drafter is None:
+            if config.drafter is None or registered_drafter(kind).joins_text_drafts:
                 is_chain = not model.backbone.capabilities.has("trees")
                 drafters = _add_text_drafters(
                     drafters, config, earlier, end_tokens, is_chain=is_chain
@@ -195,6 +197,16 @@ def make_plan(
         loaded=loaded,
         learned=learned,
     )
+
+
+def default_drafters(model: StreamFusedModel, config: GenerateConfig) -> list[Loaded]:
+    """What drafts beside the text where no drafter is given: the head of `default_head`, if there
+    is one; nothing where the settings name a drafter, or leave the controller no choice.
+    """
+    if config.drafter is not None or not _is_controlled(model, config):
+        return []
+    head = default_head(model).loaded
+    return [] if head is None else [head]
 
 
 def _is_controlled(model: StreamFusedModel, config: GenerateConfig) -> bool:
@@ -254,8 +266,8 @@ def drafter_name(
     and where `decoding` is "plain", whatever else is given.
 
     That is the drafter of the settings; else that of the first of `loaded`; else streams, if the
-    model has any or `decoding` asks for speculation; else lookup in the text, where a controller
-    decides and the model can verify chains.
+    model has any or `decoding` asks for speculation; else, where a controller decides, the head of
+    `default_drafters`, or lookup in the text if the model can verify chains.
 
     Raises:
         InputError: the model cannot verify what this proposes, or has no streams that are asked
@@ -264,6 +276,7 @@ def drafter_name(
     if config.decoding == "plain":
         return None
     name = config.drafter
+    loaded = loaded or default_drafters(model, config)
     if name is None and loaded:
         name = loaded[0].drafter
     elif name is None and (model.num_streams or config.decoding):

@@ -10,6 +10,8 @@
 | `lora_files.py` | LoRA and DoRA in mlx-lm's and PEFT's files |
 | `attach.py` | an adapter on a loaded base, off it, exchanged; what "auto" finds |
 | `found.py` | adapters that were made on this machine, by the weights they are for |
+| `known_heads.py` | heads that were trained to draft for published models: a table |
+| `model_heads.py` | which of them are a loaded model's, and which are on this machine |
 | `weights.py` | the digest of a model's stored weights |
 | `files.py` | tensors read strictly; files and folders written whole or not at all |
 """

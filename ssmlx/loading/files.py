@@ -10,7 +10,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -392,17 +392,19 @@ def _is_finite(tensor: mx.array) -> bool:
 
 
 def check_tensors(
-    found: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]], source: Path
+    found: Mapping[str, mx.array],
+    expected: Mapping[str, tuple[int, ...]],
+    source: Path,
+    whole_numbers: Collection[str] = ("draft_vocab",),
 ) -> None:
     """Raise InputError unless `found` has exactly the `expected` names and shapes, of finite
     floats.
-
-    A tensor called `draft_vocab` may be of another type.
 
     Args:
         found: tensors by name.
         expected: shapes by name.
         source: named in the message, which lists the first few tensors of every fault.
+        whole_numbers: names of tensors that need not be floats.
     """
     missing = [name for name in expected if name not in found]
     spare = [name for name in found if name not in expected]
@@ -418,7 +420,7 @@ def check_tensors(
     kinds["that are no floats"] = [
         name
         for name in fitting
-        if name != "draft_vocab" and not mx.issubdtype(found[name].dtype, mx.floating)
+        if name not in whole_numbers and not mx.issubdtype(found[name].dtype, mx.floating)
     ]
 
     problems = [f"{kind}: {join_first(names)}" for kind, names in kinds.items() if names]

@@ -443,7 +443,8 @@ def _missing_model_file(path: Path) -> str | None:
         return "config.json"
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        return None if any(path.glob("model*.safetensors")) else "model*.safetensors"
+        is_there = any(file.is_file() for file in path.glob("model*.safetensors"))
+        return None if is_there else "model*.safetensors"
     try:
         shards = sorted(set(read_json(index, "an index of weights")["weight_map"].values()))
         return next((name for name in shards if not (path / name).is_file()), None)
@@ -509,6 +510,28 @@ def _resolve_on_hub(
         path = download(name, revision, fetch.progress, snapshot)
     logger.info("%s: commit %s", name, path.name)
     return path
+
+
+def find_in_hub_cache(name: str, fetch: Fetch) -> Path | None:
+    """Return the folder of a model in the Hub's cache; None where it is not there or not whole.
+
+    It is the commit that its branch "main" meant when it was fetched last. Nothing is fetched.
+
+    Args:
+        name: on the Hub, without a revision.
+        fetch: says where the cache is.
+    """
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", "model.safetensors.index.json", "model*.safetensors"]
+    with suppress(Exception):  # whatever is wrong with the cache: then it is not here
+        folder = Path(
+            snapshot_download(
+                name, cache_dir=fetch.hub, allow_patterns=patterns, local_files_only=True
+            )
+        )
+        return folder if _missing_model_file(folder) is None else None
+    return None
 
 
 def _fetch_model(

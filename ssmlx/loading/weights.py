@@ -79,6 +79,15 @@ def weights_digest(folder: Path) -> str:
     return digest
 
 
+def stored_names(path: Path) -> list[str]:
+    """Return the names of a safetensors file's tensors, from its header alone.
+
+    Raises:
+        InputError: the header cannot be read.
+    """
+    return [tensor.name for tensor in _read_header(path)]
+
+
 def _file_stamp(file: Path) -> list[Any]:
     """Return a file's name, size in bytes, and times of its last change of content and of state, in
     nanoseconds.

@@ -30,6 +30,7 @@ from .layer_state import (
     ValueMap,
     count_rows,
     drop_rows,
+    split_key_values,
 )
 from .masks import SINKS, StepMasks
 from .rope import Positions
@@ -332,6 +333,19 @@ class TreeCache(RowsCache):
             By layer, for all layers or those given: slices of the cache's buffers.
         """
         return [self._states[layer].committed(num_tokens) for layer in layers or self.layers]
+
+    def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
+        """What one layer's attention keeps of the committed tokens, for others to read.
+
+        Args:
+            layer: its number; its keys carry their rotary positions.
+
+        Returns:
+            Keys [1, H, R, Dh] and values [1, H', R, Dh'] of all R committed tokens, in their order:
+            slices of the buffers, so drop them before the cache is written to, or it is copied.
+        """
+        (rows,) = self.rows(self._offset, range(layer, layer + 1))
+        return split_key_values(rows)
 
     def fork(self, num_tokens: int) -> TreeCache:
         """A new cache of the first `num_tokens` committed tokens, without uncounted paths.

@@ -254,6 +254,29 @@ class StateCache(TreeCache):
         """Raises TypeError: what mlx-lm's caches hold need not be a row a token."""
         raise TypeError("the cache of a model without stages has no rows of tokens")
 
+    def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
+        """What one layer's attention keeps of the committed tokens, for others to read.
+
+        What rejected tokens have left is taken back first.
+
+        Args:
+            layer: its number among the layers that have a cache of their own.
+
+        Returns:
+            Keys [1, H, R, Dh] and values [1, H', R, Dh']. Of a layer with a window of W tokens: of
+            the newest, at least W of them or all that are committed; in the text's order where
+            there are more than W, else in any. Slices, as `TreeCache.keys_and_values` gives.
+
+        Raises:
+            ValueError: the layer keeps something else, or nothing yet.
+        """
+        self._take_back_rejected()
+        cache = self._caches[layer]
+        if type(cache) not in (KVCache, RotatingKVCache) or cache.keys is None:
+            raise ValueError(f"layer {layer} keeps no keys and values")
+        held = min(cache.offset, cache.keys.shape[2])
+        return cache.keys[..., :held, :], cache.values[..., :held, :]
+
     def fork(self, num_tokens: int) -> NoReturn:
         """Raises TypeError: mlx-lm's caches give no copy of their beginning."""
         raise TypeError("the cache of a model without stages cannot be forked")

@@ -1,0 +1,252 @@
+"""Gemma 4's assistants: small models that draft from the target's own keys and values.
+
+An assistant has queries alone. Its layers read what the target's last layer with full attention,
+and its last with a window, keep of the text. For the target's width D, the assistant's width Da, a
+step from the text's last token t at position p is:
+
+    x = pre_projection([scaled target embedding of t; h])     [1, 1, 2 D] to [1, 1, Da]
+    y = norm(layers(x)), every query at position p            [1, 1, Da]
+    logits = y times the assistant's embedding                [1, V]
+    h = post_projection(y)                                    [1, 1, D], of the next step
+
+At first h is the target's last hidden state behind its final norm, of the row that predicted t.
+Each step's t is the token that the step before drafted; p stays that of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import get_total_parameters
+
+from ..decoding.controller import DraftShape
+from ..decoding.drafter import Needs, Taps, Verified
+from ..decoding.sampling import RowPositions, Sampling, last_tokens
+from ..errors import require
+from ..loading.load import is_quantised
+from ..model.backbone import Backbone
+from ..model.cache import TreeCache
+from ..model.family import model_type
+from ..model.modules import module_arrays
+from ..model.shapes import indices
+from ..model.tree import Tree, chain_tree
+from ..policy.offers import LevelsOffer
+from .gemma_assistant_model import (
+    AssistantConfig,
+    AssistantModel,
+    KeysAndValues,
+    load_assistant_model,
+)
+from .mtp_head import quantise_as
+from .unaccepted import UnacceptedDrafts
+
+_PAIR = "choose the assistant that was made for this model"
+
+
+@dataclass(frozen=True, eq=False)
+class Assistant:
+    """An assistant that was loaded for a target; it is only read, so answers share it.
+
+    Attributes:
+        config: its settings.
+        model: its modules, with weights.
+        layers: by layer type, the number of the target's layer whose keys and values are read.
+        folder: that it was read from.
+        drafter: the registered name of the drafter that it is for.
+    """
+
+    config: AssistantConfig
+    model: AssistantModel
+    layers: Mapping[str, int]
+    folder: Path
+    drafter: str = "mtp"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(array.nbytes for array in module_arrays(self.model))
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that it has, packed ones counted as what they stand for."""
+        return int(get_total_parameters(self.model))
+
+    def require_fits(self, backbone: Backbone) -> None:
+        """Raise InputError unless `backbone` has the layers and sizes of the target that it is
+        for."""
+        layers = _layers_to_read(self.config, backbone, self.folder)
+        require(
+            layers == self.layers,
+            f"{self.folder} was loaded for a model of other layers",
+            expected="this model",
+            do="load it for this model",
+        )
+
+    def read(self, cache: TreeCache) -> KeysAndValues:
+        """The keys and values that its layers see of the text that `cache` holds."""
+        found = {}
+        for kind, layer in self.layers.items():
+            keys, values = cache.keys_and_values(layer)
+            if kind == "sliding_attention":
+                first = -self.config.sliding_window
+                keys, values = keys[..., first:, :], values[..., first:, :]
+            found[kind] = keys, values
+        return found
+
+
+class AssistantDrafter:
+    """Drafts a chain, each token by a step of an assistant.
+
+    The steps are one graph: no drafted token is read by the host. Where the target samples, guesses
+    are drawn under the same settings and with the same noise for each position.
+
+    Args:
+        assistant: loaded for the target.
+        backbone: the target.
+        num_tokens: K, the most tokens of a chain.
+        sampling: how guesses are ranked.
+    """
+
+    cache_bytes = 0
+
+    def __init__(
+        self, assistant: Assistant, backbone: Backbone, num_tokens: int, sampling: Sampling
+    ) -> None:
+        assistant.require_fits(backbone)
+        self.largest = DraftShape(assistant.drafter, 1 + num_tokens, num_tokens)
+        self._last_layer = len(backbone.layers)
+        self.needs = Needs(taps=(self._last_layer,), host_tokens=True)
+        self.num_parameters = assistant.num_parameters
+        self.draft_calls = 0
+        self._assistant = assistant
+        self._backbone = backbone
+        self._sampling = sampling
+        self.start([])
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """Begin with the text `tokens`."""
+        self._text = list(tokens)
+        self._unaccepted = UnacceptedDrafts("the assistant", _PAIR)
+        self.draft_calls = 0
+
+    def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
+        """Append `tokens` to the text; neither `position` nor `taps` is looked at."""
+        self._unaccepted.note_accepted(len(tokens) - 1)
+        self._text.extend(tokens)
+
+    def offer(self) -> LevelsOffer:
+        """A chain of up to K tokens, at every call."""
+        return LevelsOffer(self.largest)
+
+    def propose(self, verified: Verified, shape: DraftShape) -> Tree:
+        """Draft a chain of as many tokens as `shape` has levels; launched, and not waited for."""
+        backbone = self._backbone
+        row = verified.taps[self._last_layer][:, verified.acceptance.last]
+        hidden = backbone.final_norm(row)
+        read = self._assistant.read(verified.cache)
+        position = verified.root_position
+        sampling = self._sampling
+        recent = last_tokens(self._text, sampling.context_size)[None]
+        token = verified.root
+        chain = [token]
+        for level in range(min(shape.levels, self.largest.levels)):
+            embedded = scaled_embedding(backbone, token)
+            logits, hidden = self._assistant.model(embedded, hidden, position, read)
+            self.draft_calls += 1
+            places = RowPositions(position + level, indices(1), 1, recent)
+            token = sampling.rank_tokens(logits, places, 1)[0][0].astype(mx.int32)
+            chain.append(token)
+            if sampling.context_size:
+                recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
+        self._unaccepted.note_chain(len(chain) - 1)
+        tree = chain_tree(mx.concatenate(chain))
+        # Done before the next call writes to the caches that it reads, which would be copied.
+        mx.async_eval(tree.tokens)
+        return tree
+
+
+def scaled_embedding(backbone: Backbone, token: mx.array) -> mx.array:
+    """[1, 1, D] what Gemma's layers are given of `token` [1]: its embedding times a constant."""
+    scale: float = backbone.parts.decoder.embed_scale
+    return backbone.token_embeddings(token[None]) * scale
+
+
+def load_assistant(
+    folder: Path, values: Mapping[str, Any], backbone: Backbone, dtype: str = "auto"
+) -> Assistant:
+    """Read an assistant from its folder and check that it is for a target.
+
+    Where the target's weights are packed and the assistant's are not, these are packed alike.
+
+    Args:
+        folder: with config.json and all files of weights.
+        values: its config.json, of a model type in `MODEL_TYPES`.
+        backbone: the target.
+        dtype: as `ssmlx.load` takes it.
+
+    Raises:
+        InputError: the assistant is of another target, or its settings or weights are broken.
+    """
+    config = AssistantConfig.read(folder / "config.json", values)
+    layers = _layers_to_read(config, backbone, folder)
+    model = load_assistant_model(folder, config, dtype)
+    model.set_dtype(backbone.dtype)
+    if not is_quantised(model):
+        quantise_as(backbone.model, model)
+    mx.eval(module_arrays(model))
+    return Assistant(config, model, layers, folder)
+
+
+def _layers_to_read(config: AssistantConfig, backbone: Backbone, folder: Path) -> dict[str, int]:
+    """Find the target's layers whose keys and values an assistant reads.
+
+    Returns:
+        By layer type, the number of the last layer that keeps keys and values of its own.
+
+    Raises:
+        InputError: the target is no Gemma 4, or its sizes are not those that the assistant is for.
+    """
+    kind = model_type(backbone.model)
+    require(
+        kind.startswith("gemma4"),
+        f"{folder} is an assistant of Gemma 4, and the target is a {kind}",
+        expected="a Gemma 4 model",
+        do="choose one with --model, or another drafter",
+    )
+    backbone.capabilities.require("last_hidden", "an assistant")
+    sizes = {
+        "width": (config.backbone_hidden_size, backbone.hidden_size),
+        "vocabulary": (config.vocab_size, backbone.vocab_size),
+    }
+    found: dict[str, int] = {}
+    for number, layer in enumerate(backbone.layers):
+        if layer.self_attn.has_kv:
+            found[layer.layer_type] = number
+    for layer_type in dict.fromkeys(config.layer_types):
+        require(
+            layer_type in found,
+            f"{folder} reads {layer_type}, of which the target has no layer",
+            expected="layers of the types " + ", ".join(found),
+            do=_PAIR,
+        )
+        attention = backbone.layers[found[layer_type]].self_attn
+        name = f"heads of {layer_type}"
+        sizes[f"width of {name}"] = config.head_width(layer_type), attention.head_dim
+        require(
+            config.num_attention_heads % attention.n_kv_heads == 0,
+            f"{folder} has {config.num_attention_heads} {name}",
+            expected=f"a multiple of the target's {attention.n_kv_heads}",
+            do=_PAIR,
+        )
+    for name, (own, targets) in sizes.items():
+        require(
+            own == targets,
+            f"{folder} is for a target with a {name} of {own}",
+            expected=f"this one's {targets}",
+            do=_PAIR,
+        )
+    return {layer_type: found[layer_type] for layer_type in config.layer_types}

@@ -1,0 +1,67 @@
+"""The head that drafts where nothing is asked for: the model's own, or one in the Hub's cache."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from ..drafters.registry import Loaded, registered_drafter
+from ..errors import InputError
+from ..loading.model_heads import LocalHead, local_head
+from ..model.streams import StreamFusedModel
+
+_log = logging.getLogger("ssmlx")
+_DRAFTER = "mtp"
+
+
+@dataclass(frozen=True)
+class DefaultHead:
+    """What was found for a model.
+
+    Attributes:
+        found: the head on this machine; None where there is none.
+        loaded: what it drafts with; None where none was found, or it cannot draft.
+        reason: why a head that was found cannot draft; None otherwise.
+    """
+
+    found: LocalHead | None = None
+    loaded: Loaded | None = None
+    reason: str | None = None
+
+
+def default_head(model: StreamFusedModel) -> DefaultHead:
+    """Find and load the head that drafts for a model where nothing is asked for.
+
+    It is looked for once, and kept beside the model's weights: all adapters on one base share it.
+    Models with streams, that cannot verify chains, or that are split over machines have none.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+
+    Returns:
+        What was found; a head that cannot be loaded is logged, and is not tried again.
+    """
+    backbone = model.backbone
+    if model.num_streams or backbone.group is not None or not backbone.capabilities.has("chains"):
+        return DefaultHead()
+    kept = backbone.kept_with_weights
+    if _DRAFTER not in kept:
+        kept[_DRAFTER] = _find_head(model)
+    found: DefaultHead = kept[_DRAFTER]
+    return found
+
+
+def _find_head(model: StreamFusedModel) -> DefaultHead:
+    """Look for the head of a model, and load it; see `default_head`."""
+    found = local_head(model.backbone)
+    if found is None:
+        return DefaultHead()
+    loader = registered_drafter(_DRAFTER).loader
+    assert loader is not None
+    try:
+        loaded = loader.load(str(found.folder or ""), model, None, offline=True)
+    except (InputError, OSError) as error:
+        _log.info("%s drafts nothing: %s", found.name, error)
+        return DefaultHead(found, None, str(error))
+    _log.debug("%s drafts (%s)", found.name, found.folder or model.backbone.folder)
+    return DefaultHead(found, loaded)

@@ -1,0 +1,121 @@
+"""Which heads were trained to draft for a loaded model, and which of them are on this machine.
+
+Nothing is fetched here, and no weights are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InputError
+from ..model.backbone import Backbone
+from .known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES, KnownHead
+from .load import is_mtp_name
+from .names import Fetch, find_in_hub_cache
+from .weights import stored_names
+
+OWN_HEAD = "its own MTP head"
+_GENERATION = re.compile(r"(qwen)[-_ ]?(\d+\.\d+)")
+_log = logging.getLogger("ssmlx")
+
+
+@dataclass(frozen=True)
+class LocalHead:
+    """A head that lies on this machine, whole by the names of its files; it was not loaded yet.
+
+    Attributes:
+        name: what users call it: its name on the Hub, or `OWN_HEAD`.
+        folder: where it lies; None for tensors among the model's own files.
+    """
+
+    name: str
+    folder: Path | None
+
+
+def known_heads(backbone: Backbone) -> tuple[KnownHead, ...]:
+    """Return the rows of `KNOWN_HEADS` for a model, by its class and its sizes.
+
+    Where models of several generations have these sizes, the model's name decides: what it was
+    loaded by, its folder's name, or the repository of a folder in a Hub cache. Where that says no
+    generation, every row is returned, and which is the model's is not known.
+
+    Args:
+        backbone: of the model, in any precision.
+    """
+    family = _family(backbone)
+    sizes = (backbone.hidden_size, len(backbone.layers), backbone.vocab_size)
+    rows = tuple(
+        row
+        for row in KNOWN_HEADS
+        if family in row.families and (row.hidden_size, row.num_layers, row.vocab_size) == sizes
+    )
+    said = {
+        "".join(found)
+        for name in _names_of(backbone)
+        for found in _GENERATION.findall(name.lower())
+    }
+    return tuple(row for row in rows if not (row.generation and said) or row.generation in said)
+
+
+def can_have_head(backbone: Backbone) -> bool:
+    """Whether heads are known for models of this class, of whatever size."""
+    families = {family for row in KNOWN_HEADS for family in row.families}
+    return _family(backbone) in families.union(OWN_HEAD_FAMILIES)
+
+
+def _family(backbone: Backbone) -> str:
+    """The file of mlx-lm that has a model's class, such as "qwen3_5"."""
+    modules = [kind.__module__.rpartition(".") for kind in type(backbone.model).__mro__]
+    return next((file for package, _, file in modules if package == "mlx_lm.models"), "")
+
+
+def _names_of(backbone: Backbone) -> list[str]:
+    """What a model is called: as it was loaded, by its folder, and by a Hub cache's repository."""
+    names = [Path(backbone.name).name]
+    if backbone.folder is not None:
+        folder = backbone.folder.resolve()
+        names.append(folder.name)
+        if folder.parent.name == "snapshots":
+            names.append(folder.parent.parent.name)
+    return names
+
+
+def local_head(backbone: Backbone) -> LocalHead | None:
+    """Find the head that a model drafts with where nothing is asked for; None where none is here.
+
+    That is the model's own, where its files still have one; else the first of the known
+    repositories that is whole in the Hub's cache, in the commit that was fetched last. None where
+    rows of several models fit, of which one alone can be right.
+
+    Args:
+        backbone: as `load_base` returns it; it says where the Hub's cache is.
+    """
+    if _family(backbone) in OWN_HEAD_FAMILIES and _has_own_head(backbone.folder):
+        return LocalHead(OWN_HEAD, None)
+    rows = known_heads(backbone)
+    if len(rows) != 1:
+        return None
+    fetch = Fetch(cache_dir=backbone.cache_dir, offline=True)
+    for name in rows[0].repositories:
+        folder = find_in_hub_cache(name, fetch)
+        if folder is not None:
+            return LocalHead(name, folder)
+    return None
+
+
+def _has_own_head(folder: Path | None) -> bool:
+    """Whether a model's files have tensors of an MTP head, by the tensors' names.
+
+    False where there is no folder, or where a header cannot be read, which is logged.
+    """
+    if folder is None:
+        return False
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        return any(is_mtp_name(name) for file in files for name in stored_names(file))
+    except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
+        _log.debug("no MTP head is looked for in %s: %s", folder, error)
+        return False

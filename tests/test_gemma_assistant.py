@@ -1,0 +1,528 @@
+"""Gemma 4's assistants: their drafts are transformers', and the answers plain decoding's."""
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+from functools import lru_cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import gemma4_text
+from real import write_tokenizer
+from test_every_class import random_weights
+from test_recurrent import chain_of
+from tiny import assert_close, first_tokens, slow
+
+import ssmlx
+from ssmlx.commands import generate
+from ssmlx.decoding.loop import CallCounts, plain_decode, prefill, speculative_decode
+from ssmlx.decoding.sampling import GREEDY, Sampling
+from ssmlx.drafters.gemma_assistant import AssistantDrafter, load_assistant
+from ssmlx.drafters.gemma_assistant_model import AssistantConfig, AssistantModel
+from ssmlx.errors import InputError
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.settings import GenerateConfig
+
+VOCAB = 64
+WINDOW = 8
+DRAFTED = 4
+PROMPT = [3, 17, 40, 5, 22, 9, 61, 2, 33, 17, 40, 8, 12]
+SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
+TARGET = {
+    "model_type": "gemma4_text", "hidden_size": 32, "num_hidden_layers": 6, "intermediate_size": 48,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+    "final_logit_softcapping": 30.0, "max_position_embeddings": 1024,
+}  # fmt: skip
+TARGETS = {
+    # As 31B: full attention has heads of its own, whose keys are its values.
+    "large": {**TARGET, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    # As E2B: the last layers read the keys and values of earlier ones; inputs for each layer.
+    "small": {
+        **TARGET, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,
+        "use_double_wide_mlp": True,
+    },
+}  # fmt: skip
+TEXT_CONFIG = {
+    "model_type": "gemma4_text", "hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 24,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+    "vocab_size": VOCAB, "vocab_size_per_layer_input": 0, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 0, "max_position_embeddings": 1024,
+}  # fmt: skip
+CONFIG = {
+    "model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"],
+    "backbone_hidden_size": 32, "use_ordered_embeddings": False, "num_centroids": 16,
+    "centroid_intermediate_top_k": 5, "tie_word_embeddings": True, "text_config": TEXT_CONFIG,
+}  # fmt: skip
+KINDS = {"whole": {}, "clusters": {"use_ordered_embeddings": True}}
+BOTH = pytest.mark.parametrize(
+    ("target", "kind"), [("large", "whole"), ("small", "clusters")], ids=["31B", "E2B"]
+)
+
+
+@lru_cache(maxsize=4)
+def make_target(name, bits=None):
+    """A random target, with weights of 4 bits or so where `bits` is given."""
+    args = gemma4_text.ModelArgs.from_dict(deepcopy(TARGETS[name]))
+    model = gemma4_text.Model(args)
+    model.update(tree_unflatten(list(random_weights(model).items())))
+    if bits:
+        nn.quantize(
+            model,
+            group_size=32,
+            bits=bits,
+            class_predicate=lambda _, one: (
+                hasattr(one, "to_quantized") and one.weight.shape[-1] % 32 == 0
+            ),
+        )
+    mx.eval(model.parameters())
+    return StreamFusedModel(Backbone(model))
+
+
+def changed(config, **changes):
+    """Settings with some changed, wherever they stand."""
+    config = deepcopy(config)
+    for name, value in changes.items():
+        (config["text_config"] if name in TEXT_CONFIG else config)[name] = value
+    return config
+
+
+def write_assistant(folder, tensors=None, **changes):
+    """A folder with an assistant of random weights, some of them as given; None drops one."""
+    folder.mkdir()
+    values = changed(CONFIG, **changes)
+    (folder / "config.json").write_text(json.dumps(values))
+    model = AssistantModel(AssistantConfig.read(folder / "config.json", values))
+    weights = random_weights(model)
+    if "masked_embedding.token_ordering" in weights:
+        order = np.random.default_rng(0).permutation(VOCAB)
+        weights["masked_embedding.token_ordering"] = mx.array(order, mx.int64)
+    weights |= tensors or {}
+    weights = {name: one for name, one in weights.items() if one is not None}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
+    return folder
+
+
+def load(folder, model, dtype="auto"):
+    """The assistant of a folder."""
+    values = json.loads((folder / "config.json").read_text())
+    return load_assistant(folder, values, model.backbone, dtype)
+
+
+def make_drafter(assistant, model, tokens=DRAFTED, sampling=GREEDY):
+    return AssistantDrafter(assistant, model.backbone, tokens, sampling)
+
+
+def plain(model, count, sampling=GREEDY, prompt=PROMPT):
+    """Tokens of plain decoding."""
+    return first_tokens(plain_decode(model, prompt, model.make_cache(), sampler=sampling), count)[0]
+
+
+class Checked(AssistantDrafter):
+    """Drafts, but hands over chains of which some tokens are right, as a script says."""
+
+    def __init__(self, assistant, model, answer, script):
+        super().__init__(assistant, model.backbone, DRAFTED, GREEDY)
+        self._answer = answer
+        self._script = iter(script)
+        self.chains = []
+
+    def propose(self, verified, shape):
+        self.chains.append(super().propose(verified, shape).tokens.tolist())
+        root = len(self._text) - 1 - len(PROMPT)
+        return chain_of(self._answer, root, next(self._script))
+
+
+def run_rounds(monkeypatch, model, assistant, script, answer):
+    """Decode with a scripted draft a round; returns the steps of each, and the chains drafted."""
+    steps = []
+    real = AssistantModel.__call__
+
+    def noted(self, *given):
+        found = real(self, *given)
+        mx.eval(given, found)
+        steps.append((given, found))
+        return found
+
+    monkeypatch.setattr(AssistantModel, "__call__", noted)
+    drafter = Checked(assistant, model, answer, script)
+    counts = CallCounts()
+    decoding = speculative_decode(
+        model, PROMPT, model.make_cache(), drafters=[drafter], counts=counts, prefill_step_size=5
+    )
+    # The last chain is drafted before the tokens of the call before are given out.
+    count = sum(script[:-1]) + len(script)
+    tokens, lengths = first_tokens(decoding, count)
+    assert tokens == answer[:count]
+    assert lengths == [1, *(right + 1 for right in script[:-1])]
+    assert len(steps) == DRAFTED * len(script) == drafter.draft_calls
+    return [steps[n : n + DRAFTED] for n in range(0, len(steps), DRAFTED)], drafter.chains
+
+
+def to_torch(array):
+    torch = pytest.importorskip("torch")
+    return torch.from_numpy(np.array(array))
+
+
+def assert_logits(found, expected):
+    """Logits [1, V] are transformers', which gives tokens outside of clusters its floor."""
+    known = np.isfinite(np.array(found))
+    expected = expected.numpy()
+    assert_close(np.array(found)[known], expected[known], 1e-4)
+    if not known.all():
+        assert known.sum() == VOCAB // 16 * 5
+        assert (expected[~known] < expected[known].min()).all()
+
+
+@BOTH
+def test_each_step_is_transformers(target, kind, tmp_path, monkeypatch):
+    """Over rounds with rejections: hidden states and logits, of the arrays that the target gave."""
+    torch = pytest.importorskip("torch")
+    from transformers import Gemma4AssistantForCausalLM
+
+    model = make_target(target)
+    folder = write_assistant(tmp_path / "assistant", **KINDS[kind])
+    script = [0, 2, 4, 4, 0, 1, 3, 0, 4]
+    rounds, _ = run_rounds(monkeypatch, model, load(folder, model), script, plain(model, 60))
+    theirs = Gemma4AssistantForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    place = len(PROMPT)
+    for steps, right in zip(rounds, script, strict=True):
+        hidden = to_torch(steps[0][0][1])
+        for (embedded, _, position, read), (logits, following) in steps:
+            assert position.item() == place
+            assert read["full_attention"][0].shape[2] == place
+            assert read["sliding_attention"][0].shape[2] == min(place, WINDOW)
+            with torch.no_grad():
+                out = theirs(
+                    inputs_embeds=torch.cat([to_torch(embedded), hidden], dim=-1),
+                    position_ids=torch.tensor([[place]]),
+                    shared_kv_states={
+                        name: tuple(to_torch(one) for one in pair) for name, pair in read.items()
+                    },
+                )
+            hidden = out.last_hidden_state
+            assert_close(following, hidden, 1e-4)
+            assert_logits(logits, out.logits[0])
+        place += right + 1
+
+
+def by_row(rows):
+    """Keys or values [1, H, R, Dh] as R rows, in the order of their first numbers."""
+    rows = np.moveaxis(np.array(rows)[0], 1, 0).reshape(rows.shape[2], -1)
+    return rows[np.argsort(rows[:, 0])]
+
+
+@BOTH
+def test_what_is_read_of_the_target_is_what_transformers_reads(target, kind, tmp_path, monkeypatch):
+    """Its hidden state, embedding, keys and values, against transformers' own whole text."""
+    torch = pytest.importorskip("torch")
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    model = make_target(target)
+    values = {name: one for name, one in TARGETS[target].items() if name != "model_type"}
+    theirs = Gemma4ForCausalLM(Gemma4TextConfig(**values)).eval()
+    weights = {name: to_torch(one) for name, one in tree_flatten(model.backbone.model.parameters())}
+    missing = theirs.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
+    folder = write_assistant(tmp_path / "assistant", **KINDS[kind])
+    script = [0, 2, 4, 0, 1, 4]
+    answer = plain(model, 60)
+    text = [*PROMPT, *answer]
+    rounds, chains = run_rounds(monkeypatch, model, load(folder, model), script, answer)
+    place = len(PROMPT)
+    for steps, chain, right in zip(rounds, chains, script, strict=True):
+        assert chain[0] == text[place]
+        with torch.no_grad():
+            out = theirs(
+                torch.tensor([text[:place]]),
+                output_hidden_states=True,
+                return_shared_kv_states=True,
+            )
+            rows = theirs.get_input_embeddings()(torch.tensor([chain]))
+        (_, hidden, _, read), _ = steps[0]
+        assert_close(hidden, out.hidden_states[-1][:, -1:], 1e-4)
+        for level, ((embedded, _, _, again), _) in enumerate(steps):
+            assert_close(embedded, rows[:, level : level + 1], 1e-5)
+            assert again is read
+        for name, own in read.items():
+            for found, expected in zip(own, out.shared_kv_states[name], strict=True):
+                found = np.array(found)
+                expected = expected[:, :, -found.shape[2] :].numpy()
+                assert_close(by_row(found), by_row(expected), 1e-4)
+        place += right + 1
+
+
+@pytest.mark.parametrize("count", [30, *slow(300)])
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+@BOTH
+def test_tokens_are_plain_decodings(target, kind, settings, count, tmp_path):
+    model = make_target(target)
+    sampling = Sampling(GenerateConfig(**settings), VOCAB)
+    assistant = load(write_assistant(tmp_path / "assistant", **KINDS[kind]), model)
+    counts = CallCounts()
+    drafter = make_drafter(assistant, model, sampling=sampling)
+    steps = speculative_decode(
+        model, PROMPT, model.make_cache(), drafters=[drafter], sampler=sampling, counts=counts
+    )
+    tokens, lengths = first_tokens(steps, count)
+    assert tokens == plain(model, count, sampling)
+    assert counts.drafts["mtp"].drafted == DRAFTED * (len(lengths) - 1)
+    assert drafter.draft_calls == DRAFTED * len(lengths)
+
+
+def test_an_assistant_that_is_always_wrong_is_told(tmp_path, caplog):
+    model = make_target("small")
+    assistant = load(write_assistant(tmp_path / "assistant"), model)
+    drafter = make_drafter(assistant, model)
+    answer = plain(model, 20)
+    real = AssistantDrafter.propose
+
+    def wrong(verified, shape):
+        tree = real(drafter, verified, shape)
+        return replace(tree, tokens=mx.concatenate([tree.tokens[:1], 0 * tree.tokens[1:]]))
+
+    assert 0 not in answer
+    drafter.propose = wrong
+    steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
+    assert first_tokens(steps, 20)[0] == answer[:20]
+    (line,) = caplog.messages
+    assert line.startswith("none of the 64 tokens that the assistant drafted was accepted;")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "stored"])
+def test_packed_targets_and_assistants(dtype, tmp_path):
+    """An assistant is packed as its target is; one that is stored packed stays so."""
+    model = make_target("large", bits=4)
+    folder = write_assistant(
+        tmp_path / "plain", hidden_size=32, intermediate_size=32, **KINDS["clusters"]
+    )
+    assistant = load(folder, model, dtype)
+    kinds = {type(one) for one in assistant.model.modules()}
+    assert nn.QuantizedEmbedding in kinds and nn.QuantizedLinear in kinds
+    assert assistant.model.pre_projection.bits == 4
+
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    values = json.loads((folder / "config.json").read_text())
+    how = {"group_size": 32, "bits": 8}
+    (packed / "config.json").write_text(json.dumps({**values, "quantization": how}))
+    loaded = AssistantModel(assistant.config)
+    loaded.load_weights(list(mx.load(str(folder / "model.safetensors")).items()))
+    nn.quantize(loaded, **how)
+    mx.save_safetensors(str(packed / "model.safetensors"), dict(tree_flatten(loaded.parameters())))
+    again = load(packed, model, dtype)
+    # On the CPU "auto" unpacks, and packs as the target is.
+    assert again.model.pre_projection.bits == (8 if dtype == "stored" else 4)
+    expected = plain(model, 20)
+    for one in (assistant, again):
+        drafter = make_drafter(one, model)
+        steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
+        assert first_tokens(steps, 20)[0] == expected
+
+    for bits in (77, 4, "8"):
+        (packed / "config.json").write_text(
+            json.dumps({**values, "quantization": {"group_size": 32, "bits": bits}})
+        )
+        with pytest.raises(InputError, match=r"for quantization|misshapen"):
+            load(packed, model, dtype)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A folder with a target, `target`, and an assistant, `assistant`, as users have them."""
+    folder = tmp_path_factory.mktemp("shelf")
+    target = folder / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({**TARGETS["small"], "vocab_size": VOCAB}))
+    weights = dict(tree_flatten(make_target("small").backbone.model.parameters()))
+    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
+    write_tokenizer(target)
+    write_assistant(folder / "assistant", **KINDS["clusters"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(shelf):
+    """The target, its tokenizer and the assistant, as `ssmlx` loads them."""
+    model, tokenizer = ssmlx.load(str(shelf / "target"), dtype="float32")
+    return model, tokenizer, ssmlx.load_mtp(model, shelf / "assistant")
+
+
+def answer(model, tokenizer, prompt=PROMPT, **more):
+    """Tokens of an answer, and how many of them were drafted."""
+    config = {"max_tokens": 30, **more}
+    responses = list(ssmlx.stream_generate(model, tokenizer, prompt, **config))
+    return [token for one in responses for token in one.tokens], responses[-1]
+
+
+@pytest.mark.parametrize("settings", [{}, {**SAMPLED, "repetition_penalty": 1.3}])
+def test_answers_are_plain_decodings(settings, loaded):
+    model, tokenizer, assistant = loaded
+    expected, _ = answer(model, tokenizer, decoding="plain", **settings)
+    for decoding in ("speculative", None):
+        found, last = answer(model, tokenizer, drafter=assistant, decoding=decoding, **settings)
+        assert found == expected and last.target_calls > 0
+
+
+def test_a_warm_prompt_cache_gives_what_a_cold_one_does(loaded, monkeypatch):
+    """The second turn of a chat begins behind keys and values that are there: drafts are equal."""
+    model, _, assistant = loaded
+    text = [*PROMPT, *plain(model, 40)]
+    drafted = []
+    for known in (0, 5, 30):
+        drafter = make_drafter(assistant, model)
+        cache = model.make_cache()
+        prefill(model, text[:known], cache)
+        steps = speculative_decode(
+            model, text[known:33], cache, drafters=[drafter], context=text[:known]
+        )
+        chains = []
+        real = drafter.propose
+        monkeypatch.setattr(
+            drafter,
+            "propose",
+            lambda *given, real=real, chains=chains: chains.append(real(*given)) or chains[-1],
+        )
+        assert first_tokens(steps, 10)[0] == text[33:43]
+        drafted.append([tree.tokens.tolist() for tree in chains])
+    assert all(one == drafted[0] for one in drafted)
+
+
+def test_two_answers_at_once(loaded):
+    """Call by call in turns, of different texts, on one assistant."""
+    model, _, assistant = loaded
+    prompts = [PROMPT, PROMPT[::-1]]
+    running = [
+        speculative_decode(
+            model, prompt, model.make_cache(), drafters=[make_drafter(assistant, model)]
+        )
+        for prompt in prompts
+    ]
+    found = [[], []]
+    for _ in range(16):
+        for tokens, steps in zip(found, running, strict=True):
+            tokens += next(steps)
+    for tokens, prompt in zip(found, prompts, strict=True):
+        assert len(tokens) > 10 and tokens == plain(model, len(tokens), prompt=prompt)
+
+
+def test_an_engine_and_a_stop_in_the_middle(loaded, shelf):
+    model, tokenizer, assistant = loaded
+    expected, _ = answer(model, tokenizer)
+    more = {"max_tokens": 30, "decoding": "speculative", "drafter": assistant}
+    with ssmlx.Engine(str(shelf / "target"), dtype="float32") as engine:
+        with engine.stream(PROMPT, **more) as stopped:
+            next(iter(stopped))
+            stopped.cancel()
+        answers = [engine.stream(PROMPT, **more) for _ in range(2)]
+        for one in answers:
+            assert [token for segment in one for token in segment.tokens] == expected
+
+
+def test_the_option_takes_an_assistant(shelf, capsys):
+    expected = None
+    for drafter in (None, f"mtp model={shelf / 'assistant'} tokens=2"):
+        options = ["--drafter", drafter] if drafter else ["--decoding", "plain"]
+        words = ["--model", str(shelf / "target"), "--max-tokens", "12", "--temp", "0", *options]
+        assert generate.main([*words, "--prompt", "w1 w2 w3", "--verbose"]) in (0, None)
+        out, err = capsys.readouterr()
+        expected = expected or out
+        assert out == expected
+    assert "mtp" in err
+    for drafter in ("mtp", f"mtp model={shelf / 'target'}"):
+        assert generate.main([*words[:-1], drafter, "--prompt", "w1"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "gemma4_text" in line and "mtp model=" in line
+
+
+WRONG = {
+    "width": ({"backbone_hidden_size": 48}, "for a target with a width of 48; expected this one's"),
+    "vocabulary": ({"vocab_size": 80}, "with a vocabulary of 80; expected this one's 64"),
+    "head_dim": ({"head_dim": 16}, "a width of heads of sliding_attention of 16; expected .* 8"),
+    "global_head_dim": ({"global_head_dim": 8}, "of heads of full_attention of 8; expected .* 16"),
+    "heads": ({"num_attention_heads": 3}, "has 3 heads of .*; expected a multiple of the target's"),
+    "experts": ({"enable_moe_block": True}, "True for enable_moe_block; expected False"),
+    "activation": ({"hidden_activation": "silu"}, "'silu' for hidden_activation; expected gelu_"),
+    "own_keys": ({"num_kv_shared_layers": 1}, "1 for num_kv_shared_layers; expected 3"),
+    "types": ({"layer_types": ["full_attention"]}, "1 layer_types; expected one for each of its 3"),
+    "type": ({"layer_types": ["linear"] * 3}, "'linear' for layer_types; expected one of full"),
+    "size": ({"hidden_size": "big"}, "'big' for hidden_size; expected 1 to"),
+    "huge": ({"intermediate_size": 2**40}, "for intermediate_size; expected 1 to"),
+    "no_size": ({"hidden_size": None}, "lacks hidden_size"),
+    "text": ({"text_config": 3}, "3 for text_config; expected the settings"),
+    "rope": ({"rope_parameters": {"full_attention": 1}}, "for the rotary embedding of sliding"),
+    "clusters": ({"num_centroids": 7}, "has 7 clusters of 64 tokens"),
+    "shape": ({"intermediate_size": 40}, "misshapen: model.layers.0.mlp.gate_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_settings_get_one_line(case, shelf, loaded, tmp_path):
+    changes, line = WRONG[case]
+    values = changed(json.loads((shelf / "assistant/config.json").read_text()), **changes)
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "model.safetensors").symlink_to(shelf / "assistant/model.safetensors")
+    with pytest.raises(InputError, match=line) as caught:
+        ssmlx.load_mtp(loaded[0], folder)
+    assert "\n" not in str(caught.value)
+
+
+NAN = mx.full((16, 64), float("nan"))
+ORDER = "masked_embedding.token_ordering"
+BROKEN = {
+    "nan": ({"pre_projection.weight": NAN}, "with NaN or infinity: pre_projection.weight"),
+    "unknown": ({"model.layers.0.self_attn.k_proj.weight": NAN}, "spare: model.layers.0.self_attn"),
+    "missing": ({"post_projection.weight": None}, "missing: post_projection.weight"),
+    "shape": ({"model.norm.weight": mx.zeros(9)}, r"misshapen: model.norm.weight \(9,\) instead"),
+    "whole": ({"model.norm.weight": mx.zeros(16, mx.int32)}, "are no floats: model.norm.weight"),
+    "twice": ({ORDER: mx.zeros(VOCAB, mx.int64)}, "does not name every token once"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_bad_weights_get_one_line(case, loaded, tmp_path):
+    tensors, line = BROKEN[case]
+    folder = write_assistant(tmp_path / "broken", tensors, **KINDS["clusters"])
+    with pytest.raises(InputError, match=line):
+        ssmlx.load_mtp(loaded[0], folder)
+
+
+def test_half_a_download_gets_one_line(loaded, shelf, tmp_path):
+    whole = (shelf / "assistant/model.safetensors").read_bytes()
+    folder = write_assistant(tmp_path / "half", **KINDS["clusters"])
+    for size in (0, 5, 200, len(whole) // 2, len(whole) - 1):  # bytes
+        (folder / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(InputError, match=r"cannot be read \(.*; expected the whole weights"):
+            ssmlx.load_mtp(loaded[0], folder)
+    index = {"weight_map": {"model.norm.weight": "model-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"has no model-00002\.safetensors"):
+        ssmlx.load_mtp(loaded[0], folder)
+
+
+def test_other_models_and_settings_are_refused(loaded, shelf, base):
+    model, tokenizer, assistant = loaded
+    llama, _ = ssmlx.load(str(base), dtype="float32")
+    with pytest.raises(InputError, match="is an assistant of Gemma 4, and the target is a llama"):
+        ssmlx.load_mtp(llama, shelf / "assistant")
+    with pytest.raises(InputError, match="is an assistant of Gemma 4, and the target is a llama"):
+        ssmlx.generate(llama, tokenizer, PROMPT, drafter=assistant)
+    with pytest.raises(InputError, match="was loaded for a model of other layers"):
+        make_drafter(assistant, make_target("large"))
+    with pytest.raises(InputError, match="hidden=before with an assistant of Gemma 4; expected"):
+        ssmlx.generate(
+            model,
+            tokenizer,
+            PROMPT,
+            drafter=assistant,
+            drafter_settings=ssmlx.MtpConfig(hidden="before"),
+        )
