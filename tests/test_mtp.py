@@ -287,7 +287,7 @@ def torch_layer(name, weights):
     return layer, getattr(modeling, family[1] + "RMSNorm"), rotary, config["rms_norm_eps"]
 
 
-@pytest.mark.parametrize("hidden", ["after", "before"])
+@pytest.mark.parametrize("hidden", ["after", *slow("before")])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("step_size", [4, *slow(64)])
 def test_each_draft_step_is_that_of_another_implementation(name, hidden, step_size, monkeypatch):
@@ -335,9 +335,9 @@ def test_each_draft_step_is_that_of_another_implementation(name, hidden, step_si
 # --- Files ---
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, *slow(True)])
 @pytest.mark.parametrize("raw", [False, True])
-@pytest.mark.parametrize("prefix", ["mtp.", "", "language_model.mtp."])
+@pytest.mark.parametrize("prefix", ["mtp.", *slow("", "language_model.mtp.")])
 def test_heads_are_read_from_files_of_all_kinds(tmp_path, prefix, raw, fused):
     """Norms less one or not, experts joined or not; the head that was written is the one read."""
     name = "qwen3_5_moe"
@@ -494,7 +494,7 @@ def test_each_level_has_an_acceptance_ratio():
 # --- Texts that go on, and several at once ---
 
 
-@pytest.mark.parametrize("kept", [4, 20])
+@pytest.mark.parametrize("kept", [*slow(4), 20])
 def test_a_text_goes_on_warm_as_it_would_cold(kept):
     """On a cached beginning: of the same text, whose pairs are there, and of another, without."""
     name = "qwen3_5_moe"
@@ -557,7 +557,7 @@ def test_unknown_context_drafts_too():
         assert tokens == expected[:20] and {*lengths[1:]} == {1 + TOKENS}
 
 
-@pytest.mark.parametrize("stop", range(4))
+@pytest.mark.parametrize("stop", [2, *slow(0, 1, 3)])
 def test_an_answer_that_is_given_up_leaves_the_head_fit(stop):
     model, head = copying_model("qwen3_5_moe")
     expected, _ = decoded(model, 30, decoding="plain")
@@ -625,7 +625,7 @@ def test_two_chats_at_once_share_a_head(folder):
         assert talk(config, head) == expected
 
 
-@pytest.mark.parametrize("drafting", [{}, {"decoding": "speculative"}])
+@pytest.mark.parametrize("drafting", [{"decoding": "speculative"}, *slow({})])
 def test_an_engines_answers_in_turns_are_those_of_each_alone(folder, drafting):
     questions = [PROMPT, [5, 6, 5, 6, 5], "w1 w2"]
     with ssmlx.Engine(str(folder), dtype="float32") as engine:
