@@ -302,6 +302,7 @@ def test_an_assistant_that_is_always_wrong_is_told(tmp_path, caplog):
     steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
     assert first_tokens(steps, 20)[0] == answer[:20]
     (line,) = caplog.messages
+    assert drafter.offer() is None and make_drafter(assistant, model).offer() is not None
     assert line.startswith("none of the 64 tokens that the assistant drafted was accepted;")
 
 
