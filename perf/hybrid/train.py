@@ -1,13 +1,8 @@
 """Train a hybrid of ten million parameters, and a multi-token prediction head beside it.
 
-The model is Qwen3.5's text model: three gated delta nets to one layer of attention. Its head is
-that of Qwen3-Next and Qwen3.5, by vLLM's equations (`qwen3_next_mtp.py`):
-
-    x = fc([norm_e(embed(token i+1)); norm_h(h_i)])      h_i: behind the model's final norm
-    y = norm(layer(x))                                   one layer of attention, its own keys
-    logits of token i+2 = the model's output head of y; y stands for h in the head's next step
-
-It learns from a model that does not learn from it: h is detached.
+The model is Qwen3.5's text model: three gated delta nets to one layer of attention. The head learns
+from its hidden states; it learns nothing from the head. The folder that is written is one such as
+Qwen3.5's are published in: mlx-lm loads the model, and the head lies in it as `mtp.`.
 """
 
 import argparse
@@ -17,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +20,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
+from ssmlx.loading.files import make_folder
 
 from .text import END, Source, read_sources
 
 PROG = "perf.hybrid.train"
+DATA_HELP = "with a folder for each task, of train.jsonl and test.jsonl"
 STATE = "training.pt"
 WEIGHTS = {"sql": 0.3, "e2e": 0.2, "dialogsum": 0.1, "documents": 0.1, "python": 0.3}
 
@@ -89,110 +84,6 @@ def make_config(sizes: Sizes) -> Qwen3_5TextConfig:
         },
         attn_implementation="sdpa",
     )
-
-
-class Head(nn.Module):
-    """A multi-token prediction head; its parameters have the names of published checkpoints."""
-
-    def __init__(self, config: Qwen3_5TextConfig) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(2 * width, width, bias=False)
-        self.pre_fc_norm_embedding = Qwen3_5RMSNorm(width, eps=eps)
-        self.pre_fc_norm_hidden = Qwen3_5RMSNorm(width, eps=eps)
-        attention = config.layer_types.index("full_attention")
-        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, attention)])
-        self.norm = Qwen3_5RMSNorm(width, eps=eps)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=config.initializer_range)
-            elif isinstance(module, Qwen3_5RMSNorm):
-                nn.init.zeros_(module.weight)
-
-    def join(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Join embeddings of tokens i+1 and hidden states of tokens i, [B, R, D] both, to [B, R, D]."""
-        parts = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)
-        return self.fc(torch.cat(parts, dim=-1))
-
-    def forward(
-        self, joined: torch.Tensor, rotary: nn.Module, positions: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        """Run the layer and the last norm.
-
-        Args:
-            joined: [B, R, D] of `join`.
-            rotary: the model's, which makes the embeddings of positions.
-            positions: [R] of the rows.
-            mask: [R, R] true where a row sees another.
-
-        Returns:
-            [B, R, D].
-        """
-        embedded = rotary(joined, positions[None])
-        visible = mask[None, None].expand(joined.shape[0], 1, -1, -1)
-        return self.norm(
-            self.layers[0](joined, position_embeddings=embedded, attention_mask=visible)
-        )
-
-
-def two_step_mask(length: int) -> torch.Tensor:
-    """Make the mask of two steps of the head, one behind the other.
-
-    Row i of the second step sees what it would see where it drafts: rows up to i of the first step,
-    and itself.
-
-    Args:
-        length: rows of a step, R.
-
-    Returns:
-        [2 R, 2 R] true where a row sees another.
-    """
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    own = torch.eye(length, dtype=torch.bool)
-    first = torch.cat([causal, torch.zeros_like(causal)], dim=1)
-    return torch.cat([first, torch.cat([causal, own], dim=1)])
-
-
-def head_losses(
-    model: Qwen3_5ForCausalLM, head: Head, tokens: torch.Tensor, hidden: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the head's losses one and two steps ahead of the model's own next token.
-
-    The first step's output goes into the second without a gradient.
-
-    Args:
-        model: gives the embedding and the output head, neither of which learns here.
-        head: learns.
-        tokens: [B, L].
-        hidden: [B, L, D] the model's hidden states behind its final norm, detached.
-
-    Returns:
-        Mean cross entropy of tokens i+2, then of tokens i+3.
-    """
-    rows = tokens.shape[1] - 3
-    table = model.model.embed_tokens.weight.detach()
-    rotary = model.model.rotary_emb
-    positions = torch.arange(rows)
-    first = head.join(F.embedding(tokens[:, 1 : rows + 1], table), hidden[:, :rows])
-    with torch.no_grad():
-        causal = torch.ones(rows, rows, dtype=torch.bool).tril()
-        drafted = head(first, rotary, positions, causal)
-    second = head.join(F.embedding(tokens[:, 2 : rows + 2], table), drafted)
-    both = head(
-        torch.cat([first, second], dim=1),
-        rotary,
-        torch.cat([positions, positions + 1]),
-        two_step_mask(rows),
-    )
-    logits = F.linear(both, table).float()
-    losses = [
-        F.cross_entropy(
-            logits[:, step * rows : (step + 1) * rows].flatten(0, 1),
-            tokens[:, step + 2 : step + 2 + rows].flatten(),
-        )
-        for step in (0, 1)
-    ]
-    return losses[0], losses[1]
 
 
 def train_tokenizer(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
@@ -328,7 +219,9 @@ def save_checkpoint(model: Qwen3_5ForCausalLM, head: Head, folder: Path) -> None
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = {name: one for name, one in model.state_dict().items() if name != "lm_head.weight"}
-    tensors = {name.replace("model.", "model.language_model.", 1): one for name, one in text.items()}
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): one for name, one in text.items()
+    }
     tensors |= {f"mtp.{name}": one for name, one in head.state_dict().items()}
     whole = {name: one.detach().clone().contiguous() for name, one in tensors.items()}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
@@ -384,32 +277,46 @@ def train(run: Run, out: Path, schedule: Schedule, say: Callable[[str], None]) -
             saved = run.seconds
 
 
-def make_options() -> argparse.ArgumentParser:
-    """Make the command's options."""
-    parser = argparse.ArgumentParser(prog=PROG, description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of tasks' folders")
-    parser.add_argument("--documents", type=Path, default=Path(), help="folder with Markdown")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
-    parser.add_argument("--minutes", type=float, default=Schedule.minutes)
-    parser.add_argument("--batch", type=int, default=Schedule.batch)
-    return parser
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options of `perf.hybrid.train`.
+
+    Args:
+        argv: the words after the command; None for the process's own.
+    """
+    parser = make_parser(PROG, __doc__)
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help=DATA_HELP)
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="for the model; it goes on there"
+    )
+    add_options(
+        parser,
+        ("--documents", "FOLDER", "whose Markdown is read (default: %(default)s)", Path()),
+        ("--minutes", None, "of learning (default: %(default)s)", Schedule.minutes),
+    )
+    add_int_options(parser, ("batch", Schedule.batch, "sequences of a step"))
+    return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> Any:
-    options = make_options().parse_args(argv)
+def _train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out)
     sizes = Sizes()
-    schedule = Schedule(minutes=options.minutes, batch=options.batch)
-    _, streams = prepare(options.out, options.data, options.documents, sizes.vocab_size)
-    counts = ", ".join(f"{name} {len(row):,}" for name, row in streams.items())
-    print(f"tokens: {counts}", flush=True)
+    schedule = Schedule(minutes=args.minutes, batch=args.batch)
+    _, streams = prepare(args.out, args.data, args.documents, sizes.vocab_size)
+    print("tokens:", ", ".join(f"{name} {len(row):,}" for name, row in streams.items()))
     run = Run(sizes, schedule, Sampler(streams, WEIGHTS, schedule.length))
-    numbers = [sum(p.numel() for p in part.parameters()) for part in (run.model, run.head)]
-    print(f"parameters: {numbers[0]:,}, head {numbers[1]:,}", flush=True)
-    run.load(options.out)
-    train(run, options.out, schedule, lambda line: print(line, flush=True))
+    numbers = [count_parameters(part) for part in (run.model, run.head)]
+    print(f"parameters: {numbers[0]:,}, of the head {numbers[1]:,}")
+    run.load(args.out)
+    train(run, args.out, schedule, lambda line: print(line, flush=True))
 
+
+def count_parameters(module: nn.Module) -> int:
+    """Count a module's numbers, shared ones once."""
+    return sum(one.numel() for one in module.parameters())
+
+
+main = make_main(PROG, parse_args, _train)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
