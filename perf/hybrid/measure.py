@@ -379,7 +379,7 @@ def format_report(result: Mapping[str, Any]) -> str:
 
 
 def _report_parts(result: Mapping[str, Any]) -> Iterator[str]:
-    yield f"Largest difference of logits from transformers': {result['difference']:.1e} of the largest"
+    yield f"Logits differ from those of transformers by {result['difference']:.1e} of the largest"
     yield markdown_table(ANSWER_COLUMNS, result["systems"])
     replay = result["replay"]
     per_call = ", ".join(f"{one:.2f}" for one in replay["tokens_per_call"])

@@ -21,8 +21,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
 from ssmlx.loading.files import make_folder
 
+from .head import Head, head_losses
 from .text import END, Source, read_sources
 
 PROG = "perf.hybrid.train"
