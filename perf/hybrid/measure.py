@@ -30,6 +30,7 @@ from ssmlx.decoding.call import plain_call
 from ssmlx.decoding.chain import verify_chain
 from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import last_tokens
+from ssmlx.loading.files import make_folder
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import chain_tree
 from ssmlx.report import Columns
@@ -198,22 +199,25 @@ def replay_head(folder: Path, texts: Sequence[tuple[list[int], list[int]]]) -> d
         with torch.no_grad():
             hidden = model.model(text, use_cache=False).last_hidden_state
             drafted = draft_chains(model, head, text, hidden, DRAFTED)
-        accepted.append(_accepted(text[0].tolist(), drafted, len(prompt)))
+        accepted.append(count_accepted(text[0].tolist(), drafted, len(prompt)))
     chains = [count for one in accepted for count in one]
     levels = range(1, DRAFTED + 1)
     return {
         "levels": [sum(count >= level for count in chains) / len(chains) for level in levels],
-        "tokens_per_call": [_walk(accepted, level) for level in levels],
+        "tokens_per_call": [replayed_tokens_per_call(accepted, level) for level in levels],
     }
 
 
-def _accepted(text: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:
+def count_accepted(text: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:
     """Count, behind each root in an answer, the drafted tokens that the text goes on with.
 
     Args:
         text: prompt and answer.
-        drafted: [R, K]; row i follows token i + 1.
+        drafted: [R, K] chains; chain i follows token i + 1.
         start: tokens of the prompt: the first root is the answer's first token.
+
+    Returns:
+        A count for each root whose whole chain the text could have.
     """
     counts = []
     for root in range(start, len(text) - drafted.shape[1]):
@@ -223,8 +227,13 @@ def _accepted(text: Sequence[int], drafted: torch.Tensor, start: int) -> list[in
     return counts
 
 
-def _walk(accepted: Sequence[Sequence[int]], drafted: int) -> float:
-    """Tokens per call of answers, where a call verifies a chain of `drafted` tokens."""
+def replayed_tokens_per_call(accepted: Sequence[Sequence[int]], drafted: int) -> float:
+    """Count tokens per call of answers, the prompts' calls left out.
+
+    Args:
+        accepted: of each answer, what `count_accepted` returns.
+        drafted: tokens of a call's chain.
+    """
     tokens = calls = 0
     for counts in accepted:
         place = 0
@@ -431,6 +440,7 @@ def _measure(args: argparse.Namespace) -> int:
         The exit code: 1 if a system's answer is not plain decoding's, else 0.
     """
     torch.set_num_threads(1)
+    make_folder(args.out)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     sources = read_sources(args.data, args.documents)
     prompts = held_out_prompts(tokenizer, sources, args.count, args.prompt_tokens)

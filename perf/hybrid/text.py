@@ -5,19 +5,21 @@ library. Each source holds out whole files, for Python whole packages.
 """
 
 import hashlib
-import json
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ssmlx.errors import InputError
+from ssmlx.errors import require
+from ssmlx.prompts import read_prompts
 
 END = "<|endoftext|>"
 MARKDOWN = "documents"
 PYTHON = "python"
 _HELD_OUT_ONE_IN = 12
-_LARGEST_FILE = 200_000  # characters; larger files of the standard library are tables
+# Characters of a file that is read; longer ones of the standard library are tables.
+_SHORTEST_FILE = 200
+_LONGEST_FILE = 200_000
 
 
 @dataclass
@@ -47,17 +49,17 @@ def read_sources(data: Path, documents: Path) -> list[Source]:
         A source for each task, by name, then one of documents and one of Python's library.
 
     Raises:
-        InputError: `data` has no such folder.
+        InputError: `data` has no such folder, or a line of its files is broken.
     """
     tasks = sorted(path.parent for path in data.glob("*/train.jsonl"))
-    if not tasks:
-        raise InputError(
-            f"{data} has no folder with a train.jsonl",
-            expected="folders with train.jsonl and test.jsonl",
-            do="give the folder of the data by --data",
-        )
+    require(
+        bool(tasks),
+        f"--data {data}",
+        expected="a folder with folders that have train.jsonl and test.jsonl",
+        do="give the folder above those of the tasks",
+    )
     sources = [
-        Source(task.name, list(_read_lines(task / "train.jsonl")), _held_out(task))
+        Source(task.name, *(_read_examples(task / f"{part}.jsonl") for part in ("train", "test")))
         for task in tasks
     ]
     markdown = (path for path in sorted(documents.rglob("*.md")) if not _is_hidden(path))
@@ -82,26 +84,33 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _held_out(task: Path) -> list[str]:
-    return list(_read_lines(task / "test.jsonl"))
-
-
-def _read_lines(path: Path) -> Iterator[str]:
-    """Yield each line's prompt and completion as one text."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            example = json.loads(line)
-            yield f"{example['prompt']}\n{example['completion']}\n"
+def _read_examples(path: Path) -> list[str]:
+    """Read each line's prompt and completion as one text."""
+    texts = []
+    for number, row in enumerate(read_prompts(path, "--data"), 1):
+        require(
+            isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str),
+            f"{path}, object {number}, is no example",
+            expected="`prompt` and `completion`, texts",
+            do="correct the line",
+        )
+        texts.append(f"{row['prompt']}\n{row['completion']}\n")
+    return texts
 
 
 def _split(name: str, folder: Path, files: Iterable[Path]) -> Source:
-    """Read `files`, in `folder`, and hold out some, all of a top-level folder or none."""
+    """Read files and hold out some of them.
+
+    Args:
+        name: of the source; of `PYTHON`'s packages all files are held out or none.
+        folder: of the files.
+        files: to read; very short and very long ones are left out.
+    """
     source = Source(name)
     for path in files:
         text = path.read_text(encoding="utf-8", errors="replace")
-        if 200 < len(text) < _LARGEST_FILE:
-            group = path.relative_to(folder).parts[0]
-            if name == MARKDOWN:
-                group = str(path.relative_to(folder))
+        if _SHORTEST_FILE < len(text) < _LONGEST_FILE:
+            parts = path.relative_to(folder).parts
+            group = parts[0] if name == PYTHON else "/".join(parts)
             (source.held_out if is_held_out(group) else source.train).append(text)
     return source

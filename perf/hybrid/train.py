@@ -6,6 +6,7 @@ Qwen3.5's are published in: mlx-lm loads the model, and the head lies in it as `
 """
 
 import argparse
+import io
 import json
 import math
 import time
@@ -16,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
-from ssmlx.loading.files import make_folder
+from ssmlx.loading.files import make_folder, write_whole
 
 from .head import Head, head_losses
 from .text import END, Source, read_sources
@@ -193,7 +194,7 @@ class Run:
         return self._schedule.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
     def save(self, folder: Path) -> None:
-        """Save all that `load` needs, in one file that is replaced at once."""
+        """Save all that `load` needs in one file, which is the old or the new one if that fails."""
         state = {
             "model": self.model.state_dict(),
             "head": self.head.state_dict(),
@@ -201,8 +202,9 @@ class Run:
             "steps": self.steps,
             "seconds": self.seconds,
         }
-        torch.save(state, folder / f"{STATE}.part")
-        (folder / f"{STATE}.part").replace(folder / STATE)
+        content = io.BytesIO()
+        torch.save(state, content)
+        write_whole(folder / STATE, content.getvalue())
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` saved, if there is anything."""
@@ -225,8 +227,8 @@ def save_checkpoint(model: Qwen3_5ForCausalLM, head: Head, folder: Path) -> None
         name.replace("model.", "model.language_model.", 1): one for name, one in text.items()
     }
     tensors |= {f"mtp.{name}": one for name, one in head.state_dict().items()}
-    whole = {name: one.detach().clone().contiguous() for name, one in tensors.items()}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    content = save({name: one.detach() for name, one in tensors.items()}, {"format": "pt"})
+    write_whole(folder / "model.safetensors", content)
     text_config = model.config.to_dict() | {"mtp_num_hidden_layers": 1}
     config = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -257,7 +259,9 @@ def prepare(
     tokenizer = train_tokenizer(sources, vocab_size)
     save_tokenizer(tokenizer, out)
     streams = {source.name: encode_stream(tokenizer, source.train) for source in sources}
-    np.savez(made, **streams)
+    content = io.BytesIO()
+    np.savez(content, **streams)
+    write_whole(made, content.getvalue())
     return tokenizer, streams
 
 
