@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from tiny import assert_close
-from tokenizers import Tokenizer
 from transformers import Qwen3_5ForCausalLM
 
 from perf.hybrid import measure, train
@@ -144,7 +143,7 @@ def test_whole_files_and_packages_are_held_out(data):
     for source in sources.values():
         assert not {*source.train} & {*source.held_out}
     python = sources[PYTHON]
-    assert len(python.train) > 5 * len(python.held_out) > 50
+    assert len(python.train) > 2 * len(python.held_out) > 50
     assert 0 < sum(map(is_held_out, map(str, range(120)))) < 30
 
 
@@ -197,25 +196,32 @@ def test_replayed_calls_are_those_of_a_walk():
 
 
 @pytest.mark.slow
-def test_a_small_run_learns_goes_on_and_is_measured(data, tmp_path, monkeypatch, capsys):
+def test_model_and_head_learn(data):
+    tokenizer, streams = train.prepare(data, data, data, SIZES.vocab_size)
+    assert tokenizer.get_vocab_size() == SIZES.vocab_size
+    schedule = Schedule(minutes=10.0, batch=4, length=64, warm_up=5)
+    tasks = {name: streams[name] for name in ("add", "count")}
+    run = Run(SIZES, schedule, Sampler(tasks, train.WEIGHTS, schedule.length))
+    losses = [run.step() for _ in range(40)]
+    assert all(after < before - 0.5 for before, after in zip(losses[0], losses[-1], strict=True))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_and_its_model_is_measured(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "Sizes", lambda: SIZES)
     out = tmp_path / "model"
-    argv = ["--data", str(data), "--documents", str(data), "--out", str(out), "--batch", "4"]
-    assert train.main([*argv, "--minutes", "0.1"]) == 0
-    first = torch.load(out / train.STATE, weights_only=True)
-    assert train.main([*argv, "--minutes", "0.15"]) == 0
-    second = torch.load(out / train.STATE, weights_only=True)
-    assert second["steps"] > first["steps"] > 1 and second["seconds"] > first["seconds"]
-    _, streams = train.prepare(out, data, data, SIZES.vocab_size)
-    schedule = Schedule(minutes=1.0, batch=4)
-    run = Run(SIZES, schedule, Sampler(streams, train.WEIGHTS, schedule.length))
-    untrained = run.step()
-    run.load(out)
-    assert run.steps == second["steps"]
-    assert all(after < before - 0.3 for after, before in zip(run.step(), untrained, strict=True))
+    argv = ["--data", str(data), "--documents", str(data), "--out", str(out), "--batch", "2"]
+    saved = []
+    for minutes in ("0.03", "0.06"):
+        assert train.main([*argv, "--minutes", minutes]) == 0
+        saved.append(torch.load(out / train.STATE, weights_only=True))
+    first, second = saved
+    assert second["steps"] > first["steps"] > 0 and second["seconds"] > first["seconds"]
+    table = "model.embed_tokens.weight"
+    assert not bool((first["model"][table] == second["model"][table]).all())
+    _, head = load_reference(out)
+    assert bool((head.fc.weight == second["head"]["fc.weight"]).all())
     capsys.readouterr()
-    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    assert tokenizer.token_to_id(END) is not None
     measured = ["--data", str(data), "--documents", str(data), "--model", str(out)]
     measured += ["--out", str(tmp_path), "--count", "3", "--prompt-tokens", "20"]
     assert measure.main([*measured, "--max-tokens", "24", "--systems", "prompt-lookup"]) == 0

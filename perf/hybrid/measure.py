@@ -30,6 +30,7 @@ from ssmlx.decoding.call import plain_call
 from ssmlx.decoding.chain import verify_chain
 from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import last_tokens
+from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import chain_tree
@@ -264,17 +265,22 @@ def time_going_back(
     behind: dict[int, list[float]] = {kept: [] for kept in range(DRAFTED + 1)}
     plain: list[float] = []
     chains: list[float] = []
+    order = cycle(behind)
     for prompt, answer in texts:
         text = [*prompt, *answer]
         cache = model.make_cache()
         prefill(model, prompt[:-1], cache)
-        for kept in cycle(behind):
-            root = cache.offset
-            if root + DRAFTED + 4 > len(text):
-                break
-            chains.append(_time_chain(model, cache, text, root, kept))
+        while cache.offset + DRAFTED + 4 <= len(text):
+            kept = next(order)
+            chains.append(_time_chain(model, cache, text, kept))
             behind[kept].append(_time_plain(model, cache, text))
             plain.append(_time_plain(model, cache, text))
+    require(
+        all(behind.values()),
+        f"answers of {sum(len(answer) for _, answer in texts)} tokens in all",
+        expected="some for a chain of each kind",
+        do="raise --count or --max-tokens",
+    )
     return {
         "plain": median(plain),
         "chain": median(chains),
@@ -283,10 +289,9 @@ def time_going_back(
     }
 
 
-def _time_chain(
-    model: StreamFusedModel, cache: Any, text: Sequence[int], root: int, kept: int
-) -> float:
-    """Time a call on a chain behind `text[root]` of which `kept` drafted tokens are right."""
+def _time_chain(model: StreamFusedModel, cache: Any, text: Sequence[int], kept: int) -> float:
+    """Time a call on a chain behind the text, of which `kept` drafted tokens are right."""
+    root = cache.offset
     size = model.backbone.vocab_size
     known = text[root : root + 1 + DRAFTED]
     wrong = [(token + 1) % size for token in known[kept + 1 :]]
