@@ -14,7 +14,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 
-class Head(nn.Module):  # type: ignore[misc]  # type: ignore[misc]
+class Head(nn.Module):  # type: ignore[misc]
     """A multi-token prediction head; its parameters have the names of published checkpoints.
 
     Args:
