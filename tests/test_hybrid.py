@@ -224,7 +224,7 @@ def test_a_run_goes_on_and_its_model_is_measured(data, tmp_path, monkeypatch, ca
     capsys.readouterr()
     measured = ["--data", str(data), "--documents", str(data), "--model", str(out)]
     measured += ["--out", str(tmp_path), "--count", "3", "--prompt-tokens", "20"]
-    assert measure.main([*measured, "--max-tokens", "24", "--systems", "prompt-lookup"]) == 0
+    assert measure.main([*measured, "--max-tokens", "24"]) == 0
     result = json.loads((tmp_path / "hybrid.json").read_text())
     assert result["difference"] < 1e-4
     assert {row["same_as_plain"] for row in result["systems"]} == {3}

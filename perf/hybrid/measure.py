@@ -18,8 +18,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from safetensors.torch import load_file
+from ssmlx.drafters.mtp import MtpConfig, load_mtp
 from tokenizers import Tokenizer
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -35,18 +35,16 @@ from ssmlx.loading.files import make_folder
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import chain_tree
 from ssmlx.report import Columns
-from ssmlx.settings import SamplingConfig
+from ssmlx.settings import GenerateConfig
 
-from ..run.options import parse_systems
 from ..run.show import markdown_table
-from ..run.target import MLX_LM, PLAIN, System, mlx_lm_answer
+from ..run.target import MLX_LM, PLAIN, mlx_lm_answer
 from ..run.timing import TimedAnswer, ssmlx_answer
 from .head import Head, draft_chains
 from .text import Source, read_sources
 from .train import DATA_HELP, encode_stream
 
 PROG = "perf.hybrid.measure"
-SYSTEMS = ["text", "prompt-lookup", "mtp"]
 DRAFTED = 4  # tokens of the chains that are timed and replayed
 
 
@@ -147,39 +145,68 @@ def accepted_levels(answers: Sequence[TimedAnswer]) -> list[float]:
     return shares
 
 
+def make_systems(folder: Path, model: StreamFusedModel) -> dict[str, dict[str, Any]]:
+    """Make the systems that draft, as arguments of `ssmlx.stream_generate`.
+
+    Where a controller decides, it reads no seconds: what it drafts is the same on every machine.
+
+    Args:
+        folder: of the model and its head.
+        model: the same, loaded.
+    """
+    head = load_mtp(model, folder)
+    chains = {
+        f"mtp tokens={count}": {
+            "config": GenerateConfig(decoding="speculative"),
+            "drafter": head,
+            "drafter_settings": MtpConfig(num_draft_tokens=count),
+        }
+        for count in range(1, DRAFTED + 1)
+    }
+    return {
+        "text": {"config": GenerateConfig(deterministic=True)},
+        "prompt-lookup": {
+            "config": GenerateConfig(decoding="speculative", drafter="prompt-lookup")
+        },
+        **chains,
+        "mtp and text": {"config": GenerateConfig(deterministic=True), "drafter": head},
+    }
+
+
 def answer_all(
-    model: StreamFusedModel,
-    tokenizer: TokenizerWrapper,
-    systems: Sequence[System],
-    prompts: Sequence[list[int]],
-) -> list[Answers]:
-    """Answer all prompts by each system; nothing ends an answer but its length.
+    folder: Path, prompts: Sequence[list[int]], max_tokens: int
+) -> tuple[StreamFusedModel, list[Answers]]:
+    """Answer all prompts by mlx-lm, plain decoding and each of `make_systems`.
+
+    Nothing ends an answer but its length.
+
+    Args:
+        folder: of the model and its head.
+        prompts: token ids.
+        max_tokens: of an answer.
 
     Returns:
-        The systems' answers, in their order; plain decoding is among them.
+        The model, and the answers of each system.
     """
+    model, tokenizer = ssmlx.load(folder, dtype="float32")
     tokenizer.eos_token_ids = set()
+    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     given = {
-        system.name: [_answer(model, tokenizer, system, prompt) for prompt in prompts]
-        for system in systems
+        MLX_LM: [mlx_lm_answer(model.backbone.model, tokenizer, one, plain) for one in prompts],
+        PLAIN: [ssmlx_answer(model, tokenizer, one, plain) for one in prompts],
     }
-    plain = [answer.tokens for answer in given[PLAIN]]
-    return [
+    for name, how in make_systems(folder, model).items():
+        settings = {**how, "max_tokens": max_tokens}
+        given[name] = [ssmlx_answer(model, tokenizer, one, **settings) for one in prompts]
+    expected = [answer.tokens for answer in given[PLAIN]]
+    return model, [
         Answers(
             name,
             answers,
-            sum(one.tokens == tokens for one, tokens in zip(answers, plain, strict=True)),
+            sum(one.tokens == tokens for one, tokens in zip(answers, expected, strict=True)),
         )
         for name, answers in given.items()
     ]
-
-
-def _answer(
-    model: StreamFusedModel, tokenizer: TokenizerWrapper, system: System, prompt: list[int]
-) -> TimedAnswer:
-    if system.kind == MLX_LM:
-        return mlx_lm_answer(model.backbone.model, tokenizer, prompt, system.config)
-    return ssmlx_answer(model, tokenizer, prompt, system.config)
 
 
 def replay_head(folder: Path, texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
@@ -426,7 +453,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_options(
         parser,
         ("--documents", "FOLDER", "of its Markdown (default: %(default)s)", Path()),
-        ("--systems", "SYSTEM", "what drafts (default: %(default)s)", SYSTEMS),
         ("--out", "FOLDER", "for hybrid.json and hybrid.txt", Path()),
     )
     add_int_options(
@@ -449,9 +475,7 @@ def _measure(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     sources = read_sources(args.data, args.documents)
     prompts = held_out_prompts(tokenizer, sources, args.count, args.prompt_tokens)
-    model, mlx_tokenizer = ssmlx.load(args.model, dtype="float32")
-    systems = parse_systems(args.systems, SamplingConfig(), args.max_tokens)
-    answers = answer_all(model, mlx_tokenizer, systems, prompts)
+    model, answers = answer_all(args.model, prompts, args.max_tokens)
     plain = next(one for one in answers if one.system == PLAIN)
     texts = [(one, answer.tokens) for one, answer in zip(prompts, plain.answers, strict=True)]
     result = {
