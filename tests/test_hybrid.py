@@ -223,10 +223,10 @@ def test_a_run_goes_on_and_its_model_is_measured(data, tmp_path, monkeypatch, ca
     assert bool((head.fc.weight == second["head"]["fc.weight"]).all())
     capsys.readouterr()
     measured = ["--data", str(data), "--documents", str(data), "--model", str(out)]
-    measured += ["--out", str(tmp_path), "--count", "3", "--prompt-tokens", "20"]
-    assert measure.main([*measured, "--max-tokens", "24"]) == 0
+    measured += ["--out", str(tmp_path), "--count", "4", "--prompt-tokens", "20"]
+    assert measure.main([*measured, "--max-tokens", "32"]) == 0
     result = json.loads((tmp_path / "hybrid.json").read_text())
     assert result["difference"] < 1e-4
-    assert {row["same_as_plain"] for row in result["systems"]} == {3}
-    assert result["times"]["calls"] > 3 and len(result["times"]["behind"]) == 5
-    assert "`prompt-lookup`" in capsys.readouterr().out
+    assert {row["same_as_plain"] for row in result["systems"]} == {4}
+    assert result["times"]["calls"] > 3 and len(result["times"]["alone"]) == 5
+    assert "`mtp tokens=4`" in capsys.readouterr().out

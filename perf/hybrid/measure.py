@@ -276,44 +276,63 @@ def replayed_tokens_per_call(accepted: Sequence[Sequence[int]], drafted: int) ->
 def time_going_back(
     model: StreamFusedModel, texts: Sequence[tuple[list[int], list[int]]]
 ) -> dict[str, Any]:
-    """Time plain calls behind chains, by how many drafted tokens of the chain were accepted.
+    """Time what a plain call takes behind a chain, by how many of its drafted tokens were accepted.
 
-    A plain call behind a chain takes back what was rejected: recurrences run again over the
-    accepted rows.
+    That call takes back what was rejected: recurrences run again over the accepted rows. In every
+    second turn this alone is computed and timed first. Times are divided by those of a plain call
+    right behind them, so that what else the machine does counts in both.
 
     Args:
         model: the target.
         texts: prompts, and answers of plain decoding.
 
     Returns:
-        Medians in seconds: of a plain call behind a plain call, of a chain's call, and of a plain
-        call behind a chain, by the number of accepted drafted tokens.
+        `plain_seconds`, the median of a plain call behind a plain call; and in such calls, medians:
+        `chain`, a call on a chain; by the number of accepted drafted tokens `behind`, the call
+        behind the chain, and `alone`, what it takes back alone.
+
+    Raises:
+        InputError: the answers have too few tokens for a chain of each kind.
     """
-    behind: dict[int, list[float]] = {kept: [] for kept in range(DRAFTED + 1)}
+    turns = [(kept, is_alone) for is_alone in (False, True) for kept in range(DRAFTED + 1)]
+    found: dict[tuple[int, bool], list[float]] = {turn: [] for turn in turns}
     plain: list[float] = []
     chains: list[float] = []
-    order = cycle(behind)
+    order = cycle(turns)
     for prompt, answer in texts:
         text = [*prompt, *answer]
         cache = model.make_cache()
         prefill(model, prompt[:-1], cache)
         while cache.offset + DRAFTED + 4 <= len(text):
-            kept = next(order)
-            chains.append(_time_chain(model, cache, text, kept))
-            behind[kept].append(_time_plain(model, cache, text))
+            kept, is_alone = turn = next(order)
+            chain = _time_chain(model, cache, text, kept)
+            alone = _time_taking_back(cache) if is_alone else 0.0
+            behind = _time_plain(model, cache, text)
             plain.append(_time_plain(model, cache, text))
+            chains.append(chain / plain[-1])
+            found[turn].append((alone if is_alone else behind) / plain[-1])
     require(
-        all(behind.values()),
+        all(found.values()),
         f"answers of {sum(len(answer) for _, answer in texts)} tokens in all",
-        expected="some for a chain of each kind",
+        expected="some for two chains of each kind",
         do="raise --count or --max-tokens",
     )
     return {
-        "plain": median(plain),
+        "plain_seconds": median(plain),
         "chain": median(chains),
-        "behind": [median(behind[kept]) for kept in sorted(behind)],
+        "behind": [median(found[kept, False]) for kept in range(DRAFTED + 1)],
+        "alone": [median(found[kept, True]) for kept in range(DRAFTED + 1)],
         "calls": len(plain),
     }
+
+
+def _time_taking_back(cache: Any) -> float:
+    started = time.perf_counter()
+    cache.mark()  # takes back what was rejected
+    mx.eval(cache.state)
+    seconds = time.perf_counter() - started
+    cache.forget_marks()
+    return seconds
 
 
 def _time_chain(model: StreamFusedModel, cache: Any, text: Sequence[int], kept: int) -> float:
@@ -429,12 +448,12 @@ def _report_parts(result: Mapping[str, Any]) -> Iterator[str]:
         f"tokens per call with chains of 1 to {DRAFTED} tokens {per_call}"
     )
     times = result["times"]
-    plain = times["plain"]
-    behind = ", ".join(f"{one / plain:.2f}" for one in times["behind"])
+    behind, alone = (", ".join(f"{one:.2f}" for one in times[key]) for key in ("behind", "alone"))
     yield (
-        f"A plain call takes {1000 * plain:.2f} ms (median of {times['calls']}); a call on a chain "
-        f"of {1 + DRAFTED} rows {times['chain'] / plain:.2f} plain calls; a plain call behind a "
-        f"chain of which 0 to {DRAFTED} drafted tokens were accepted {behind} plain calls"
+        f"A plain call takes {1000 * times['plain_seconds']:.2f} ms (median of {times['calls']}). "
+        f"In plain calls, medians: a call on a chain of {1 + DRAFTED} rows {times['chain']:.2f}; a "
+        f"plain call behind a chain of which 0 to {DRAFTED} drafted tokens were accepted {behind}; "
+        f"taking back the others alone {alone}"
     )
     yield markdown_table(BYTE_COLUMNS, result["bytes"])
 
