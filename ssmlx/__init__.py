@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .drafters.draft_model import DraftModel as DraftModel
     from .drafters.draft_model import load_draft_model as load_draft_model
     from .drafters.heads import load_heads as load_heads
+    from .drafters.mtp import MtpConfig as MtpConfig
+    from .drafters.mtp import load_mtp as load_mtp
     from .drafters.text_index import EarlierAnswers as EarlierAnswers
     from .engine import Engine as Engine
     from .errors import InputError as InputError
@@ -60,6 +62,7 @@ _NAMES = {
     "decoding.sampling": ("TokenLogprobs",),
     "drafters.draft_model": ("DraftModel", "load_draft_model"),
     "drafters.heads": ("load_heads",),
+    "drafters.mtp": ("MtpConfig", "load_mtp"),
     "engine": ("Engine",),
     "drafters.text_index": ("EarlierAnswers",),
     "errors": ("InputError", "NoRoomError"),

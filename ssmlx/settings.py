@@ -74,6 +74,7 @@ DRAFTERS = {
     "prompt-lookup": ListedDrafter("lookup", "ngram=3 tokens=8 size=16"),
     "lookahead": ListedDrafter("lookahead", "window=5 ngram=4 guesses=5"),
     "draft-model": ListedDrafter("draft_model", "model=MODEL tokens=3 width=1"),
+    "mtp": ListedDrafter("mtp", "model=MODEL tokens=3 hidden=after|before norms=auto|raw|shifted"),
     "medusa": ListedDrafter("heads", "heads=FOLDER"),
     "mlp-speculator": ListedDrafter("heads", "heads=FOLDER widths=N,N,... candidates=N size=N"),
 }

@@ -952,7 +952,7 @@ def test_what_the_command_refuses(run, folders, tmp_path):
 
 def offset_of(draft):
     """Tokens in the one cache of a draft model; -1 where there is none yet."""
-    caches = draft._caches if draft else []
+    caches = [*draft._caches] if draft else []
     assert len(caches) <= 1
     return caches[0].offset if caches else -1
 

@@ -406,13 +406,13 @@ class Tapped:
 
 
 def hidden_states(model, tokens):
-    """[R, D] what enters each layer of mlx-lm's model, of a whole text."""
+    """[R, D] what enters each layer of mlx-lm's model, and its final norm, of a whole text."""
     hidden = model.model.embed_tokens(mx.array([tokens]))
     entering = []
     for layer in model.model.layers:
         entering.append(hidden[0])
         hidden = layer(hidden, mask="causal", cache=None)
-    return entering
+    return [*entering, hidden[0]]
 
 
 @pytest.mark.parametrize("schedule", [None, *STREAM_SCHEDULES])
@@ -423,7 +423,7 @@ def test_taps_are_the_hidden_states_of_the_text(step_size, prune, schedule, cach
     text = [2, 9, 9, 6, *PROMPT, 8, 0, 7, 3]
     model = make_model()
     expected = first_tokens(plain_decode(model, text, model.make_cache()), 60)[0]
-    tapped = Tapped([*text, *expected], tuple(range(LAYERS)))
+    tapped = Tapped([*text, *expected], tuple(range(LAYERS + 1)))
     drafters = [tapped]
     shapes = [tapped.largest, tapped.largest, tapped.largest, None, None, tapped.largest] * 4
     if schedule is not None:

@@ -203,6 +203,62 @@ def test_tokens_are_plain_decodings_and_no_row_is_fed_twice(
     assert counts.drafts["scripted"].accepted == sum(lengths) - len(lengths)
 
 
+class Follower(Scripted):
+    """Keeps what enters the final norm at each place of the text."""
+
+    def __init__(self, answer, layer):
+        super().__init__(answer)
+        self.needs = Needs(host_tokens=True, taps=(layer,))
+        self._layer = layer
+        self.rows = {}  # by the place of the token behind
+
+    def follow(self, tokens, position, taps=None):
+        assert taps[self._layer].shape[:2] == (1, len(tokens))
+        self.rows.update(
+            zip(range(position, position + len(tokens)), taps[self._layer][0], strict=True)
+        )
+
+
+@pytest.mark.parametrize("cached", [0, 5])
+@pytest.mark.parametrize("name", SOME)
+def test_followers_are_given_what_enters_the_final_norm(name, cached):
+    """Of prompts in pieces, of a cached beginning not, and of calls that accept more and less."""
+    model = make_model(name)
+    backbone = model.backbone
+    if not backbone.capabilities.has("last_hidden"):
+        assert backbone.capabilities.last_hidden.startswith("the last hidden states of")
+        with pytest.raises(InputError, match=r"cannot be had: .*; decode plainly"):
+            model.append(mx.array([1]), model.make_cache(), {len(backbone.layers): None})
+        return
+    expected, _ = decoded(model, 40 + DRAFTED, decoding="plain")
+    text = [*PROMPT, *expected]
+    follower = Follower(expected, len(backbone.layers))
+    cache = model.make_cache()
+    prefill(model, text[:cached], cache)
+    steps = speculative_decode(
+        model,
+        PROMPT[cached:],
+        cache,
+        drafters=[follower],
+        context=text[:cached],
+        prefill_step_size=4,
+    )
+    tokens, _ = first_tokens(steps, 40)
+    assert tokens == expected[:40]
+    places = [*follower.rows]
+    assert places == list(range(cached + 1, cached + 1 + len(places))) and len(places) > 50
+    states = mx.stack([*follower.rows.values()])
+    logits = make_base(name)(mx.array([text]))[0, cached : cached + len(places)]
+    assert_close(backbone.lm_head(backbone.final_norm(states)), logits, 1e-3)
+
+
+def test_other_taps_of_a_model_called_whole_are_refused():
+    model = make_model("qwen3_next")
+    for layers in ((0,), (2, 4)):
+        with pytest.raises(InputError, match=r"follows one text .*; expected .*layers"):
+            model.append(mx.array([1]), model.make_cache(), dict.fromkeys(layers))
+
+
 @pytest.mark.parametrize("name", ONE)
 def test_what_is_no_chain_is_verified_as_one(name):
     """Trees whose nodes have several children: most is rejected, and the tokens stay."""

@@ -753,11 +753,11 @@ def load_drafter(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[A
 
     drafter: DrafterOption = args.drafter
     loader = registered_drafter(drafter.name).loader if drafter.name else None
-    key = loader.key.partition("=")[0] if loader else ""
-    if loader is None or key not in drafter.values:
+    name = loader.name_in(drafter.values) if loader else None
+    if loader is None or name is None:
         return []
     how = {"dtype": args.dtype, "progress": DownloadBar()}
-    return [loader.load(drafter.values[key], model, tokenizer, **how)]
+    return [loader.load(name, model, tokenizer, **how)]
 
 
 def load_target(

@@ -19,7 +19,9 @@ from .controller import DraftShape
 Noise = mx.array | None
 """What is known of the decisions that are guessed, see `Sampling.noise`."""
 Taps = Mapping[int, mx.array]
-"""Hidden states by layer: [1, R, D] as they enter layer n, R rows."""
+"""Hidden states by layer: [1, R, D] as they enter layer n, R rows.
+
+Of a model of N layers number N is what enters the final norm: the last layer's output."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Needs:
     streams: int = 0
     """G, speculative streams that each node of a verified tree carries (the paper's schedule)."""
     taps: tuple[int, ...] = ()
-    """Layers whose input it reads: of the prompt, and of the nodes of every tree."""
+    """Layers whose input it reads: of the prompt, and of the nodes of every tree. The number of all
+    layers stands for the final norm."""
     host_tokens: bool = False
     """Whether `propose` reads values of tokens, such as to look them up. Then each call is read
     before it drafts; otherwise the next tree is drafted while the call runs."""
@@ -131,9 +134,10 @@ class Drafter(Protocol):
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Take in tokens that the text has gone on by.
 
-        A drafter that needs host tokens and has started follows every call at once; others follow
-        when they next draft, but for the tokens of calls that they drafted behind, which `propose`
-        showed them. A drafter that needs taps also follows each piece of the prompt.
+        A drafter that needs host tokens and has started follows every call at once, with the taps
+        that it needs; others follow when they next draft, without taps, but for the tokens of calls
+        that they drafted behind, which `propose` showed them. A drafter that needs taps also
+        follows each piece of the prompt.
 
         Args:
             tokens: ids; those that nobody knows are `PAD_TOKEN`.

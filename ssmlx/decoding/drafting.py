@@ -47,16 +47,25 @@ class DraftingText:
         """G, the most streams beside every node that some drafter needs in the verifying pass."""
         return max((one.needs.streams for one in self.drafters.values()), default=0)
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: list[int], taps: Taps | None = None) -> None:
         """Append tokens that were read to the text.
 
         Drafters that have started and need host tokens `follow` them here; others before they next
         draft, see `bring_up_to_date`.
+
+        Args:
+            tokens: that a call advanced by.
+            taps: by layer, [1, R, D] of the nodes before these tokens, of which the first count;
+                None or empty where no drafter needs any.
         """
+        first = len(self.tokens)
         self.tokens.extend(tokens)
         for name, drafter in self.drafters.items():
             if drafter.needs.host_tokens and name in self._seen:
-                self._follow(name, len(self.tokens))
+                own = None
+                if taps and drafter.needs.taps and self._seen[name] == first:
+                    own = {layer: taps[layer][:, : len(tokens)] for layer in drafter.needs.taps}
+                self._follow(name, len(self.tokens), own)
 
     def bring_up_to_date(self, name: str, num_unseen: int = 0) -> Iterator[list[int]]:
         """Show a drafter what it has not seen of the text; start it if it has not started.
@@ -149,12 +158,13 @@ class DraftingText:
         """
         self._seen[name] = len(self.tokens)
 
-    def _follow(self, name: str, known: int) -> None:
+    def _follow(self, name: str, known: int, taps: Taps | None = None) -> None:
         """Let drafter `name`, which has started, follow the text up to its first `known` tokens.
 
-        Only tokens that it has not seen are shown; none where it has seen so many.
+        Only tokens that it has not seen are shown, with the `taps` before them; none where it has
+        seen so many.
         """
         missed = self.tokens[self._seen[name] : known]
         if missed:
-            self.drafters[name].follow(missed, self._seen[name])
+            self.drafters[name].follow(missed, self._seen[name], taps)
         self._seen[name] = known

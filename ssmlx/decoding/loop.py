@@ -417,6 +417,7 @@ class _SpeculativeLoop:
                 sampler=self.sampler,
                 acceptance=self.acceptance,
                 tail=tail,
+                taps=self.text.taps,
             )
         return verify_tree(
             self.model,
@@ -511,7 +512,7 @@ class _SpeculativeLoop:
         """
         context = len(self.text.tokens) - 1
         tokens, seconds = self.watch.read(pending, call.read)
-        self.text.extend(tokens)
+        self.text.extend(tokens, call.verified.accepted_taps())
         if following.tree is None:
             # Nothing is prepared, and drafters that had to wait for the tokens know more now.
             following.drafts = self.controller.next(is_read=True)

@@ -1,8 +1,7 @@
 """Drafts from a second, smaller model with the same vocabulary."""
 
 import math
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from ..model.tree import Tree, chain_with_siblings_topology
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
 from .registry import DrafterInputs, DrafterLoader, register_drafter
-
-_MOST_IDLE = 2  # caches that are kept for a next answer, beside the one in use
+from .text_caches import TextCaches
 
 
 class DraftModel:
@@ -67,7 +65,7 @@ class DraftModel:
         # Of its logits' shape alone: nothing is computed.
         self.vocab_size = int(_call(model)(mx.array([[0]]), cache=_make_caches(model)).shape[-1])
         self.target_vocab_size = self.vocab_size
-        self._caches: list[DraftCache] = []  # the one that was taken last stands first
+        self._caches = TextCaches(lambda: DraftCache(self))
 
     @property
     def nbytes(self) -> int:
@@ -77,33 +75,15 @@ class DraftModel:
     @property
     def cache_bytes(self) -> int:
         """Bytes of its caches, those that wait for a next answer included."""
-        return sum(cache.nbytes for cache in self._caches)
+        return self._caches.nbytes
 
     def drop_idle(self) -> None:
         """Drop the caches that no living drafter has."""
-        self._caches = [cache for cache in self._caches if cache.drafter() is not None]
+        self._caches.drop_idle()
 
     def claim_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":
-        """Give `drafter` a cache of its own for as long as it lives.
-
-        Args:
-            tokens: the text that will be drafted behind.
-            drafter: who gets the cache; only a weak reference is kept.
-
-        Returns:
-            Of the caches that no living drafter has, the one whose text shares the longest
-            beginning with `tokens`, even if that is empty; it is not trimmed to it. A new one where
-            all are taken. Of the other idle ones the `_MOST_IDLE` that were taken last are kept,
-            the rest dropped.
-        """
-        idle = [cache for cache in self._caches if cache.drafter() is None]
-        shared = {id(cache): common_prefix_length(cache.text, tokens) for cache in idle}
-        cache = max(idle, key=lambda one: shared[id(one)], default=DraftCache(self))
-        spare = [one for one in idle if one is not cache][_MOST_IDLE:]
-        dropped = {id(one) for one in (cache, *spare)}
-        self._caches = [cache, *(one for one in self._caches if id(one) not in dropped)]
-        cache.drafter = weakref.ref(drafter)
-        return cache
+        """Give `drafter` a cache of its own for as long as it lives, see `TextCaches.claim`."""
+        return self._caches.claim(tokens, drafter)
 
 
 def _call(model: Any) -> ModelCall:
@@ -128,14 +108,12 @@ class DraftCache:
     Attributes:
         text: the tokens of the text; the cache holds the first `offset` of them, and maybe drafted
             ones behind.
-        drafter: a weak reference to the drafter that has this cache; calls to None where none has.
     """
 
     def __init__(self, draft: DraftModel) -> None:
         self._draft = draft
         self._cache = StateCache(lambda: _make_caches(draft.model))
         self.text: list[int] = []
-        self.drafter: Callable[[], object] = lambda: None
 
     @property
     def nbytes(self) -> int:

@@ -6,11 +6,11 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from ..decoding.drafter import Drafter
 from ..decoding.sampling import GREEDY, Sampling
-from ..errors import quoted, require
+from ..errors import InputError, quoted, require
 from ..model.capabilities import Capability
 from ..model.streams import StreamFusedModel
 from ..settings import DRAFTERS, GenerateConfig
@@ -71,6 +71,7 @@ class DrafterLoader:
     Attributes:
         what: what a message calls it, such as "a draft model".
         key: the key of `--drafter` that names it, such as "model=MODEL".
+        default: what the key is where it is not given; None where it has to be.
         load: loads it, once a process: `load(name, model, tokenizer, dtype=, progress=)`. `name` is
             the key's value, `model` and `tokenizer` are the target's, the last two are as
             `ssmlx.load` takes them. What it returns is the `loaded` of `DrafterInputs`, and is only
@@ -80,6 +81,12 @@ class DrafterLoader:
     what: str
     key: str
     load: Callable[..., Loaded]
+    default: str | None = None
+
+    def name_in(self, values: Mapping[str, Any]) -> str | None:
+        """What the keys of `--drafter` name it by: the key's value, or its default."""
+        name: str | None = values.get(self.key.partition("=")[0], self.default)
+        return name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +106,7 @@ class RegisteredDrafter:
             on a cache that holds tokens is refused unless `context=` says which; otherwise tokens
             that nobody gave are `PAD_TOKEN`.
         keeps_to_chains: whether it proposes chains where the target takes no trees.
+        joins_text_drafts: whether a controller may draft by the text too where it is named.
     """
 
     name: str
@@ -110,6 +118,7 @@ class RegisteredDrafter:
     loader: DrafterLoader | None = None
     needs_whole_context: bool = False
     keeps_to_chains: bool = False
+    joins_text_drafts: bool = False
 
     @property
     def needed(self) -> Capability:
@@ -146,10 +155,13 @@ class RegisteredDrafter:
         Raises:
             InputError: the key of `loader` is not among them.
         """
-        if self.loader is None:
-            return
-        require(
-            self.loader.key.partition("=")[0] in given,
+        if self.loader is not None and self.loader.name_in(dict.fromkeys(given, "")) is None:
+            self.refuse_without_loaded()
+
+    def refuse_without_loaded(self) -> NoReturn:
+        """Raise InputError: what it drafts with was not loaded. It must have a `loader`."""
+        assert self.loader is not None
+        raise InputError(
             f"--drafter {self.name} without {self.loader.what}",
             expected=f"{self.loader.key} with it",
             do=f'give --drafter "{self.name} {self.loader.key}", or choose another',
@@ -188,7 +200,8 @@ def resolve_drafter(
                 require(
                     hasattr(one, "drafter"),
                     f"drafter= is {quoted(one)}",
-                    expected="a drafter's name, or what `load_draft_model` or `load_heads` returns",
+                    expected="a drafter's name, or what `load_draft_model`, `load_heads` or "
+                    "`load_mtp` returns",
                     do="give one of these",
                 )
                 loaded.append(one)
@@ -288,5 +301,4 @@ def _find_loaded(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loa
             expected=f"--drafter {other.drafter} with them",
             do=f"choose that drafter, or give other {loader.what}",
         )
-    registered.require_key()  # refuses: nothing was loaded for it
-    return None
+    return registered.refuse_without_loaded()

@@ -173,7 +173,7 @@ def make_plan(
         drafters = [build_drafter(kind, model, complete, sampling, loaded, end_tokens)]
         controller = Always(drafters[0].largest)
         if _is_controlled(model, config):
-            if config.drafter is None:
+            if config.drafter is None or registered_drafter(kind).joins_text_drafts:
                 is_chain = not model.backbone.capabilities.has("trees")
                 drafters = _add_text_drafters(
                     drafters, config, earlier, end_tokens, is_chain=is_chain

@@ -15,12 +15,11 @@ import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import mlx.core as mx
 
 from ..decoding.drafter import Drafter
-from ..drafters.draft_model import DraftModel
 from ..errors import NoRoomError, require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
@@ -73,6 +72,7 @@ class Kept(Protocol):
         """Drop what is kept; it is no longer counted."""
 
 
+@runtime_checkable
 class Shared(Protocol):
     """Something in memory that several running answers share, beside what each of them holds."""
 
@@ -271,7 +271,7 @@ class MemoryPool:
     def within_limit(self, decode: Decode) -> Decode:
         """Wrap `decode` so that each of its answers is counted, and refused where there is no room.
 
-        Draft models that an answer has loaded are counted as shared.
+        What an answer has loaded that keeps caches of texts is counted as shared.
 
         Returns:
             A function like `decode`. Called, it raises NoRoomError where there is no room for the
@@ -290,7 +290,7 @@ class MemoryPool:
         ) -> Iterator[list[int]]:
             """Count the answer, then begin it; its iterator claims memory as the text grows."""
             for one in plan.loaded:
-                if isinstance(one, DraftModel):
+                if isinstance(one, Shared):
                     self.share(one)
             size = cache_size_of(model)
             holding = Holding(self, cache, size, plan.scratch, plan.drafters)

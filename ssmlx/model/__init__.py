@@ -12,6 +12,7 @@
 | `cache.py` | `TreeCache`: committed tokens, accepted paths; the one file that changes a cache |
 | `state_cache.py` | `StateCache`: mlx-lm's caches, and the way back from drafted tokens |
 | `recurrent.py` | recurrent layers: their states behind any row of a call |
+| `final_norm.py` | what enters the final norm of a model that is called as a whole |
 | `layer_state.py` | what one layer keeps of a text |
 | `cache_key.py` | which models have the same keys and values |
 | `rope.py` | rotary embeddings at a position for each row |

@@ -22,15 +22,17 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import InputError, first_line
 from .cache import TreeCache
-from .capabilities import Capabilities, Reason
+from .capabilities import Capabilities, Capability, Reason
 from .capability_checks import (
     CHECK_TOKENS,
     check_stages,
     try_batches,
     try_chains,
+    try_last_hidden,
     try_tree_masks,
 )
 from .family import cannot_draft_error, find_parts_without_stages, model_type
+from .final_norm import hook_final_norm, noting_norm_inputs
 from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_tensors
 from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_weights, row_weights, select_rows
 from .modules import clone_sharing_arrays, module_arrays
@@ -79,6 +81,7 @@ class Backbone(Stages):
     folder: Path | None = None
     _no_stages: Reason = None
     _no_chains: Reason = None
+    _no_last_hidden: Reason = None
     # [1, 1, D] zeros of a model without stages: the shape and type of its hidden states.
     _hidden_like: mx.array
 
@@ -207,32 +210,64 @@ class Backbone(Stages):
         Args:
             tokens: [R] that follow what the cache holds.
             cache: as `StreamFusedModel.make_cache` makes it for this model.
-            tapped: by layer, set to the input [1, R, D] of that layer.
+            tapped: by layer, set to the input [1, R, D] of that layer. The number of all layers
+                stands for the final norm, the only one that a model without stages gives.
 
         Returns:
             [1, R, D] last hidden states, before the final norm; or logits, see above.
 
         Raises:
-            InputError: taps are asked of a model without stages.
-            ValueError: a key of `tapped` is no layer's number.
+            InputError: taps between layers are asked of a model without stages, or the final
+                norm's of one that gives none.
+            ValueError: a key of `tapped` is no layer's number, and not the final norm's.
         """
         if not isinstance(cache, StateCache):
             return super().append(tokens, cache, tapped)
-        if tapped:
-            self.capabilities.require("taps", "hidden states between layers")
-        return cache.append(self.parts.outer, tokens)
+        return self._call_whole(cache.append, tokens, tapped)
 
-    def verify_chain(self, tokens: mx.array, cache: StateCache) -> mx.array:
+    def verify_chain(
+        self, tokens: mx.array, cache: StateCache, tapped: Tapped | None = None
+    ) -> mx.array:
         """Run drafted tokens through a model without stages, one behind the other.
 
         Args:
             tokens: [R], two or more: the newest token and what was drafted behind it.
             cache: of the tokens before them. `StateCache.advance` says how many of them stay.
+            tapped: as `append` takes it.
 
         Returns:
             [1, R, V] logits, which `logits` gives back as they are.
+
+        Raises:
+            InputError: as `append`.
         """
-        return cache.verify(self.parts.outer, tokens)
+        return self._call_whole(cache.verify, tokens, tapped)
+
+    def _call_whole(
+        self,
+        run: Callable[[Any, mx.array], mx.array],
+        tokens: mx.array,
+        tapped: Tapped | None,
+    ) -> mx.array:
+        """Run tokens through a model without stages, and note what enters its final norm.
+
+        Args:
+            run: a cache's `append` or `verify`.
+            tokens: [R].
+            tapped: as `append` takes it.
+
+        Returns:
+            [1, R, V] logits.
+        """
+        if not tapped:
+            return run(self.parts.outer, tokens)
+        last = len(self.layers)
+        needed: Capability = "last_hidden" if set(tapped) == {last} else "taps"
+        self.capabilities.require(needed, "a drafter that reads hidden states")
+        with noting_norm_inputs() as found:
+            logits = run(self.parts.outer, tokens)
+        tapped[last] = found[0]
+        return logits
 
     def logits(self, hidden: mx.array, head: LMHead | None = None) -> mx.array:
         """Next-token logits of what `append` or `run` returned, as `Stages.logits`.
@@ -324,6 +359,7 @@ class Backbone(Stages):
         return Capabilities(
             stages=reason,
             taps=reason,
+            last_hidden=self._no_last_hidden,
             trees=reason,
             chains=self._no_chains,
             try_batches=lambda: self._no_batches,
@@ -350,7 +386,7 @@ class Backbone(Stages):
         """Make this a backbone without stages, which runs the model by its own call alone.
 
         The call is tried on a few tokens. Sets `parts`, the shape and dtype of hidden states, and
-        the reason that `capabilities` gives.
+        the reasons that `capabilities` gives.
 
         Args:
             why: what keeps the model's layers from running one by one.
@@ -360,8 +396,11 @@ class Backbone(Stages):
         """
         self.parts = find_parts_without_stages(self.model, 0)
         outer = self.parts.outer
+        if self.final_norm is not None:
+            hook_final_norm(self.final_norm)
         try:
-            logits = outer(mx.array([CHECK_TOKENS]), cache=self.make_model_cache())
+            with noting_norm_inputs() as norm_inputs:
+                logits = outer(mx.array([CHECK_TOKENS]), cache=self.make_model_cache())
             size = getattr(self.args, "hidden_size", 1)
             self._hidden_like = mx.zeros((1, 1, size), logits.dtype)
             mx.eval(logits, self._hidden_like, module_arrays(self.model))
@@ -374,6 +413,7 @@ class Backbone(Stages):
             ) from error
         self.parts = find_parts_without_stages(self.model, int(logits.shape[-1]))
         self._no_stages = why
+        self._no_last_hidden = try_last_hidden(self, norm_inputs, logits)
         hook_recurrences(self.model)
         self._no_chains = try_chains(self.model, self.make_model_cache, logits.dtype)
 

@@ -11,11 +11,12 @@ from ..errors import require
 Reason = str | None
 """Why a model lacks a capability; None where it has it."""
 
-Capability = Literal["stages", "taps", "trees", "chains", "batches"]
+Capability = Literal["stages", "taps", "last_hidden", "trees", "chains", "batches"]
 
 _EXPECTED: dict[Capability, str] = {
     "stages": "a decoder whose layers run one by one",
     "taps": "a decoder whose layers run one by one",
+    "last_hidden": "a decoder whose final norm and head give its logits",
     "trees": "a decoder whose layers run one by one",
     "chains": "a decoder whose last tokens can be taken back",
     "batches": "a decoder that keeps the rows of a batch apart",
@@ -30,6 +31,7 @@ class Capabilities:
         stages: embedding, layers, final norm and head can be run one after the other, as streams
             and their training need it.
         taps: hidden states between layers can be returned.
+        last_hidden: what enters the final norm can be returned, and final norm and head be run.
         trees: the nodes of a tree can be verified in one call, and all but one path dropped.
         chains: several tokens, one behind the other, can be verified in one call, and the last of
             them dropped.
@@ -39,6 +41,7 @@ class Capabilities:
 
     stages: Reason
     taps: Reason
+    last_hidden: Reason
     trees: Reason
     chains: Reason
     try_batches: Callable[[], Reason]

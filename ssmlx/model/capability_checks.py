@@ -17,7 +17,7 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from ..errors import InputError, first_line
 from .cache import TreeCache
 from .capabilities import Reason
-from .family import WINDOW_NAMES, cannot_draft_error
+from .family import WINDOW_NAMES, cannot_draft_error, model_type
 from .masks import WindowMasks
 from .metal import TreeMask, hook_layers
 from .modules import clone_sharing_arrays
@@ -158,6 +158,34 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
         return None
     why = f"behind rejected tokens its logits differ by {difference:.3g} from a whole text's"
     return cannot_draft_error(model, why).found
+
+
+def try_last_hidden(stages: Stages, norm_inputs: list[mx.array], logits: mx.array) -> Reason:
+    """Find out why the last hidden states of a model without stages cannot be had.
+
+    Args:
+        stages: of the model.
+        norm_inputs: what entered its final norm in one call, as `noting_norm_inputs` noted it.
+        logits: [1, R, V] that this call gave.
+
+    Returns:
+        The reason in words, such as by how much logits differ; None where the norm ran once, and
+        norm and head give the last row's logits of it. Waits for the device.
+    """
+    try:
+        if stages.final_norm is None:
+            why = "its final norm was not found"
+        elif len(norm_inputs) != 1:
+            why = f"its final norm runs {len(norm_inputs)} times in a call"
+        else:
+            own = stages.lm_head(stages.final_norm(norm_inputs[0][:, -1:]))
+            difference = _difference(own, logits[:, -1:], logits.dtype)
+            if difference is None:
+                return None
+            why = f"final norm and head give logits that differ by {difference:.3g} from its own"
+    except Exception as error:  # a class of mlx-lm's raises many kinds
+        why = first_line(error)
+    return f"the last hidden states of {model_type(stages.model)!r} cannot be had: {why}"
 
 
 def chain_logits(

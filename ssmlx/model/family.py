@@ -96,8 +96,8 @@ def find_parts_without_stages(model: nn.Module, vocab_size: int) -> Parts:
 
     Returns:
         Parts whose `outer` is the model itself, and whose `layers` are [] where it has none by that
-        name. No head and no window is named. `decoder` and `final_norm`, for the model's identity,
-        are None unless both are found and the model's settings say its vocabulary size.
+        name. No window is named. `decoder` and `final_norm` are None unless both are found and the
+        model's settings say its vocabulary size.
     """
     any_model: Any = model
     outer = _language_model(model)
@@ -119,7 +119,7 @@ def find_parts_without_stages(model: nn.Module, vocab_size: int) -> Parts:
         decoder=decoder,
         final_norm=final_norm,
         norm_name=norm_name,
-        head=None,
+        head=getattr(outer, "lm_head", None),
         layers=layers,
         windows=[None] * len(layers),
         scales_queries=False,

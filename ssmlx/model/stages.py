@@ -26,7 +26,9 @@ from .modules import copy_with_parts
 from .rope import PositionedRope, Positions
 
 Tapped = dict[int, mx.array | None]
-"""Hidden states [1, R, D] by the layer that they enter; None until a run fills them in."""
+"""Hidden states [1, R, D] by the layer that they enter; None until a run fills them in.
+
+Of a model of N layers number N is the final norm's input."""
 
 Mask = mx.array | TreeMask | WindowMasks | CausalMasks
 """Which row sees which key: a bool array [.., R, keys], a `TreeMask` where all layers take them, or
@@ -158,7 +160,8 @@ class Stages:
             views: for each of these layers, in order, the cache object that it is handed; it
                 writes the rows' keys and values. As many layers run as there are views.
             tapped: for those of its keys that are among these layers, set to the input of that
-                layer, [B, R, D]; no key is added.
+                layer, [B, R, D]; no key is added. The number of all layers stands for the final
+                norm, whose input is the last layer's output.
 
         Returns:
             [B, R, D] the output of the last of these layers, before the final norm.
@@ -174,6 +177,8 @@ class Stages:
             if tapped is not None and number in tapped:
                 tapped[number] = hidden
             hidden = self.layers[number](hidden, mask=layer_mask, cache=view, **more)
+        if tapped is not None and last == len(self.layers) and last in tapped:
+            tapped[last] = hidden
         return hidden
 
     def logits(self, hidden: mx.array, head: LMHead | None = None) -> mx.array:
@@ -204,17 +209,18 @@ class Stages:
         Args:
             tokens: [R] that follow what the cache holds.
             cache: gets their keys and values; paths that it has not counted yet are dropped.
-            tapped: by layer, set to the input [1, R, D] of that layer; no key is added.
+            tapped: by layer, set to the input [1, R, D] of that layer; no key is added. The number
+                of all layers stands for the final norm.
 
         Returns:
             [1, R, D] last hidden states, before the final norm.
 
         Raises:
-            ValueError: a key of `tapped` is no layer's number.
+            ValueError: a key of `tapped` is no layer's number, and not the final norm's.
         """
         count = tokens.shape[0]
         num_layers = len(self.layers)
-        if tapped and not all(0 <= layer < num_layers for layer in tapped):
+        if tapped and not all(0 <= layer <= num_layers for layer in tapped):
             raise ValueError(f"taps at layers {list(tapped)} of {num_layers}")
         cache.drop_paths()
         cache.reserve(tokens=count)

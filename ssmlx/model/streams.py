@@ -279,6 +279,7 @@ class StreamFusedModel:
             tokens: [R] that follow what the cache holds.
             cache: gets their keys and values; paths that it had not counted yet are dropped.
             tapped: by layer, set to the input [1, R, D] of that layer; other layers are not added.
+                The number of all layers stands for the final norm.
 
         Returns:
             [1, R, D] last hidden states before the final norm, and [1, R, D] the input of the
@@ -286,8 +287,9 @@ class StreamFusedModel:
             Of a model without stages twice its logits [1, R, V].
 
         Raises:
-            InputError: taps are asked of a model without stages.
-            ValueError: a key of `tapped` is no layer's number.
+            InputError: taps are asked of a model without stages, which gives the final norm's
+                input at most.
+            ValueError: a key of `tapped` is no layer's number, and not the final norm's.
         """
         split = self.insertion_layer
         tapped = {} if tapped is None else tapped

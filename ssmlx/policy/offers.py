@@ -127,6 +127,64 @@ class CurveOffer:
         return 1.0, self
 
 
+FIRST_LEVEL_RATIO = 0.7
+"""Share of guesses at each level that are accepted where nothing was learned, those above being
+accepted: about what trained heads are reported to have."""
+
+
+@dataclass(frozen=True)
+class LevelsOffer:
+    """A chain of guesses that does not depend on the text; each level has a ratio of its own.
+
+    Attributes:
+        drafter, shapes, cost_name, needs_host_tokens: see `Offer`.
+        largest: what the drafter can draft at most.
+    """
+
+    largest: DraftShape
+    needs_host_tokens: bool = True
+
+    @property
+    def drafter(self) -> str:
+        return self.largest.drafter
+
+    @property
+    def cost_name(self) -> str:
+        return self.drafter
+
+    @cached_property
+    def shapes(self) -> Sequence[DraftShape]:
+        """Chains of every number of levels up to the largest's."""
+        return [
+            DraftShape(self.drafter, 1 + levels, levels)
+            for levels in range(1, self.largest.levels + 1)
+        ]
+
+    def expected(self, shape: DraftShape, ratio_of: RatioOf) -> float:
+        """Drafted tokens of `shape` that should be accepted: the sum, over its levels, of the
+        probability that all tokens down to there are."""
+        likely = 1.0
+        accepted = 0.0
+        for level in range(shape.levels):
+            likely *= ratio_of(self._ratio_name(level), FIRST_LEVEL_RATIO)
+            accepted += likely
+        return accepted
+
+    def acceptance_counts(self, shape: DraftShape, accepted: int) -> Iterator[AcceptanceCount]:
+        """A count for each level down to the first rejected token."""
+        for level in range(min(accepted + 1, shape.levels)):
+            is_accepted = float(level < accepted)
+            yield AcceptanceCount(self._ratio_name(level), FIRST_LEVEL_RATIO, is_accepted, 1.0)
+
+    def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
+        """Certain to hold, and the same: it does not depend on the text."""
+        return 1.0, self
+
+    def _ratio_name(self, level: int) -> str:
+        """The name of a level's ratio; 0 is the first drafted token."""
+        return f"{self.drafter} level {1 + level}"
+
+
 MATCH_LENGTHS = (1, 2, 3, 4, 6, 9, 13, 17, 33)
 FIRST_RATIOS = (0.25, 0.45, 0.5, 0.55, 0.65, 0.75, 0.8, 0.9, 0.95)
 """By bucket of match lengths: the least tokens of a match, and the share of next tokens that are

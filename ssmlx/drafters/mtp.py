@@ -1,0 +1,409 @@
+"""Drafts from the head for multi-token prediction (MTP) that a model was trained with."""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import get_total_parameters
+
+from ..bars import Progress
+from ..decoding.controller import DraftShape
+from ..decoding.drafter import Needs, Taps, Verified
+from ..decoding.sampling import RowPositions, Sampling, last_tokens
+from ..errors import require
+from ..model.backbone import Backbone
+from ..model.modules import module_arrays
+from ..model.shapes import evaluated, indices
+from ..model.streams import StreamFusedModel
+from ..model.tree import PAD_TOKEN, Tree, chain_tree, root_tree
+from ..policy.offers import LevelsOffer
+from ..prompts import common_prefix_length
+from ..settings import PREFILL_STEP_SIZE, check_settings, setting
+from .mtp_head import MtpModule, Norms, load_mtp_module, with_norms
+from .registry import DrafterInputs, DrafterLoader, register_drafter
+from .text_caches import TextCaches
+
+_log = logging.getLogger("ssmlx")
+
+Hidden = Literal["after", "before"]
+_NORM_KINDS = ("auto", "raw", "shifted")
+_MOST_TOKENS = 16
+_MOST_PENDING = 32  # pairs that wait for the next draft, before they are processed without one
+_TRIED = 64  # drafted tokens of which none was accepted, until that is told
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """How an MTP head drafts.
+
+    Attributes:
+        num_draft_tokens: tokens of the chain, each a call of the head.
+        hidden: which hidden states the head reads: behind the final norm ("after"), as Qwen's
+            were trained, or what enters it ("before"); of its own, behind its norm or before it.
+        norms: how the weights of its norms are stored: less one ("raw"), or as they multiply
+            ("shifted"); "auto" tells by those of its layer.
+    """
+
+    num_draft_tokens: int = setting(3, least=1, most=_MOST_TOKENS, option="tokens={}")
+    hidden: Hidden = setting("after", choices=("after", "before"), option="hidden={}")
+    norms: Literal["auto", "raw", "shifted"] = setting(
+        "auto", choices=_NORM_KINDS, option="norms={}"
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, found='--drafter "mtp {option}"')
+
+
+class MtpHead:
+    """An MTP head that was loaded for a model: weights, which are only read, and caches of texts.
+
+    Caches outlive answers: a chat's next turn takes over what the last one left.
+
+    Args:
+        module: the head, its norms' weights as they are stored.
+        backbone: the target's.
+    """
+
+    drafter = "mtp"
+
+    def __init__(self, module: MtpModule, backbone: Backbone) -> None:
+        self._module = module
+        self._by_norms: dict[str, MtpModule] = {}
+        self._sizes = backbone.hidden_size, backbone.vocab_size
+        self._caches = TextCaches(PairCache)
+        self.num_parameters: int = get_total_parameters(module)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights and its caches."""
+        return sum(array.nbytes for array in module_arrays(self._module)) + self.cache_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of its caches, those that wait for a next answer included."""
+        return self._caches.nbytes
+
+    def drop_idle(self) -> None:
+        """Drop the caches that no living drafter has."""
+        self._caches.drop_idle()
+
+    def claim_cache(self, tokens: Sequence[int], drafter: object) -> "PairCache":
+        """Give `drafter` a cache of its own for as long as it lives, see `TextCaches.claim`."""
+        return self._caches.claim(tokens, drafter)
+
+    def module_for(self, norms: str) -> MtpModule:
+        """The head with the norms of `MtpConfig.norms`; made once for each."""
+        if norms not in self._by_norms:
+            known: Norms | None = None if norms == "auto" else norms  # type: ignore[assignment]
+            self._by_norms[norms] = with_norms(self._module, known)
+        return self._by_norms[norms]
+
+    def require_fits(self, backbone: Backbone) -> None:
+        """Raise InputError unless `backbone` has the sizes of the model that this is for."""
+        sizes = backbone.hidden_size, backbone.vocab_size
+        require(
+            sizes == self._sizes,
+            f"an MTP head for a width of {self._sizes[0]} and {self._sizes[1]} tokens",
+            expected=f"{sizes[0]} and {sizes[1]}, as in this model",
+            do="load the head for this model",
+        )
+
+
+class PairCache:
+    """Keys and values of the head's layer for the pairs of one text, at their places in it.
+
+    Pair i is the hidden state of position i and the token behind it. Pairs may be missing: of
+    tokens that a prompt cache held, for instance, whose hidden states nobody computed.
+
+    Attributes:
+        text: the tokens of the text; unknown ones are `PAD_TOKEN`.
+        places: by row, the number of its pair, ascending.
+    """
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self.places: list[int] = []
+        self._rows = KVCache()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers."""
+        return sum(one.nbytes for one in (self._rows.keys, self._rows.values) if one is not None)
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Its arrays."""
+        return [one for one in (self._rows.keys, self._rows.values) if one is not None]
+
+    def go_back(self, tokens: Sequence[int]) -> None:
+        """Make `tokens` the text; rows stay of the pairs whose tokens are those of the text
+        before."""
+        shared = common_prefix_length(self.text, tokens)
+        unknown = next((n for n, one in enumerate(tokens[:shared]) if one == PAD_TOKEN), shared)
+        self.places = self.places[: bisect_left(self.places, min(shared, unknown) - 1)]
+        self.keep_first(len(self.places))
+        self.text = list(tokens)
+
+    def keep_first(self, num_rows: int) -> None:
+        """Drop all rows but the first ones."""
+        self._rows.trim(self._rows.offset - num_rows)
+
+    def view(self, place: int) -> "_RowsAt":
+        """What the head's layer is given to write the rows of the pairs from number `place` on."""
+        return _RowsAt(self._rows, place)
+
+
+class _RowsAt:
+    """A `KVCache` whose next row stands at a given position of the text."""
+
+    def __init__(self, rows: KVCache, position: int) -> None:
+        self._rows = rows
+        self.offset = position
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append rows; returns all keys and values so far."""
+        self.offset += keys.shape[2]
+        fetched: tuple[mx.array, mx.array] = self._rows.update_and_fetch(keys, values)
+        return fetched
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """Pairs that follow each other and were not processed yet."""
+
+    first: int  # the number of the first one
+    hidden: mx.array  # [1, R, D] what enters the target's final norm
+
+    @property
+    def end(self) -> int:
+        """The number behind the last one's."""
+        return self.first + int(self.hidden.shape[1])
+
+
+class MtpDrafter:
+    """Drafts a chain of K tokens by K calls of an MTP head, the first on true hidden states.
+
+    The head keeps the text's pairs in a cache of its own: of the prompt as its pieces come, of
+    answers with the next draft. Rows of drafted tokens are dropped behind each draft; what is
+    accepted comes in again with the target's own hidden states.
+    Where the target samples, drafts are drawn under the same settings and the same noise.
+
+    Args:
+        backbone: the target's.
+        head: for it.
+        config: K, and how the head reads hidden states.
+        sampling: how the target decides.
+    """
+
+    name = "mtp"
+    cache_bytes = 0
+
+    def __init__(
+        self, backbone: Backbone, head: MtpHead, config: MtpConfig, sampling: Sampling
+    ) -> None:
+        head.require_fits(backbone)
+        self._backbone = backbone
+        self._head = head
+        self._module = head.module_for(config.norms)
+        self._config = config
+        self._sampling = sampling
+        self._tap = len(backbone.layers)
+        levels = config.num_draft_tokens
+        self.largest = DraftShape(self.name, 1 + levels, levels)
+        self.needs = Needs(taps=(self._tap,), host_tokens=True)
+        self.num_parameters = head.num_parameters
+        self.draft_calls = 0
+        self._cache = PairCache()
+        self._pending: list[_Pairs] = []
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """Claim a cache, whose rows stay as far as their tokens are those of the text."""
+        self._cache = self._head.claim_cache(tokens, self)
+        self._cache.go_back(tokens)
+        self._pending = []
+        self._in_chain = 0  # tokens that were drafted last, and not followed yet
+        self._drafted = 0
+        self._has_accepted = False
+        self._is_told = False
+        self.draft_calls = 0
+
+    def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
+        """Append `tokens` to the text; keep their pairs for the next draft, where there are taps.
+
+        Many pairs, such as a prompt's, are processed at once, but for the last one.
+        """
+        self._note_acceptance(len(tokens) - 1)
+        self._cache.text.extend(tokens)
+        if taps is None:
+            return
+        self._pending.append(_Pairs(position - 1, taps[self._tap]))
+        waiting = self._pending[-1].end - self._pending[0].first
+        if waiting > _MOST_PENDING:
+            self._process_all_but_last()
+
+    def offer(self) -> LevelsOffer:
+        """A chain of up to K tokens, at every call."""
+        return LevelsOffer(self.largest)
+
+    def propose(self, verified: Verified, shape: DraftShape) -> Tree:
+        """Draft a chain of as many tokens as `shape` has levels, behind the newest pair.
+
+        Of `verified` only the root is read. A bare root where the newest hidden state is not known.
+        """
+        cache = self._cache
+        newest = len(cache.text) - 2
+        if not self._pending or self._pending[-1].end != newest + 1:
+            return root_tree(verified.root)
+        out = self._process(self._take_pending())
+        num_rows = len(cache.places)
+        chain = [verified.root]
+        size = self._sampling.context_size
+        recent = last_tokens(cache.text, size)[None]
+        for level in range(shape.levels):
+            if level:
+                hidden = self._behind_own_norm(out)
+                out = self._call(chain[-1], hidden, newest + level)
+            logits = self._backbone.lm_head(self._module.norm(out[:, -1:])).squeeze(0)
+            first = mx.array([len(cache.text) - 1 + level])
+            places = RowPositions(first, indices(1), 1, recent)
+            token = self._sampling.rank_tokens(logits, places, 1)[0][0].astype(mx.int32)
+            chain.append(token)
+            if size:
+                recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
+        cache.keep_first(num_rows)
+        self._in_chain = shape.levels
+        return chain_tree(mx.concatenate(chain))
+
+    def _take_pending(self) -> list[_Pairs]:
+        """The pairs that wait, which wait no longer; those that follow each other joined."""
+        joined: list[list[_Pairs]] = []
+        for pairs in self._pending:
+            if joined and joined[-1][-1].end == pairs.first:
+                joined[-1].append(pairs)
+            else:
+                joined.append([pairs])
+        self._pending = []
+        return [
+            _Pairs(run[0].first, mx.concatenate([one.hidden for one in run], axis=1))
+            for run in joined
+        ]
+
+    def _process_all_but_last(self) -> None:
+        """Process the pairs that wait, in pieces; the last one waits on, for the next draft.
+
+        Waits for the device behind each piece.
+        """
+        *runs, last = self._take_pending()
+        self._pending = [_Pairs(last.end - 1, evaluated(last.hidden[:, -1:]))]
+        if last.hidden.shape[1] > 1:
+            runs.append(_Pairs(last.first, last.hidden[:, :-1]))
+        for run in runs:
+            for first in range(0, run.hidden.shape[1], PREFILL_STEP_SIZE):
+                piece = run.hidden[:, first : first + PREFILL_STEP_SIZE]
+                self._process([_Pairs(run.first + first, piece)])
+                # Of all but keys and values nothing is needed, and nothing is computed.
+                mx.eval(self._cache.state)
+
+    def _process(self, runs: list[_Pairs]) -> mx.array:
+        """Run pairs of the text through the head, and keep their rows.
+
+        Returns:
+            [1, R, D] the layer's output for the last run, uncomputed.
+        """
+        cache = self._cache
+        out = mx.zeros(0)
+        for run in runs:
+            hidden = run.hidden
+            if self._config.hidden == "after":
+                hidden = self._backbone.final_norm(hidden)
+            tokens = mx.array(cache.text[run.first + 1 : run.end + 1], mx.int32)
+            out = self._call(tokens, hidden, run.first)
+            cache.places += range(run.first, run.end)
+        return out
+
+    def _call(self, tokens: mx.array, hidden: mx.array, place: int) -> mx.array:
+        """Run pairs through the head, which appends their rows to the cache.
+
+        Args:
+            tokens: [R] behind the hidden states.
+            hidden: [1, R, D] as the head reads them.
+            place: number of the first pair.
+
+        Returns:
+            [1, R, D] the layer's output.
+        """
+        self.draft_calls += 1
+        embedded = self._backbone.token_embeddings(tokens[None])
+        return self._module(embedded, hidden, self._cache.view(place))
+
+    def _behind_own_norm(self, out: mx.array) -> mx.array:
+        """[1, 1, D] what stands for the target's hidden state behind the last row of `out`."""
+        newest = out[:, -1:]
+        return self._module.norm(newest) if self._config.hidden == "after" else newest
+
+    def _note_acceptance(self, accepted: int) -> None:
+        """Count the tokens that were drafted last; say once an answer if none is ever accepted."""
+        self._drafted += self._in_chain
+        self._has_accepted |= self._in_chain > 0 and accepted > 0
+        self._in_chain = 0
+        if self._drafted < _TRIED or self._has_accepted or self._is_told:
+            return
+        self._is_told = True
+        _log.warning(
+            "none of the %d tokens that the MTP head drafted was accepted; expected some of a head "
+            "of this model: try hidden=%s or norms=raw|shifted in --drafter mtp, or another head",
+            self._drafted,
+            "before" if self._config.hidden == "after" else "after",
+        )
+
+
+def load_mtp(
+    model: StreamFusedModel,
+    name: str | Path | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> MtpHead:
+    """Load the head for multi-token prediction that a model was trained with.
+
+    For Qwen3-Next and Qwen3.5. Where the model is quantised and the head is not, it is quantised as
+    the model is. The model's own files often lack it: converters drop it.
+
+    Args:
+        model: as `ssmlx.load` returns it.
+        name: the folder or the Hub name that holds the head; the model's own folder unless given.
+        cache_dir, offline, progress: as `ssmlx.load` takes them.
+
+    Returns:
+        The head, to be given as `drafter=` to `ssmlx.stream_generate`.
+
+    Raises:
+        InputError: there is no head or no whole one, or it does not fit the model.
+    """
+    how: dict[str, Any] = {"cache_dir": cache_dir, "offline": offline, "progress": progress}
+    return MtpHead(load_mtp_module(model, name, **how), model.backbone)
+
+
+def _load(
+    name: str, model: StreamFusedModel, tokenizer: object, *, dtype: str = "auto", **how: Any
+) -> MtpHead:
+    """`load_mtp` as `DrafterLoader.load` is called; the head has the target's dtype."""
+    return load_mtp(model, name or None, **how)
+
+
+@register_drafter(
+    "mtp",
+    settings=MtpConfig,
+    loader=DrafterLoader("an MTP head", "model=MODEL", _load, default=""),
+    keeps_to_chains=True,
+    joins_text_drafts=True,
+)
+def build(inputs: DrafterInputs) -> MtpDrafter:
+    """The drafter of an answer, on the head that was loaded."""
+    return MtpDrafter(inputs.model.backbone, inputs.loaded, inputs.settings, inputs.guess_sampling)

@@ -1,0 +1,444 @@
+"""The head for multi-token prediction (MTP) that Qwen3-Next and Qwen3.5 ship with, and its files.
+
+With e the embedding of token i + 1, and h_i the hidden state that predicted it:
+
+    x = fc([norm_e(e); norm_h(h_i)])    one row for each pair of a hidden state and the token behind
+    x = layer(x)                        a decoder layer of the target's kind, with full attention
+    y = norm(x)                         stands for h_(i + 1): with token i + 2 it makes the next row
+    logits = target's LM head(y)        of token i + 2
+
+A checkpoint names its tensors `mtp.*`, which mlx-lm drops. They are read here from its files, or
+from those of a folder beside it, where the names may also stand without `mtp.`.
+"""
+
+import copy
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3_5, qwen3_next
+
+from ..bars import Progress
+from ..errors import join_first, quoted, require
+from ..json_files import read_json
+from ..loading.files import check_tensors
+from ..loading.load import explain_load_errors
+from ..loading.names import Fetch, resolve_model
+from ..model.backbone import Backbone
+from ..model.lm_head import PACKED_KINDS
+from ..model.modules import clone_sharing_arrays, module_arrays
+from ..model.shapes import to_float
+from ..model.streams import StreamFusedModel
+
+_log = logging.getLogger("ssmlx")
+
+Norms = Literal["raw", "shifted"]
+"""How weights of norms are stored: "raw" less one, as Qwen's own files have them, or as they are
+multiplied with, "shifted" by one, as mlx-lm's converter writes them."""
+
+_LAYER_KINDS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
+_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+_HEAD_NORMS = ("q_norm", "k_norm")
+_PREFIX = "mtp."
+_OTHERS = ("embed_tokens.", "lm_head.")  # copies of the target's, which are not read
+_EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.(\w+)")
+# Settings that the head's folder must share with the target, where both name them.
+_SHARED_SETTINGS = (
+    "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_experts", "num_experts_per_tok",
+)  # fmt: skip
+_ONE = "one MTP head, of one layer: fc, pre_fc_norm_embedding, pre_fc_norm_hidden, layers.0, norm"
+_OTHER = "choose the head of this very model"
+
+
+class MtpModule(nn.Module):
+    """The head's own weights: all but the target's embedding, final norm and LM head.
+
+    Args:
+        args: the settings of its layer, as mlx-lm's class of the target takes them.
+        layer_kind: that class's decoder layer.
+    """
+
+    def __init__(self, args: Any, layer_kind: type[nn.Module]) -> None:
+        super().__init__()
+        size = args.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        for name in _NORMS:
+            self[name] = nn.RMSNorm(size, eps=args.rms_norm_eps)
+        made: Any = layer_kind
+        # Of every so many layers the last has full attention.
+        self.layers = [made(args, layer_idx=args.full_attention_interval - 1)]
+
+    def __call__(self, embedded: mx.array, hidden: mx.array, cache: Any) -> mx.array:
+        """Run pairs of a hidden state and the token behind it, one behind the other.
+
+        Args:
+            embedded: [1, R, D] embeddings of the tokens.
+            hidden: [1, R, D] the hidden states before them.
+            cache: of the layer; has an `offset`, the first row's position, and gets R rows.
+
+        Returns:
+            [1, R, D] the layer's output, before `norm`.
+        """
+        both = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        rows = self.fc(mx.concatenate(both, axis=-1))
+        mask = "causal" if rows.shape[1] > 1 else None
+        out: mx.array = self.layers[0](rows, mask=mask, cache=cache)
+        return out
+
+    def norm_paths(self) -> list[str]:
+        """The paths of all its norms, those of attention's heads among them."""
+        own = [f"layers.0.{name}" for name in _LAYER_NORMS]
+        return [*_NORMS, *own, *(f"layers.0.self_attn.{name}" for name in _HEAD_NORMS)]
+
+
+def load_mtp_module(
+    model: StreamFusedModel,
+    name: str | Path | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> MtpModule:
+    """Load the MTP head of a model, its norms' weights as they are stored.
+
+    Where the target is quantised and the head is not, it is quantised as the target's layer of the
+    same name is. A head that is stored quantised stays so.
+
+    Args:
+        model: the target.
+        name: the folder or the Hub name that holds the head; the target's own folder unless given.
+        cache_dir, offline, progress: as `ssmlx.load` takes them.
+
+    Returns:
+        The module, in the target's dtype, computed.
+
+    Raises:
+        InputError: the target is of another kind, there is no head or no whole one, or it does not
+            fit the target.
+    """
+    backbone = model.backbone
+    layer_kind = _layer_kind(backbone)
+    if name:
+        fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
+        folder = resolve_model(name, fetch)
+    else:
+        require(
+            backbone.folder is not None,
+            "an MTP head of a model that was not read from a folder",
+            expected="the folder that holds the head",
+            do='give --drafter "mtp model=FOLDER"',
+        )
+        assert backbone.folder is not None
+        folder = backbone.folder
+    with explain_load_errors(
+        folder,
+        f"{folder} cannot be read as an MTP head",
+        expected="whole safetensors files",
+        do="download them again",
+    ):
+        if name:
+            _check_settings(folder, backbone)
+        tensors = _join_experts(_find_tensors(folder, is_beside=bool(name)))
+        module = _build(tensors, backbone.args, layer_kind, folder)
+        _check_tensors(tensors, module, folder)
+        module.load_weights(list(tensors.items()))
+        module.set_dtype(backbone.dtype)
+        if not any(isinstance(one, PACKED_KINDS) for one in module.modules()):
+            _quantise_as(backbone.model, module)
+        mx.eval(module_arrays(module))
+    return module
+
+
+def with_norms(module: MtpModule, norms: Norms | None) -> MtpModule:
+    """A copy of a head whose norms multiply with the weights that they should.
+
+    Args:
+        module: its norms' weights as they are stored; it stays as it is.
+        norms: how they are stored; None to tell by the norms of its layer, whose weights are about
+            1 on average, and about 0 where they are stored less one.
+
+    Returns:
+        The copy, which shares all other arrays, computed.
+    """
+    modules = dict(module.named_modules())
+    own = [modules[path] for path in module.norm_paths() if path.startswith("layers.")]
+    mean = to_float(mx.mean(mx.concatenate([one.weight.astype(mx.float32) for one in own])))
+    found: Norms = "raw" if mean < 0.5 else "shifted"
+    _log.debug("the norms of the MTP head's layer are %.2f on average: %s", mean, found)
+    copied: Any = clone_sharing_arrays(module)
+    if (norms or found) == "raw":
+        modules = dict(copied.named_modules())
+        for path in module.norm_paths():
+            modules[path].weight = modules[path].weight + 1
+    mx.eval(module_arrays(copied))
+    return copied  # type: ignore[no-any-return]
+
+
+def _layer_kind(backbone: Backbone) -> type[nn.Module]:
+    """The class of the target's decoder layers.
+
+    Raises:
+        InputError: it is none for which an MTP head is known, or last hidden states cannot be had.
+    """
+    found = type(backbone.layers[0]) if backbone.layers else None
+    require(
+        found in _LAYER_KINDS,
+        f"the model type {getattr(backbone.model, 'model_type', '')!r} with --drafter mtp",
+        expected="a Qwen3-Next or Qwen3.5 model",
+        do="choose another drafter",
+    )
+    assert found is not None
+    backbone.capabilities.require("last_hidden", "an MTP head")
+    return found
+
+
+def _check_settings(folder: Path, backbone: Backbone) -> None:
+    """Raise InputError where a head's config.json names other sizes, or another kind of model, than
+    the target's settings."""
+    settings = read_json(folder / "config.json", "settings")
+    inner = settings.get("text_config")
+    values = {**settings, **(inner if isinstance(inner, dict) else {})}
+    expected = _kind_name(getattr(backbone.args, "model_type", ""))
+    kind = _kind_name(str(settings.get("model_type", expected)))
+    require(
+        kind == expected,
+        f"the MTP head in {folder} belongs to another base model: it is of the type {kind}",
+        expected=f"{expected}, as the target",
+        do=_OTHER,
+    )
+    for name in _SHARED_SETTINGS:
+        own = getattr(backbone.args, name, None)
+        found = values.get(name, own)
+        require(
+            own is None or found is None or found == own,
+            f"the MTP head in {folder} belongs to another base model: {name} is {quoted(found)}",
+            expected=f"{own}, as in the target",
+            do=_OTHER,
+        )
+
+
+def _kind_name(model_type: str) -> str:
+    """A model type without what is said of the part: "qwen3_5" of "qwen3_5_text" and the like."""
+    return re.sub(r"_(text|mtp)\b", "", model_type)
+
+
+def _find_tensors(folder: Path, *, is_beside: bool) -> dict[str, mx.array]:
+    """The tensors of a folder's MTP head by their names without `mtp.`, not read yet.
+
+    Args:
+        folder: the head's, or a whole model's.
+        is_beside: whether it may be the head's alone, whose names have no `mtp.`.
+
+    Raises:
+        InputError: it holds none, or its index names a file that is not there.
+    """
+    paths = _weight_files(folder)
+    found: dict[str, mx.array] = {}
+    for path in paths:
+        tensors: Any = mx.load(str(path), format="safetensors")
+        found.update(tensors)
+    own = {name.partition(_PREFIX)[2]: one for name, one in found.items() if _is_own(name)}
+    if not own and is_beside:
+        own = {name: one for name, one in found.items() if not name.startswith(_OTHERS)}
+        require(
+            any(name.startswith("fc.") for name in own),
+            f"{folder} holds no MTP head",
+            expected="tensors named mtp.*, or a head's alone",
+            do=_OTHER,
+        )
+    require(
+        bool(own),
+        f"{folder} holds no MTP head",
+        expected="tensors named mtp.*, which many conversions drop",
+        do='give --drafter "mtp model=MODEL", a folder or Hub name that holds them',
+    )
+    return {name: one for name, one in own.items() if not name.startswith(_OTHERS)}
+
+
+def _is_own(name: str) -> bool:
+    """Whether a tensor's name has `mtp.` as a part of it."""
+    return name.startswith(_PREFIX) or f".{_PREFIX}" in name
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files of weights of a folder: those that its index names, or all that are there.
+
+    Raises:
+        InputError: the index is none, or names a file that is not there.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    names = read_json(index, "an index of weights").get("weight_map")
+    found: set[Any] = set(names.values()) if isinstance(names, dict) else {None}
+    require(
+        all(isinstance(name, str) and Path(name).name == name for name in found),
+        f"{index} names {quoted(names)}",
+        expected="a weight_map of file names",
+        do="download the model again",
+    )
+    paths = sorted(folder / name for name in found)
+    missing = [path.name for path in paths if not path.is_file()]
+    require(
+        not missing,
+        f"{folder} lacks {join_first(missing)}",
+        expected=f"the {len(paths)} files that its index names",
+        do="download the rest of it",
+    )
+    # What a file beside them adds, its index may not know.
+    return sorted({*paths, *folder.glob("*mtp*.safetensors")})
+
+
+def _join_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Stack the tensors of single experts as mlx-lm's layers have them; others stay as they are."""
+    joined: dict[str, mx.array] = {}
+    experts: dict[str, dict[int, mx.array]] = {}
+    for name, tensor in tensors.items():
+        if single := _EXPERT.fullmatch(name):
+            prefix, number, part, leaf = single.groups()
+            experts.setdefault(f"{prefix}.switch_mlp.{part}.{leaf}", {})[int(number)] = tensor
+        elif name.endswith(".mlp.experts.gate_up_proj"):
+            prefix = name.removesuffix("experts.gate_up_proj") + "switch_mlp."
+            middle = tensor.shape[-2] // 2
+            joined[prefix + "gate_proj.weight"] = tensor[..., :middle, :]
+            joined[prefix + "up_proj.weight"] = tensor[..., middle:, :]
+        elif name.endswith(".mlp.experts.down_proj"):
+            prefix = name.removesuffix("experts.down_proj") + "switch_mlp."
+            joined[prefix + "down_proj.weight"] = tensor
+        else:
+            joined[name] = tensor
+    for name, parts in experts.items():
+        shapes = {part.shape for part in parts.values()}
+        require(
+            sorted(parts) == list(range(len(parts))) and len(shapes) == 1,
+            f"the MTP head has experts {join_first([*map(str, sorted(parts))])} of {name}",
+            expected="all of them, of one shape",
+            do="download it again",
+        )
+        joined[name] = mx.stack([parts[number] for number in range(len(parts))])
+    return joined
+
+
+def _build(
+    tensors: Mapping[str, mx.array], args: Any, layer_kind: type[nn.Module], folder: Path
+) -> MtpModule:
+    """Make the module that these tensors are for, with layers quantised as they are.
+
+    Args:
+        tensors: by name; only names and shapes are looked at.
+        args: the target's settings.
+        layer_kind: the class of its layers.
+        folder: for messages.
+
+    Raises:
+        InputError: they need a layer that the target lacks, or are quantised in a way that is not
+            known.
+    """
+    args = copy.copy(args)
+    mlp = "layers.0.mlp."
+    has_experts = any(name.startswith(f"{mlp}switch_mlp.") for name in tensors)
+    require(
+        not has_experts or args.num_experts > 0,
+        f"the MTP head in {folder} has a layer of experts, which the target lacks",
+        expected="a dense layer, as the target's",
+        do=_OTHER,
+    )
+    args.mlp_only_layers = []
+    args.decoder_sparse_step = 1
+    if not has_experts:
+        args.num_experts = 0
+        gate = tensors.get(f"{mlp}gate_proj.weight")
+        args.intermediate_size = args.intermediate_size if gate is None else gate.shape[0]
+    module = MtpModule(args, layer_kind)
+
+    def packing(path: str, layer: nn.Module) -> bool | dict[str, int]:
+        scales = tensors.get(f"{path}.scales")
+        if scales is None or not hasattr(layer, "to_quantized"):
+            return False
+        width = layer.weight.shape[-1]
+        packed = tensors.get(f"{path}.weight", scales)
+        bits = packed.shape[-1] * 32 // width
+        group_size = width // scales.shape[-1]
+        is_known = bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
+        require(
+            is_known and f"{path}.biases" in tensors,
+            f"{path} of the MTP head in {folder} is quantised to {bits} bits by {group_size}",
+            expected="MLX's affine quantisation",
+            do="use the head that is not quantised",
+        )
+        return {"bits": bits, "group_size": group_size}
+
+    nn.quantize(module, class_predicate=packing)
+    return module
+
+
+def _check_tensors(tensors: Mapping[str, mx.array], module: MtpModule, folder: Path) -> None:
+    """Raise InputError unless `tensors` have the names and shapes of the module's, and are finite;
+    packed weights are integers, and all others floats."""
+    expected: dict[str, mx.array] = dict(tree_flatten(module.parameters()))  # type: ignore[arg-type]
+    packed = {name for name, one in expected.items() if one.dtype == mx.uint32}
+    wrong = [
+        name
+        for name in packed & set(tensors)
+        if tensors[name].dtype != mx.uint32 or tensors[name].shape != expected[name].shape
+    ]
+    unknown = sorted(name for name in tensors if name not in expected)
+    require(
+        not wrong and not unknown,
+        f"the MTP head in {folder} has tensors that its layer lacks or has in another shape: "
+        f"{join_first([*wrong, *unknown])}",
+        expected=_ONE,
+        do=_OTHER,
+    )
+    check_tensors(
+        {name: one for name, one in tensors.items() if name not in packed},
+        {name: one.shape for name, one in expected.items() if name not in packed},
+        folder,
+    )
+    missing = sorted(packed - set(tensors))
+    found = f"the MTP head in {folder} lacks {join_first(missing)}"
+    require(not missing, found, expected=_ONE, do="download it again")
+
+
+def _quantise_as(target: nn.Module, module: MtpModule) -> None:
+    """Quantise the head's layers as those of the target with the same names are, in place.
+
+    `fc`, and others that the target has none of by their names, as most of the target's are. A
+    target that is not quantised leaves them as they are.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    counts: dict[tuple[Any, ...], int] = {}
+    for path, layer in target.named_modules():
+        if hasattr(layer, "bits") and hasattr(layer, "group_size"):
+            how = {
+                "group_size": layer.group_size,
+                "bits": layer.bits,
+                "mode": getattr(layer, "mode", "affine"),
+            }
+            found.setdefault(_path_in_layer(path), how)
+            key: tuple[Any, ...] = (*how.values(),)
+            counts[key] = counts.get(key, 0) + 1
+    if not counts:
+        return
+    most: tuple[Any, ...] = max(counts, key=counts.__getitem__)
+    usual = dict(zip(("group_size", "bits", "mode"), most, strict=True))
+
+    def packing(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        how = found.get(_path_in_layer(path), usual)
+        if not hasattr(layer, "to_quantized") or layer.weight.shape[-1] % how["group_size"]:
+            return False
+        return how
+
+    nn.quantize(module, class_predicate=packing)
+
+
+def _path_in_layer(path: str) -> str:
+    """A module's path behind the number of its layer; the whole path outside of layers."""
+    return re.sub(r"^.*\blayers\.\d+\.", "", path)

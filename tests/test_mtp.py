@@ -1,0 +1,731 @@
+"""Drafts by the heads for multi-token prediction that Qwen3-Next and Qwen3.5 ship with."""
+
+import json
+import logging
+from copy import deepcopy
+from functools import lru_cache
+from importlib import import_module
+from itertools import cycle, islice
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from real import refusal, tokens_of, write_tokenizer
+from test_every_class import OWN, PROMPT, SIZES, random_weights
+from tiny import assert_close, first_tokens, make_base, mlx_lm_tokens, slow
+
+import ssmlx
+from ssmlx.decoding.controller import DraftShape
+from ssmlx.decoding.loop import prefill, speculative_decode
+from ssmlx.decoding.sampling import Sampling
+from ssmlx.drafters.mtp import MtpConfig, MtpDrafter, MtpHead, load_mtp
+from ssmlx.drafters.mtp_head import MtpModule
+from ssmlx.errors import InputError
+from ssmlx.generation.plan import decode_plan, make_plan
+from ssmlx.loading.load import load_base
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.policy.offers import LevelsOffer
+from ssmlx.settings import GenerateConfig
+
+VOCAB = SIZES["vocab_size"]
+WIDTH = SIZES["hidden_size"]
+SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
+DENSE = {"num_experts": 0}
+# By name: mlx-lm's class, and settings beside those of all classes.
+MODELS = {
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next dense": ("qwen3_next", DENSE),
+    "qwen3_5": ("qwen3_5", DENSE),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
+}
+NAMES = ["qwen3_5_moe", *slow(*(name for name in MODELS if name != "qwen3_5_moe"))]
+TOKENS = 3
+
+
+def config_of(name):
+    kind, more = MODELS[name]
+    return {**SIZES, "model_type": kind, **OWN.get(kind, {}), **more}
+
+
+@lru_cache(maxsize=4)
+def base_of(name):
+    config = config_of(name)
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(deepcopy(config)))
+    model.update(tree_unflatten(list(random_weights(model).items())))
+    mx.eval(model.parameters())
+    return model
+
+
+@lru_cache(maxsize=4)
+def model_of(name):
+    return StreamFusedModel(Backbone(base_of(name)))
+
+
+def head_tensors(name, seed=100):
+    """Random weights of a head, by the names of mlx-lm's layers, norms as they multiply."""
+    backbone = model_of(name).backbone
+    module = MtpModule(backbone.args, type(backbone.layers[0]))
+    weights = {}
+    for number, (path, old) in enumerate(tree_flatten(module.parameters())):
+        noise = 0.25 * mx.random.normal(old.shape, key=mx.random.key(seed + number))
+        weights[path] = noise if old.ndim > 1 else 1 + noise
+    return weights
+
+
+def published(tensors, *, raw=True, fused=False, prefix="mtp."):
+    """The same as Qwen's own files have them: norms less one, experts one by one or joined."""
+    found = {}
+    for path, tensor in tensors.items():
+        if raw and tensor.ndim == 1:
+            tensor = tensor - 1
+        start, stacked, part = path.partition("switch_mlp.")
+        if not stacked:
+            found[prefix + path] = tensor
+        elif not fused:
+            for number, expert in enumerate(tensor):
+                found[f"{prefix}{start}experts.{number}.{part}"] = expert
+        elif part.startswith("down_proj"):
+            found[f"{prefix}{start}experts.down_proj"] = tensor
+        elif part.startswith("gate_proj"):
+            up = tensors[path.replace("gate_proj", "up_proj")]
+            found[f"{prefix}{start}experts.gate_up_proj"] = mx.concatenate([tensor, up], axis=1)
+    return found
+
+
+def write_target(name, folder, head=None, **settings):
+    """A model folder, with the tensors of a head beside the model's where they are given."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config_of(name), **settings}))
+    weights = dict(tree_flatten(base_of(name).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), {**weights, **(head or {})})
+    write_tokenizer(folder)
+    return folder
+
+
+def write_head(name, folder, tensors, **settings):
+    """A folder of a head alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config_of(name), **settings}))
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    return folder
+
+
+@lru_cache(maxsize=4)
+def head_of(name):
+    model = model_of(name)
+    module = MtpModule(model.backbone.args, type(model.backbone.layers[0]))
+    module.load_weights(list(head_tensors(name).items()))
+    return MtpHead(module, model.backbone)
+
+
+def copying_model(name):
+    """A model whose next token depends on the last alone, and a head that is always right.
+
+    Its layers add nothing. With all norms' weights larger by one, the head is always wrong: the
+    final norm's are -0.5, so that the logits change their sign.
+    """
+
+    def silence(tensors):
+        ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+        return {n: mx.zeros_like(one) if n.endswith(ends) else one for n, one in tensors.items()}
+
+    base = deepcopy(base_of(name))
+    base.load_weights(list(silence(dict(tree_flatten(base.parameters()))).items()))
+    getattr(base, "language_model", base).model.norm.weight = mx.full(WIDTH, -0.5)
+    model = StreamFusedModel(Backbone(base))
+    tensors = silence(head_tensors(name))
+    tensors["fc.weight"] = mx.concatenate([mx.eye(WIDTH), mx.zeros((WIDTH, WIDTH))], axis=1)
+    tensors["pre_fc_norm_embedding.weight"] = mx.ones(WIDTH)
+    tensors["norm.weight"] = mx.full(WIDTH, -0.5)
+    module = MtpModule(model.backbone.args, type(model.backbone.layers[0]))
+    module.load_weights(list(tensors.items()))
+    return model, MtpHead(module, model.backbone)
+
+
+def decoded(model, count=40, prompt=PROMPT, cache=None, context=(), **settings):
+    """Tokens of an answer, and how many each call brought."""
+    plan = make_plan(model, **settings)
+    cache = cache or model.make_cache()
+    return first_tokens(decode_plan(plan, model, prompt, cache, context=context), count)
+
+
+# --- The same tokens as plain decoding ---
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_plain_decodings(name, count, settings):
+    model = model_of(name)
+    expected, _ = decoded(model, count, decoding="plain", **settings)
+    if not settings:
+        assert expected == mlx_lm_tokens(base_of(name), PROMPT, count)
+    for more in ({}, {"decoding": "speculative"}, {"decoding": "speculative", "drafter": "mtp"}):
+        assert decoded(model, count, heads=head_of(name), **more, **settings)[0] == expected
+
+
+class Scripted(Sampling):
+    """Ranks tokens so that of each chain as many are right as a script says, over and over."""
+
+    def __init__(self, text, script):
+        super().__init__(GenerateConfig(), VOCAB)
+        self.text = text
+        self.script = cycle(script)
+        self.logits = []
+        self.places = []
+
+    def rank_tokens(self, logits, positions, count):
+        first = positions.first.item()
+        if not self.places or first != self.places[-1] + 1 or self.left == 0:
+            self.right = next(self.script)
+            self.left = TOKENS
+        self.left -= 1
+        level = TOKENS - 1 - self.left
+        self.logits.append(logits[0])
+        self.places.append(first)
+        token = self.text[first + 1]
+        return mx.array([[token if level < self.right else (token + 1) % VOCAB]]), mx.array(False)
+
+
+def true_hidden_states(name, tokens):
+    """[1, T, D] what enters the final norm of mlx-lm's model, of a whole text."""
+    base = base_of(name)
+    inner = getattr(base, "language_model", base).model
+    norm = inner.norm
+    try:
+        inner.norm = nn.Identity()
+        return inner(mx.array([tokens]))
+    finally:
+        inner.norm = norm
+
+
+def reference_steps(name, text, root, drafted, hidden, weights):
+    """Hidden states and logits of each draft step, by vLLM's equations on transformers' layer.
+
+    Without a cache: every step runs all pairs of the text, and those of drafted tokens behind.
+    """
+    torch = pytest.importorskip("torch")
+    layer, norm_class, rotary, eps = torch_layer(name, weights)
+
+    def to_torch(array):
+        return torch.tensor(np.array(array))
+
+    def norm(path):
+        made = norm_class(WIDTH, eps=eps)
+        made.weight.data = to_torch(weights[path]) - 1
+        return made
+
+    def target_norm(rows):
+        made = norm_class(WIDTH, eps=eps)
+        made.weight.data = to_torch(model_of(name).backbone.final_norm.weight) - 1
+        return made(rows)
+
+    base = base_of(name)
+    outer = getattr(base, "language_model", base)
+    embedding = to_torch(outer.model.embed_tokens.weight)
+    head = to_torch(outer.lm_head.weight)
+    states = to_torch(true_hidden_states(name, text[:root])[0])
+    rows = target_norm(states) if hidden == "after" else states
+    tokens = list(text[1 : root + 1])
+    found = []
+    with torch.no_grad():
+        for level in range(TOKENS):
+            embedded = norm("pre_fc_norm_embedding.weight")(embedding[tokens])
+            both = torch.cat([embedded, norm("pre_fc_norm_hidden.weight")(rows)], dim=-1)
+            x = (both @ to_torch(weights["fc.weight"]).T)[None]
+            size = x.shape[1]
+            mask = torch.full((size, size), float("-inf")).triu(1)[None, None]
+            places = torch.arange(size)[None]
+            out = layer(x, position_embeddings=rotary(x, places), attention_mask=mask)
+            last = out[0, -1:]
+            normed = norm("norm.weight")(last)
+            found.append((last[0].numpy(), (normed @ head.T)[0].numpy()))
+            rows = torch.cat([rows, normed if hidden == "after" else last])
+            tokens.append(drafted[level])
+    return found
+
+
+def torch_layer(name, weights):
+    """transformers' decoder layer with full attention, its norm, its rotary embedding, epsilon."""
+    torch = pytest.importorskip("torch")
+    kind, _ = MODELS[name]
+    config = config_of(name)
+    family = {
+        "qwen3_next": ("Qwen3NextConfig", "Qwen3Next", "Qwen3NextRotaryEmbedding"),
+        "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5", "Qwen3_5TextRotaryEmbedding"),
+        "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5Moe", "Qwen3_5MoeTextRotaryEmbedding"),
+    }[kind]
+    where = f"transformers.models.{kind}."
+    settings = import_module(where + f"configuration_{kind}")
+    modeling = import_module(where + f"modeling_{kind}")
+    args = model_of(name).backbone.args
+    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
+    rope["partial_rotary_factor"] = args.partial_rotary_factor
+    if kind != "qwen3_next":
+        rope["mrope_section"] = [1, 1, 0]
+    made = getattr(settings, family[0])(
+        **{n: config[n] for n in config if n not in ("model_type", "rope_scaling", "rope_theta")},
+        rope_parameters=rope,
+        layer_types=["full_attention"] * SIZES["num_hidden_layers"],
+    )
+    made._attn_implementation = "eager"
+    layer = getattr(modeling, family[1] + "DecoderLayer")(made, 1).eval()
+    state = {}
+    for path, tensor in published(weights, fused=True, prefix="").items():
+        if path.startswith("layers.0."):
+            state[path.removeprefix("layers.0.")] = torch.tensor(np.array(tensor))
+    layer.load_state_dict(state)
+    rotary = getattr(modeling, family[2])(made)
+    return layer, getattr(modeling, family[1] + "RMSNorm"), rotary, config["rms_norm_eps"]
+
+
+@pytest.mark.parametrize("hidden", ["after", "before"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("step_size", [4, *slow(64)])
+def test_each_draft_step_is_that_of_another_implementation(name, hidden, step_size, monkeypatch):
+    """Over rounds with rejections: the head's hidden states, and its logits."""
+    pytest.importorskip("torch")
+    model = model_of(name)
+    expected, _ = decoded(model, 60, decoding="plain")
+    text = [*PROMPT, *expected]
+    sampling = Scripted(text, [0, 3, 1, 2, 0, 0, 3, 3, 2])
+    drafter = MtpDrafter(model.backbone, head_of(name), MtpConfig(hidden=hidden), sampling)
+    outs = []
+    real = MtpModule.__call__
+
+    def noted(self, *given):
+        outs.append(real(self, *given))
+        return outs[-1]
+
+    monkeypatch.setattr(MtpModule, "__call__", noted)
+    proposed = []
+    propose = drafter.propose
+
+    def proposing(verified, shape):
+        outs.clear()
+        tree = propose(verified, shape)
+        states = [out[0, -1] for out in outs[-TOKENS:]]
+        logits = sampling.logits[-TOKENS:]
+        proposed.append((verified.root_position.item(), tree.tokens.tolist(), states, logits))
+        return tree
+
+    monkeypatch.setattr(drafter, "propose", proposing)
+    steps = speculative_decode(
+        model, PROMPT, model.make_cache(), drafters=[drafter], prefill_step_size=step_size
+    )
+    tokens, lengths = first_tokens(steps, 40)
+    assert tokens == expected[:40] and {1, 2, 3, 4} == set(lengths)
+    weights = head_tensors(name)
+    for root, drafted, states, logits in proposed[:12]:
+        wanted = reference_steps(name, text, root, drafted[1:], hidden, weights)
+        for found, (state, row) in zip(zip(states, logits, strict=True), wanted, strict=True):
+            assert_close(found[0], state, 1e-4)
+            assert_close(found[1], row, 1e-4)
+    assert drafter.draft_calls >= TOKENS * len(proposed)
+
+
+# --- Files ---
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("prefix", ["mtp.", "", "language_model.mtp."])
+def test_heads_are_read_from_files_of_all_kinds(tmp_path, prefix, raw, fused):
+    """Norms less one or not, experts joined or not; the head that was written is the one read."""
+    name = "qwen3_5_moe"
+    tensors = head_tensors(name)
+    stored = published(tensors, raw=raw, fused=fused, prefix=prefix)
+    copies = {"embed_tokens.weight": mx.zeros((2, 2))} if not prefix else {}
+    folder = write_head(name, tmp_path / "head", {**stored, **copies})
+    head = load_mtp(model_of(name), folder)
+    found = dict(tree_flatten(head.module_for("auto").parameters()))
+    assert {path: one.shape for path, one in found.items()} == {
+        path: one.shape for path, one in tensors.items()
+    }
+    for path, one in found.items():
+        assert_close(one, tensors[path], 1e-6)
+    assert head.module_for("auto") is head.module_for("auto")
+    assert head.nbytes == 4 * head.num_parameters and head.cache_bytes == 0
+    wrong = head.module_for("shifted" if raw else "raw")
+    assert not mx.allclose(wrong.norm.weight, tensors["norm.weight"])
+    assert wrong.fc.weight is head.module_for("auto").fc.weight
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_that_still_holds_its_head_drafts_with_it(tmp_path, name):
+    tensors = published(head_tensors(name), raw=False)
+    folder = write_target(name, tmp_path / "model", None if "dense" in name else tensors)
+    if "dense" in name:  # mlx-lm's Qwen3-Next drops them where it has experts alone
+        write_head(name, folder / "own", tensors)
+    model = StreamFusedModel(load_base(folder, "float32")[0])
+    head = load_mtp(model, folder / "own" if "dense" in name else None)
+    expected, _ = decoded(model_of(name), decoding="plain")
+    tokens, _ = decoded(model, heads=head, decoding="speculative")
+    assert tokens == expected
+    for path, one in tree_flatten(head.module_for("auto").parameters()):
+        assert_close(one, head_tensors(name)[path], 1e-6)
+
+
+def test_a_quantised_target_gets_a_quantised_head(tmp_path):
+    name = "qwen3_5_moe"
+    base = deepcopy(base_of(name))
+
+    def packing(path, layer):
+        if not hasattr(layer, "to_quantized") or layer.weight.shape[-1] % 32:
+            return False
+        return {"group_size": 32, "bits": 8 if path.endswith("mlp.gate") else 4}
+
+    nn.quantize(base, class_predicate=packing)
+    model = StreamFusedModel(Backbone(base))
+    folder = write_head(name, tmp_path / "head", published(head_tensors(name)))
+    head = load_mtp(model, folder)
+    module = head.module_for("auto")
+    assert module.fc.bits == module.layers[0].self_attn.q_proj.bits == 4
+    assert module.layers[0].mlp.gate.bits == 8
+    assert module.layers[0].mlp.switch_mlp.up_proj.bits == 4
+    assert not hasattr(module.layers[0].mlp.switch_mlp.down_proj, "bits")  # of 16 columns
+    for settings in ({}, SAMPLED):
+        expected, _ = decoded(model, decoding="plain", **settings)
+        tokens, _ = decoded(model, heads=head, decoding="speculative", **settings)
+        assert tokens == expected
+    # The same stored in four bits, for a target that is not quantised.
+    stored = write_head(name, tmp_path / "packed", dict(tree_flatten(module.parameters())))
+    again = load_mtp(model_of(name), stored)
+    packed = again.module_for("auto")
+    assert packed.fc.bits == 4 and packed.layers[0].mlp.gate.bits == 8
+    assert mx.array_equal(packed.fc.weight, module.fc.weight)
+    expected, _ = decoded(model_of(name), decoding="plain")
+    assert decoded(model_of(name), heads=again, decoding="speculative")[0] == expected
+
+
+def test_a_head_that_nothing_is_accepted_of_is_told(caplog):
+    """Once an answer; a head whose drafts are accepted is not."""
+    name = "qwen3_5_moe"
+    model = model_of(name)
+    expected, _ = decoded(model, 120, decoding="plain")
+    with caplog.at_level(logging.WARNING, "ssmlx"):
+        for script, said in (([0], 1), ([0, 0, 0, 1], 0)):
+            caplog.clear()
+            sampling = Scripted([*PROMPT, *expected], script)
+            drafter = MtpDrafter(model.backbone, head_of(name), MtpConfig(), sampling)
+            steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
+            assert first_tokens(steps, 80)[0] == expected[:80]
+            assert len(caplog.records) == said
+    assert "try hidden=before or norms=" in caplog.text or not caplog.records
+
+
+def test_the_wrong_norms_are_told(caplog, tmp_path):
+    """A head whose drafts are all accepted, until its norms are taken for the other kind."""
+    name = "qwen3_5_moe"
+    model, head = copying_model(name)
+    expected, _ = decoded(model, 90, decoding="plain")
+    with caplog.at_level(logging.WARNING, "ssmlx"):
+        tokens, lengths = decoded(model, 90, heads=head, decoding="speculative")
+        assert tokens == expected and max(lengths) == 1 + TOKENS and not caplog.records
+        wrong = MtpConfig(norms="raw")
+        tokens, lengths = decoded(
+            model, 90, heads=head, decoding="speculative", drafter_settings=wrong
+        )
+    assert tokens == expected and max(lengths) == 1
+    (record,) = caplog.records
+    assert "none of the 66 tokens that the MTP head drafted was accepted" in record.getMessage()
+    assert "norms=raw|shifted" in record.getMessage() and "\n" not in record.getMessage()
+
+
+def test_a_controller_drafts_by_the_head_and_the_text():
+    model = model_of("qwen3_5_moe")
+    for given in ({"drafter": ["mtp", head_of("qwen3_5_moe")]}, {"heads": head_of("qwen3_5_moe")}):
+        plan = make_plan(model, **given)
+        assert [one.largest.drafter for one in plan.drafters] == ["mtp", "prompt-lookup"]
+        assert not plan.needs_whole_context
+    offer = plan.drafters[0].offer()
+    assert [shape.nodes for shape in offer.shapes] == [2, 3, 4]
+
+
+def test_each_level_has_an_acceptance_ratio():
+    offer = LevelsOffer(DraftShape("mtp", 4, 3))
+    ratios = {"mtp level 1": 0.9, "mtp level 2": 0.5, "mtp level 3": 0.1}
+
+    def ratio_of(name, first):
+        return ratios[name]
+
+    expected = [offer.expected(shape, ratio_of) for shape in offer.shapes]
+    assert expected == pytest.approx([0.9, 0.9 + 0.45, 0.9 + 0.45 + 0.045])
+    counts = list(offer.acceptance_counts(offer.shapes[-1], 1))
+    assert [(one.name, one.accepted, one.offered) for one in counts] == [
+        ("mtp level 1", 1.0, 1.0),
+        ("mtp level 2", 0.0, 1.0),
+    ]
+    assert len(list(offer.acceptance_counts(offer.shapes[-1], 3))) == 3
+    assert offer.after_tokens(2, ratio_of) == (1.0, offer)
+
+
+# --- Texts that go on, and several at once ---
+
+
+@pytest.mark.parametrize("kept", [4, 20])
+def test_a_text_goes_on_warm_as_it_would_cold(kept):
+    """On a cached beginning: of the same text, whose pairs are there, and of another, without."""
+    name = "qwen3_5_moe"
+    model, head = copying_model(name)
+    expected, _ = decoded(model, 40, decoding="plain")
+    text = [*PROMPT, *expected]
+    for first_prompt in (PROMPT, [5, 5, 5]):
+        decoded(model, 10, first_prompt, heads=head, decoding="speculative")
+        for _ in range(2):
+            cache = model.make_cache()
+            prefill(model, text[:kept], cache)
+            context = {"cache": cache, "context": text[:kept]}
+            rest = text[kept : len(PROMPT)]
+            tokens, lengths = decoded(
+                model, 30, rest, heads=head, decoding="speculative", **context
+            )
+            assert tokens == expected[:30] and {*lengths[1:]} == {1 + TOKENS}
+    caches = [*head._caches]
+    assert len(caches) <= 3 and head.cache_bytes > 0
+    head.drop_idle()
+    assert head.cache_bytes == 0
+
+
+def test_pairs_stay_as_far_as_the_text_is_the_same():
+    """A next answer's hidden states and rows are those of one that began anew."""
+    name = "qwen3_5_moe"
+    model = model_of(name)
+    head = head_of(name)
+    expected, _ = decoded(model, 30, decoding="plain")
+    text = [*PROMPT, *expected]
+    asked = {"heads": head, "decoding": "speculative"}
+    decoded(model, 20, **asked)
+    cache = model.make_cache()
+    prefill(model, text[:25], cache)
+    decoded(model, 5, text[25:28], cache, text[:25], **asked)
+    warm = next(iter(head._caches))
+    assert warm.places == [*range(len(warm.places))] and len(warm.places) >= 27
+    head.drop_idle()
+    cold = MtpHead(head._module, model.backbone)
+    decoded(model, 5, text[:28], heads=cold, decoding="speculative")
+    fresh = next(iter(cold._caches))
+    for found, wanted in zip(warm.state, fresh.state, strict=True):
+        assert_close(found[..., :27, :], wanted[..., :27, :], 1e-4)
+    # Another token at place 10: the pairs before it stay.
+    other = [*text[:10], (text[10] + 1) % VOCAB, *text[11:20]]
+    fresh.go_back(other[:11])
+    assert fresh.places == [*range(9)] and fresh.text == other[:11]
+    fresh.go_back([-1, -1, -1])
+    assert fresh.places == []
+
+
+def test_unknown_context_drafts_too():
+    """Tokens that a cache holds and nobody gave."""
+    model, head = copying_model("qwen3_5_moe")
+    expected, _ = decoded(model, 30, decoding="plain")
+    for _ in range(2):
+        cache = model.make_cache()
+        prefill(model, PROMPT[:9], cache)
+        tokens, lengths = decoded(model, 20, PROMPT[9:], cache, heads=head, decoding="speculative")
+        assert tokens == expected[:20] and {*lengths[1:]} == {1 + TOKENS}
+
+
+@pytest.mark.parametrize("stop", range(4))
+def test_an_answer_that_is_given_up_leaves_the_head_fit(stop):
+    model, head = copying_model("qwen3_5_moe")
+    expected, _ = decoded(model, 30, decoding="plain")
+    for settings in ({"prefill_step_size": 4}, {}):
+        plan = make_plan(model, heads=head, decoding="speculative", **settings)
+        steps = decode_plan(plan, model, PROMPT, model.make_cache())
+        list(islice(steps, stop))
+        del steps, plan
+        tokens, lengths = decoded(model, 30, heads=head, decoding="speculative")
+        assert tokens == expected and {*lengths[1:]} == {1 + TOKENS}
+
+
+def test_a_long_stretch_without_drafts_is_processed_meanwhile():
+    """A controller that drafts seldom: pairs do not pile up, and the next draft knows them all."""
+    model, head = copying_model("qwen3_5_moe")
+    expected, _ = decoded(model, 130, decoding="plain")
+
+    class Seldom:
+        def __init__(self, largest):
+            self.largest = largest
+            self.calls = 0
+
+        def next(self, *, is_read=False):
+            return self.largest if self.calls % 50 == 49 else None
+
+        def record(self, call):
+            self.calls += 1
+
+    drafter = MtpDrafter(model.backbone, head, MtpConfig(), Sampling(GenerateConfig(), VOCAB))
+    steps = speculative_decode(
+        model,
+        PROMPT,
+        model.make_cache(),
+        drafters=[drafter],
+        controller=Seldom(drafter.largest),
+    )
+    tokens, lengths = first_tokens(steps, 120)
+    assert tokens == expected[:120] and lengths.count(1 + TOKENS) == 2
+    assert len(drafter._pending) < 40
+    assert drafter._cache.places == [*range(len(drafter._cache.places))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen3.5 with a tokenizer, and its head, which is raw."""
+    path = tmp_path_factory.mktemp("mtp") / "model"
+    tensors = published(head_tensors("qwen3_5_moe"), raw=False)
+    return write_target("qwen3_5_moe", path, tensors)
+
+
+def test_two_chats_at_once_share_a_head(folder):
+    model, tokenizer = ssmlx.load(str(folder), dtype="float32")
+    head = load_mtp(model)
+    questions = ("w3 w4", "w5 w6 w7", "w3 w4 w3 w4")
+
+    def talk(config, *loaded):
+        first, second = (
+            ssmlx.ChatSession(model, tokenizer, config, drafter=list(loaded)) for _ in range(2)
+        )
+        return [tokens_of(one.reply(text)) for text in questions for one in (first, second, second)]
+
+    expected = talk(GenerateConfig(decoding="plain", max_tokens=9))
+    always = GenerateConfig(decoding="speculative", max_tokens=9)
+    for config in (always, GenerateConfig(max_tokens=9)):
+        assert talk(config, head) == expected
+
+
+@pytest.mark.parametrize("drafting", [{}, {"decoding": "speculative"}])
+def test_an_engines_answers_in_turns_are_those_of_each_alone(folder, drafting):
+    questions = [PROMPT, [5, 6, 5, 6, 5], "w1 w2"]
+    with ssmlx.Engine(str(folder), dtype="float32") as engine:
+        head = load_mtp(engine.model())
+        alone = {"max_tokens": 24, "decoding": "plain", "deterministic": True}
+        expected = [tokens_of(engine.stream(question, **alone)) for question in questions]
+        answers = [engine.stream(one, max_tokens=24, drafter=head, **drafting) for one in questions]
+        heard = [[] for _ in questions]
+        for turn in range(24):
+            for said, one in zip(heard, answers, strict=True):
+                said += (token for part in islice(one, 1) for token in part.tokens)
+            if turn == 2:
+                answers[1].close()
+        assert heard[0] == expected[0] and heard[2] == expected[2]
+        assert heard[1] == expected[1][: len(heard[1])]
+
+
+def test_generate_drafts_by_the_head_of_the_model_and_of_a_folder(folder, tmp_path, capsys):
+    from ssmlx.commands import generate
+
+    beside = write_head("qwen3_5_moe", tmp_path / "head", published(head_tensors("qwen3_5_moe")))
+    options = ["--model", str(folder), "--prompt", "w3 w4", "--raw", "--max-tokens", "9"]
+    said = []
+    for drafting in (
+        ["--decoding", "plain"],
+        ["--drafter", "mtp"],
+        ["--drafter", f"mtp model={beside} tokens=2 hidden=before norms=raw"],
+        ["--drafter", "mtp", "--decoding", "speculative"],
+    ):
+        generate.main([*options, *drafting])
+        said.append(capsys.readouterr().out)
+    assert len(set(said)) == 1 and said[0].strip()
+
+
+# --- What is refused, in a line ---
+
+
+def changed(tensors, **changes):
+    """Tensors of which some are changed: to another, or to None for none."""
+    wanted = {**tensors, **{name.replace("__", "."): one for name, one in changes.items()}}
+    return {name: one for name, one in wanted.items() if one is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "said"),
+    [
+        ({"mtp__fc__weight": None}, {}, "tensors missing: fc.weight; expected 1"),
+        ({"mtp__fc__weight": mx.zeros((WIDTH, WIDTH))}, {}, "misshapen: fc.weight"),
+        ({"mtp__norm__weight": mx.full(WIDTH, mx.nan)}, {}, "with NaN or infinity: norm.weight"),
+        ({"mtp__fc__weight": mx.zeros((32, 64), mx.int8)}, {}, "that are no floats: fc.weight"),
+        (
+            {"mtp__eh_proj__weight": mx.zeros(3)},
+            {},
+            "lacks or has in another shape: eh_proj.weight",
+        ),
+        (
+            {"mtp__layers__1__input_layernorm__weight": mx.zeros(WIDTH)},
+            {},
+            "another shape: layers.1.input_layernorm.weight; expected one MTP head, of one layer",
+        ),
+        ({}, {"hidden_size": 64}, "another base model: hidden_size is 64; expected 32"),
+        ({}, {"vocab_size": 99}, "another base model: vocab_size is 99; expected 64"),
+        ({}, {"text_config": {"head_dim": 4}}, "another base model: head_dim is 4; expected 8"),
+        ({}, {"model_type": "qwen3_next"}, "it is of the type qwen3_next; expected qwen3_5_moe"),
+        ({}, {"hidden_size": 2**30}, "has 1073741824 for hidden_size"),
+        ({}, {"model_file": "x.py"}, "asks to run code"),
+        ({"mtp__layers__0__mlp__experts__0__up_proj__weight": None}, {}, "has experts 1, 2, 3 of"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, change, settings, said):
+    name = "qwen3_5_moe"
+    tensors = changed(published(head_tensors(name)), **change)
+    beside = write_head(name, tmp_path / "head", tensors, **settings)
+    found = refusal(load_mtp, model_of(name), beside)
+    assert said in found and "\n" not in found
+
+
+def test_half_a_download_is_refused(tmp_path):
+    name = "qwen3_5_moe"
+    whole = write_head(name, tmp_path / "head", published(head_tensors(name)))
+    index = whole / "model.safetensors.index.json"
+    names = {"mtp.fc.weight": "model.safetensors", "mtp.norm.weight": "model-00002.safetensors"}
+    index.write_text(json.dumps({"weight_map": names}))
+    assert "has no model-00002.safetensors" in refusal(load_mtp, model_of(name), whole)
+    index.write_text(json.dumps({"weight_map": {"mtp.fc.weight": "../model.safetensors"}}))
+    assert "expected" in refusal(load_mtp, model_of(name), whole)
+    index.unlink()
+    data = (whole / "model.safetensors").read_bytes()
+    (whole / "model.safetensors").write_bytes(data[: len(data) // 2])
+    assert "cannot be read as an MTP head" in refusal(load_mtp, model_of(name), whole)
+
+
+def test_a_folder_without_a_head_is_refused(tmp_path):
+    name = "qwen3_5_moe"
+    folder = write_target(name, tmp_path / "model")
+    model = StreamFusedModel(load_base(folder, "float32")[0])
+    assert "holds no MTP head; expected tensors named mtp.*, which" in refusal(load_mtp, model)
+    assert "holds no MTP head; expected tensors named" in refusal(load_mtp, model, folder)
+    assert "was not read from a folder" in refusal(load_mtp, model_of(name))
+    with pytest.raises(InputError, match="--drafter mtp without an MTP head; expected model=MODEL"):
+        make_plan(model, drafter="mtp")
+
+
+def test_a_head_of_experts_is_refused_beside_a_dense_model(tmp_path):
+    tensors = published(head_tensors("qwen3_5_moe"))
+    settings = {"num_experts": None, "model_type": "qwen3_5"}
+    beside = write_head("qwen3_5_moe", tmp_path / "head", tensors, **settings)
+    found = refusal(load_mtp, model_of("qwen3_5"), beside)
+    assert "has a layer of experts, which the target lacks; expected a dense layer" in found
+
+
+def test_other_models_are_refused(tmp_path):
+    name = "qwen3_5_moe"
+    beside = write_head(name, tmp_path / "head", published(head_tensors(name)))
+    llama = StreamFusedModel(Backbone(make_base("llama")))
+    assert "expected a Qwen3-Next or Qwen3.5 model" in refusal(load_mtp, llama, beside)
+    with pytest.raises(InputError, match="an MTP head for a width of 32 and 64 tokens"):
+        make_plan(llama, heads=head_of(name), decoding="speculative")
+
+
+def test_where_last_hidden_states_cannot_be_had_says_why(monkeypatch):
+    model = model_of("qwen3_5_moe")
+    monkeypatch.setattr(model.backbone, "_no_last_hidden", "its final norm was not found")
+    assert "its final norm was not found; expected" in refusal(load_mtp, model, "x")
+
+
+@pytest.mark.parametrize("settings", [{"num_draft_tokens": 0}, {"hidden": "x"}, {"norms": "x"}])
+def test_settings_are_checked(settings):
+    with pytest.raises(InputError, match='--drafter "mtp '):
+        MtpConfig(**settings)
