@@ -3,6 +3,7 @@
 import json
 
 import mlx.core as mx  # isort: skip
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -165,6 +166,23 @@ def test_broken_data_is_one_line(tmp_path, capsys, line, said):
         read_sources(tmp_path, tmp_path)
     assert train.main(["--data", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_is_no_run_is_one_line(data, tmp_path, capsys):
+    argv = ["--data", str(data), "--documents", str(data)]
+    assert measure.main([*argv, "--model", str(tmp_path)]) == 2
+    assert "a folder with config.json, model.safetensors" in capsys.readouterr().err
+    assert train.main([*argv, "--out", str(tmp_path), "--minutes", "0"]) == 2
+    assert "both above 0" in capsys.readouterr().err
+    schedule = Schedule(length=64)
+    streams = {"short": np.zeros(64, np.int32)}
+    with pytest.raises(InputError, match="no source has enough text"):
+        Sampler(streams, {}, schedule.length)
+    run = Run(SIZES, schedule, Sampler({"one": np.zeros(65, np.int32)}, {}, schedule.length))
+    for content in (b"", b"no tensors"):
+        (tmp_path / train.STATE).write_bytes(content)
+        with pytest.raises(InputError, match=r"training.pt cannot be read .*; expected"):
+            run.load(tmp_path)
 
 
 def test_prompts_lie_evenly_over_what_is_held_out():

@@ -19,7 +19,6 @@ import mlx.core as mx
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from ssmlx.drafters.mtp import MtpConfig, load_mtp
 from tokenizers import Tokenizer
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -30,6 +29,7 @@ from ssmlx.decoding.call import plain_call
 from ssmlx.decoding.chain import verify_chain
 from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import last_tokens
+from ssmlx.drafters.mtp import MtpConfig, load_mtp
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.model.streams import StreamFusedModel
@@ -61,9 +61,18 @@ def held_out_prompts(
 
     Returns:
         The prompts' tokens, sources in turns; the cuts of a source lie evenly over its text.
+
+    Raises:
+        InputError: no source holds out a prompt.
     """
     streams = [encode_stream(tokenizer, source.held_out) for source in sources]
     streams = [row for row in streams if len(row) > length]
+    require(
+        bool(streams),
+        "no source holds out enough text",
+        expected=f"more than {length} tokens",
+        do="lower --prompt-tokens, or give other --data",
+    )
     each = -(-count // len(streams))
     prompts = []
     for cut in range(each):
@@ -490,6 +499,20 @@ def _measure(args: argparse.Namespace) -> int:
         The exit code: 1 if a system's answer is not plain decoding's, else 0.
     """
     torch.set_num_threads(1)
+    needed = ("config.json", "model.safetensors", "tokenizer.json")
+    require(
+        all((args.model / name).is_file() for name in needed),
+        f"--model {args.model}",
+        expected=f"a folder with {', '.join(needed)}",
+        do="run python -m perf.hybrid.train",
+    )
+    numbers = (args.count, args.prompt_tokens, args.max_tokens)
+    require(
+        min(numbers) > 0,
+        "--count {} --prompt-tokens {} --max-tokens {}".format(*numbers),
+        expected="numbers above 0",
+        do="raise them",
+    )
     make_folder(args.out)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     sources = read_sources(args.data, args.documents)

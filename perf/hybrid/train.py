@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
+from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder, write_whole
 
 from .head import Head, head_losses
@@ -125,6 +127,12 @@ class Sampler:
         self, streams: dict[str, np.ndarray], weights: dict[str, float], length: int
     ) -> None:
         self._streams = {name: row for name, row in streams.items() if len(row) > length}
+        require(
+            bool(self._streams),
+            "no source has enough text",
+            expected=f"more than {length} tokens",
+            do="give other --data",
+        )
         shares = np.array([weights.get(name, 0.1) for name in self._streams])
         self._shares = shares / shares.sum()
         self._length = length
@@ -207,13 +215,27 @@ class Run:
         write_whole(folder / STATE, content.getvalue())
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` saved, if there is anything."""
-        if (folder / STATE).exists():
+        """Go on from what `save` saved, if there is anything.
+
+        Raises:
+            InputError: it is broken, or of another model.
+        """
+        if not (folder / STATE).exists():
+            return
+        try:
             state = torch.load(folder / STATE, weights_only=True)
             self.model.load_state_dict(state["model"])
             self.head.load_state_dict(state["head"])
             self._optimizer.load_state_dict(state["optimizer"])
-            self.steps, self.seconds = state["steps"], state["seconds"]
+            self.steps = state["steps"]
+            self.seconds = state["seconds"]
+        except (RuntimeError, ValueError, LookupError, EOFError, UnpicklingError) as error:
+            reason, *_ = str(error).splitlines() or ["it is cut off"]
+            raise InputError(
+                f"{folder / STATE} cannot be read ({reason})",
+                expected="what a run with these sizes saved",
+                do="give another --out, or delete the file",
+            ) from error
 
 
 def save_checkpoint(model: Qwen3_5ForCausalLM, head: Head, folder: Path) -> None:
@@ -304,6 +326,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _train(args: argparse.Namespace) -> None:
+    require(
+        args.minutes > 0 and args.batch > 0,
+        f"--minutes {args.minutes:g} --batch {args.batch}",
+        expected="both above 0",
+        do="raise them",
+    )
     torch.set_num_threads(1)
     make_folder(args.out)
     sizes = Sizes()
