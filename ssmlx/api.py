@@ -309,8 +309,9 @@ def stream_generate(
         prompt: text (a template, if any, already applied) or token ids.
         config: settings; `GenerateConfig()` unless given.
         drafter: what drafts: a name of `ssmlx.settings.DRAFTERS`; what was loaded to draft with, by
-            `ssmlx.load_draft_model` or `ssmlx.load_heads`; or a sequence of these, of which the
-            first that was loaded drafts unless one is named here or in `config`.
+            `ssmlx.load_draft_model`, `ssmlx.load_heads` or `ssmlx.load_mtp`; or a sequence of
+            these, of which the first that was loaded drafts unless one is named here or in
+            `config`.
         draft_model, heads: older names of it.
         cache: holds what comes before the prompt; a fresh one unless given. It is left holding
             prompt and answer but for the last token, and maybe rows of tokens behind the answer,

@@ -27,7 +27,7 @@ from ..bars import Progress
 from ..errors import join_first, quoted, require
 from ..json_files import read_json
 from ..loading.files import check_tensors
-from ..loading.load import explain_load_errors
+from ..loading.load import MTP_PREFIX, explain_load_errors, is_mtp_name
 from ..loading.names import Fetch, resolve_model
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS
@@ -45,7 +45,6 @@ _LAYER_KINDS = (qwen3_next.Qwen3NextDecoderLayer, qwen3_5.DecoderLayer)
 _NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")
-_PREFIX = "mtp."
 _OTHERS = ("embed_tokens.", "lm_head.")  # copies of the target's, which are not read
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.(\w+)")
 # Settings that the head's folder must share with the target, where both name them.
@@ -244,7 +243,7 @@ def _find_tensors(folder: Path, *, is_beside: bool) -> dict[str, mx.array]:
     for path in paths:
         tensors: Any = mx.load(str(path), format="safetensors")
         found.update(tensors)
-    own = {name.partition(_PREFIX)[2]: one for name, one in found.items() if _is_own(name)}
+    own = {name.partition(MTP_PREFIX)[2]: one for name, one in found.items() if is_mtp_name(name)}
     if not own and is_beside:
         own = {name: one for name, one in found.items() if not name.startswith(_OTHERS)}
         require(
@@ -260,11 +259,6 @@ def _find_tensors(folder: Path, *, is_beside: bool) -> dict[str, mx.array]:
         do='give --drafter "mtp model=MODEL", a folder or Hub name that holds them',
     )
     return {name: one for name, one in own.items() if not name.startswith(_OTHERS)}
-
-
-def _is_own(name: str) -> bool:
-    """Whether a tensor's name has `mtp.` as a part of it."""
-    return name.startswith(_PREFIX) or f".{_PREFIX}" in name
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -39,6 +39,8 @@ _AGAIN = "download or convert it again"
 
 MEDUSA_PREFIX = "medusa_head."
 """Of the tensors of Medusa heads that are among the model's own weights (Medusa-2)."""
+MTP_PREFIX = "mtp."
+"""Of the tensors of a head for multi-token prediction; another prefix may stand before it."""
 
 
 def resolve_dtype(name: str) -> str:
@@ -131,7 +133,7 @@ def loader_overrides(path: Path) -> dict[str, Any]:
     `get_model_classes`, or none.
 
     It is needed for architectures that mlx-lm lacks and this package has, and for weights with
-    Medusa heads among them, which are then left out.
+    drafting heads among them, which are then left out.
 
     Args:
         path: the model's folder.
@@ -139,28 +141,37 @@ def loader_overrides(path: Path) -> dict[str, Any]:
     config = read_json(path / "config.json", "a model's settings")
     if file := OWN_FAMILIES.get(config.get("model_type", "")):
         return {"get_model_classes": lambda config: (file.Model, file.ModelArgs)}
-    return {"get_model_classes": classes_without_medusa_heads} if has_medusa_heads(path) else {}
+    return {"get_model_classes": classes_without_heads} if has_drafting_heads(path) else {}
 
 
-def has_medusa_heads(folder: Path) -> bool:
-    """Whether a model's own weights have Medusa heads (Medusa-2), by the tensors' names."""
+def is_mtp_name(name: str) -> bool:
+    """Whether a tensor's name has `MTP_PREFIX` as a part of it."""
+    return name.startswith(MTP_PREFIX) or f".{MTP_PREFIX}" in name
+
+
+def has_drafting_heads(folder: Path) -> bool:
+    """Whether a model's own weights have Medusa heads (Medusa-2) or a head for multi-token
+    prediction, by the tensors' names."""
     files: list[Any] = [mx.load(str(path)) for path in folder.glob("model*.safetensors")]
-    return any(name.startswith(MEDUSA_PREFIX) for tensors in files for name in tensors)
+    names = [name for tensors in files for name in tensors]
+    return any(name.startswith(MEDUSA_PREFIX) or is_mtp_name(name) for name in names)
 
 
-def classes_without_medusa_heads(config: dict[str, Any]) -> tuple[Any, Any]:
+def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
     """Return mlx-lm's model class for a config.json, and its class of arguments.
 
-    The model class is a subclass that drops the tensors of Medusa heads when it takes weights.
+    The model class is a subclass that drops the tensors of drafting heads when it takes weights.
     """
     model, args = utils._get_classes(config)
 
     class WithoutHeads(model):  # type: ignore[misc, valid-type]  # known at run time
-        """mlx-lm's model, which drops tensors of Medusa heads."""
+        """mlx-lm's model, which drops tensors of drafting heads."""
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
-            return super().sanitize(kept) if hasattr(model, "sanitize") else kept
+            kept = super().sanitize(kept) if hasattr(model, "sanitize") else kept
+            # Behind mlx-lm's own function, which may tell by these how norms are stored.
+            return {name: tensor for name, tensor in kept.items() if not is_mtp_name(name)}
 
     return WithoutHeads, args
 
