@@ -6,7 +6,6 @@ chains of which none, some and all tokens were accepted.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import ssmlx
 from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
@@ -97,18 +96,10 @@ def largest_difference(folder: Path, tokens: Sequence[int]) -> float:
 
 
 def load_reference(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
-    """Load the model and the head of a folder as PyTorch's modules, in float32."""
-    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = Qwen3_5TextConfig(**described["text_config"])
+    """Load the model of a folder by transformers, and the head that lies in it, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    head = Head(model.config)
     tensors = load_file(folder / "model.safetensors")
-    model = Qwen3_5ForCausalLM(config)
-    own = {
-        name.replace("model.language_model.", "model."): one
-        for name, one in tensors.items()
-        if not name.startswith("mtp.")
-    }
-    model.load_state_dict(own | {"lm_head.weight": own["model.embed_tokens.weight"]})
-    head = Head(config)
     head.load_state_dict(
         {name.removeprefix("mtp."): one for name, one in tensors.items() if name[:4] == "mtp."}
     )
