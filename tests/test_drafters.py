@@ -142,6 +142,9 @@ def shown_keys(registered):
             key = one.metadata["allowed"].option.partition("=")[0]
             numbers = "N,N,..." if "Sequence" in str(one.type) else "N"
             keys[key] = numbers if one.default is None else str(one.default)
+            if choices := one.metadata["allowed"].choices:
+                assert choices[0] == one.default
+                keys[key] = "|".join(choices)
     return keys
 
 

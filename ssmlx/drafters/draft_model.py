@@ -82,7 +82,12 @@ class DraftModel:
         self._caches.drop_idle()
 
     def claim_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":
-        """Give `drafter` a cache of its own for as long as it lives, see `TextCaches.claim`."""
+        """Give `drafter` a cache of its own for as long as it lives, see `TextCaches.claim`.
+
+        Args:
+            tokens: the text that will be drafted behind.
+            drafter: who gets the cache; only a weak reference is kept.
+        """
         return self._caches.claim(tokens, drafter)
 
 

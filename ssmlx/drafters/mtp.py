@@ -98,7 +98,12 @@ class MtpHead:
         self._caches.drop_idle()
 
     def claim_cache(self, tokens: Sequence[int], drafter: object) -> "PairCache":
-        """Give `drafter` a cache of its own for as long as it lives, see `TextCaches.claim`."""
+        """Give `drafter` a cache of its own for as long as it lives, see `TextCaches.claim`.
+
+        Args:
+            tokens: the text that will be drafted behind.
+            drafter: who gets the cache; only a weak reference is kept.
+        """
         return self._caches.claim(tokens, drafter)
 
     def module_for(self, norms: str) -> MtpModule:
@@ -225,13 +230,17 @@ class MtpDrafter:
         self.draft_calls = 0
         self._cache = PairCache()
         self._pending: list[_Pairs] = []
+        self._in_chain = 0  # tokens that were drafted last, and not followed yet
+        self._drafted = 0
+        self._has_accepted = False
+        self._is_told = False
 
     def start(self, tokens: Sequence[int]) -> None:
         """Claim a cache, whose rows stay as far as their tokens are those of the text."""
         self._cache = self._head.claim_cache(tokens, self)
         self._cache.go_back(tokens)
         self._pending = []
-        self._in_chain = 0  # tokens that were drafted last, and not followed yet
+        self._in_chain = 0
         self._drafted = 0
         self._has_accepted = False
         self._is_told = False
@@ -251,9 +260,9 @@ class MtpDrafter:
         if waiting > _MOST_PENDING:
             self._process_all_but_last()
 
-    def offer(self) -> LevelsOffer:
-        """A chain of up to K tokens, at every call."""
-        return LevelsOffer(self.largest)
+    def offer(self) -> LevelsOffer | None:
+        """A chain of up to K tokens, at every call; None once it was told that none is accepted."""
+        return None if self._is_told else LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """Draft a chain of as many tokens as `shape` has levels, behind the newest pair.

@@ -225,8 +225,8 @@ def _check_settings(folder: Path, backbone: Backbone) -> None:
 
 
 def _kind_name(model_type: str) -> str:
-    """A model type without what is said of the part: "qwen3_5" of "qwen3_5_text" and the like."""
-    return re.sub(r"_(text|mtp)\b", "", model_type)
+    """A model type without what it says of parts and experts: "qwen3_5" of "qwen3_5_moe_text"."""
+    return re.sub(r"(_(text|mtp|moe))+$", "", model_type)
 
 
 def _find_tensors(folder: Path, *, is_beside: bool) -> dict[str, mx.array]:
