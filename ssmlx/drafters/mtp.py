@@ -1,6 +1,5 @@
 """Drafts from the head for multi-token prediction (MTP) that a model was trained with."""
 
-import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,14 +31,12 @@ from .gemma_assistant_model import MODEL_TYPES as ASSISTANT_TYPES
 from .mtp_head import MtpModule, Norms, load_mtp_module, with_norms
 from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCaches
-
-_log = logging.getLogger("ssmlx")
+from .unaccepted import UnacceptedDrafts
 
 Hidden = Literal["after", "before"]
 _NORM_KINDS = ("auto", "raw", "shifted")
 _MOST_TOKENS = 16
 _MOST_PENDING = 32  # pairs that wait for the next draft, before they are processed without one
-_TRIED = 64  # drafted tokens of which none was accepted, until that is told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +237,11 @@ class MtpDrafter:
         self._cache = self._head.claim_cache(tokens, self)
         self._cache.go_back(tokens)
         self._pending = []
-        self._in_chain = 0
-        self._drafted = 0
-        self._has_accepted = False
-        self._is_told = False
+        other = "before" if self._config.hidden == "after" else "after"
+        self._unaccepted = UnacceptedDrafts(
+            "the MTP head",
+            f"try hidden={other} or norms=raw|shifted in --drafter mtp, or another head",
+        )
         self.draft_calls = 0
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
@@ -251,7 +249,7 @@ class MtpDrafter:
 
         Many pairs, such as a prompt's, are processed at once, but for the last one.
         """
-        self._note_acceptance(len(tokens) - 1)
+        self._unaccepted.note_accepted(len(tokens) - 1)
         self._cache.text.extend(tokens)
         if taps is None:
             return
@@ -290,7 +288,7 @@ class MtpDrafter:
             if size:
                 recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
         cache.keep_first(num_rows)
-        self._in_chain = shape.levels
+        self._unaccepted.note_chain(shape.levels)
         return chain_tree(mx.concatenate(chain))
 
     def _take_pending(self) -> list[_Pairs]:
@@ -359,21 +357,6 @@ class MtpDrafter:
         """[1, 1, D] what stands for the target's hidden state behind the last row of `out`."""
         newest = out[:, -1:]
         return self._module.norm(newest) if self._config.hidden == "after" else newest
-
-    def _note_acceptance(self, accepted: int) -> None:
-        """Count the tokens that were drafted last; say once an answer if none is ever accepted."""
-        self._drafted += self._in_chain
-        self._has_accepted |= self._in_chain > 0 and accepted > 0
-        self._in_chain = 0
-        if self._drafted < _TRIED or self._has_accepted or self._is_told:
-            return
-        self._is_told = True
-        _log.warning(
-            "none of the %d tokens that the MTP head drafted was accepted; expected some of a head "
-            "of this model: try hidden=%s or norms=raw|shifted in --drafter mtp, or another head",
-            self._drafted,
-            "before" if self._config.hidden == "after" else "after",
-        )
 
 
 def load_mtp(
