@@ -138,9 +138,9 @@ class AssistantDrafter:
         self._unaccepted.note_accepted(len(tokens) - 1)
         self._text.extend(tokens)
 
-    def offer(self) -> LevelsOffer:
-        """A chain of up to K tokens, at every call."""
-        return LevelsOffer(self.largest)
+    def offer(self) -> LevelsOffer | None:
+        """A chain of up to K tokens, at every call; None once it was told that none is accepted."""
+        return None if self._unaccepted.is_told else LevelsOffer(self.largest)
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
         """Draft a chain of as many tokens as `shape` has levels; launched, and not waited for."""

@@ -12,6 +12,9 @@ class UnacceptedDrafts:
     Args:
         who: drafted them, for the message, such as "the MTP head".
         do: what to do about it.
+
+    Attributes:
+        is_told: whether it was said that none is accepted.
     """
 
     def __init__(self, who: str, do: str) -> None:
@@ -19,7 +22,8 @@ class UnacceptedDrafts:
         self._do = do
         self._drafted = 0
         self._in_chain = 0
-        self._is_done = False
+        self._has_accepted = False
+        self.is_told = False
 
     def note_chain(self, num_tokens: int) -> None:
         """Note that a chain of so many tokens was drafted."""
@@ -31,11 +35,11 @@ class UnacceptedDrafts:
         Logs a warning where it is the last of `_TRIED` or more tokens of which none was.
         """
         self._drafted += self._in_chain
-        self._is_done |= self._in_chain > 0 and num_tokens > 0
+        self._has_accepted |= self._in_chain > 0 and num_tokens > 0
         self._in_chain = 0
-        if self._is_done or self._drafted < _TRIED:
+        if self._has_accepted or self.is_told or self._drafted < _TRIED:
             return
-        self._is_done = True
+        self.is_told = True
         _log.warning(
             "none of the %d tokens that %s drafted was accepted; expected some of one that was "
             "made for this model; %s",
