@@ -389,6 +389,7 @@ def load_mtp(
     Raises:
         InputError: there is none or no whole one, or it does not fit the model.
     """
+    model.backbone.capabilities.require("last_hidden", "an MTP head")
     if name:
         name = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
         settings = read_json(name / "config.json", "settings")
