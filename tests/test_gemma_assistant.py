@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import gemma4_text
+from mlx_lm.models import gemma4, gemma4_text
 from real import write_tokenizer
 from test_every_class import random_weights
 from test_recurrent import chain_of
@@ -43,10 +43,14 @@ TARGET = {
 TARGETS = {
     # As 31B: full attention has heads of its own, whose keys are its values.
     "large": {**TARGET, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    # As E2B: the last layers read the keys and values of earlier ones; inputs for each layer.
+    # As E2B: the last layers read the keys and values of earlier ones; inputs for each layer; in a
+    # model that also sees.
     "small": {
-        **TARGET, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,
-        "use_double_wide_mlp": True,
+        "model_type": "gemma4", "vocab_size": VOCAB,
+        "text_config": {
+            **TARGET, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,
+            "use_double_wide_mlp": True,
+        },
     },
 }  # fmt: skip
 TEXT_CONFIG = {
@@ -70,8 +74,9 @@ BOTH = pytest.mark.parametrize(
 @lru_cache(maxsize=4)
 def make_target(name, bits=None):
     """A random target, with weights of 4 bits or so where `bits` is given."""
-    args = gemma4_text.ModelArgs.from_dict(deepcopy(TARGETS[name]))
-    model = gemma4_text.Model(args)
+    config = deepcopy(TARGETS[name])
+    file = gemma4 if "text_config" in config else gemma4_text
+    model = file.Model(file.ModelArgs.from_dict(config))
     model.update(tree_unflatten(list(random_weights(model).items())))
     if bits:
         nn.quantize(
@@ -226,9 +231,13 @@ def test_what_is_read_of_the_target_is_what_transformers_reads(target, kind, tmp
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     model = make_target(target)
-    values = {name: one for name, one in TARGETS[target].items() if name != "model_type"}
+    values = {**TARGETS[target].get("text_config", TARGETS[target])}
+    values.pop("model_type")
     theirs = Gemma4ForCausalLM(Gemma4TextConfig(**values)).eval()
-    weights = {name: to_torch(one) for name, one in tree_flatten(model.backbone.model.parameters())}
+    weights = {
+        name.removeprefix("language_model."): to_torch(one)
+        for name, one in tree_flatten(model.backbone.model.parameters())
+    }
     missing = theirs.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
     folder = write_assistant(tmp_path / "assistant", **KINDS[kind])
@@ -293,6 +302,7 @@ def test_an_assistant_that_is_always_wrong_is_told(tmp_path, caplog):
     steps = speculative_decode(model, PROMPT, model.make_cache(), drafters=[drafter])
     assert first_tokens(steps, 20)[0] == answer[:20]
     (line,) = caplog.messages
+    assert drafter.offer() is None and make_drafter(assistant, model).offer() is not None
     assert line.startswith("none of the 64 tokens that the assistant drafted was accepted;")
 
 
@@ -340,7 +350,7 @@ def shelf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shelf")
     target = folder / "target"
     target.mkdir()
-    (target / "config.json").write_text(json.dumps({**TARGETS["small"], "vocab_size": VOCAB}))
+    (target / "config.json").write_text(json.dumps(TARGETS["small"]))
     weights = dict(tree_flatten(make_target("small").backbone.model.parameters()))
     mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
     write_tokenizer(target)
@@ -439,7 +449,7 @@ def test_the_option_takes_an_assistant(shelf, capsys):
     for drafter in ("mtp", f"mtp model={shelf / 'target'}"):
         assert generate.main([*words[:-1], drafter, "--prompt", "w1"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "gemma4_text" in line and "mtp model=" in line
+        assert "gemma4" in line and "mtp model=" in line
 
 
 WRONG = {
@@ -526,3 +536,18 @@ def test_other_models_and_settings_are_refused(loaded, shelf, base):
             drafter=assistant,
             drafter_settings=ssmlx.MtpConfig(hidden="before"),
         )
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_keys_and_values_of_committed_tokens(base, layer):
+    """Of a model with stages too: those that mlx-lm's own cache holds, without scratch rows."""
+    model, _ = ssmlx.load(str(base), dtype="float32")
+    expected = model.backbone.make_model_cache()
+    model.backbone.model(mx.array([PROMPT]), cache=expected)
+    cache = model.make_cache()
+    cache.reserve(tokens=4, scratch=9)
+    prefill(model, PROMPT, cache)
+    for found, own in zip(
+        cache.keys_and_values(layer), expected[layer].keys_and_values(), strict=True
+    ):
+        assert_close(found, own, 1e-5)

@@ -11,6 +11,10 @@ step from the text's last token t at position p is:
 
 At first h is the target's last hidden state behind its final norm, of the row that predicted t.
 Each step's t is the token that the step before drafted; p stays that of the first.
+
+The keys and values are those of all tokens before t, in layers with a window of W tokens those of
+the newest W. transformers' loop also leaves the row of one rejected token among them, and in long
+texts one token more than W: neither is wanted, and both change guesses alone.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from mlx_lm.models import gemma4_text
 from ..errors import InputError, first_line, quoted, require
 from ..loading.files import check_tensors
 from ..loading.load import cast_model, resolve_dtype
-from ..model.lm_head import PACKED_KINDS
+from ..model.lm_head import row_weights
 from ..settings import check_settings, setting
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -288,17 +288,9 @@ class AssistantModel(nn.Module):
         best = mx.argpartition(-scores, self._num_clusters - 1, axis=-1)[0, : self._num_clusters]
         tokens = order.reshape(scores.shape[-1], -1)[best].flatten()
         layer = self.lm_head if "lm_head" in self else self.model.embed_tokens
-        found = normed @ _rows(layer, tokens).T
+        found = normed @ row_weights(layer, tokens).T
         nothing = mx.full((1, order.size), -math.inf, found.dtype)
         return mx.put_along_axis(nothing, tokens[None], found, axis=-1)
-
-
-def _rows(layer: Any, tokens: mx.array) -> mx.array:
-    """[R, Da] rows of a head for `tokens` [R], unpacked where they are packed."""
-    # A linear layer has its weights under an embedding's names.
-    kind: Any = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
-    rows: mx.array = kind.__call__(layer, tokens)
-    return rows
 
 
 def load_assistant_model(folder: Path, config: AssistantConfig, dtype: str) -> AssistantModel:

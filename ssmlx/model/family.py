@@ -67,7 +67,7 @@ def find_parts(model: nn.Module) -> Parts:
         InputError: it has no layers, no token embedding or no final norm by the usual names, or a
             layer keeps a state from which rejected tokens cannot be taken back.
     """
-    outer = _language_model(model)
+    outer = language_model(model)
     decoder = _find_decoder(model)
     norm_name = _find_norm_name(model, decoder)
     args = settings_of(outer)
@@ -100,7 +100,7 @@ def find_parts_without_stages(model: nn.Module, vocab_size: int) -> Parts:
         model's settings say its vocabulary size.
     """
     any_model: Any = model
-    outer = _language_model(model)
+    outer = language_model(model)
     args = settings_of(outer)
     final_norm = None
     norm_name = ""
@@ -148,7 +148,7 @@ def settings_of(model: Any) -> Any:
     return getattr(model, "args", getattr(model, "config", None))
 
 
-def _language_model(model: nn.Module) -> Any:
+def language_model(model: nn.Module) -> Any:
     """The model that reads text: a model that also sees wraps it."""
     return getattr(model, "language_model", model)
 
@@ -160,7 +160,7 @@ def _find_decoder(model: nn.Module) -> Any:
         InputError: there is none by mlx-lm's usual names, or no `embed_tokens` in it, or the model
             has no `layers`. The norm is not looked for.
     """
-    inner = getattr(_language_model(model), "model", None)
+    inner = getattr(language_model(model), "model", None)
     decoder = getattr(inner, "decoder", inner)
     if decoder is None or not hasattr(model, "layers"):
         raise cannot_draft_error(model, "it has no `model.layers`")

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .cache import TreeCache
-from .family import Parts, find_parts
+from .family import Parts, find_parts, language_model
 from .latent import run_rows_as_texts
 from .layer_state import LayerView
 from .lm_head import LMHead, ScaledHead, return_input
@@ -277,7 +277,7 @@ class Stages:
             return plain
         body = {} if head is not None else {"embed_tokens": layer}
         parts = {} if head is None else {"lm_head": layer}
-        outer = self.parts.outer
+        outer = language_model(self.parts.outer)
         parts["model"] = copy_with_parts(outer.model, return_input, **body)
         return ScaledHead(layer, copy_with_parts(outer, **parts))
 
