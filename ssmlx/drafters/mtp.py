@@ -227,14 +227,14 @@ class MtpDrafter:
         self.draft_calls = 0
         self._cache = PairCache()
         self._pending: list[_Pairs] = []
-        self._unaccepted = self._count_unaccepted()
+        self._unaccepted = self._make_notice()
 
     def start(self, tokens: Sequence[int]) -> None:
         """Claim a cache, whose rows stay as far as their tokens are those of the text."""
         self._cache = self._head.claim_cache(tokens, self)
         self._cache.go_back(tokens)
         self._pending = []
-        self._unaccepted = self._count_unaccepted()
+        self._unaccepted = self._make_notice()
         self.draft_calls = 0
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
@@ -250,14 +250,6 @@ class MtpDrafter:
         waiting = self._pending[-1].end - self._pending[0].first
         if waiting > _MOST_PENDING:
             self._process_all_but_last()
-
-    def _count_unaccepted(self) -> UnacceptedDrafts:
-        """A new count of what is drafted in vain; it says what else the head may be asked."""
-        other = "before" if self._config.hidden == "after" else "after"
-        return UnacceptedDrafts(
-            "the MTP head",
-            f"try hidden={other} or norms=raw|shifted in --drafter mtp, or another head",
-        )
 
     def offer(self) -> LevelsOffer | None:
         """A chain of up to K tokens, at every call; None once it was told that none is accepted."""
@@ -291,6 +283,12 @@ class MtpDrafter:
         cache.keep_first(num_rows)
         self._unaccepted.note_chain(shape.levels)
         return chain_tree(mx.concatenate(chain))
+
+    def _make_notice(self) -> UnacceptedDrafts:
+        """What says that none of an answer's drafted tokens is accepted."""
+        other = "before" if self._config.hidden == "after" else "after"
+        do = f"try hidden={other} or norms=raw|shifted in --drafter mtp, or another head"
+        return UnacceptedDrafts("the MTP head", do)
 
     def _take_pending(self) -> list[_Pairs]:
         """The pairs that wait, which wait no longer; those that follow each other joined."""
@@ -389,6 +387,7 @@ def load_mtp(
     Raises:
         InputError: there is none or no whole one, or it does not fit the model.
     """
+    model.backbone.capabilities.require("last_hidden", "an MTP head")
     if name:
         name = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
         settings = read_json(name / "config.json", "settings")

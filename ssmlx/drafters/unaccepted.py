@@ -14,7 +14,7 @@ class UnacceptedDrafts:
         do: what to do about it.
 
     Attributes:
-        is_told: whether it was said that none is accepted.
+        is_told: whether it was said.
     """
 
     def __init__(self, who: str, do: str) -> None:
