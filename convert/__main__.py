@@ -116,7 +116,7 @@ def _is_adapter(folder: Path) -> bool:
     return _has_format(folder / names.CONFIG_FILE, adapter.FORMAT)
 
 
-def _check_target(out: Path) -> None:
+def _check_out_is_replaceable(out: Path) -> None:
     """Raise InputError where --out exists and may not be replaced.
 
     It may where it is an empty folder, an adapter of this package, or heads as this package writes
@@ -133,7 +133,7 @@ def _check_target(out: Path) -> None:
     )
 
 
-def _check_source(args: argparse.Namespace) -> None:
+def _check_sources_exist(args: argparse.Namespace) -> None:
     """Raise InputError where the option names what does not exist.
 
     With --heads that folder alone is looked for; else those of --lora, --task-lora and --streams
@@ -236,8 +236,8 @@ def convert_checkpoint(args: argparse.Namespace) -> None:
     Raises:
         InputError: a path or an option is refused, or what is converted is broken.
     """
-    _check_source(args)
-    _check_target(args.out)
+    _check_sources_exist(args)
+    _check_out_is_replaceable(args.out)
     (_convert_heads if args.heads else _convert_streams)(args)
 
 

@@ -68,9 +68,9 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
         ),
     ):
         if settings.get("quantization") is None:
-            model, faults = _load_whole(folder, options)
+            model, faults = _load_unpacked_and_list_faults(folder, options)
         else:
-            model, faults = _load_packed(folder, settings["quantization"], options)
+            model, faults = _load_packed_and_list_faults(folder, settings["quantization"], options)
         if model.config.tie_word_embeddings:
             faults = [fault for fault in faults if fault != "lacks lm_head.weight"]
         require(
@@ -99,7 +99,9 @@ def _silence_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str]]:
+def _load_unpacked_and_list_faults(
+    folder: Path, options: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
     """Load a model whose weights transformers can read.
 
     Args:
@@ -132,7 +134,7 @@ def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str
     return model, [*faults, *(f"holds {name} in another shape" for name in misshapen)]
 
 
-def _load_packed(
+def _load_packed_and_list_faults(
     folder: Path, quantization: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
     """Build a model from its config.json and mlx-lm's packed weights.
@@ -191,8 +193,9 @@ def _read_dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str
     return weights
 
 
-def write_safetensors(source: Path, target: Path) -> None:
-    """Copy a model folder whose weights are .bin files, with safetensors in their place.
+def convert_pickles_to_safetensors(source: Path, target: Path) -> None:
+    """Copy a model folder whose weights are .bin files, with safetensors in their place; the source
+    stays as it is.
 
     Names and dtypes of the weights stay. Of the other files, settings and tokenizer are copied: see
     `copy_settings`. No pickled code is run.
@@ -215,7 +218,7 @@ def write_safetensors(source: Path, target: Path) -> None:
     )
     require(not target.exists(), f"{target} exists", expected="a new folder", do="choose another")
     with atomic_folder(target) as folder:
-        parts = (load_pickle(pickle).items() for pickle in pickles)
+        parts = (load_pickled_tensors(pickle).items() for pickle in pickles)
         save_torch_state_dict(dict(chain.from_iterable(parts)), folder)
         copy_settings(source, folder)
 
@@ -237,7 +240,7 @@ def copy_settings(source: Path, target: Path) -> None:
                 shutil.copyfile(file, target / file.name)
 
 
-def load_pickle(path: Path) -> dict[str, torch.Tensor]:
+def load_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a .bin file, by name, on the CPU; no pickled code is run.
 
     Types stay. Of tensors that share memory, all but the first are copied.
@@ -279,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, metavar="FOLDER", help=f"has {PICKLES}")
     parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write")
     args = parser.parse_args(argv)
-    return run_command(lambda: write_safetensors(args.source, args.target), PROG)
+    return run_command(lambda: convert_pickles_to_safetensors(args.source, args.target), PROG)
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def grouped_attention(
     return (weights @ value).reshape(batch, 1, heads, width), None
 
 
-def load_generator(
+def load_answering_model(
     path: Path, dtype: str, device: str, lora: Path | None = None
 ) -> tuple[Any, Any]:
     """Load the model and the tokenizer of a folder for `generate_batch`.
@@ -278,7 +278,7 @@ def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def generate_all(
+def answer_all_in_batches(
     encoded: Sequence[Sequence[int]],
     generate: Callable[[Sequence[Sequence[int]], int], list[Continuation]],
     batch_size: int,
@@ -454,7 +454,7 @@ def write_continuations(args: argparse.Namespace) -> None:
     from ssmlx.loading.names import resolve_model
 
     check_torch()
-    from .reference.checkpoint import read_template
+    from .reference.checkpoint import read_prompt_template
 
     check_batch_size(args.batch_size)
     require(args.count >= 0, f"--count {args.count}", expected="0 or more", do="raise it")
@@ -466,9 +466,9 @@ def write_continuations(args: argparse.Namespace) -> None:
     found = f"--out {args.out} is a folder"
     require(not args.out.is_dir(), found, expected="a file", do="give the name of one in it")
     make_folder(args.out.parent)
-    template = None if args.lora is None else read_template(args.lora)
+    template = None if args.lora is None else read_prompt_template(args.lora)
     path = resolve_model(args.model)
-    model, tokenizer = load_generator(path, args.dtype, args.device, args.lora)
+    model, tokenizer = load_answering_model(path, args.dtype, args.device, args.lora)
     context = int(model.config.max_position_embeddings)
     require(
         args.max_tokens < context,
@@ -490,7 +490,7 @@ def write_continuations(args: argparse.Namespace) -> None:
             **asdict(sampling),
         },
     )
-    answers = generate_all(
+    answers = answer_all_in_batches(
         encoded,
         lambda batch, number: generate_batch(model, batch, sampling, stop, number),
         args.batch_size,

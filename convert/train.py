@@ -108,14 +108,14 @@ def train_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
     from ssmlx.training.job import prepare_job, run_to_end
-    from ssmlx.training.mlx_model import add_new_weights, write_validated_adapter
+    from ssmlx.training.mlx_model import add_condition_and_root_init, write_validated_adapter
     from ssmlx.training.objective import Validation
 
     from .base import load_base
     from .reference.checkpoint import (
         build_frozen_reference,
+        copy_checkpoint_weights,
         copy_task_lora,
-        initialise_from,
         load_fine_tuned,
         merge_lora,
         replace_trained_weights,
@@ -125,15 +125,19 @@ def train_streams(args: argparse.Namespace) -> None:
     from .training.run import (
         TorchObjective,
         TorchTrainer,
-        build_model,
+        build_model_with_new_streams,
+        cast_frozen_parameters,
         choose_device,
-        freeze_base,
         use_stream_attention,
     )
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    start = add_new_weights(load_stream_adapter(args.init), train) if train.train_only else None
+    start = (
+        add_condition_and_root_init(load_stream_adapter(args.init), train)
+        if train.train_only
+        else None
+    )
     job, path = prepare_job(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []
@@ -142,14 +146,14 @@ def train_streams(args: argparse.Namespace) -> None:
         task = [folder_digest(args.task_lora)]
         base = merge_lora(tuned)
     if start is None:
-        model = build_model(base, job.config, train, job.draft_vocab).to(device)
+        model = build_model_with_new_streams(base, job.config, train, job.draft_vocab).to(device)
     else:
         model = build_frozen_reference(base, start).to(device)
         task = [folder_digest(args.init)]
         select_trained_part(model, train.train_only)
     if args.init is not None and start is None:
-        initialise_from(model, args.init, has_task=args.task_lora is not None)
-    freeze_base(model, dtype)
+        copy_checkpoint_weights(model, args.init, has_task=args.task_lora is not None)
+    cast_frozen_parameters(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
     objective = TorchObjective(model, train, job.draft_vocab, device, dtype)

@@ -230,7 +230,9 @@ def build_head_config(
     )
 
 
-def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
+def _read_job_and_init_heads(
+    args: argparse.Namespace,
+) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
     """Read the options, the data and the heads to go on from.
 
     Where no option says otherwise, batch size, learning rate and longest example have other
@@ -247,12 +249,12 @@ def _read_inputs(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, Hea
     from ssmlx.prompts import read_lines
     from ssmlx.training.job import prepare_job, read_base_settings
 
-    from .formats.heads import load_published
+    from .formats.heads import load_published_heads
 
     options = read_run_options(args)
     init = None
     if args.init is not None:
-        init = load_published(
+        init = load_published_heads(
             args.init, read_base_settings(resolve_model(options.model))["vocab_size"]
         )
         kind = init.config.kind
@@ -302,17 +304,17 @@ def train_heads(args: argparse.Namespace) -> None:
     from ssmlx.loading.files import folder_digest
     from ssmlx.training.job import run_to_end
 
-    from .formats.heads import check_base_sizes, save_published
-    from .training.heads import HeadObjective, build_heads, load_frozen
+    from .formats.heads import check_base_sizes, save_published_heads
+    from .training.heads import HeadObjective, build_heads, load_base_with_lora_merged
     from .training.run import TorchTrainer, choose_device
 
     device = choose_device(args.device)
     dtype = getattr(torch, args.dtype)
-    job, path, settings, init = _read_inputs(args)
+    job, path, settings, init = _read_job_and_init_heads(args)
     out = job.options.out
     train = job.train
     lora = folder_digest(args.lora)
-    frozen = load_frozen(path, args.lora)
+    frozen = load_base_with_lora_merged(path, args.lora)
     lm_head = frozen.base.lm_head.weight.detach().clone()
     if init is None:
         vocab_size, width = lm_head.shape
@@ -332,7 +334,7 @@ def train_heads(args: argparse.Namespace) -> None:
         prog=PROG,
         dtype=args.dtype,
         identity=identity,
-        write=lambda _: save_published(model, out, job.options.model, lm_head),
+        write=lambda _: save_published_heads(model, out, job.options.model, lm_head),
         lower=lambda: job.lower_function(objective, STORE_FILE, lower_identity, "frozen model"),
     )
 

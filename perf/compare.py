@@ -23,10 +23,10 @@ from .run import show
 from .run.experiment import differing_systems, run_result, task_result
 from .run.options import add_experiment_options, build_experiment, check_counts, split_name
 from .run.results import RESULTS, explain_broken_result
-from .run.show import Row, draw
+from .run.show import Row, draw_bars
 from .run.statistics import estimate
 from .run.target import MLX_LM, PLAIN
-from .run.tasks import TASKS, data_file, mean_scores, read_examples, score_differences
+from .run.tasks import TASKS, find_data_file, mean_scores, read_examples, score_differences
 
 PROG = "perf.compare"
 EPILOG = """examples:
@@ -69,12 +69,12 @@ NOTES = (
 def format_report(result: show.Result) -> str:
     """Format a result: the tables of README.md, then notes about each task."""
     lead = f"{show.heading(result)}. {_timing_text(result)}."
-    tables = [table for task in result["tasks"] for table in _tables(task)]
+    tables = [table for task in result["tasks"] for table in _task_tables(task)]
     notes = [f"{task['task']}: {note}" for task in result["tasks"] for note in _task_notes(task)]
     return "\n\n".join([lead, *tables, "\n".join([*notes, *NOTES])])
 
 
-def _tables(task: Row) -> list[str]:
+def _task_tables(task: Row) -> list[str]:
     """Return a task's tables as Markdown: speed, prices, and two for its categories. Results of
     earlier versions have no prices.
     """
@@ -264,7 +264,7 @@ def score_answer_files(args: argparse.Namespace) -> int:
         InputError: a prompt has no reference, a file lacks answers, or two files have one name.
     """
     task = TASKS[args.task]
-    examples = read_examples(data_file(task, args.data, args.data_dir), task, args.count)
+    examples = read_examples(find_data_file(task, args.data, args.data_dir), task, args.count)
     what = "some prompts have no reference"
     expected = "`completion` or `references` with each"
     are_whole = all(example.references for example in examples)
@@ -364,7 +364,7 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
     """
     whole: dict[str, Any] = {}
     for path in paths:
-        result = _read_result(path)
+        result = _read_checked_result(path)
         whole = whole or {**result, "tasks": []}
         # One line above the tables says how all of them were measured.
         here = _settings(whole)
@@ -384,7 +384,7 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
     return whole
 
 
-def _read_result(path: Path) -> dict[str, Any]:
+def _read_checked_result(path: Path) -> dict[str, Any]:
     """Read a saved result, and check that it can be shown.
 
     Raises:
@@ -421,7 +421,7 @@ def _compare(args: argparse.Namespace) -> int:
         print(text)
     else:
         make_folder(args.out)
-        print_save_and_draw(result, args.out / "compare", text, draw)
+        print_save_and_draw(result, args.out / "compare", text, draw_bars)
     differing = differing_systems(result)
     if differing:
         print(f"tokens differ from plain decoding's: {'; '.join(differing)}", file=sys.stderr)

@@ -85,7 +85,7 @@ def planned_devices(package: Path, compute_units: str) -> tuple[dict[str, int], 
     return count_by_device(plan, plan.model_structure.program.functions[DECODE].block.operations)
 
 
-def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
+def config_of_same_tree(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
     """Return settings with which MLX drafts the same tree, and prunes it alike, as an exported
     package.
     """
@@ -148,7 +148,7 @@ def compare_package(
             asked = read_prompts(args.prompts)[: args.count]
             prompts = [exported.prompt_tokens(package, prompt) for prompt in asked]
             alone = GenerateConfig(decoding="plain", max_tokens=args.max_tokens)
-            drafting = mlx_config(manifest, args.max_tokens)
+            drafting = config_of_same_tree(manifest, args.max_tokens)
             plain = [ssmlx_answer(*mlx, prompt, alone) for prompt in prompts]
             speculative = [ssmlx_answer(*mlx, prompt, drafting) for prompt in prompts]
         if units is not None:
@@ -189,7 +189,7 @@ def _figures_row(
     seconds = [sum(a.decode_seconds for a in side) for side in sides]
     is_core_ml = units is not None and sys.platform == "darwin"
     planned = (
-        planned_devices(manifest.checked_package(folder), units or "") if is_core_ml else ({}, {})
+        planned_devices(manifest.unchanged_package(folder), units or "") if is_core_ml else ({}, {})
     )
     return {
         "name": folder.name,

@@ -178,8 +178,9 @@ def _is_up(address: str) -> bool:
     return False
 
 
-def write_weights(model: str, dtype: str, folder: Path) -> None:
-    """Write a model folder with weights in `dtype` that both servers can load.
+def write_unpacked_model_folder(model: str, dtype: str, folder: Path) -> None:
+    """Write a model folder with weights in `dtype`, unpacked, that both servers can load; the
+    tokenizer's files are copied.
 
     Args:
         model: a folder, a Hub name or an alias.
@@ -319,7 +320,7 @@ def _serving(args: argparse.Namespace) -> int:
     rows = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(dir=args.out)))
-        write_weights(args.model, args.dtype, folder)
+        write_unpacked_model_folder(args.model, args.dtype, folder)
         systems = {n: stack.enter_context(running_server(n, folder, args.adapter)) for n in MODULES}
         engine = stack.enter_context(ssmlx.Engine(folder, [args.adapter]))
         alone: dict[str, Ask] = {**systems, "ssmlx.generate": partial(ask_engine, engine)}

@@ -87,6 +87,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name from its file when it is first asked for; later it is there at once."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

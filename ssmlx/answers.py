@@ -6,7 +6,7 @@ segment. Nobody asks ahead, requests are served in the order in which they come,
 that are read at the same time take turns, call by call.
 
 A fork copies neither that thread nor MLX's own. So a process that was forked from one in which
-MLX has computed asks nothing of them, at its exit either: see `claim_process`.
+MLX has computed asks nothing of them, at its exit either: see `claim_process_for_mlx`.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def is_forked() -> bool:
     return _computing_process not in (None, os.getpid())
 
 
-def claim_process() -> None:
+def claim_process_for_mlx() -> None:
     """Note that MLX computes in this process from now on, so that none forked from it may.
 
     To be called before MLX computes anything; as often as wanted.
@@ -79,8 +79,10 @@ class _Task(Generic[Result]):
     call: Callable[[], Result]
     device: mx.Device  # the default one of whoever asks
 
-    def do(self) -> None:
-        """Call it, and put its result, or any exception that it raises, into the future."""
+    def run_into_future(self) -> None:
+        """Call it, and put its result, or any exception that it raises, into the future. Nothing is
+        raised.
+        """
         try:
             result = self.call()
         except BaseException as error:
@@ -96,6 +98,7 @@ class _MlxThread:
     """
 
     def __init__(self) -> None:
+        """Make the queue of tasks; no thread is started before the first of them."""
         # Put may be called by a finalizer in the middle of another put; of queues, this one can.
         self._tasks: SimpleQueue[_Task[Any]] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -119,7 +122,7 @@ class _MlxThread:
         """
         future: Future[Result] = Future()
         try:
-            claim_process()
+            claim_process_for_mlx()
         except InputError as error:
             future.set_exception(error)
             return future
@@ -136,11 +139,13 @@ class _MlxThread:
         with self._starting:
             if self._thread is None:
                 # A daemon, for Python waits for any other thread before `atexit` runs.
-                self._thread = threading.Thread(target=self._work, name="ssmlx", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run_tasks_for_ever, name="ssmlx", daemon=True
+                )
                 self._thread.start()
-                atexit.register(self._stop)
+                atexit.register(self._close_at_exit)
 
-    def _work(self) -> None:
+    def _run_tasks_for_ever(self) -> None:
         """Do tasks for ever, each on the default device of whoever asked; cancelled ones are left
         out."""
         while True:
@@ -148,14 +153,15 @@ class _MlxThread:
             if mx.default_device() != task.device:
                 mx.set_default_device(task.device)
             if task.future.set_running_or_notify_cancel():
-                task.do()
+                task.run_into_future()
             del task  # or its arrays would wait for the next one
 
-    def _stop(self) -> None:
+    def _close_at_exit(self) -> None:
         """When Python ends: close what is open, wait for that, and take no more tasks.
 
-        Does nothing in a forked process. The thread stays, and waits: as a thread ends, what MLX
-        keeps for it asks for Python, which may be gone by then.
+        Does nothing in a forked process. Tasks that were asked for before are still done. The
+        thread stays, and waits: as a thread ends, what MLX keeps for it asks for Python, which may
+        be gone by then.
         """
         if is_forked():
             return
@@ -172,8 +178,10 @@ _mlx_thread = _MlxThread()
 
 
 def _keep_open_answers_alive() -> None:
-    """In a forked process: the ends of the answers that its parent has open would wait for MLX, and
-    Python runs a generator's end when nobody holds it any more. So somebody holds them."""
+    """Keep the answers that the parent has open alive for ever, in a forked process.
+
+    Python runs a generator's end when nobody holds it any more, and these ends would wait for MLX.
+    """
     for turns in _mlx_thread.open:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(turns))
 
@@ -196,7 +204,7 @@ class _SegmentSource(Generic[Segment]):
         self._segments: Any = segments
         self.is_over = False
 
-    def take(self) -> Segment | Prefilled | None:
+    def compute_next(self) -> Segment | Prefilled | None:
         """Compute and return the next segment; None where the answer is over. On the MLX thread.
 
         An error, which is raised, or a segment with a finish reason ends the answer: its generator
@@ -255,7 +263,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         self._progress = progress
         self._requested: Future[Segment | Prefilled | None] | None = None
         self._reading = threading.Lock()
-        closing = weakref.finalize(self, _cancel, self._source)
+        closing = weakref.finalize(self, _end_and_close_source, self._source)
         closing.atexit = False
 
     @property
@@ -273,7 +281,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
             A future that is done when the answer has ended.
         """
         self._requested = None
-        return _cancel(self._source)
+        return _end_and_close_source(self._source)
 
     def close(self) -> None:
         """Cancel the answer, and wait until its end was run and its cache can be used.
@@ -316,14 +324,17 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     def __next__(self) -> Segment:
         """Wait for the next segment; pieces of the prompt go to `progress` meanwhile.
 
+        On the MLX thread itself it is computed at once.
+
         Raises:
             StopIteration: the answer is over.
-            RuntimeError: another thread or task is reading it.
+            RuntimeError: another thread or task is reading it, or Python is ending.
+            Exception: what computing the segment has raised; the answer is over then.
         """
         with self._exclusive_reading():
             while True:
                 if _mlx_thread.is_current:
-                    segment = self._source.take()
+                    segment = self._source.compute_next()
                 else:
                     asked = self._request_segment()
                     with self._keep_request_if_interrupted(asked):
@@ -342,7 +353,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
         Raises:
             StopAsyncIteration: the answer is over.
-            RuntimeError: another thread or task is reading it.
+            RuntimeError: another thread or task is reading it, or Python is ending.
+            Exception: what computing the segment has raised; the answer is over then.
         """
         with self._exclusive_reading():
             while True:
@@ -358,7 +370,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     def _request_segment(self) -> Future[Segment | Prefilled | None]:
         """Ask the MLX thread for the next segment, unless an interrupted reader has asked."""
         if self._requested is None:
-            self._requested = _mlx_thread.submit(self._source.take)
+            self._requested = _mlx_thread.submit(self._source.compute_next)
         return self._requested
 
     @contextmanager
@@ -398,7 +410,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
             self._reading.release()
 
 
-def _cancel(source: _SegmentSource[Any]) -> Future[None]:
+def _end_and_close_source(source: _SegmentSource[Any]) -> Future[None]:
     """End an answer at once for its readers, and have it closed behind the call that runs now.
 
     Returns:

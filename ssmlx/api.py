@@ -129,6 +129,10 @@ class AnswerText:
     def __init__(
         self, tokenizer: TokenizerWrapper, stop: Sequence[str] = (), behind: Sequence[int] = ()
     ) -> None:
+        """Begin without tokens: no text, and no stop string found.
+
+        The arguments are explained at the class.
+        """
         self._detokenizer = Detokenizer(tokenizer, behind)
         self._stop = stop
         self._text = ""  # what was not given out yet
@@ -157,7 +161,8 @@ class AnswerText:
         """Take out and return the text that is certain since the last segment; with `is_last`, all
         of it.
 
-        It ends where a stop string begins, which is never given out.
+        Text that may begin a stop string, or that the tokenizer may still change, is held back
+        until then. The text ends where a stop string begins, which is never given out.
         """
         if is_last:
             self._text += self._detokenizer.held_back_text()
@@ -206,7 +211,8 @@ class StopChecker:
     def ends_answer(self, step: list[int]) -> bool:
         """Whether the answer ends within `step`, the tokens that `cut_step` gets next.
 
-        They are counted, and their text taken, now; `cut_step` only tells then.
+        They are counted, and their text taken, now; `cut_step` only tells then. To be asked once
+        for each `step`.
         """
         self._asked = self._take_until_end(step)
         return self._asked[1] is not None
@@ -270,8 +276,9 @@ def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
 
 
 def check_tokens(model: StreamFusedModel, tokens: Sequence[int]) -> None:
-    """Raise InputError where `tokens` has an id outside the vocabulary; the message names the
-    first."""
+    """Raise InputError where `tokens` has an id outside the vocabulary; the message names the first
+    of them.
+    """
     size = model.backbone.vocab_size
     unknown = next((token for token in tokens if not 0 <= token < size), None)
     found = f"the prompt has the token {unknown}"
@@ -438,7 +445,7 @@ def answer_segments(
             "memory": measure_memory(model, cache, plan.drafters, plan.loaded) if reason else None,
         }
 
-    def turns() -> Iterator[GenerationResponse | Prefilled]:
+    def decode_segments() -> Iterator[GenerationResponse | Prefilled]:
         """Decode, a segment for each call, with weights wired.
 
         In the end, also where it fails or is closed: compute the cache, keep what was learned, add
@@ -471,7 +478,7 @@ def answer_segments(
                     if done is not None:
                         done(given)
 
-    return turns()
+    return decode_segments()
 
 
 def _token_ids(tokens: Any) -> list[int]:
@@ -569,7 +576,7 @@ def summary_line(response: GenerationResponse) -> str:
     """One line about an answer, of its last segment: tokens, tokens/s, tokens per target call.
 
     Before these, whether typical acceptance made it lossy; behind them, whether `max_tokens` or the
-    model's context has cut it.
+    model's context has cut it. Nothing of a stop by an end token or a stop string.
     """
     parts = ["LOSSY (typical acceptance)"] if response.lossy else []
     parts += [

@@ -19,7 +19,8 @@ _TICK_SECONDS = 1.0
 def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
     """`items` as an iterable that draws a progress bar where bars are shown, else `items` itself.
 
-    The bar is wiped out at the end.
+    Bars are shown where `shown` is set, and standard error is a terminal. The bar appears after
+    `PATIENCE_SECONDS`, and is wiped out at the end.
 
     Args:
         items: what is gone through.
@@ -31,7 +32,7 @@ def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
 
 def _behind_bar(items: Iterable[Any], label: str, settings: dict[str, Any]) -> Iterator[Any]:
     """Yield `items`, and draw a bar meanwhile."""
-    with _ticking(iterable=items, desc=label, **settings) as drawn:
+    with _ticking_bar(iterable=items, desc=label, **settings) as drawn:
         yield from drawn
 
 
@@ -44,12 +45,12 @@ def busy(label: str) -> Iterator[None]:
     if not shown.get():
         yield
         return
-    with _ticking(desc=label, bar_format="{desc}: {elapsed}"):
+    with _ticking_bar(desc=label, bar_format="{desc}: {elapsed}"):
         yield
 
 
 @contextmanager
-def _ticking(**settings: Any) -> Iterator[Any]:
+def _ticking_bar(**settings: Any) -> Iterator[Any]:
     """Yield a tqdm bar that a thread draws again every second, so that its time goes on between
     items.
 
@@ -61,7 +62,9 @@ def _ticking(**settings: Any) -> Iterator[Any]:
     over = Event()
 
     def tick() -> None:
-        """Draw the bar after `PATIENCE_SECONDS`, and then every second, until the block is over."""
+        """Draw the bar after `PATIENCE_SECONDS`, and then every second, until the block is over;
+        run by a thread of its own.
+        """
         wait = PATIENCE_SECONDS
         while not over.wait(wait):
             drawn.refresh()

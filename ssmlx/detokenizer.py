@@ -30,6 +30,12 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, behind: Sequence[int] = ()) -> None:
+        """Begin behind `behind`, of which the last tokens are decoded as context; their text is not
+        given out.
+
+        Text of a character that they leave unfinished is given out with the tokens that complete
+        it.
+        """
         self._tokenizer = tokenizer
         self._is_cleaned = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self._has_newlines = isinstance(tokenizer._tokenizer, NewlineTokenizer)
@@ -44,8 +50,8 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """Take in the next token, and return the text that is certain now and was not given out.
 
-        It may be empty, as behind a token of a single byte. A token that the tokenizer lacks is
-        left out.
+        It may be empty, as behind a token of a single byte, whose text comes with the next other
+        token. A token that the tokenizer lacks is left out.
         """
         name = self._token_name(token)
         if name is None:

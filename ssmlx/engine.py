@@ -38,7 +38,7 @@ from .model.cache import TreeCache
 from .model.ranks import Group
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
-from .prompts import Message, Tools, adapter_template, encode_turns, prompt_tokens
+from .prompts import Message, Tools, adapter_template, encode_turns_or_last, prompt_tokens
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig
 
@@ -104,6 +104,12 @@ class Engine:
         offline: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        """Load the base, with the adapters that are named, and have macOS keep the weights in
+        memory.
+
+        Adapters that are not named are loaded when they are asked for. The arguments are explained
+        at the class.
+        """
         check_memory(memory_gb)
         own, self.tokenizer = load(
             model,
@@ -136,7 +142,7 @@ class Engine:
             self.model(one)
         limit = default_limit() if memory_gb is None else int(memory_gb * 2**30)
         self.memory_pool = MemoryPool(limit)
-        self._count_prompts(self.prompt_cache)
+        self._count_cache_in_pool(self.prompt_cache)
         self._batches = self._new_batches()
         self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
         run(self._wiring.__enter__)
@@ -147,16 +153,18 @@ class Engine:
         self.memory_pool.share(batches)
         return batches
 
-    def _count_prompts(self, kept: PromptCache) -> None:
+    def _count_cache_in_pool(self, kept: PromptCache) -> None:
         """Count what `kept` has in the memory pool until `close`; nothing in a closed engine."""
 
-        def counted() -> None:
-            """Count `kept` in the pool, unless the engine is closed; on the MLX thread."""
+        def count_on_mlx_thread() -> None:
+            """Count `kept` in the pool, by which it may drop some; do nothing where the engine is
+            closed. On the MLX thread.
+            """
             if not self._is_closed:
                 self._counted.add(kept)
                 kept.count_in(self.memory_pool)
 
-        run(counted)
+        run(count_on_mlx_thread)
 
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
@@ -182,13 +190,13 @@ class Engine:
             if asked == AUTO_ADAPTER:
                 if self._with_own_streams is not None:
                     return self._with_own_streams
-                return self._load_adapter(*self._find_automatic_adapter())
-            model = self._load_adapter(str(asked), folder)
+                return self._load_adapter_once(*self._find_automatic_adapter())
+            model = self._load_adapter_once(str(asked), folder)
             if isinstance(asked, str):
                 self._folders[asked] = folder
             return model
 
-    def _load_adapter(self, name: str, folder: Path | None) -> StreamFusedModel:
+    def _load_adapter_once(self, name: str, folder: Path | None) -> StreamFusedModel:
         """The base with the adapter of `folder`, alone if that is None; loaded unless it is there.
 
         The caller holds the lock.
@@ -300,21 +308,24 @@ class Engine:
         config, loaded = resolve_drafter(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 
-        def opened() -> Answer[GenerationResponse]:
-            """Encode the question and begin the answer, on the MLX thread; nothing is decoded."""
+        def open_answer() -> Answer[GenerationResponse]:
+            """Encode the question and begin the answer, on the MLX thread; nothing is decoded.
+
+            The prompt cache that it takes from counts in the engine's pool from now on.
+            """
             prompt = self._encode_question(model, question, chat_options)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            self._count_prompts(kept)
-            segments = self._segments(
+            self._count_cache_in_pool(kept)
+            segments = self._begin_answer(
                 model, prompt, config, loaded, kept, mask, shares_prompt, joins_prompt
             )
             answer = Answer(segments, progress)
             self._track_open(answer)
             return answer
 
-        return run(opened)
+        return run(open_answer)
 
-    def _segments(
+    def _begin_answer(
         self,
         model: StreamFusedModel,
         prompt: list[int],
@@ -327,8 +338,9 @@ class Engine:
     ) -> Iterator[GenerationResponse | Prefilled]:
         """The segments of an answer, see `answer_segments`, behind what `kept` has of the prompt.
 
-        When the answer is over, or given up, its prompt and what was written of it join `kept`.
-        With `deterministic` nothing that is known is gone on from. On the MLX thread.
+        The prompt is checked, and what `kept` has of it taken, when this is called. When the answer
+        is over, or given up, its prompt and what was written of it join `kept`. With
+        `deterministic` nothing that is known is gone on from. On the MLX thread.
 
         Args:
             model: with the adapter.
@@ -386,7 +398,7 @@ class Engine:
         """
         model = self.model(adapter)
 
-        def opened() -> Answer[ScoredPrompt]:
+        def open_scoring() -> Answer[ScoredPrompt]:
             """Encode and check the prompt and claim its memory, on the MLX thread; nothing is
             scored yet."""
             prompt = self._encode_question(model, question, {})
@@ -394,13 +406,13 @@ class Engine:
             check_tokens(model, prompt)
             cache = model.make_cache()
             holding = Holding(self.memory_pool, cache, cache_size_of(model))
-            self.memory_pool.hold(holding, len(prompt))
+            self.memory_pool.add_running(holding, len(prompt))
             scored = self._score_in_pieces(model, prompt, cache, top, prompt_cache, holding)
             answer = Answer(scored, progress)
             self._track_open(answer)
             return answer
 
-        return run(opened)
+        return run(open_scoring)
 
     def _score_in_pieces(
         self,
@@ -434,7 +446,7 @@ class Engine:
         finally:
             holding.release()
         if kept is not None:
-            self._count_prompts(kept)
+            self._count_cache_in_pool(kept)
             kept.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
@@ -462,7 +474,7 @@ class Engine:
 
         A text, and the turns of a chat, are put under the adapter's own template where it has one,
         else the model's. Under an adapter's own, the user's last turn may be all that is encoded:
-        see `encode_turns`. Token ids are returned as they are.
+        see `encode_turns_or_last`. Token ids are returned as they are.
 
         Args:
             model: whose adapter decides on the template.
@@ -476,7 +488,9 @@ class Engine:
             return prompt_tokens(question, model, self.tokenizer, **chat_options)
         if len(question) and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
-            return encode_turns(turns, self.tokenizer, adapter_template(model), **chat_options)
+            return encode_turns_or_last(
+                turns, self.tokenizer, adapter_template(model), **chat_options
+            )
         return [int(token) for token in cast("Sequence[int]", question)]
 
     def chat(
@@ -531,7 +545,8 @@ class Engine:
         return self.model(NO_ADAPTER if adapter is None else adapter)
 
     def close(self) -> None:
-        """Cancel what is open, and free the memory. Chats of this engine answer no more.
+        """Cancel what is open, wait for its end, and free the memory. Chats of this engine answer
+        no more.
 
         The engine's own prompt cache is closed. Prompt caches that were given to the engine or to
         its answers are written to their folders, if they have one, and keep what they have in

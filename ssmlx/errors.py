@@ -26,6 +26,9 @@ class InputError(ValueError):
     """
 
     def __init__(self, found: str, *, expected: str, do: str) -> None:
+        """Make the one line of the three parts; characters that cannot be printed are written as
+        escapes.
+        """
         line = f"{found}; expected {expected}; {do}"
         # What a file says may hold line ends, and codes that a terminal obeys.
         plain = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
@@ -54,6 +57,7 @@ class ContextLengthError(InputError):
     """
 
     def __init__(self, num_tokens: int, limit: int) -> None:
+        """Make the message for a prompt of `num_tokens` in a context of `limit` tokens."""
         found = f"the prompt has {num_tokens} tokens"
         expected = f"less than the model's context of {limit}"
         super().__init__(found, expected=expected, do="shorten it")
@@ -72,6 +76,7 @@ class NoRoomError(InputError):
     """
 
     def __init__(self, wanted: int, free: int, limit: int) -> None:
+        """Make the message, in GiB; it says to ask again where `wanted` is at most `limit`."""
         less = "make its prompt shorter, or give more memory (memory_gb, --memory)"
         if wanted <= limit:
             less = f"ask again when another one has ended, {less}"

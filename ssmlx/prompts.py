@@ -64,7 +64,7 @@ def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
         expected="a JSON object a line",
         do=f"check {option}",
     )
-    return [_checked_prompt(line, f"{path}, line {number},") for number, line in lines]
+    return [_parse_prompt_line(line, f"{path}, line {number},") for number, line in lines]
 
 
 def read_lines(
@@ -72,7 +72,7 @@ def read_lines(
 ) -> list[tuple[int, str]]:
     """(number from 1, text) of each line of a UTF-8 file that is not blank.
 
-    Lines end at line feeds and carriage returns alone.
+    Lines end at line feeds and carriage returns alone. Blank lines count in the numbers.
 
     Args:
         path: the file.
@@ -87,7 +87,7 @@ def read_lines(
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def _checked_prompt(line: str, where: str) -> dict[str, Any]:
+def _parse_prompt_line(line: str, where: str) -> dict[str, Any]:
     """Parse and check a line of a file of prompts.
 
     It has to be an object with either "prompt", a text, or "messages" of roles in `ROLES`, whose
@@ -141,10 +141,10 @@ def normalise_turns(messages: Any, found: str = "these turns") -> list[dict[str,
     """Copies of chat turns as templates read them.
 
     Contents that are parts become one text, None becomes "", and the arguments of tool calls become
-    objects where they are JSON.
+    objects where they are JSON. Other fields stay, roles too, whatever they are.
 
     Args:
-        messages: what should be turns.
+        messages: what should be turns; no turns give none.
         found: how the message of an InputError begins.
 
     Raises:
@@ -269,7 +269,7 @@ def encode_with_template(
         tokenizer: the model's.
         template: "chat", "raw", or a text with `{prompt}`, as `prompt_tokens` takes it. None for
             the model's chat template; without one, the text as it is. Of several turns, under a
-            text with `{prompt}`, only the last may be encoded, see `encode_turns`; "raw" is
+            text with `{prompt}`, only the last may be encoded, see `encode_turns_or_last`; "raw" is
             refused.
         template_args: for the chat template.
 
@@ -286,10 +286,10 @@ def encode_with_template(
         expected="chat, or a text with {prompt} in it",
         do="choose another",
     )
-    return encode_turns(messages, tokenizer, template, **more)
+    return encode_turns_or_last(messages, tokenizer, template, **more)
 
 
-def encode_turns(
+def encode_turns_or_last(
     messages: Sequence[Message], tokenizer: TokenizerWrapper, template: str | None, **more: Any
 ) -> list[int]:
     """The tokens of chat turns, up to where the answer starts.
@@ -303,6 +303,9 @@ def encode_turns(
         tokenizer: the model's.
         template: the adapter's; None, or one without `{prompt}`, for the chat template.
         more: other arguments of `chat_tokens`, such as `tools`.
+
+    Raises:
+        InputError: a turn is none, or the chat template is missing or refuses them.
     """
     if template is not None and is_single_turn(messages, template, **more):
         asked = normalise_turns(messages[-1:])[0]["content"]

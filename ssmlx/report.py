@@ -33,7 +33,10 @@ def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
 
 def table(columns: Columns, rows: Iterable[Any], more: Sequence[Sequence[str]] = ()) -> list[str]:
     """The lines of a text table: the heads of `columns`, a line for each of `rows`, and below them
-    `more`, rows of finished cells."""
+    `more`, rows of finished cells.
+
+    There is no rule between head and rows; see `align_rows` for how cells are set.
+    """
     return align_rows([list(columns), *cells(columns, rows), *more])
 
 
@@ -52,14 +55,16 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, caption: str, path: Path) -> None:
-    """Write a figure to `path`, at 150 dots an inch, with light axes; an older file is replaced.
+    """Write a figure to `path`, at 150 dots an inch, with light axes; an older file is written
+    over.
 
     Its axes lose their top and right edges and get a grid. The format is that of the path's suffix.
+    The figure stays open.
 
     Args:
         figure: of `new_figure`; it is changed.
         caption: what stands below, broken into lines; "" for nothing.
-        path: the file.
+        path: the file, in a folder that is there.
     """
     if caption:
         width = int(15.5 * figure.get_figwidth())

@@ -38,7 +38,7 @@ from .prompts import (
     adapter_template,
     check_text,
     common_prefix_length,
-    encode_turns,
+    encode_turns_or_last,
     is_single_turn,
 )
 from .settings import GenerateConfig
@@ -131,6 +131,10 @@ class ChatSession:
         swap: Callable[[str | Path | None], StreamFusedModel] | None = None,
         memory_pool: MemoryPool | None = None,
     ) -> None:
+        """Begin a conversation with nothing in it but the system prompt; nothing is generated.
+
+        The arguments are explained at the class.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self._prompts = prompts
@@ -156,7 +160,7 @@ class ChatSession:
         """
         check_text(system or "")
 
-        def anew() -> None:
+        def reset_on_mlx_thread() -> None:
             """Begin a new conversation, unless a reply is open or the session closed; on the MLX
             thread."""
             self._check_idle()
@@ -164,11 +168,11 @@ class ChatSession:
             self.messages: list[Message] = []
             if system:
                 self.messages.append({"role": "system", "content": system})
-            self._empty_cache()
+            self._drop_cache_and_earlier_answers()
 
-        run(anew)
+        run(reset_on_mlx_thread)
 
-    def _empty_cache(self) -> None:
+    def _drop_cache_and_earlier_answers(self) -> None:
         """Drop the cache, the last answer's memory figures and earlier answers.
 
         Of earlier answers, those of a shared prompt cache stay, and are taken for the model of now.
@@ -210,7 +214,7 @@ class ChatSession:
         run(self._check_idle)
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
-        def go_on() -> None:
+        def take_over_on_mlx_thread() -> None:
             """Check that the chat's settings fit `swapped`, then take it over with an empty cache.
 
             On the MLX thread.
@@ -218,9 +222,9 @@ class ChatSession:
             self._check_idle()
             make_plan(swapped, self.config, drafter=self._loaded)
             self.model = swapped
-            self._empty_cache()
+            self._drop_cache_and_earlier_answers()
 
-        run(go_on)
+        run(take_over_on_mlx_thread)
 
     @property
     def memory(self) -> Memory:
@@ -262,15 +266,15 @@ class ChatSession:
         """
         config = with_seed(self.config)
 
-        def opened() -> Answer[GenerationResponse]:
+        def open_reply() -> Answer[GenerationResponse]:
             """Check that no reply is open, then begin this one; on the MLX thread. Nothing is
             decoded yet."""
             self._check_idle()
-            answer = Answer(self._segments(text, config), progress)
+            answer = Answer(self._begin_reply(text, config), progress)
             self._reply = weakref.ref(answer)
             return answer
 
-        return run(opened)
+        return run(open_reply)
 
     def close(self) -> None:
         """Cancel the reply that is open, wait for its end, and free the cache; the session answers
@@ -317,15 +321,15 @@ class ChatSession:
             do="read it to its end, or close it; or use another session",
         )
 
-    def _segments(
+    def _begin_reply(
         self, text: str, config: GenerateConfig
     ) -> Iterator[GenerationResponse | Prefilled]:
         """Begin the answer to `text` behind what is cached of the conversation; returns its
         segments.
 
-        The longer of the session's own cache and what the prompt cache has is gone on from; its
-        rows behind that are taken back now. The message joins `messages` when the first segment is
-        asked for. On the MLX thread.
+        The longer of the session's own cache and what the prompt cache has is gone on from, the
+        session's own alone with `deterministic`; its rows behind that are taken back now. The
+        message joins `messages` when the first segment is asked for. On the MLX thread.
 
         Args:
             text: the user's message.
@@ -386,11 +390,11 @@ class ChatSession:
             earlier=self._earlier,
         )
 
-        def turns() -> Iterator[GenerationResponse | Prefilled]:
+        def add_question_and_decode() -> Iterator[GenerationResponse | Prefilled]:
             self.messages.append(question)
             yield from segments
 
-        return turns()
+        return add_question_and_decode()
 
     @property
     def asks_alone(self) -> bool:
@@ -404,7 +408,9 @@ class ChatSession:
 
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
         """The tokens of `turns` under the chat's template."""
-        return encode_turns(turns, self.tokenizer, adapter_template(self.model), **self._template)
+        return encode_turns_or_last(
+            turns, self.tokenizer, adapter_template(self.model), **self._template
+        )
 
     def _add_to_totals(self, last: GenerationResponse, reused: int) -> None:
         """Add an answer to the totals by its last segment, whose memory figures are kept.
@@ -425,8 +431,8 @@ class ChatSession:
         """Answer the last user's message again, drafting (A) and plain (B), in turns A B B A A B B
         A.
 
-        Where the chat decodes plainly by its settings, A asks for speculation. Sampled answers get
-        the same seed. Each processes the whole prompt anew.
+        It waits for all eight answers. Where the chat decodes plainly by its settings, A asks for
+        speculation. Sampled answers get the same seed. Each processes the whole prompt anew.
 
         Args:
             progress: called with (answers done, answers in all).

@@ -163,8 +163,9 @@ def setting(default: Any = MISSING, help: str = "", **allowed: Any) -> Any:
 def check_settings(config: Any, *, found: str = "{option}", do: str | None = None) -> None:
     """Check every field of a settings object that `setting` made; other fields are passed over.
 
-    The annotation decides the type: with "int" in it a whole number, for a tuple or sequence every
-    item is checked, and None is allowed if "None" is in it.
+    The annotation decides the type: with "int" in it a whole number, else any number, unless there
+    are choices. Of a list or tuple in a field of a tuple or sequence every item is checked. None is
+    allowed if "None" is in it. Nothing is changed.
 
     Args:
         config: the settings.
@@ -275,7 +276,7 @@ class StreamConfig:
         ):
             require(ok, found, expected=expected, do=do)
         # JSON's names are texts.
-        object.__setattr__(self, "tokens_per_call", _check_curve(self.tokens_per_call))
+        object.__setattr__(self, "tokens_per_call", _parse_tokens_per_call(self.tokens_per_call))
 
     @property
     def has_embeddings(self) -> bool:
@@ -334,7 +335,7 @@ class StreamConfig:
         return {name: value for name, value in vars(self).items() if name not in unknown}
 
 
-def _check_curve(values: Any) -> dict[int, float] | None:
+def _parse_tokens_per_call(values: Any) -> dict[int, float] | None:
     """Check `tokens_per_call`, and return it sorted by nodes, with numbers for JSON's text keys.
 
     Args:

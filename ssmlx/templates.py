@@ -142,7 +142,8 @@ def frozen_date() -> Iterator[None]:
 def bounded_rendering(turns: str) -> Iterator[None]:
     """Bound what chat templates that are rendered inside the block may take.
 
-    In the block transformers compiles templates for the bounded sandbox; the time counts from now.
+    In the block transformers compiles templates for the bounded sandbox. There are `MAX_SECONDS`
+    for the whole block, from now on; the characters are counted for each rendering.
 
     Args:
         turns: a message's words for what is rendered, such as "these turns".

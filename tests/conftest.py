@@ -2,6 +2,7 @@
 need not run."""
 
 import os
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,42 @@ def pytest_runtest_logreport(report):
     if report.when == "call" and report.passed and not _WORKER:
         with _PASSED.open("a") as file:
             file.write(f"{report.nodeid}\n")
+
+
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "", None)
+_asked_outside: list[str] | None = None  # while a test runs that must stay on this machine
+
+
+def _refuse_other_machines(event, args):
+    """An audit hook: refuse and note what a test asks of another machine, in any thread."""
+    if _asked_outside is None:
+        return
+    if event == "socket.getaddrinfo":
+        host = args[0]
+    elif event == "socket.connect" and isinstance(args[1], tuple):
+        host = args[1][0]
+    else:
+        return
+    host = host.decode() if isinstance(host, bytes) else host
+    if host not in _THIS_MACHINE:
+        _asked_outside.append(str(host))
+        raise OSError(f"a test asks {host}")
+
+
+sys.addaudithook(_refuse_other_machines)
+
+
+@pytest.fixture(autouse=True)
+def stays_on_this_machine(request):
+    """No test contacts another machine, but for those of the real model, which may fetch it."""
+    global _asked_outside
+    if request.node.get_closest_marker("real"):
+        yield
+        return
+    _asked_outside = asked = []
+    yield
+    _asked_outside = None
+    assert not asked, f"the test asked other machines: {asked}"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -273,8 +273,8 @@ def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch)
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**settings, "of_a_later_release": 1}))
     options = AdaptOptions(model=str(copy), path=copy, out=adapters_home() / "copy")
-    assert adapt_run.find_run_folder(options) == adapters_home() / "mine"
-    assert adapt_run.find_run_folder(replace(options, seed=1)) == adapters_home() / "copy"
+    assert adapt_run.find_folder_of_same_run(options) == adapters_home() / "mine"
+    assert adapt_run.find_folder_of_same_run(replace(options, seed=1)) == adapters_home() / "copy"
     folder, said = adapted(copy)
     assert "goes on with mine, where 26 answers, and step 3 of 12 of the training are" in said
     (run,) = read_runs()
@@ -297,12 +297,12 @@ def stops_at(turn, real):
 
 def test_answers_that_take_long_leave_fewer_passes():
     one = sizing.Round(hours=1, answers=10, epochs=3, answer_seconds=1000, train_seconds=2000)
-    assert sizing.shorten_round(one, None, 1000) == one
-    late = sizing.shorten_round(one, None, 2600)
+    assert sizing.shorten_round_to_hours(one, None, 1000) == one
+    late = sizing.shorten_round_to_hours(one, None, 2600)
     assert (late.epochs, late.train_seconds) == (1.5, 1000)  # as many as fit into 1,000 s
-    assert sizing.shorten_round(one, None, 9999).epochs == 1.5  # half at least
+    assert sizing.shorten_round_to_hours(one, None, 9999).epochs == 1.5  # half at least
     second = replace(one, hours=2, spent_before=5000)
-    assert sizing.shorten_round(second, one, 6000) == second
+    assert sizing.shorten_round_to_hours(second, one, 6000) == second
     # What else takes time leaves less for answers.
     plans = [sizing.plan_round(1, RATES, 30, LENGTH, check_seconds=other) for other in (0, 1200)]
     assert plans[0].answers == 26 and plans[1].answers == 17
@@ -557,9 +557,9 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
     monkeypatch.setattr(adapt_command, "time", now)
     monkeypatch.setattr(machine, "power_source", lambda: next(sources))
     monkeypatch.setattr(os, "getloadavg", lambda: next(free))
-    adapt_command.make_wait(True)()
+    adapt_command.make_wait_while_busy(True)()
     assert len(slept) == waits
-    adapt_command.make_wait(False)()
+    adapt_command.make_wait_while_busy(False)()
     assert len(slept) == waits
 
 

@@ -12,7 +12,7 @@ from real import tokens_of, words
 import ssmlx
 from ssmlx.answers import run
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
-from ssmlx.generation import batching
+from ssmlx.generation import batching, prompt_pieces
 from ssmlx.generation.plan import Plan
 from ssmlx.policy.costs import BATCH, FrozenCosts
 
@@ -189,7 +189,7 @@ def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
     second = ask(QUESTIONS[1])
     next(first), next(second), next(first)
     with monkeypatch.context() as broken:
-        broken.setattr(Batch, "_launch", lambda self: 1 / 0)
+        broken.setattr(Batch, "_launch_next_call", lambda self: 1 / 0)
         for answer in (first, second):
             with pytest.raises(RuntimeError):
                 list(answer)
@@ -198,7 +198,8 @@ def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
 
 
 def test_a_prompt_lets_a_call_go_before_each_piece(ask, together, monkeypatch):
-    monkeypatch.setattr(batching, "PIECE_SECONDS", 0.0)  # whatever a piece took, a call is next
+    # Whatever a piece took, a call is next.
+    monkeypatch.setattr(prompt_pieces, "PIECE_SECONDS", 0.0)
     quick = [ask(text, max_tokens=100) for text in QUESTIONS[:2]]
     next(quick[0]), next(quick[1])
     del together[:]
@@ -222,9 +223,9 @@ def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypa
         sizes.append(len(tokens))
 
     monkeypatch.setattr(batching, "prefill", slowly)
-    monkeypatch.setattr(batching, "PIECE_SECONDS", 0.02)
-    monkeypatch.setattr(batching, "LEAST_PIECE", 2)
-    monkeypatch.setattr(batching, "UNTIMED_PIECE", 4)
+    monkeypatch.setattr(prompt_pieces, "PIECE_SECONDS", 0.02)
+    monkeypatch.setattr(prompt_pieces, "LEAST_PIECE", 2)
+    monkeypatch.setattr(prompt_pieces, "UNTIMED_PIECE", 4)
     settings = {"prefill_step_size": 512, "drafter": drafter}
     settings |= {"decoding": "speculative"} if drafter else {}
     with ThreadPoolExecutor(1) as pool:
@@ -237,13 +238,13 @@ def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypa
         meanwhile = sizes[before:]
         assert len(tokens_of(quick)) == LENGTH and not heard.done()
         assert len(tokens_of(heard.result(60))) == LENGTH
-    assert max(sizes) <= 10 * batching.PIECES_ALONE
+    assert max(sizes) <= 10 * prompt_pieces.PIECES_ALONE
     assert sum(meanwhile) < 110 and min(meanwhile) <= 10
 
 
 def test_a_prompt_may_be_given_up(ask, together, batches):
     answer = ask([45, 2] * 40)
-    run(lambda: [answer._source.take() for _ in range(3)])
+    run(lambda: [answer._source.compute_next() for _ in range(3)])
     answer.close()
     assert not batches._prompts
     assert next(ask([45, 2] * 40)).cached_tokens == 16
@@ -289,9 +290,38 @@ def test_a_row_that_others_began_goes_on_when_they_are_gone(ask, together):
     late = ask(unknown)
     for one in others:
         next(one)
-    run(late._source.take)
+    run(late._source.compute_next)
     for one in others:
         next(one)
     for one in others:
         one.close()
     assert tokens_of(late) == tokens_of(ask(unknown, alone=True))
+
+
+def test_pieces_are_as_long_as_they_may_take():
+    schedule = prompt_pieces.PieceSchedule()
+    assert schedule.next_piece_length(5000, 2048, is_alone=False) == 128, "nothing was timed"
+    schedule.record_piece(128, 0.1)  # 1,280 tokens a second
+    assert schedule.next_piece_length(5000, 2048, is_alone=False) == 640
+    assert schedule.next_piece_length(5000, 2048, is_alone=True) == 1280
+    assert schedule.next_piece_length(5000, 100, is_alone=True) == 100, "the settings say less"
+    assert schedule.next_piece_length(7, 2048, is_alone=True) == 7, "no more are left"
+    schedule.record_piece(10, 10.0)
+    assert schedule.next_piece_length(5000, 2048, is_alone=False) == 640, "too short to count"
+    schedule.record_piece(64, 64.0)
+    assert schedule.next_piece_length(5000, 2048, is_alone=False) == 64
+
+
+def test_calls_get_the_time_that_pieces_took():
+    schedule = prompt_pieces.PieceSchedule()
+    schedule.record_piece(640, 0.5)
+    assert not schedule.are_calls_first(640), "nothing is owed"
+    schedule.owe_seconds(0.5, is_decoding=True)
+    assert schedule.are_calls_first(640)
+    schedule.record_call(0.3)
+    assert schedule.are_calls_first(640) and not schedule.are_calls_first(64)
+    schedule.record_call(0.3)
+    assert not schedule.are_calls_first(10_000) and schedule.num_calls == 2
+    schedule.owe_seconds(3.0, is_decoding=True)
+    schedule.owe_seconds(1.0, is_decoding=False)
+    assert not schedule.are_calls_first(640), "nobody is decoded any more"

@@ -42,7 +42,7 @@ def test_a_median_is_taken_over_turns_but_the_first(time):
     found, noise = machine.median_seconds(calls, 3, time)
     assert found == {1: 2.0, 2: 5.0, 4: 6.0} and order == [1, 2, 4] * 4
     assert noise == 0.0  # of the three calls, two are steady
-    spreads = [machine.spread(one) for one in ([1.0], [2.0, 2.0], [1.0, 2.0, 3.0, 4.0])]
+    spreads = [machine.quartile_spread(one) for one in ([1.0], [2.0, 2.0], [1.0, 2.0, 3.0, 4.0])]
     assert spreads == [0.0, 0.0, 0.6]
 
 
@@ -112,9 +112,9 @@ def loaded(folders):
 
 def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):
     texts = [[1, 2, 3], [4, 5], [6, 7]], [[8], [9, 10], []]
-    assert bench.text_of_context(2, 0, *texts) == [2, 3]
-    assert bench.text_of_context(6, 1, *texts) == [1, 2, 3, 8, 4, 5]
-    assert bench.text_of_context(9, 4, *texts) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
+    assert bench.make_context_text(2, 0, *texts) == [2, 3]
+    assert bench.make_context_text(6, 1, *texts) == [1, 2, 3, 8, 4, 5]
+    assert bench.make_context_text(9, 4, *texts) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
     _, target, _ = loaded(folders)
     *text, end = bench.reference_tokens(Example({"prompt": "w1"}, ("w5 w6", "w7")), target)
     assert target.tokenizer.decode(text) == "w5 w6" and end == target.tokenizer.eos_token_id

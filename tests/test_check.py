@@ -249,7 +249,7 @@ def test_a_head_start_is_worth_less_than_what_answers_taught(base, adapter, time
     model, tokenizer = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     known, _ = learned.learned_of(model)
     plan = ssmlx.generation.plan.make_plan(model)
-    head_start.give_head_start(model, tokenizer, plan)
+    head_start.time_calls_before_first_answer(model, tokenizer, plan)
     assert known.costs.frozen(0).known[("streams", 4)] == (1.5, 0.5)
     assert known.costs.plain_seconds(0) == 0.02
     assert Learned(known.path).costs.frozen(0).known[("streams", 4)] == (1.5, 0.5)

@@ -353,7 +353,7 @@ def test_verbose_shows_what_was_learned(run, loaded, adapter):
     model, _ = loaded[str(adapter)]
     known, prior = learned_of(model)
     known.costs.set_head_start({("streams", 2): 1.25, ("streams", 4): 1.75})
-    known.costs.learn_plain(0, [0.5] * 3)
+    known.costs.learn_plain_seconds(0, [0.5] * 3)
     prior.learn("streams", 0, 50.0, 100.0)
     share = prior.ratio("streams", 0)
     args = (*ASK, "--adapter", adapter, "--max-tokens", 1, "--verbose")
@@ -376,7 +376,7 @@ def test_verbose_shows_what_was_learned_of_text_drafts(run, loaded):
     assert accepted == "[acceptance: no text was drafted with prompt-lookup here yet]"
     known, prior = learned_of(loaded[None][0])
     known.costs.learn(("rows", 4), 0, known.costs.frozen(0).calls(("rows", 4)))
-    known.costs.learn_plain(0, [0.5] * 3)
+    known.costs.learn_plain_seconds(0, [0.5] * 3)
     prior.learn("prompt-lookup 1", 0, 3.0, 10.0)
     prior.learn("prompt-lookup 9", 0, 9.0, 10.0)
     shares = [prior.ratio(f"prompt-lookup {length}", 0) for length in (1, 9)]

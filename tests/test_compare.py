@@ -14,7 +14,7 @@ from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
 from perf import compare
-from perf.compare import draw, format_report
+from perf.compare import draw_bars, format_report
 from perf.run import experiment as figures
 from perf.run import options, show, target
 from perf.run.experiment import Experiment, Measured
@@ -86,7 +86,7 @@ def arguments(folders, tmp_path):
 @pytest.fixture
 def command(arguments, capsys, monkeypatch):
     """Run the command on the tiny model, without its picture: (exit code, stdout, stderr)."""
-    monkeypatch.setattr(compare, "draw", lambda result, path: None)
+    monkeypatch.setattr(compare, "draw_bars", lambda result, path: None)
 
     def run(*more, **settings):
         return real.exit_code(compare.main, *arguments(*more, **settings)), *capsys.readouterr()
@@ -150,7 +150,7 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     # And what is said of it.
     assert (tmp_path / "out" / "compare.txt").read_text() == out == format_report(result) + "\n"
     assert "power: " in out and "fewer than 30 prompts" in out and "load: " in out
-    draw(result, tmp_path / "x.png")
+    draw_bars(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -350,7 +350,7 @@ def without_times(result: dict) -> list:
 def test_answers_depend_on_all_that_moves_them(arguments, weights, monkeypatch):
     def settings(*more, system="medusa", **adapter):
         plan = experiment(arguments(*weights, *more, **adapter))
-        return plan.settings(next(one for one in plan.systems if one.name == system))
+        return plan.answer_settings(next(one for one in plan.systems if one.name == system))
 
     first = settings()
     assert first == settings("--repeats", 5) == settings("--count", 2)

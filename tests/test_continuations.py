@@ -388,7 +388,7 @@ def test_missing_prompts_and_unwritable_output_are_one_line(
     assert continuations.main(argv) == 2
     assert "nothing.jsonl does not exist" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(continuations, "load_generator", None)  # told before it
+    monkeypatch.setattr(continuations, "load_answering_model", None)  # told before it
     assert continuations.main(command(folder, prompts, tmp_path / "file" / "out.jsonl")) == 2
     assert "cannot write" in one_line(capsys.readouterr().err, continuations.PROG)
     assert continuations.main(command(folder, prompts, tmp_path)) == 2

@@ -437,7 +437,7 @@ def test_the_newest_other_tokens_of_the_text_may_be_guessed(monkeypatch):
         assert found.tokens.tolist() == [3, 5, 8, *own]
         vocab = np.array([3, 5, 8, *own])
         logits = np.array(model.backbone.logits(hidden))[:, vocab]
-        tokens, _ = found.rank(hidden, mx.array([1]), 3)
+        tokens, _ = found.rank_stream_tokens(hidden, mx.array([1]), 3)
         assert np.array_equal(tokens[0], vocab[np.argsort(-logits, kind="stable")[:, :3]])
     assert DraftVocab(model).tokens.tolist() == [3, 5, 8]
     everything = make_model(adapter={"draft_vocab": tuple(range(VOCAB))})
@@ -492,14 +492,16 @@ def test_copies_are_trusted_by_what_they_foretold():
     copies = Copies([3, 2, 5, 9])
     guesses = (tokens, mx.log(mx.array(probs)))
     for place, text, accepted in [(4, [3], 0), (5, [2, 5, 5], 1), (7, [7], 0)]:
-        copies.mix_into_guesses(guesses, *(mx.array(one) for one in (text, [accepted], [place])))
+        copies.learn_and_mix_into_guesses(
+            guesses, *(mx.array(one) for one in (text, [accepted], [place]))
+        )
     assert np.allclose(
         copies._hits_and_trials - text_copies.initial_hits_and_trials(), [[1, 1], [2, 1]]
     )
     # What was guessed before a hole is no guess of what stands behind it.
     shown = copies._hits_and_trials
     copies.follow([3, 2], 8)
-    copies.mix_into_guesses(guesses, *(mx.array(one) for one in ([5], [0], [10])))
+    copies.learn_and_mix_into_guesses(guesses, *(mx.array(one) for one in ([5], [0], [10])))
     assert np.array_equal(copies._hits_and_trials, shown)
     assert copies._text.find_continuations(mx.array([10]), 3)[0].tolist() == [7, 3, 2]
 

@@ -14,7 +14,7 @@ from tiny_export import CHUNK, CONTEXT, TorchBackend, mlx_steps, torch_steps, wr
 
 from convert.base import load_base
 from convert.export.ane import rms_norm
-from convert.export.export import build_graphs, build_reference, make_manifest
+from convert.export.export import build_graphs, build_reference, make_partial_manifest
 from convert.export.parts import Head
 from convert.export.settings import ExportConfig
 from ssmlx.errors import InputError
@@ -168,7 +168,7 @@ def one_step(folders, profile):
     settings = config(profile=profile)
     adapter = folders.load_adapter()
     graphs = build_graphs(folders.base, adapter, settings)
-    manifest = make_manifest(graphs[1], adapter, settings)
+    manifest = make_partial_manifest(graphs[1], adapter, settings)
     backend = TorchBackend(graphs)
     cache = SlotCache(backend.make_state(), manifest.num_slots)
     prefill(backend, manifest, PROMPT[:-1], cache)
@@ -220,7 +220,7 @@ def test_a_rejected_nodes_slot_can_be_used_again(tmp_path):
     settings = config()
     adapter = folders.load_adapter()
     graphs = build_graphs(folders.base, adapter, settings)
-    manifest = make_manifest(graphs[1], adapter, settings)
+    manifest = make_partial_manifest(graphs[1], adapter, settings)
     backend = TorchBackend(graphs)
     clean = SlotCache(backend.make_state(), manifest.num_slots)
     dirty = SlotCache(backend.make_state(), manifest.num_slots)

@@ -24,7 +24,7 @@ CHUNK = 4
 VOCAB = 50
 
 
-def make_manifest(**changes) -> Manifest:
+def make_partial_manifest(**changes) -> Manifest:
     values = {
         "target": "coreml", "profile": "gpu", "dtype": "float32", "prompt_template": None,
         "cache": "arrays", "cache_names": ("keys_00", "values_00"),
@@ -91,7 +91,7 @@ class Counting:
 
 
 def make_model(right: int = STREAMS, **changes) -> ExportedModel:
-    manifest = make_manifest(**changes)
+    manifest = make_partial_manifest(**changes)
     return ExportedModel(Counting(manifest, right), manifest, make_tokenizer(VOCAB))
 
 
@@ -124,7 +124,7 @@ def test_a_row_sees_what_is_committed_and_its_ancestors():
 def test_nodes_that_fill_up_see_themselves_alone_and_have_no_depth():
     cache = SlotCache(None, SLOTS)
     inputs = build_decode_inputs(
-        root_tree(mx.array([9])), cache.find_free_slots(NODES), cache, make_manifest()
+        root_tree(mx.array([9])), cache.find_free_slots(NODES), cache, make_partial_manifest()
     )
     assert inputs["tokens"].tolist() == [9, 0, 0, 0, 0, 0]
     assert inputs["depths"].tolist() == [0, -1, -1, -1, -1, -1]
@@ -226,7 +226,7 @@ def test_carried_caches_are_inputs_and_outputs():
         outputs = {"last": np.zeros(1), "keys_00_new": written, "values_00_new": -written}
         return outputs if function == "decode" else {}
 
-    backend = CarriedCacheBackend(call, make_manifest())
+    backend = CarriedCacheBackend(call, make_partial_manifest())
     state = backend.make_state()
     for count in (1, 2):
         assert set(backend.predict("decode", {"tokens": np.zeros(1)}, state)) == {"last"}
@@ -251,14 +251,14 @@ def test_core_ml_keeps_one_state_for_both_functions():
 @pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is there")
 def test_core_ml_is_asked_for_on_a_mac_only(tmp_path):
     with pytest.raises(InputError, match="runs on macOS alone"):
-        coreml_backend(tmp_path, make_manifest())
+        coreml_backend(tmp_path, make_partial_manifest())
 
 
 def write_export(folder, **changes):
     package = folder / "model.mlpackage"
     package.mkdir(parents=True)
     (package / "weights").write_bytes(b"abc")
-    make_manifest(digest=package_digest(package), **changes).write(folder)
+    make_partial_manifest(digest=package_digest(package), **changes).write(folder)
     return folder
 
 
@@ -266,11 +266,11 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
     folder = write_export(tmp_path / "out", end_token_ids=(2, 5), prompt_template="a {prompt}")
     read = Manifest.read(folder)
     changes = {"end_token_ids": (2, 5), "prompt_template": "a {prompt}"}
-    assert read == make_manifest(digest=read.digest, **changes)
+    assert read == make_partial_manifest(digest=read.digest, **changes)
     written = json.loads((folder / "manifest.json").read_text())
     assert written["format"] == "ssmlx-export/2" and written["cache_names"][0] == "keys_00"
     assert set(written["tree"]) == {"num_candidates", "size", "width", "is_conditional"}
-    assert read.checked_package(folder) == folder / "model.mlpackage"
+    assert read.unchanged_package(folder) == folder / "model.mlpackage"
 
 
 @pytest.mark.parametrize("tree", [
@@ -306,7 +306,7 @@ def test_a_folder_whose_files_do_not_belong_together_is_refused(tmp_path):
     folder = write_export(tmp_path / "out", target="coreai")
     with pytest.raises(InputError, match="compute_units=all of Core AI; expected it with Core ML"):
         exported.load(folder, compute_units="all")
-    make_manifest(digest=Manifest.read(folder).digest).write(folder)
+    make_partial_manifest(digest=Manifest.read(folder).digest).write(folder)
     (folder / "model.mlpackage" / "weights").write_bytes(b"abd")
     with pytest.raises(InputError, match=r"is not the package that manifest\.json was written for"):
         exported.load(folder)

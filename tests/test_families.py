@@ -270,7 +270,7 @@ def test_training_sees_what_decoding_sees(name, tied):
     found = model.upper(inserted, root, cache, streams, starts=mx.zeros(1, mx.int32))
     expected = mx.concatenate([nodes[:, count - 1 : count], rows], axis=1)
     tiny.assert_close(found, expected, 1e-4)
-    head = trained.head(drafting=True)
+    head = trained.head(uses_draft_head=True)
     norm = trained.backbone.final_norm
     drafted = model.backbone.logits(found, model.draft_head)
     tiny.assert_close(drafted, head(norm(expected[0])), 1e-4)

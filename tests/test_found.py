@@ -326,7 +326,7 @@ def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
     costs.set_head_start({("rows", 4): 1.1})
     usual = 1 + sizing.candidate_layers(4)[1] * (sizing._USUAL_TOKENS[4] - 1)
     second_pass = costs.frozen(0).calls(("rows", 5)) / 4 + 0.05
-    assert sizing.forecast_speedup(plain) == pytest.approx(usual / (1.1 + second_pass))
+    assert sizing.forecast_adapt_speedup(plain) == pytest.approx(usual / (1.1 + second_pass))
     # Once calls with untrained streams were timed, by these.
     costs.set_head_start({("untrained streams in 1 layers", 4): 1.1})
     assert lines_of(plain, "none")[1].endswith(
@@ -406,9 +406,9 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
 
     make_run(base, figures={"speed_up": 1.5})
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
-    monkeypatch.setattr(check, "time_costs_first", lambda *_: None)
+    monkeypatch.setattr(check, "time_costs_before_answers", lambda *_: None)
     for command in (chat, server):
-        monkeypatch.setattr(command, "time_costs_first", lambda *_: None)
+        monkeypatch.setattr(command, "time_costs_before_answers", lambda *_: None)
     monkeypatch.setattr(check, "time_stream_costs", lambda *_: [])
     given = ("--model", base, "--dtype", "float32")
     told = {}
@@ -425,10 +425,14 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
     ):
         same = {tuple(told[command.PROG, option]) for command in (chat, check, server)}
         assert len(same) == 1 and next(iter(same))[0].startswith(begins)
-    assert server.models_by_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
-    assert server.models_by_name("m", ["auto"]) == server.models_by_name("m", []) == {"m": None}
+    assert server.adapters_by_model_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
+    assert (
+        server.adapters_by_model_name("m", ["auto"])
+        == server.adapters_by_model_name("m", [])
+        == {"m": None}
+    )
     assert "--adapter none and --adapter auto" in refusal(
-        server.models_by_name, "m", ["none", "auto"]
+        server.adapters_by_model_name, "m", ["none", "auto"]
     )
 
 
@@ -438,7 +442,7 @@ def test_check_times_what_a_model_s_own_streams_would_cost(base, capsys):
     told = json.loads(capsys.readouterr().out)["drafting"]
     assert told[1].startswith("faster: ") and "times plain decoding's speed here" in told[1]
     plain = ssmlx.load(base, dtype="float32")[0]
-    assert sizing.forecast_speedup(plain) > 0
+    assert sizing.forecast_adapt_speedup(plain) > 0
     assert lines_of(plain, "none")[1] == told[1]  # from then on
 
 

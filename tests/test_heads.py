@@ -25,9 +25,9 @@ from convert.base import load_base as load_torch_base
 from convert.formats.heads import (
     DRAFT_VOCAB_FILE,
     MEDUSA_FILES,
-    load_published,
-    read_published,
-    save_published,
+    load_published_heads,
+    read_published_heads,
+    save_published_heads,
 )
 from convert.reference.heads import new_reference
 from ssmlx.drafters.heads import CONFIG_FILE, WEIGHTS_FILE, load_heads, read_heads
@@ -75,7 +75,7 @@ def published(backbone, tmp_path):
 
     def write(kind, vocab=None, **changes):
         folder = tmp_path / "published"
-        save_published(random_reference(kind, backbone, vocab, **changes), folder, "tiny")
+        save_published_heads(random_reference(kind, backbone, vocab, **changes), folder, "tiny")
         return folder
 
     return write
@@ -318,8 +318,8 @@ def test_every_published_form_of_medusa_loads(backbone, base, published, tmp_pat
         weights = load_file(folder / "model.safetensors")
         weights |= {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert read_published(folder)[0].kind == "medusa"
-    again = load_published(folder)
+    assert read_published_heads(folder)[0].kind == "medusa"
+    again = load_published_heads(folder)
     assert (again.config.num_heads, again.config.num_layers) == (3, 1)
     assert same_weights(expected, again)
 
@@ -328,8 +328,8 @@ def test_every_published_form_of_medusa_loads(backbone, base, published, tmp_pat
 def test_published_speculators_come_back(backbone, published, kind, changes):
     folder = published(kind, **changes)
     model = random_reference(kind, backbone, **changes)
-    assert read_published(folder)[0].kind == "mlp_speculator"
-    again = load_published(folder)
+    assert read_published_heads(folder)[0].kind == "mlp_speculator"
+    again = load_published_heads(folder)
     assert again.config.top_k_tokens_per_head == model.config.widths
     assert same_weights(model, again)
     names = set(load_file(folder / FILES[kind]))
@@ -352,7 +352,7 @@ def test_tied_files_may_hold_the_duplicates(published, refusal):
         tensors[f"speculator.{part.format(stage)}"] = shared.clone()
     tensors["speculator.proj.2.weight"] = tensors["speculator.proj.1.weight"].clone()
     save_file(tensors, file)
-    config, found = read_published(folder)
+    config, found = read_published_heads(folder)
     assert len(found) == 6 and config.tie_weights
     tensors["speculator.proj.2.weight"] += 1
     save_file(tensors, file)
@@ -372,13 +372,13 @@ def test_shards_and_missing_settings(backbone, published):
     for number, part in enumerate((names[:6], names[6:]), 1):
         shard = folder / f"model-0000{number}-of-00002.safetensors"
         save_file({name: tensors[name] for name in part}, shard)
-    again = load_published(folder)
+    again = load_published_heads(folder)
     assert again.config.widths == (6, 3, 2) and not again.config.scale_input
     assert same_weights(model, again)
     for path in folder.glob("model-*"):
         path.unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    assert same_weights(model, load_published(folder))
+    assert same_weights(model, load_published_heads(folder))
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)

@@ -393,7 +393,7 @@ def test_the_index_is_pips_or_uvs(monkeypatch, tmp_path, variables, file, expect
         monkeypatch.setenv(name, value)
     (tmp_path / "pip.conf").write_text(file)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    assert wheel.index_url() == expected
+    assert wheel.package_index_url() == expected
     assert all(str(path).endswith("pip.conf") for path in wheel._pip_config_files())
 
 

@@ -59,7 +59,7 @@ def forget():
 def _auto_again():
     forget()
     yield
-    metal.use("auto")
+    metal.choose_attention("auto")
     forget()
 
 
@@ -283,7 +283,7 @@ def test_mask_is_an_array_where_the_kernel_cannot_be_used(available, takes, monk
     mask = StepMasks().step_mask(visible, Seen(), None, lambda: takes)
     assert isinstance(mask, mx.array)
     if available:
-        metal.use("fused")
+        metal.choose_attention("fused")
         with pytest.raises(InputError, match="attention of its own"):
             StepMasks().step_mask(visible, Seen(), None, bool)
 
@@ -292,16 +292,16 @@ def test_without_metal_fused_is_an_error_and_auto_is_off():
     if metal.is_available():
         pytest.skip("Metal is here")
     with pytest.raises(InputError, match="no Metal device here; expected a Mac"):
-        metal.use("fused")
+        metal.choose_attention("fused")
     with pytest.raises(InputError, match="attention metal; expected one of auto, mlx, fused"):
-        metal.use("metal")  # type: ignore[arg-type]
+        metal.choose_attention("metal")  # type: ignore[arg-type]
     assert metal.chosen_attention() == "auto"
     assert not hook.is_on()
 
 
 def test_mlx_switches_it_off(on_shim):
     assert hook.is_on()
-    metal.use("mlx")
+    metal.choose_attention("mlx")
     assert not hook.is_on()
     model = make_model()
     cache = model.make_cache()
@@ -364,7 +364,7 @@ def test_layers_of_mlx_lm_take_tree_masks(architecture):
 @pytest.mark.parametrize("schedule", ["fused", "second-pass"])
 @pytest.mark.parametrize("prune", [PruneConfig(), PruneConfig(kind="budget", keep=4)], ids=str)
 def test_answers_through_the_kernel_are_plain_decodings(schedule, prune, on_shim):
-    metal.use("fused")
+    metal.choose_attention("fused")
     model = make_model("llama", "all")
     drafter = StreamDrafter(model, TreeConfig(size=7), model.num_streams, schedule)
     cache = model.make_cache()
@@ -384,15 +384,15 @@ def test_auto_takes_what_was_clearly_faster(seconds, is_taken, on_shim, speeds):
     """Until it was tried, MLX's own; and what was found is remembered."""
     times, tried = speeds
     times["fused"] = seconds
-    assert hook.division_for(*attention_of()) is None and not tried
+    assert hook.kernel_division_if_used(*attention_of()) is None and not tried
     hook.time_pending_shape()
     assert [(one.rows, one.keys) for one in tried] == [(6, 20)]
     for rows, keys in ((6, 20), (5, 17), (8, 32)):
-        assert bool(hook.division_for(*attention_of(rows, keys))) == is_taken
+        assert bool(hook.kernel_division_if_used(*attention_of(rows, keys))) == is_taken
     hook.time_pending_shape()
     assert len(tried) == 1
-    assert hook.division_for(*attention_of(9, 20)) is None  # more rows than were tried
-    assert hook.division_for(*attention_of(6, 33)) is None
+    assert hook.kernel_division_if_used(*attention_of(9, 20)) is None  # more rows than were tried
+    assert hook.kernel_division_if_used(*attention_of(6, 33)) is None
     hook.time_pending_shape(), hook.time_pending_shape(), hook.time_pending_shape()
     assert len(tried) == 3
 
@@ -449,13 +449,13 @@ def test_a_kernel_that_disagrees_with_mlx_is_not_used(on_shim, speeds, monkeypat
     monkeypatch.setattr(kernels, "run_on_metal", wrong)
     _, tried = speeds
     for rows in (6, 9, 20):
-        assert not hook.division_for(*attention_of(rows))
+        assert not hook.kernel_division_if_used(*attention_of(rows))
         hook.time_pending_shape()
-        assert not hook.division_for(*attention_of(rows))
+        assert not hook.kernel_division_if_used(*attention_of(rows))
     assert len(tried) == 1 and caplog.text.count("differs from MLX's by") == 1
-    metal.use("fused")
+    metal.choose_attention("fused")
     with pytest.raises(InputError, match="a GPU that runs the kernel"):
-        hook.division_for(*attention_of())
+        hook.kernel_division_if_used(*attention_of())
 
 
 def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
@@ -463,16 +463,16 @@ def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
         raise RuntimeError("no such\npipeline")
 
     monkeypatch.setattr(kernels, "run_on_metal", fails)
-    assert not hook.division_for(*attention_of())
+    assert not hook.kernel_division_if_used(*attention_of())
     hook.time_pending_shape()
-    assert not hook.division_for(*attention_of())
+    assert not hook.kernel_division_if_used(*attention_of())
     assert "does not run (no such pipeline)" in caplog.text
 
 
 def test_fused_for_heads_that_it_cannot_is_an_error(on_shim):
-    metal.use("fused")
+    metal.choose_attention("fused")
     with pytest.raises(InputError, match="heads of 256"):
-        hook.division_for(mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
+        hook.kernel_division_if_used(mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
 
 
 def shape(

@@ -240,7 +240,7 @@ def test_candidates_are_scored_given_those_before(tied, quantised, draft, noisy)
     vocab = np.array(draft or range(tiny.VOCAB))
     hidden = mx.random.normal((1, 6, 32), key=mx.random.key(3))
     noise = mx.random.normal((6, len(vocab)), key=mx.random.key(4)) if noisy else None
-    tokens, found = DraftVocab(model).rank(hidden, mx.array([7, 2]), 4, noise)
+    tokens, found = DraftVocab(model).rank_stream_tokens(hidden, mx.array([7, 2]), 4, noise)
     known = np.array(noise if noisy else mx.zeros((6, 1))).reshape(2, 3, -1)
     assert (tokens.shape, found.shape) == ((2, 3, 4), (2, 3, 4, 4))
     maps = model.streams.condition
@@ -264,7 +264,7 @@ def test_candidates_are_scored_given_those_before(tied, quantised, draft, noisy)
 
 
 def test_an_untrained_condition_changes_nothing(monkeypatch):
-    name = "ssmlx.drafters.copies.Copies.mix_into_guesses"
+    name = "ssmlx.drafters.copies.Copies.learn_and_mix_into_guesses"
     monkeypatch.setattr(name, lambda self, guesses, *_: guesses)
     model = tiny.make_model(adapter={"condition_rank": 3, "draft_vocab": range(1, 12)})
     streams = model.streams

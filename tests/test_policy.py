@@ -137,7 +137,7 @@ def known_table(costs=TABLES["measured"], context=0) -> CostTable:
     for _ in range(8):
         for nodes, calls in costs.items():
             table.learn(("streams", nodes), context, calls)
-    table.learn_plain(context, [replayed.PLAIN_SECONDS] * 32)
+    table.learn_plain_seconds(context, [replayed.PLAIN_SECONDS] * 32)
     return table
 
 
@@ -417,7 +417,7 @@ def test_an_answer_that_grows_long_takes_the_costs_of_long_contexts():
     for _ in range(8):
         for nodes in range(2, 17):
             table.learn(("streams", nodes), 256, 9.0)
-    table.learn_plain(256, [replayed.PLAIN_SECONDS] * 32)
+    table.learn_plain_seconds(256, [replayed.PLAIN_SECONDS] * 32)
     controller = controller_of(table, context=250)
     assert controller.next() is not None
     controller.record(Call(None, 8, 250, None, controller.next()))

@@ -22,7 +22,7 @@ from ssmlx.generation import pool as pools
 from ssmlx.generation.batching import Batches
 from ssmlx.generation.memory import cache_size_of
 from ssmlx.generation.plan import Plan
-from ssmlx.generation.pool import MemoryPool, default_limit
+from ssmlx.generation.pool import Holding, MemoryPool, default_limit
 from ssmlx.policy.costs import FrozenCosts
 
 GIB = 2**30
@@ -192,6 +192,18 @@ def test_who_asks_beside_others_is_refused_while_they_run(bounded, text_bytes, u
     assert len(scored.logprobs) == 299 and engine.memory_pool.running == 0
 
 
+def test_a_claim_that_was_refused_is_refused_again(unbounded, text_bytes):
+    model = unbounded.model()
+    pool = MemoryPool(text_bytes(STEP) + 50_000)
+    holding = Holding(pool, model.make_cache(), cache_size_of(model))
+    pool.add_running(holding, 100)
+    before = holding.count_bytes()
+    for _ in range(2):
+        with pytest.raises(NoRoomError):
+            holding.claim_memory(3 * STEP)
+    assert holding.count_bytes() == before
+
+
 def test_an_answer_that_outgrows_the_memory_ends_with_the_error(bounded, text_bytes, unbounded):
     settings = {"max_tokens": 300, **PLAIN}
     expected = tokens_of(unbounded.stream(prompt(9), **settings))
@@ -341,12 +353,12 @@ def test_draft_models_and_indexes_count(bounded, text_bytes, base):
         answer = engine.stream(prompt(40), **{**drafting, **how}, adapter="none")
         for _ in range(3):
             next(answer)
-        held[name] = run(pool._count_bytes)
+        held[name] = run(pool._count_running_bytes)
         answer.close()
     del answer
     gc.collect()
     assert held["lookup"] > held["none"] and held["draft"] > held["none"]
-    assert run(pool._count_bytes) == draft.cache_bytes > 0, "it waits for a next answer"
+    assert run(pool._count_running_bytes) == draft.cache_bytes > 0, "it waits for a next answer"
     assert pool.make_room(pool.limit) and draft.cache_bytes == 0
 
 

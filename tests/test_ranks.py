@@ -24,7 +24,7 @@ from ssmlx.commands import train
 from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_shape
-from ssmlx.model.ranks import Group, partial_product, shard
+from ssmlx.model.ranks import Group, partial_product, shard_over_ranks
 from ssmlx.settings import AcceptanceConfig, PruneConfig
 from ssmlx.training.record import LOG_FILE, read_record
 
@@ -77,12 +77,14 @@ class FakeGroup:
 def test_models_that_cannot_be_split_are_refused_in_one_line():
     two = FakeGroup(0, 2)
     three = FakeGroup(0, 3)
-    assert "cannot split the model type 'phi3'" in refusal(shard, tiny.make_base("phi3"), two)
-    assert "num_attention_heads is 4" in refusal(shard, tiny.make_base(), three)
+    assert "cannot split the model type 'phi3'" in refusal(
+        shard_over_ranks, tiny.make_base("phi3"), two
+    )
+    assert "num_attention_heads is 4" in refusal(shard_over_ranks, tiny.make_base(), three)
     few = tiny.make_base(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
-    assert "num_key_value_heads is 2" in refusal(shard, few, three)
+    assert "num_key_value_heads is 2" in refusal(shard_over_ranks, few, three)
     odd = tiny.make_base(num_attention_heads=6, num_key_value_heads=6, intermediate_size=50)
-    assert "cannot be split over 3 ranks" in refusal(shard, odd, three)
+    assert "cannot be split over 3 ranks" in refusal(shard_over_ranks, odd, three)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -165,7 +167,7 @@ def make_backbone(ranks: Group | None, kind: str = "whole") -> Backbone:
     make = tiny.make_packed_base if kind == "packed" else tiny.make_base
     model = make(**SIZES[kind])
     if ranks is not None:
-        shard(model, ranks)
+        shard_over_ranks(model, ranks)
     return Backbone(model, group=ranks)
 
 

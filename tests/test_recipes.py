@@ -106,7 +106,7 @@ def test_more_values_come_half_of_the_time_and_never_a_held_out_name(task, value
 
 
 def test_splits_share_no_hand_written_prompt_and_no_list_item():
-    lists = questions.split_lists()
+    lists = questions.split_question_lists()
     written = questions.draw_shipped_prompts(0)
     assert written == questions.draw_shipped_prompts(0)
     text = "\n".join(written["train"]).encode()
@@ -119,7 +119,7 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
     for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
         texts = [set(map(questions.normalise_prompt, written[split])) for split in (one, other)]
         assert not texts[0] & texts[1]
-        for name in questions.read_lists():
+        for name in questions.read_question_lists():
             assert not set(lists[one][name]) & set(lists[other][name])
     for split, texts in written.items():
         assert len(texts) == questions.WRITTEN[split]
@@ -142,7 +142,7 @@ def test_a_prompt_that_stands_alone():
 
 def test_the_model_continues_its_templates_user_turn():
     tokenizer = make_tokenizer()
-    assert tokenizer.decode(questions.user_prefix(tokenizer)).split() == ["<s>", "user", ":"]
+    assert tokenizer.decode(questions.user_turn_prefix(tokenizer)).split() == ["<s>", "user", ":"]
 
 
 @pytest.mark.slow  # a random model seldom writes a good prompt

@@ -72,7 +72,7 @@ def test_a_replay_takes_the_calls_that_decoding_takes(
     )
     steps = token_steps(guesser, PROMPT, guesser.make_cache(), config)
     tokens, lengths = first_tokens(steps, LENGTH)
-    needed = replay.needed_sizes(guesses, num_streams, LARGEST)
+    needed = replay.smallest_tree_sizes(guesses, num_streams, LARGEST)
     replayed = replay.count_calls([replay.depths_within(needed, size)])
     assert tokens == guesses.answer.tolist()
     assert replayed.num_tokens == LENGTH - 1

@@ -53,20 +53,20 @@ def test_sql_is_matched_up_to_white_space():
     ("one two three four", ["four three two one", "one two three six"], (100, 75)),
 ])  # fmt: skip
 def test_rouge_against_figures_worked_by_hand(answer, references, found):
-    assert tasks.rouge_scorer()(answer, references) == pytest.approx(found)
+    assert tasks.make_rouge_scorer()(answer, references) == pytest.approx(found)
 
 
 def test_what_ships_is_asked():
     for task in tasks.TASKS.values():
         if task.test:
-            assert len(tasks.read_examples(tasks.data_file(task, None), task, 2)) == 2
+            assert len(tasks.read_examples(tasks.find_data_file(task, None), task, 2)) == 2
 
 
 def test_a_folder_that_is_named_must_have_the_data(tmp_path):
     with pytest.raises(InputError, match=r"no data file .*test\.jsonl"):
-        tasks.data_file(tasks.SQL, None, tmp_path)
+        tasks.find_data_file(tasks.SQL, None, tmp_path)
     with pytest.raises(InputError, match="no data ships for the task dialogsum"):
-        tasks.data_file(tasks.TASKS["dialogsum"], None)
+        tasks.find_data_file(tasks.TASKS["dialogsum"], None)
 
 
 def test_examples_take_references_before_the_completion(tmp_path):
@@ -358,7 +358,7 @@ def test_what_drafting_adds_is_counted_once(tmp_path):
 
 
 def test_the_parameters_of_the_bundled_adapters_are_those_of_the_readme():
-    read = [targets.read_own_lora(bundled_adapters()[name]) for name in ("sql", "chat")]
+    read = [targets.read_unfused_adapter(bundled_adapters()[name]) for name in ("sql", "chat")]
     assert [*map(targets.added_parameters, read)] == [1_572_672, 1_572_096]
 
 
@@ -368,7 +368,7 @@ def test_an_adapter_without_lora_of_its_own_is_refused(tmp_path):
     settings = json.loads((folder / "streams_config.json").read_text())
     (folder / "streams_config.json").write_text(json.dumps({**settings, "fused": True}))
     with pytest.raises(InputError, match="has no LoRA of its own: it is a fused model"):
-        targets.read_own_lora(folder)
+        targets.read_unfused_adapter(folder)
 
 
 @pytest.mark.parametrize("chunks", [3, serving.BEFORE, serving.BEFORE + 1])

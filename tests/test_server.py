@@ -428,7 +428,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, base, capsys):
     assert exit_code(command.main, "--model", base, "--api-keys", keys) == 2
     assert "chmod 600" in one_line(capsys.readouterr().err, "ssmlx.server")
     keys.chmod(0o600)
-    assert command.read_keys(keys) == [b"one", b"two"]
+    assert command.read_api_keys(keys) == [b"one", b"two"]
     twice = ("--port", 0, "--adapter", base, "--adapter", base)
     assert exit_code(command.main, "--model", base, *twice) == 2
     assert "two adapters are called" in one_line(capsys.readouterr().err, "ssmlx.server")

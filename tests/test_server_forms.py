@@ -95,7 +95,9 @@ def called(tokenizer, text, tools):
     """The calls in a text, which has nothing else; each a name and arguments."""
     parser = AnswerParser(tokenizer, replace(OFFERED, tools=tools))
     calls = []
-    for part in parser.read(TextPart(text, 1)) + parser.read(ChoiceEnd("stop", LAST)):
+    for part in parser.split_into_parts(TextPart(text, 1)) + parser.split_into_parts(
+        ChoiceEnd("stop", LAST)
+    ):
         if isinstance(part, ToolCallPart):
             calls.append((part.name, json.loads(part.text)))
         else:

@@ -75,18 +75,18 @@ class Scripted:
         self.reason = reason
         self.stop = stop
 
-    def named(self, ask):
+    def with_known_model(self, ask):
         return replace(ask, model="tiny")
 
-    def prepare(self, ask):
+    def first_prompt_and_config(self, ask):
         return [1] * 7, ask.config
 
     async def parts(self, ask, user=0):
         self.ask = ask
         parser = AnswerParser(TOKENIZER, ask)
-        said = [one for text in self.texts for one in parser.read(TextPart(text, 2))]
+        said = [one for text in self.texts for one in parser.split_into_parts(TextPart(text, 2))]
         end = ChoiceEnd(self.reason, replace(LAST, stop=self.stop))
-        for one in said + (parser.read(end) if self.reason else []):
+        for one in said + (parser.split_into_parts(end) if self.reason else []):
             yield one
         if self.reason is None:
             raise RuntimeError("a step")
@@ -127,8 +127,8 @@ async def collected(manager):
 
 def told(parser, texts, reason="stop"):
     """Parts, neighbours of one kind joined, and why the answer ended."""
-    found = [one for text in texts for one in parser.read(TextPart(text, 1))]
-    *found, end = [*found, *parser.read(ChoiceEnd(reason, LAST))]
+    found = [one for text in texts for one in parser.split_into_parts(TextPart(text, 1))]
+    *found, end = [*found, *parser.split_into_parts(ChoiceEnd(reason, LAST))]
     said = []
     for part in found:
         value = json.loads(part.text) if isinstance(part, ToolCallPart) else part.text
@@ -166,11 +166,11 @@ def test_what_is_no_call_is_text(text, reason, wanted):
 
 def test_text_before_a_call_is_told_at_once_and_every_token_once():
     parser = AnswerParser(TOKENIZER, OFFERED)
-    assert parser.read(TextPart("I add", 3)) == [TextPart("I add", 3)]
-    assert parser.read(TextPart(" <to", 2)) == [TextPart(" ", 2)]
-    assert parser.read(TextPart("o many", 2)) == [TextPart("<too many", 2)]
-    (call,) = parser.read(TextPart(CALL, 9))
-    assert call.name == "add" and len(parser.read(ChoiceEnd("stop", LAST))) == 1
+    assert parser.split_into_parts(TextPart("I add", 3)) == [TextPart("I add", 3)]
+    assert parser.split_into_parts(TextPart(" <to", 2)) == [TextPart(" ", 2)]
+    assert parser.split_into_parts(TextPart("o many", 2)) == [TextPart("<too many", 2)]
+    (call,) = parser.split_into_parts(TextPart(CALL, 9))
+    assert call.name == "add" and len(parser.split_into_parts(ChoiceEnd("stop", LAST))) == 1
 
 
 def test_other_models_markers():
@@ -246,9 +246,9 @@ def test_turns_of_messages():
 
 def test_anthropics_tool_runner_sends_the_whole_conversation_without_threads():
     class Recorded(Scripted):
-        def named(self, ask):
+        def with_known_model(self, ask):
             roles.append([turn["role"] for turn in ask.question])
-            return super().named(ask)
+            return super().with_known_model(ask)
 
     @anthropic.beta_async_tool
     async def add(a: int, b: str) -> str:

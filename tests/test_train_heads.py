@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from convert import train_heads
 from convert.__main__ import main as convert
 from convert.base import load_base
-from convert.formats.heads import DRAFT_VOCAB_FILE, load_published
+from convert.formats.heads import DRAFT_VOCAB_FILE, load_published_heads
 from convert.reference.checkpoint import load_reference
 from convert.reference.heads import MlpSpeculatorReference
 from convert.train import main as train_streams
@@ -92,7 +92,7 @@ def refused(capsys):
 
 
 def weights(out):
-    return dict(load_published(out).named_parameters())
+    return dict(load_published_heads(out).named_parameters())
 
 
 def near(found, expected, rel=1e-5):
@@ -114,7 +114,7 @@ def head_objective(base, kind, vocab=None, alphas=(1.0, 0.5, 0.25), dtype=torch.
     """Heads of which every number does something, on the tiny base."""
     settings = HeadSettings(kind=kind, num_heads=3, **shape)
     train = TrainConfig(num_streams=3, prune_rank=0, stream_weights=alphas, learning_rate=0.01)
-    frozen = heads_training.load_frozen(base, None)
+    frozen = heads_training.load_base_with_lora_merged(base, None)
     config = build_head_config(settings, real.VOCAB, real.WIDTH, 0 if vocab is None else len(vocab))
     model = heads_training.build_heads(config, vocab, 0, frozen.base.lm_head.weight)
     with torch.no_grad():
@@ -283,7 +283,7 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
         "--lora-rank",
         4,
     )
-    frozen = heads_training.load_frozen(base, lora)
+    frozen = heads_training.load_base_with_lora_merged(base, lora)
     settings = HeadSettings(kind="medusa", num_heads=3)
     train = TrainConfig(num_streams=3, prune_rank=0)
     config = build_head_config(settings, real.VOCAB, real.WIDTH, 0)
@@ -327,9 +327,9 @@ def test_stage_2_goes_on_from_stage_1(base, data, own_answers, tmp_path, capsys)
     settings = json.loads((two / "training.json").read_text())["train"]
     assert (settings["learning_rate"], settings["batch_size"]) == (1e-4, 64)
     assert settings["max_length"] == 256
-    model = load_published(two)
+    model = load_published_heads(two)
     assert isinstance(model, MlpSpeculatorReference)
-    assert model.config == load_published(one).config
+    assert model.config == load_published_heads(one).config
     assert model.config.widths == (4, 2, 1) and model.config.draft_vocab_size == 50
     before = weights(one)
     after = weights(two)

@@ -38,8 +38,8 @@ from convert.training import run as torch_run
 from convert.training.run import (
     TorchObjective,
     TorchTrainer,
-    build_model,
-    freeze_base,
+    build_model_with_new_streams,
+    cast_frozen_parameters,
     stream_attention,
     use_stream_attention,
 )
@@ -59,7 +59,7 @@ from ssmlx.training.data import Batch, Packing, collate
 from ssmlx.training.guesses import compute_guesses
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trainable_weights
-from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
+from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_base_for_training
 from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
 from ssmlx.training.record import LOG_FILE, read_record
 
@@ -163,13 +163,13 @@ def torch_objective(base, draft_vocab=None, dtype=torch.float32, **changes):
     """An objective whose LoRA does something."""
     train, config = settings(real.LAYERS, real.WIDTH, draft_vocab, **changes)
     loaded = load_torch_base(base, attn_implementation="sdpa")
-    model = build_model(loaded, config, train, draft_vocab)
+    model = build_model_with_new_streams(loaded, config, train, draft_vocab)
     with torch.no_grad():
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and name.endswith("lora_B.weight"):
                 parameter.normal_(std=0.1)
-    freeze_base(model, dtype)
+    cast_frozen_parameters(model, dtype)
     return TorchObjective(model, train, draft_vocab, torch.device("cpu"), dtype)
 
 
@@ -185,7 +185,7 @@ def pair(folder, architecture, draft_vocab, changes):
     theirs_base.save_pretrained(folder / "base")
     sizes = theirs_base.config.num_hidden_layers, theirs_base.config.hidden_size
     train, config = settings(*sizes, draft_vocab, **changes)
-    model = build_model(theirs_base, config, train, draft_vocab)
+    model = build_model_with_new_streams(theirs_base, config, train, draft_vocab)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -281,7 +281,9 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition"), train, vocab), 10)
     theirs = TorchTrainer(TorchObjective(model, train, vocab, cpu, torch.float32), 10)
     every, losses = whole.gradients(batch, whole.objective.lower(batch))
-    assert theirs.objective._states(batch, theirs.objective.lower(batch))["stream"].is_contiguous()
+    assert theirs.objective._hidden_states_by_kind(batch, theirs.objective.lower(batch))[
+        "stream"
+    ].is_contiguous()
     lower = mine.objective.lower(batch)
     theirs_lower = theirs.objective.lower(batch)
     own, means = mine.gradients(batch, lower)
@@ -300,11 +302,13 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     alike = replace(adapter, config=replace(adapter.config, stream_window=window))
     fused = attach_adapter(load_base(tmp_path / "base", "float32")[0], alike, merge_lora=True)
     ends = []
-    second = StreamDrafter._second_pass
+    second = StreamDrafter._run_second_pass
     monkeypatch.setattr(
-        StreamDrafter, "_second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
+        StreamDrafter, "_run_second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
     )
-    streams = mine.objective._states(batch, lower)["stream"].reshape(*batch.anchors.shape, 3, -1)
+    streams = mine.objective._hidden_states_by_kind(batch, lower)["stream"].reshape(
+        *batch.anchors.shape, 3, -1
+    )
     guesses = mine.objective.guesses(batch, lower, 16)
     for (row, places, answer), found in zip(batch.answers(), guesses, strict=True):
         first = batch.anchors[row, places.start]
@@ -427,7 +431,7 @@ def test_scope_streams_leaves_the_node_rows_to_the_base(base):
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         tokens = mx.array(batch.tokens[row, pad : pad + length])
         normed = objective.model.backbone.final_norm(nodes[row, pad : pad + length])
-        found = objective.model.head(drafting=False)(normed)
+        found = objective.model.head(uses_draft_head=False)(normed)
         assert gap(found, plain.model(tokens[None])[0]) < 5e-5
 
 
@@ -477,7 +481,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
     batch = some_batch()
     found = []
     for dtype in ("stored", "float32"):
-        backbone = load_frozen(packed_base, dtype)
+        backbone = load_base_for_training(packed_base, dtype)
         kinds = {type(m) for _, m in backbone.layers[-1].named_modules()}
         assert (nn.QuantizedLinear in kinds) == (dtype == "stored")
         assert backbone.dtype == mx.float32
@@ -491,7 +495,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
 @both
 def test_bfloat16_holds_what_is_trained_in_float32(base, command):
     if command is MLX:
-        backbone = load_frozen(base, "bfloat16")
+        backbone = load_base_for_training(base, "bfloat16")
         trainer = MlxTrainer(mlx_objective(backbone=backbone), 10)
         trained = {array.dtype for array in trainer.weights.values()}
         leaves = tree_flatten(backbone.model.parameters())

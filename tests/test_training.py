@@ -126,17 +126,19 @@ def random_examples(count: int, seed: int = 0) -> list[data.Example]:
 
 def test_an_epoch_has_every_example_once_and_depends_on_the_seed_alone():
     examples = random_examples(101)
-    first = data.epoch_order(examples, 8, seed=1, epoch=0)
+    first = data.draw_epoch_batches(examples, 8, seed=1, epoch=0)
     assert sorted(np.concatenate(first).tolist()) == list(range(101))
-    again = data.epoch_order(examples, 8, seed=1, epoch=0)
+    again = data.draw_epoch_batches(examples, 8, seed=1, epoch=0)
     assert [b.tolist() for b in first] == [b.tolist() for b in again]
-    other = data.epoch_order(examples, 8, seed=1, epoch=1)
+    other = data.draw_epoch_batches(examples, 8, seed=1, epoch=1)
     assert [b.tolist() for b in first] != [b.tolist() for b in other]
 
 
 def test_buckets_save_padding():
     examples = random_examples(256)
-    rows = sum(data.collate(examples, b).tokens.size for b in data.epoch_order(examples, 8, 0, 0))
+    rows = sum(
+        data.collate(examples, b).tokens.size for b in data.draw_epoch_batches(examples, 8, 0, 0)
+    )
     real = sum(len(e.tokens) for e in examples)
     assert real <= rows < 1.35 * real
 

@@ -8,7 +8,7 @@ from oracle import convert, make_base
 from oracle import make_model as make_reference
 from real import write_tokenizer
 
-from convert.export.export import build_graphs, make_manifest
+from convert.export.export import build_graphs, make_partial_manifest
 from convert.export.graph import DECODE, Graph
 from convert.export.settings import ExportConfig
 from ssmlx.api import token_steps
@@ -72,7 +72,7 @@ def torch_steps(folders: Folders, config: ExportConfig, prompt: list[int]):
     """The decoding loop of the host around the PyTorch graphs."""
     adapter = folders.load_adapter()
     graphs = build_graphs(folders.base, adapter, config)
-    manifest = make_manifest(graphs[1], adapter, config)
+    manifest = make_partial_manifest(graphs[1], adapter, config)
     backend = TorchBackend(graphs)
     cache = SlotCache(backend.make_state(), manifest.num_slots)
     return speculative_decode(backend, manifest, prompt, cache)

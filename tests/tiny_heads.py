@@ -85,9 +85,9 @@ def random_reference(kind: str, backbone, vocab=None, *, seed: int = 0, **change
 
 def converted(model, backbone, folder):
     """The MLX folder of a reference, which goes through published files and the converter."""
-    from convert.formats.heads import convert_heads, save_published
+    from convert.formats.heads import convert_heads, save_published_heads
 
-    save_published(model, folder / "published")
+    save_published_heads(model, folder / "published")
     (folder / "mlx").mkdir(exist_ok=True)
     write_head_files(
         folder / "mlx", convert_heads(folder / "published", backbone, "tiny", "stored")

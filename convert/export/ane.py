@@ -173,7 +173,7 @@ class AneProfile(Profile):
         for index in range(first, last):
             layer: Any = self.decoder.layers[index]
             normed = rms_norm(layer.input_layernorm, hidden, 1)
-            query, keys, values = self._project(layer.self_attn, normed, cos, sin)
+            query, keys, values = self._project_and_rotate(layer.self_attn, normed, cos, sin)
             keys, values = self._store_and_view_keys(index, keys, values, rows, blend)
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
             hidden = hidden + convolve(layer.self_attn.o_proj, mixed)
@@ -183,7 +183,7 @@ class AneProfile(Profile):
             hidden = hidden + convolve(mlp.down_proj, gate * convolve(mlp.up_proj, normed))
         return hidden
 
-    def _project(
+    def _project_and_rotate(
         self, attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R].

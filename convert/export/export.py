@@ -121,10 +121,10 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
             words = load_tokenizer(work, read_json(work / "config.json", "a model's settings"))
             ends = {*words.eos_token_ids, *own.config.end_token_ids}
             manifest = replace(
-                make_manifest(graphs[-1], own, config),
+                make_partial_manifest(graphs[-1], own, config),
                 model=own.config.base_model or Path(model).name,
                 adapter=Path(adapter or model).name,
-                versions=_versions(),
+                versions=_package_versions(),
                 end_token_ids=tuple(sorted(ends)),
                 digest=package_digest(package),
             )
@@ -181,8 +181,8 @@ def build_graphs(folder: Path, adapter: StreamAdapter, config: ExportConfig) -> 
     )
 
 
-def make_manifest(graph: Graph, adapter: StreamAdapter, config: ExportConfig) -> Manifest:
-    """Return the manifest of an export, from its graph "decode".
+def make_partial_manifest(graph: Graph, adapter: StreamAdapter, config: ExportConfig) -> Manifest:
+    """Return the manifest of an export, from its graph "decode", but for names and versions.
 
     Names of model and adapter, versions, digest and end tokens keep their defaults; the caller sets
     them.
@@ -242,7 +242,7 @@ def _write_package(
         report.weight_error = compression.measure_weight_error(package, expected)
 
 
-def _versions() -> dict[str, str]:
+def _package_versions() -> dict[str, str]:
     """Return the versions of ssmlx, Python and the packages that exports use, by name; what is not
     installed is left out.
     """

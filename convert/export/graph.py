@@ -174,7 +174,7 @@ class DecodeGraph(Graph):
         hidden = profile.run(hidden, 0, self.split, Rows(positions, slots, mask, caches))
         kept: tuple[torch.Tensor, ...] = ()
         if sizes.is_pruned:
-            edges = self._edge_logprobs(hidden, tokens, parents)
+            edges = self._early_exit_edge_logprobs(hidden, tokens, parents)
             keep = surviving_nodes(edges, depths, ancestors, sizes.num_kept)
             kept = (keep,)
             hidden = profile.take_rows(hidden, keep)
@@ -191,9 +191,14 @@ class DecodeGraph(Graph):
         if profile.reference.root_init is not None:
             root_inputs = profile.root_states(root, profile.take_rows(normed, last))
         started = profile.start_streams(profile.take_rows(hidden, last), root_inputs)
-        return (targets, *kept, last, *self._draft(self._run_streams(started, nodes, last), root))
+        return (
+            targets,
+            *kept,
+            last,
+            *self._rank_drafts(self._run_streams(started, nodes, last), root),
+        )
 
-    def _edge_logprobs(
+    def _early_exit_edge_logprobs(
         self, hidden: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
     ) -> torch.Tensor:
         """Return [N], the early-exit log probability of each node's token given its parent.
@@ -231,7 +236,7 @@ class DecodeGraph(Graph):
         with profile.reference.adapting_streams():
             return profile.norm(profile.run(started, self.split, self.num_layers, rows))
 
-    def _draft(
+    def _rank_drafts(
         self, streams: torch.Tensor, root: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rank what a node's streams draft.

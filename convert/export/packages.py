@@ -160,14 +160,14 @@ def _compute_precision(ct: Any, config: ExportConfig) -> Any:
     if config.profile == "ane":
         return ct.precision.FLOAT16
 
-    def fits(op: Any) -> bool:
+    def runs_in_float16(op: Any) -> bool:
         """Whether an operation of the profile `gpu` is to be done in float16."""
         if op.op_type == "add":
             given = [value.op for value in (op.x, op.y) if value.op is not None]
             return all(one.op_type != "reduce_mean" for one in given)
         return op.op_type not in _WIDE_OPS
 
-    return ct.transform.FP16ComputePrecision(op_selector=fits)
+    return ct.transform.FP16ComputePrecision(op_selector=runs_in_float16)
 
 
 def _pass_pipeline(ct: Any) -> Any:

@@ -163,7 +163,8 @@ class Profile(Module, ABC):
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
         """Take the reference's parts; LoRA of scope "all" is merged into its weights.
 
-        Tables of rotary embeddings reach over all slots and streams.
+        The draft head has the LM head's rows of the draft vocabulary; without one it is the LM
+        head. Tables of rotary embeddings reach over all slots and streams.
         """
         super().__init__()
         self.base = model.base

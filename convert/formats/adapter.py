@@ -80,7 +80,7 @@ def read_checkpoint(
             given for scope "all".
     """
     config = layout.read_stream_config(streams_file.parent / layout.STREAMS_CONFIG)
-    layout.check_sizes(config, len(backbone.layers), backbone.hidden_size)
+    layout.check_layers_and_width(config, len(backbone.layers), backbone.hidden_size)
     config = replace(
         config,
         adapter_scope=scope or config.adapter_scope,

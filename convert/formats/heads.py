@@ -57,7 +57,7 @@ _SPECULATOR_SETTINGS = ("emb_dim", "inner_dim", "n_predict", "vocab_size", "tie_
 _PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
 
 
-def read_published(
+def read_published_heads(
     folder: Path, vocab_size: int | None = None
 ) -> tuple[HeadConfig, dict[str, mx.array]]:
     """Read published heads of either kind; every tensor must be one that the kind has.
@@ -77,11 +77,11 @@ def read_published(
     """
     path = folder / "config.json"
     config: HeadConfig
-    found, source = _medusa_tensors(folder)
+    found, source = _read_medusa_tensors(folder)
     if found:
         tensors = {n.removeprefix(MEDUSA_PREFIX): a.reshape(a.shape or 1) for n, a in found.items()}
         most_rows = max(array.shape[0] for array in tensors.values())
-        config = _medusa_config(tensors, source, vocab_size or most_rows)
+        config = _medusa_config_of_tensors(tensors, source, vocab_size or most_rows)
     else:
         values = read_json(path, "the settings of a speculator") if path.is_file() else {}
         require(
@@ -91,8 +91,8 @@ def read_published(
             "config.json of the model_type mlp_speculator",
             do="check the path",
         )
-        config = MlpSpeculatorConfig.read(path, values)
-        tensors = _speculator_tensors(folder, config)
+        config = MlpSpeculatorConfig.from_json_values(path, values)
+        tensors = _read_speculator_tensors(folder, config)
     check_heads(config, tensors, source)
     path = folder / DRAFT_VOCAB_FILE
     if not path.exists():
@@ -123,7 +123,7 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
     Raises:
         InputError: they are broken, or for a model of other sizes.
     """
-    config, tensors = read_published(folder, backbone.vocab_size)
+    config, tensors = read_published_heads(folder, backbone.vocab_size)
     check_base_sizes(config, backbone.vocab_size, backbone.hidden_size, folder)
     if dtype not in ("stored", "auto"):
         tensors = cast_tensors(tensors, getattr(mx, dtype))
@@ -153,7 +153,7 @@ def check_base_sizes(
         )
 
 
-def load_published(folder: Path, vocab_size: int | None = None) -> HeadReference:
+def load_published_heads(folder: Path, vocab_size: int | None = None) -> HeadReference:
     """Load published heads in PyTorch, in float32, in evaluation mode.
 
     Args:
@@ -169,7 +169,7 @@ def load_published(folder: Path, vocab_size: int | None = None) -> HeadReference
 
     from ..reference.heads import new_reference
 
-    config, tensors = read_published(folder, vocab_size)
+    config, tensors = read_published_heads(folder, vocab_size)
     vocab = tensors.get("draft_vocab")
     model = new_reference(config, None if vocab is None else torch.from_numpy(np.array(vocab)))
     with torch.no_grad():
@@ -180,7 +180,7 @@ def load_published(folder: Path, vocab_size: int | None = None) -> HeadReference
     return loaded
 
 
-def save_published(
+def save_published_heads(
     model: HeadReference, folder: Path, base_model: str = "", lm_head: torch.Tensor | None = None
 ) -> None:
     """Write heads as their kind is published, so that other programs read them.
@@ -201,13 +201,13 @@ def save_published(
     folder.mkdir(parents=True, exist_ok=True)
     config: HeadConfig = model.config
     if isinstance(config, MedusaConfig):
-        files = {MEDUSA_FILES[0]: _whole_tensors(model, lm_head)}
+        files = {MEDUSA_FILES[0]: _tensors_over_whole_vocab(model, lm_head)}
         settings: dict[str, Any] = {
             "medusa_num_heads": config.num_heads,
             "medusa_num_layers": config.num_layers,
         }
     else:  # Of tokens that its draft vocabulary leaves out, a speculator's heads have zeros.
-        tensors = _whole_tensors(model, None)
+        tensors = _tensors_over_whole_vocab(model, None)
         files = {_WEIGHTS: {_SPECULATOR_PREFIX + name: own for name, own in tensors.items()}}
         assert isinstance(config, MlpSpeculatorConfig)
         settings = {
@@ -228,7 +228,7 @@ def save_published(
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _whole_tensors(
+def _tensors_over_whole_vocab(
     model: HeadReference, other_rows: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """Return the weights by published name, on the CPU, matrices with all V rows.
@@ -256,7 +256,9 @@ def _whole_tensors(
     return tensors
 
 
-def _medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: int) -> MedusaConfig:
+def _medusa_config_of_tensors(
+    tensors: Mapping[str, mx.array], source: Path, vocab_size: int
+) -> MedusaConfig:
     """Return the settings that the tensors' names and shapes tell; a head without a matrix shares
     the LM head.
 
@@ -287,7 +289,7 @@ def _medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: in
     )
 
 
-def _medusa_tensors(folder: Path) -> tuple[dict[str, mx.array], Path]:
+def _read_medusa_tensors(folder: Path) -> tuple[dict[str, mx.array], Path]:
     """Read Medusa heads from the first of their files that is there, else from a model's weights.
 
     Returns:
@@ -308,7 +310,7 @@ def _medusa_tensors(folder: Path) -> tuple[dict[str, mx.array], Path]:
     return tensors, folder
 
 
-def _speculator_tensors(folder: Path, config: MlpSpeculatorConfig) -> dict[str, mx.array]:
+def _read_speculator_tensors(folder: Path, config: MlpSpeculatorConfig) -> dict[str, mx.array]:
     """Read a speculator's tensors by name without "speculator."; of tied ones, one for all stages.
 
     Tensors that no speculator has keep their names.

@@ -20,7 +20,7 @@ from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.identity import NORM_PROBE_LENGTH, BaseIdentity
 from ssmlx.model.lora import split_layer_path
 from ssmlx.training.config import Part
-from ssmlx.training.job import check_scale, check_shapes, check_start_streams
+from ssmlx.training.job import check_lora_scale, check_start_shapes, check_start_streams
 from ssmlx.training.mlx_model import replace_weights
 
 from ..typed_torch import without_gradients
@@ -85,11 +85,11 @@ def build_frozen_reference(base: nn.Module, adapter: StreamAdapter) -> StreamFus
         do="choose that model with --model, or another --adapter",
     )
     source = Path("the adapter")
-    merge_weights(base, adapter.task_lora, source)
+    merge_mlx_lora(base, adapter.task_lora, source)
     vocab = adapter.streams.draft_vocab
     vocab = None if vocab is None else to_tensor(vocab)
     model = StreamFusedReference(
-        base, adapter.config, lora=_lora_settings(adapter), draft_vocab=vocab
+        base, adapter.config, lora=_uniform_lora_settings(adapter), draft_vocab=vocab
     )
     trained = lora_tensors(adapter.trained_lora)
     pairs = {_peft_name(name): array.T for name, array in trained.items()}
@@ -198,7 +198,7 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 
 @without_gradients
-def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
+def copy_checkpoint_weights(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
     """Copy the weights of a checkpoint, LoRA and streams, into a model; what the checkpoint lacks
     stays.
 
@@ -218,7 +218,7 @@ def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool
     check_start_streams(folder, config, model.config, loses_task=loses_task)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
         lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config)
-        check_scale(folder, lora.scale, model.lora.scale)
+        check_lora_scale(folder, lora.scale, model.lora.scale)
     files = {ADAPTER_WEIGHTS: _LORA, STREAMS_WEIGHTS: _STREAMS}
     there = [(folder / name, what) for name, what in files.items() if (folder / name).is_file()]
     found = {name: a for path, what in there for name, a in read_tensors(path, what).items()}
@@ -226,7 +226,7 @@ def initialise_from(model: StreamFusedReference, folder: Path, *, has_task: bool
     if not found:
         raise InputError(f"{folder} has no weights", expected=" or ".join(files), do="check --init")
     parameters = {**_lora_parameters(model), **_stream_parameters(model)}
-    check_shapes(folder, found, parameters)
+    check_start_shapes(folder, found, parameters)
     for name, array in found.items():
         parameters[name].copy_(to_tensor(array))
 
@@ -247,11 +247,11 @@ def merge_fine_tuning(base: Any, folder: Path) -> Any:
     """
     if (folder / STREAMS_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
         return merge_lora(load_fine_tuned(base, folder))
-    merge_weights(base, load_adapter(folder).lora, folder)
+    merge_mlx_lora(base, load_adapter(folder).lora, folder)
     return base
 
 
-def read_template(folder: Path) -> str | None:
+def read_prompt_template(folder: Path) -> str | None:
     """Return the prompt template in an adapter's settings, a text with `{prompt}`.
 
     None, for the model's own chat template, where the folder has no settings file or names no
@@ -281,7 +281,7 @@ def merge_lora(model: StreamFusedReference) -> nn.Module:
 
 
 @without_gradients
-def merge_weights(base: Any, lora: Loras, source: Path) -> None:
+def merge_mlx_lora(base: Any, lora: Loras, source: Path) -> None:
     """Add LoRA or DoRA in mlx-lm's layout into the linear modules of a PyTorch model.
 
     Modules before a wrong one are changed already when it is refused.
@@ -339,7 +339,7 @@ def base_identity(base: Any) -> BaseIdentity:
     )
 
 
-def _lora_settings(adapter: StreamAdapter) -> LoraSettings:
+def _uniform_lora_settings(adapter: StreamAdapter) -> LoraSettings:
     """Return the settings of an adapter's trained LoRA; rank 0 where it has none.
 
     Raises:

@@ -26,7 +26,7 @@ from ssmlx.loading.lora_files import SCALE
 from ssmlx.settings import StreamConfig
 
 from .. import check_torch
-from ..base import load_pickle
+from ..base import load_pickled_tensors
 
 FORMAT = "speculative-streaming-pytorch/1"
 STREAMS_CONFIG = "streams_config.json"
@@ -115,7 +115,7 @@ def read_stream_config(path: Path) -> StreamConfig:
     return config
 
 
-def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None:
+def check_layers_and_width(config: StreamConfig, num_layers: int, hidden_size: int) -> None:
     """Raise InputError unless a base model has the layers and the width that the streams were made
     for.
     """
@@ -242,4 +242,4 @@ def read_pickle(path: Path) -> dict[str, mx.array]:
         InputError: PyTorch is not installed, or the file cannot be read.
     """
     check_torch()
-    return {name: mx.array(t.float().numpy()) for name, t in load_pickle(path).items()}
+    return {name: mx.array(t.float().numpy()) for name, t in load_pickled_tensors(path).items()}

@@ -204,7 +204,7 @@ class MlpSpeculatorReference(HeadReference):
             state = self.next_state(stage, state, following[..., stage])
             yield state, self.head[stage].weight, None
 
-    def rank_paths(
+    def draft_full_trees(
         self, roots: torch.Tensor, hidden: torch.Tensor, widths: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Draft full trees level by level: below each node its likeliest children, best first.

@@ -29,7 +29,7 @@ from ssmlx.model.lora import select_modules
 from ssmlx.settings import StreamConfig
 
 from ..typed_torch import Module, without_gradients
-from .format import CHECK_MODULES, LoraSettings, check_sizes
+from .format import CHECK_MODULES, LoraSettings, check_layers_and_width
 
 EMBEDDING_STD = 0.02
 _NO_LORA = LoraSettings()
@@ -329,7 +329,7 @@ class StreamFusedReference(Module):
                 (width, config.prune_rank),
             )
         )
-        self._check_main_stream()
+        self._check_against_base_logits()
         layers = lora.layers or range(config.insertion_layer, config.num_layers)
         self.lora = replace(lora, layers=tuple(sorted(set(layers))))
         self.adapters: dict[str, LoraLinear] = self._wrap_linears() if lora.rank else {}
@@ -395,7 +395,7 @@ class StreamFusedReference(Module):
         correction = self.condition(hidden_streams, self.decoder.module.embed_tokens(tokens))
         return (hidden_streams + correction).to(hidden_streams.dtype)
 
-    def pair_logits(
+    def condition_logits(
         self, streams: torch.Tensor, previous: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
         """Return [..., C', C], what each token before adds to the logits of a stream's candidates.
@@ -582,7 +582,7 @@ class StreamFusedReference(Module):
         positions = positions.to(device)
         visible = visible.to(device)
         anchors = anchors.to(device)
-        nodes = self._make_rows(positions, visible, positions)
+        nodes = self._make_masks_and_rotary(positions, visible, positions)
         if not anchors.shape[-1]:
             return nodes, None, anchors
         ahead = torch.arange(1, num_streams + 1, device=device)
@@ -590,9 +590,9 @@ class StreamFusedReference(Module):
         key_positions = torch.cat([positions, stream_positions], dim=1)
         of_streams = visible if stream_visible is None else stream_visible.to(device)
         seen = stream_visibility(of_streams, anchors, num_streams)
-        return nodes, self._make_rows(stream_positions, seen, key_positions), anchors
+        return nodes, self._make_masks_and_rotary(stream_positions, seen, key_positions), anchors
 
-    def _make_rows(
+    def _make_masks_and_rotary(
         self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
     ) -> _Rows:
         """Return the rotary tables and masks of rows.
@@ -677,7 +677,7 @@ class StreamFusedReference(Module):
         return adapters
 
     @without_gradients
-    def _check_main_stream(self) -> None:
+    def _check_against_base_logits(self) -> None:
         """Raise InputError where the base computes more than its layers, norm and LM head.
 
         Logits of four tokens are compared with the base's own, so scaled embeddings or capped
@@ -818,4 +818,4 @@ def check_base(base: nn.Module, config: StreamConfig) -> None:
         do="load it with attn_implementation='sdpa'",
     )
     sizes: Any = base.config
-    check_sizes(config, sizes.num_hidden_layers, sizes.hidden_size)
+    check_layers_and_width(config, sizes.num_hidden_layers, sizes.hidden_size)

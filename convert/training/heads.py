@@ -24,7 +24,7 @@ from ..reference.checkpoint import merge_fine_tuning
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
 from ..reference.model import StreamFusedReference, anchor_indices
 from ..typed_torch import without_gradients
-from .run import TorchObjective, autocast_for, freeze_base
+from .run import TorchObjective, autocast_for, cast_frozen_parameters
 
 
 def build_heads(
@@ -46,7 +46,7 @@ def build_heads(
     return model
 
 
-def load_frozen(path: Path, lora: Path | None) -> StreamFusedReference:
+def load_base_with_lora_merged(path: Path, lora: Path | None) -> StreamFusedReference:
     """Load the model that heads are trained for, in float32, with the weights of a LoRA added.
 
     Args:
@@ -98,7 +98,7 @@ class HeadObjective(TorchObjective):
             dtype: of the frozen weights and the arithmetic.
         """
         frozen.to(device).requires_grad_(False)
-        freeze_base(frozen, dtype)
+        cast_frozen_parameters(frozen, dtype)
         vocab = None if model.draft_vocab is None else model.draft_vocab.cpu().numpy()
         super().__init__(frozen, train, vocab, device, dtype)
         self._frozen = frozen
@@ -210,7 +210,7 @@ class HeadObjective(TorchObjective):
             roots = self.index_tensor(np.array([texts[row][places[row]] for row in rows]))
             with autocast_for(self.device, self.dtype):
                 states = hidden[rows, [places[row] for row in rows]]
-                tokens, edges = self.model.rank_paths(roots, states, widths)
+                tokens, edges = self.model.draft_full_trees(roots, states, widths)
             for place, row in enumerate(rows):
                 following = texts[row][places[row] + 1 :]
                 said = [level[place].cpu().numpy() for level in tokens]

@@ -18,7 +18,7 @@ from ssmlx.errors import require
 from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch
-from ssmlx.training.job import Trainer, check_gradient
+from ssmlx.training.job import Trainer, check_gradient_is_finite
 from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, split_rows
 
 from ..reference.format import LoraSettings
@@ -30,7 +30,7 @@ IGNORED = -1
 """The target of a row that has none."""
 
 
-def build_model(
+def build_model_with_new_streams(
     base: nn.Module, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
 ) -> StreamFusedReference:
     """Build a model with new streams and LoRA on a base.
@@ -50,10 +50,10 @@ def build_model(
     )
 
 
-def freeze_base(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_frozen_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters that take no gradients to `dtype`, in place; the others stay as they are.
 
-    Which ones take gradients is not changed.
+    Which ones take gradients is not changed; buffers are not cast.
     """
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -186,7 +186,7 @@ class TorchObjective(Objective):
         Returns:
             The sum; and the means by "NAME_loss", in nats a token.
         """
-        states = self._states(batch, lower)
+        states = self._hidden_states_by_kind(batch, lower)
         found = []
         for term in self.terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
@@ -204,7 +204,7 @@ class TorchObjective(Objective):
             found.append((term.name, term.weight, rows.to(self.dtype), head, targets))
         return self.weighted_loss(found)
 
-    def _states(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _hidden_states_by_kind(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return hidden states [..., D] by the kinds of rows that terms name.
 
         Main and streams are final-normed, pruning's as `lower` has them. Where
@@ -257,7 +257,9 @@ class TorchObjective(Objective):
             [B, K, G, C], or with a condition [B, K, G, C, C] given each candidate of the stream
             before.
         """
-        streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
+        streams = self._hidden_states_by_kind(batch, lower)[STREAM].unflatten(
+            -1, (-1, self.hidden_size)
+        )
         shape = *batch.anchors.shape, self.train.num_streams, -1
         streams = streams.reshape(shape)
         with autocast_for(self.device, self.dtype):
@@ -295,7 +297,7 @@ class TorchObjective(Objective):
         previous = torch.cat([first, tokens[:, :-1]], dim=1)
         with autocast_for(self.device, self.dtype):
             rows = self._lm_heads[MAIN][0][tokens]
-            more = self.model.pair_logits(streams.to(self.dtype), previous, rows).float()
+            more = self.model.condition_logits(streams.to(self.dtype), previous, rows).float()
         scores = logprobs[:, :, None] + more
         mass = logprobs.logsumexp(-1)[:, :, None, None]
         return scores.log_softmax(-1) + mass
@@ -360,7 +362,7 @@ class TorchTrainer(Trainer):
         )
 
     def advance(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
-        """Take one optimiser step on a batch.
+        """Take one optimiser step on a batch, its gradients clipped to the norm `clip_norm`.
 
         Args:
             batch: this process's.
@@ -381,7 +383,7 @@ class TorchTrainer(Trainer):
         loss, parts = self.objective.loss(batch, lower, self.step)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.named.values(), train.clip_norm)
-        check_gradient(float(norm), self.step + 1)
+        check_gradient_is_finite(float(norm), self.step + 1)
         self.optimizer.step()
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}
@@ -547,7 +549,7 @@ def stream_attention(
     node_scores = folded @ key[:, :, :num_nodes].transpose(2, 3)
     node_scores = node_scores.view(batch, heads, rows, num_nodes) + mask[..., :num_nodes]
 
-    def own(x: torch.Tensor) -> torch.Tensor:
+    def only_stream_rows(x: torch.Tensor) -> torch.Tensor:
         """Return the stream rows of keys or values as [B * Hkv * K, G, Dh]."""
         return x[:, :, num_nodes:].reshape(-1, num_streams, width)
 
@@ -560,7 +562,7 @@ def stream_attention(
         shape = batch, kv_heads, num_anchors, groups, num_streams, x.shape[-1]
         return x.view(shape).transpose(2, 3).reshape(batch, heads, rows, -1)
 
-    own_scores = by_row(torch.bmm(by_node(parted), own(key).transpose(1, 2)))
+    own_scores = by_row(torch.bmm(by_node(parted), only_stream_rows(key).transpose(1, 2)))
     rank = torch.arange(rows, device=query.device) % num_streams
     later = rank[:, None] < torch.arange(num_streams, device=query.device)
     own_scores = own_scores.masked_fill(later, torch.finfo(own_scores.dtype).min)
@@ -569,4 +571,6 @@ def stream_attention(
     on_nodes, on_own = weights.split([num_nodes, num_streams], dim=-1)
     mixed = on_nodes.reshape(batch, kv_heads, groups * rows, num_nodes) @ value[:, :, :num_nodes]
     on_own = on_own.reshape(*parted.shape[:-1], num_streams)
-    return mixed.view(batch, heads, rows, width) + by_row(torch.bmm(by_node(on_own), own(value)))
+    return mixed.view(batch, heads, rows, width) + by_row(
+        torch.bmm(by_node(on_own), only_stream_rows(value))
+    )

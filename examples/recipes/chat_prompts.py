@@ -24,8 +24,8 @@ from ssmlx.training.questions import (
     is_good_prompt,
     normalise_prompt,
     opening_words,
-    split_lists,
-    user_prefix,
+    split_question_lists,
+    user_turn_prefix,
 )
 
 PROG = "examples.recipes.chat_prompts"
@@ -146,7 +146,7 @@ def sample_prompts(
     from huggingface_hub.utils import tqdm
 
     sampling = Sampling(seed=seed, **SAMPLING)
-    prefix = user_prefix(tokenizer)
+    prefix = user_turn_prefix(tokenizer)
     stop = continuations.find_end_tokens(model, tokenizer)
     found: dict[str, str] = {}
     with tqdm(total=count, unit="prompt", desc="sampling", disable=None, leave=False) as bar:
@@ -190,11 +190,11 @@ def _write_prompts(args: argparse.Namespace) -> None:
     continuations.check_batch_size(args.batch_size)
     written = draw_shipped_prompts(args.seed)
     make_folder(args.out)
-    model, tokenizer = continuations.load_generator(
+    model, tokenizer = continuations.load_answering_model(
         resolve_model(args.model), args.dtype, args.device
     )
     sampled = split_sampled_prompts(_read_or_sample_prompts(args, model, tokenizer), written)
-    for split, lists in split_lists().items():
+    for split, lists in split_question_lists().items():
         rng = random.Random(f"{args.seed} {split} chats")
         texts = [*written[split], *sampled[split]]
         firsts = rng.sample(texts, COUNTS[split].two_turn)

@@ -50,7 +50,7 @@ class Step:
         learnt = [f"{folder}/{name}.jsonl" for name in ("train", "valid")] if folder else []
         return [*learnt, *map(str, prompts or ())]
 
-    def words(self, args: argparse.Namespace) -> list[str]:
+    def command_words(self, args: argparse.Namespace) -> list[str]:
         """Return the command's words with real folders; with --max-steps, with fewer steps and
         prompts.
 
@@ -93,7 +93,7 @@ def check_equal_training(steps: Sequence[Step]) -> None:
             require(has == expected, found, expected=f"{expected}, as {name}", do="make them equal")
 
 
-def check_digest(name: str, files: dict[str, str | None], args: argparse.Namespace) -> None:
+def check_or_fill_digest(name: str, files: dict[str, str | None], args: argparse.Namespace) -> None:
     """Compare the SHA-256 of a file with its digest in `files`; a digest of None is filled in
     there.
 
@@ -174,9 +174,9 @@ def _run_recipe(args: argparse.Namespace) -> int:
     for number, step in enumerate(chosen, 1):
         for name in files:
             if name in step.input_files() or not name.startswith(("OUT/", "DATA/")):
-                check_digest(name, files, args)
+                check_or_fill_digest(name, files, args)
         if not step.finished:
-            words = step.words(args)
+            words = step.command_words(args)
             step.commit = describe_machine()["commit"]
             told = f"{number} of {len(chosen)}, {step.name}: python -m {shlex.join(words)}"
             print(told, file=sys.stderr)

@@ -34,9 +34,9 @@ from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import DEFAULT, adapter_with_streams, add_base, add_out, check_counts
 from ..run.results import Kept, machine_load
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
-from ..run.tasks import TASKS, Example, data_file, read_examples
+from ..run.tasks import TASKS, Example, find_data_file, read_examples
 from ..run.timing import TimedAnswer
-from .machine import kernel_trials, measure_machine, weight_bits
+from .machine import attention_kernel_trials, time_rows_and_launches, weight_bits
 from .report import format_report
 
 PROG = "perf.bench"
@@ -193,9 +193,9 @@ def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, An
         streams = target.drafting(STREAMS).model
         loaded = time.perf_counter() - begun
         if not result["answers"]:
-            result["weights"] = weights_text(target)
+            result["weights"] = precision_text(target)
             given = streams, prompts[0], ends["rows"]
-            result |= on_mlx_thread(partial(measure_machine, *given))
+            result |= on_mlx_thread(partial(time_rows_and_launches, *given))
         end = ends[part.adapter]
         label = experiment.name
         found = run_rounds(target, experiment.systems, prompts, end, label=label)
@@ -212,7 +212,7 @@ def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, An
     return {
         **result,
         "contexts": [one for one in contexts.values() if one],
-        "trials": kernel_trials(),
+        "trials": attention_kernel_trials(),
         "left_out": left_out,
         "seconds": time.perf_counter() - started,
     }
@@ -232,7 +232,7 @@ def build_experiment(part: Part, base: Path, dtype: str) -> Experiment:
         name=Path(part.adapter).name,
         weights=Weights(base, dtype, draft_head="auto", adapter=adapter, folder=folder),
         systems=bench_systems(part.max_tokens),
-        examples=read_examples(data_file(task, part.data), task),
+        examples=read_examples(find_data_file(task, part.data), task),
         task=task,
     )
 
@@ -257,7 +257,7 @@ def round_figures(
     return task_result(measured, is_cold=found.is_cold, **more)
 
 
-def weights_text(target: Target) -> str:
+def precision_text(target: Target) -> str:
     """Return the precision of the target's weights, such as `float32`, or `4-bit weights,
     float16`.
     """
@@ -267,7 +267,7 @@ def weights_text(target: Target) -> str:
     return f"{weight_bits(target.plain)}-bit weights, {dtype}"
 
 
-def text_of_context(
+def make_context_text(
     length: int, turn: int, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[int]:
     """Make a context of exactly `length` tokens that ends with prompt number `turn`.
@@ -331,7 +331,7 @@ def measure_context(
     if length + CONTEXT_TOKENS > limit or time.perf_counter() + expected > deadline:
         return None
     answers = [reference_tokens(one, target) for one in experiment.examples]
-    own = [text_of_context(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
+    own = [make_context_text(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
     experiment = replace(experiment, systems=bench_systems(CONTEXT_TOKENS))
     with target.without_end_tokens():
         label = f"{length} tokens of context"

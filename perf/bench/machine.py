@@ -34,7 +34,9 @@ PAUSE = 0.02
 Clock = Callable[[], float]
 
 
-def measure_machine(model: StreamFusedModel, prompt: list[int], deadline: float) -> dict[str, Any]:
+def time_rows_and_launches(
+    model: StreamFusedModel, prompt: list[int], deadline: float
+) -> dict[str, Any]:
     """Time whole forwards of a tree's rows, launches, and decoding steps.
 
     Args:
@@ -44,7 +46,7 @@ def measure_machine(model: StreamFusedModel, prompt: list[int], deadline: float)
 
     Returns:
         "rows": seconds of a forward of each of `ROWS` rows, their ratios to one row, noise, and
-        seconds of a launch; "launches": what `measure_launches` returns.
+        seconds of a launch; "launches": what `time_decoding_steps` returns.
     """
     cache = make_filled_cache(model, prompt, CONTEXT, max(ROWS))
 
@@ -65,9 +67,9 @@ def measure_machine(model: StreamFusedModel, prompt: list[int], deadline: float)
         "rows": ROWS,
         "seconds": seconds,
         "ratios": [one / seconds[0] for one in seconds],
-        "launch": measure_launch(),
+        "launch": time_tiny_kernel(),
     }
-    return {"rows": rows, "launches": measure_launches(model, prompt)}
+    return {"rows": rows, "launches": time_decoding_steps(model, prompt)}
 
 
 def weight_bits(model: StreamFusedModel) -> int:
@@ -117,14 +119,16 @@ def median_seconds(
 ) -> tuple[dict[int, float], float]:
     """Time calls in turns, so that what else the machine does falls on all of them alike.
 
+    In the turns that do not count, trials of the fused attention kernel that are pending are run.
+
     Args:
         calls: what to evaluate, by its number of rows.
         turns: of all calls that count, after `WARM_TURNS`.
         clock: in seconds.
 
     Returns:
-        The median seconds of each call by its rows; and the noise, the median `spread` of all
-        calls.
+        The median seconds of each call by its rows; and the noise, the median `quartile_spread` of
+        all calls.
     """
     times: dict[int, list[float]] = {rows: [] for rows in calls}
     order = [(turn, rows) for turn in range(WARM_TURNS + turns) for rows in calls]
@@ -136,11 +140,11 @@ def median_seconds(
             times[rows].append(seconds)
         else:
             metal.time_pending_shape()
-    noise = statistics.median(spread(values) for values in times.values())
+    noise = statistics.median(quartile_spread(values) for values in times.values())
     return {rows: statistics.median(values) for rows, values in times.items()}, noise
 
 
-def spread(times: Sequence[float]) -> float:
+def quartile_spread(times: Sequence[float]) -> float:
     """Return the distance between the first and third quartile, over the median; 0 for one time."""
     if len(times) < 2:
         return 0.0
@@ -148,9 +152,11 @@ def spread(times: Sequence[float]) -> float:
     return (high - low) / middle if middle else 0.0
 
 
-def measure_launch() -> float:
-    """Return the seconds that a tiny kernel takes in a chain of kernels that wait for each
-    other.
+def time_tiny_kernel() -> float:
+    """Return the seconds that a tiny kernel takes in a chain of kernels that wait for each other.
+
+    That is the difference of a long and a short chain over their lengths', each the fastest of
+    `CHAIN_TURNS`.
     """
 
     def seconds(length: int) -> float:
@@ -168,7 +174,7 @@ def measure_launch() -> float:
     return (long - short) / (CHAINS[1] - CHAINS[0])
 
 
-def kernel_trials() -> list[dict[str, Any]]:
+def attention_kernel_trials() -> list[dict[str, Any]]:
     """Return the shapes at which the fused attention kernel was compared with MLX's in this
     process, with both times.
 
@@ -186,7 +192,7 @@ def kernel_trials() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def counted_reads() -> Iterator[list[int]]:
+def count_host_reads() -> Iterator[list[int]]:
     """Count reads of arrays by the host inside the block.
 
     The yielded list grows by one at each call of `mx.array.item` or `tolist`.
@@ -207,11 +213,12 @@ def pause_and_go_on(seconds: float, tokens: list[int]) -> bool:
     return False
 
 
-def measure_launches(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
+def time_decoding_steps(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
     """Time decoding steps, with and without a pause after each read of a step's tokens.
 
     MLX copies a layer's cache if the GPU still holds it when the next step is launched. Then the
-    peak without pauses is higher by a layer's cache or more, and steps take longer.
+    peak without pauses is higher by a layer's cache or more, and steps take longer. Each way is
+    measured twice: the seconds are the lower ones, all else is of the second time.
 
     Args:
         model: with streams, which draft at every step.
@@ -237,7 +244,7 @@ def measure_launches(model: StreamFusedModel, prompt: list[int]) -> dict[str, fl
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         started = time.perf_counter()
-        with counted_reads() as reads:
+        with count_host_reads() as reads:
             for _ in range(LAUNCH_STEPS):
                 next(calls)
         seconds = (time.perf_counter() - started) / LAUNCH_STEPS - pause

@@ -34,7 +34,7 @@ def format_report(result: Result) -> str:
     blocks = [
         heading,
         [*_machine_lines(result)],
-        *(_block(task) for task in result["answers"]),
+        *(_adapter_block(task) for task in result["answers"]),
         [*map(_context_line, result["contexts"])],
         _learned_lines(result),
         notes,
@@ -98,20 +98,20 @@ def _trial_text(one: Row) -> str:
     )
 
 
-def _block(task: Row) -> list[str]:
-    """Return the heading and the table of an adapter's answers."""
+def _adapter_block(task: Row) -> list[str]:
+    """Return the heading and the table of an adapter's answers, system by system."""
     count = task["prompts"]
     what = f"{count} prompt{'s' * (count != 1)}, at most {task['max_tokens']} tokens"
     if task["is_cold"]:
         what += "; the first round alone, not warmed up"
     columns: Columns = {
         "system": lambda row: row["name"],
-        "decode tokens/s": _interval(task, "decode_rate", 1),
-        "over mlx-lm": _interval(task, "speedup", 2),
-        "over plain": _interval(task, "over_plain", 2),
-        "whole, over plain": _interval(task, "latency_over_plain", 2),
+        "decode tokens/s": _interval_cell(task, "decode_rate", 1),
+        "over mlx-lm": _interval_cell(task, "speedup", 2),
+        "over plain": _interval_cell(task, "over_plain", 2),
+        "whole, over plain": _interval_cell(task, "latency_over_plain", 2),
         "tokens/call": lambda row: f"{row['tokens_per_call']['value']:.2f}",
-        "first token, ms": _interval(task, "first_token_seconds", 0, 1e3),
+        "first token, ms": _interval_cell(task, "first_token_seconds", 0, 1e3),
         "peak, MiB": lambda row: f"{_peak(task, row) / MIB:.1f}",
         "same as plain": same_tokens_cell(count),
     }
@@ -125,8 +125,9 @@ def _context_line(task: Row) -> str:
     """Return one line about answers after a long context: speed-ups over mlx-lm, and prompt
     tokens/s.
     """
+    speedup = _interval_cell(task, "speedup", 2)
     shown = [
-        f"{row['name']} {_interval(task, 'speedup', 2)(row)}, prefill {prefill_rate(task, row):.0f}"
+        f"{row['name']} {speedup(row)}, prefill {prefill_rate(task, row):.0f}"
         for row in task["systems"]
     ]
     return f"{_name(task)}, over mlx-lm, and prompt tokens/s: {'; '.join(shown)}"
@@ -137,7 +138,7 @@ def _name(task: Row) -> str:
     return f"{task['adapter']}{context}"
 
 
-def _interval(task: Row, name: str, digits: int, scale: float = 1.0) -> Cell:
+def _interval_cell(task: Row, name: str, digits: int, scale: float = 1.0) -> Cell:
     """Make a cell with a figure, with an interval if there is more than one prompt; "-" where there
     is none.
 

@@ -112,7 +112,7 @@ class Experiment:
         systems = {system.name: system for system in self.systems}
         assert self.out is not None
         stores = {
-            name: AnswerStore(self.out, self.name, self.settings(system), fresh=self.fresh)
+            name: AnswerStore(self.out, self.name, self.answer_settings(system), fresh=self.fresh)
             for name, system in systems.items()
         }
         keys = [[repeat, *prompt] for repeat in range(self.repeats) for prompt in prompts]
@@ -145,7 +145,7 @@ class Experiment:
             store.file.close()
         return Measured(self, target, prompts, answers, load, num_costs)
 
-    def settings(self, system: System) -> dict[str, Any]:
+    def answer_settings(self, system: System) -> dict[str, Any]:
         """Return everything beside the prompt that a system's answer and its time depend on, as
         JSON values.
 

@@ -25,7 +25,7 @@ from . import target
 from .experiment import Experiment
 from .results import RESULTS
 from .target import DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, TEXT, System, Weights
-from .tasks import TASKS, data_file, make_scorer, read_examples
+from .tasks import TASKS, find_data_file, make_scorer, read_examples
 
 BASE = "smollm2-135m-q4_1"
 DEFAULT = "default"
@@ -206,7 +206,7 @@ def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
     seed = args.seed if args.temp else None
     sampling = SamplingConfig(temp=args.temp, top_k=args.top_k, seed=seed)
     systems = parse_systems(args.systems, sampling, args.max_tokens or task.max_tokens)
-    data = data_file(task, args.data, args.data_dir)
+    data = find_data_file(task, args.data, args.data_dir)
     examples = read_examples(data, task, args.count)
     make_scorer(task)
     require(
@@ -360,7 +360,7 @@ def _read_weights(args: argparse.Namespace) -> Weights:
         for kind, value in given.items()
         if value is not None
     }
-    adapter = None if folder is None else target.read_own_lora(folder)
+    adapter = None if folder is None else target.read_unfused_adapter(folder)
     base = resolve_model(args.model)
     costs = (args.costs or args.out / "costs").expanduser().resolve()
     return Weights(
@@ -378,7 +378,7 @@ def adapter_with_streams(name: str) -> tuple[Path, StreamAdapter]:
         InputError: it has no streams, or cannot be read.
     """
     folder = resolve_adapter(name)
-    adapter = None if folder is None else target.read_own_lora(folder)
+    adapter = None if folder is None else target.read_unfused_adapter(folder)
     if folder is None or adapter is None or not adapter.config.num_streams:
         raise InputError(
             f"--adapter {name} has no streams",

@@ -130,7 +130,9 @@ def call_kinds(system: str, calls: Sequence[TimedCall]) -> Iterator[CallKind]:
     """Yield the kind of each call of an answer.
 
     Args:
-        system: kind of the system, which decides how calls are launched.
+        system: kind of the system, which decides how calls are launched. A bare root's call behind
+            which no tree is drafted counts as plain decoding's where the system launches it alike;
+            mlx-lm's counts as its own.
         calls: of one answer, in order, without the prompt's.
     """
     is_pipelined = system in _IS_PLAINLY_LAUNCHED
@@ -177,7 +179,7 @@ def price_answers(
     return {
         name: [
             [
-                _price_answer(system, answer, prompt[_starts_like(system)], seconds)
+                _price_answer(system, answer, prompt[_prompt_timing_group(system)], seconds)
                 for answer in repeats
             ]
             for prompt, repeats in zip(prompts, answers[name], strict=True)
@@ -186,7 +188,7 @@ def price_answers(
     }
 
 
-def _starts_like(system: str) -> str:
+def _prompt_timing_group(system: str) -> str:
     """Return the name under which a system's calls for prompts are timed together.
 
     Systems that launch calls as plain decoding does share `PLAIN`; the others have their own.
@@ -198,14 +200,14 @@ def _prompt_seconds(
     systems: Mapping[str, str], answers: Mapping[str, Answers]
 ) -> list[dict[str, float]]:
     """Return, for each prompt, the median seconds until the first token, by the name of
-    `_starts_like`.
+    `_prompt_timing_group`.
     """
     found = []
     for index in range(len(answers[next(iter(systems))])):
         taken: dict[str, list[float]] = defaultdict(list)
         for name, system in systems.items():
             own = [answer.prefill_seconds for answer in answers[name][index]]
-            taken[_starts_like(system)] += own
+            taken[_prompt_timing_group(system)] += own
         found.append({name: median(own) for name, own in taken.items()})
     return found
 

@@ -131,7 +131,7 @@ PANELS = {
 """The label of the axis, by the figure of a row."""
 
 
-def draw(result: Result, path: Path) -> None:
+def draw_bars(result: Result, path: Path) -> None:
     """Draw bars of speed-up and tokens per call for every task and system into a file.
 
     Args:

@@ -138,7 +138,7 @@ class Target:
         ends = adapter.config.end_token_ids if adapter else ()
         self.tokenizer.eos_token_ids = {*self.tokenizer.eos_token_ids, *ends}
         self.mlx_model = model
-        self.plain = StreamFusedModel(self._backbone())
+        self.plain = StreamFusedModel(self._new_backbone())
         self._drafting: dict[str, Drafting] = {}
         # what was answered before, by system and repeat: each is a session
         self._earlier: dict[tuple[str, int], EarlierAnswers] = {}
@@ -256,7 +256,7 @@ class Target:
             round_products(model, self.weights.activations)
         return model
 
-    def _backbone(self) -> Backbone:
+    def _new_backbone(self) -> Backbone:
         """Make a backbone on the target's arrays, with the draft head and the folder of costs that
         the weights name.
         """
@@ -295,7 +295,7 @@ class Target:
         It shares the target's arrays.
         """
         adapter = self.weights.adapter
-        backbone = self._backbone()
+        backbone = self._new_backbone()
         assert adapter is not None
         streams = cast_streams(adapter.streams, backbone.dtype)
         scope = RowScope(0) if adapter.config.adapter_scope == "all" else RowScope()
@@ -344,7 +344,7 @@ def added_parameters(adapter: StreamAdapter) -> int:
     return adapter.streams.num_parameters + sum(one.a.size + one.b.size for one in lora)
 
 
-def read_own_lora(folder: Path) -> StreamAdapter:
+def read_unfused_adapter(folder: Path) -> StreamAdapter:
     """Read an adapter folder that has a LoRA of its own.
 
     Raises:

@@ -77,7 +77,7 @@ class Example:
     category: str = ""  # of a task that has any
 
 
-def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
+def find_data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
     """Return a task's data file: `data`, or else the task's file in `folder`, or else what ships.
 
     Args:
@@ -199,7 +199,7 @@ def exact_match(answer: str, references: Sequence[str]) -> tuple[float, float]:
     return 100.0 * (found in expected), 100.0 * any_case
 
 
-def rouge_scorer() -> Scorer:
+def make_rouge_scorer() -> Scorer:
     """Return a function that scores an answer by ROUGE-1 and ROUGE-LSum F1 in per cent.
 
     For each score the best reference counts. Words are stemmed. As in `rouge_score`, a line is a
@@ -227,7 +227,7 @@ def rouge_scorer() -> Scorer:
 
 
 def make_scorer(task: Task) -> Scorer:
-    return exact_match if task is SQL else rouge_scorer()
+    return exact_match if task is SQL else make_rouge_scorer()
 
 
 def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> Scores | None:

@@ -83,7 +83,11 @@ def time_answer(responses: Iterable[GenerationResponse]) -> TimedAnswer:
 
 
 def _timed_call(before: GenerationResponse, segment: GenerationResponse) -> TimedCall:
-    """Return the target call that gave a response, by the response before it."""
+    """Return the target call that gave a response, by the response before it.
+
+    Its drafter is the one whose counts have changed since then; where none has, it verified one row
+    and has none.
+    """
     drafter = None
     rows = 1
     for name, counts in segment.drafts.items():

@@ -146,7 +146,7 @@ def _adapt(args: argparse.Namespace) -> None:
     """
     from ..loading.files import exclusive_folder
     from ..training.adapt import adapt
-    from ..training.adapt_run import AdaptOptions, find_run_folder
+    from ..training.adapt_run import AdaptOptions, find_folder_of_same_run
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
@@ -165,11 +165,11 @@ def _adapt(args: argparse.Namespace) -> None:
     )
     if args.name is None:
         with busy("reading the weights"):
-            options = replace(options, out=find_run_folder(options))
+            options = replace(options, out=find_folder_of_same_run(options))
         if options.out != out:
             print_line(f"{options.out.name} was made from these weights")
     with exclusive_folder(options.out):
-        adapt(options, prog=PROG, say=print_line, wait=make_wait(args.give_way))
+        adapt(options, prog=PROG, say=print_line, wait=make_wait_while_busy(args.give_way))
 
 
 def print_line(line: str) -> None:
@@ -177,11 +177,12 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def make_wait(give_way: bool) -> Callable[[], None]:
+def make_wait_while_busy(give_way: bool) -> Callable[[], None]:
     """Return a function that blocks while others keep the machine busy, or while it is on battery.
 
-    It looks at most every 10 seconds, and returns at once in between. Busy means that other
-    processes use half of the cores or more, by the load average of a minute.
+    It looks at most every 10 seconds, first 10 seconds after it was made, and returns at once in
+    between. Busy means that other processes use half of the cores or more, by the load average of a
+    minute.
 
     Args:
         give_way: whether to wait at all; if not, the function returns at once.

@@ -67,10 +67,10 @@ def describe_run(run: Run) -> str:
         brings = f"{curve[nodes]:.2f} tokens a call with {nodes} nodes, {run.verdict}"
     tuned = "" if run.is_for_base else ", with a LoRA"
     changed = datetime.fromtimestamp(run.changed).isoformat(" ", "minutes")
-    return f"{run.name}  {changed}  of {run.model}{tuned} ({_base_status(run)}): {brings}"
+    return f"{run.name}  {changed}  of {run.model}{tuned} ({_base_model_status(run)}): {brings}"
 
 
-def _base_status(run: Run) -> str:
+def _base_model_status(run: Run) -> str:
     """Say whether the run's base model is still where it was.
 
     Returns:
@@ -86,7 +86,7 @@ def _base_status(run: Run) -> str:
     return "here" if is_same else "other weights are there now"
 
 
-def _run_folder(name: str) -> Path:
+def _existing_run_folder(name: str) -> Path:
     """Return the folder of an adapter made here, also of a broken or unfinished one.
 
     Raises:
@@ -118,7 +118,7 @@ def _list_or_change(args: argparse.Namespace) -> None:
             print(describe_run(run))
         print(f"in {adapters_home()}: {len(found)} adapter{'s' * (len(found) != 1)}")
         return
-    folder = _run_folder(args.names[0])
+    folder = _existing_run_folder(args.names[0])
     try:
         with exclusive_folder(folder):  # refused while a run writes there
             if args.act == "remove":

@@ -31,7 +31,7 @@ class PromptFile:
     """The processed prompt of `--prompt-cache FILE`: its tokens and its cache, which the user's
     prompts may begin with.
 
-    `read` takes it from the file, `write_if_new` puts it there if it has changed.
+    `read_if_there` takes it from the file, `write_if_new` puts it there if it has changed.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -57,7 +57,7 @@ class PromptFile:
         elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
             raise unwritable_error(path, OSError("no such folder, or not yours"))
 
-    def read(self, model: StreamFusedModel) -> None:
+    def read_if_there(self, model: StreamFusedModel) -> None:
         """Read the tokens and cache from the file if it exists; nothing happens without a path.
 
         Args:
@@ -78,7 +78,9 @@ class PromptFile:
         if path.exists():
             self.tokens, self.cache = run(lambda: read_prompt(path, model))
 
-    def take(self, model: StreamFusedModel, tokens: Sequence[int]) -> tuple[TreeCache, int]:
+    def fork_shared_beginning(
+        self, model: StreamFusedModel, tokens: Sequence[int]
+    ) -> tuple[TreeCache, int]:
         """Return a cache for a prompt that starts with what the kept one has in common with it.
 
         The kept cache stays as it is.
@@ -100,7 +102,7 @@ class PromptFile:
             return model.make_cache(), 0
         return run(lambda: cache.fork(count)), count
 
-    def keep(self, tokens: Sequence[int], cache: TreeCache) -> None:
+    def keep_in_memory(self, tokens: Sequence[int], cache: TreeCache) -> None:
         """Keep a processed prompt in memory, in the place of the one before, to be written later.
 
         Nothing happens without a path, or if the kept tokens already begin with these.
@@ -120,10 +122,12 @@ class PromptFile:
         """Write the file if there is something new to write.
 
         Args:
-            model: as it is now, to see whether its LoRA is that of `read`, which was called before.
+            model: as it is now, to see whether its LoRA is that of `read_if_there`, which was
+                called before.
 
         Returns:
-            Whether it was written. It is not for a model that has another LoRA than at `read`.
+            Whether it was written. It is not for a model that has another LoRA than at
+            `read_if_there`.
 
         Raises:
             InputError: it cannot be written.
@@ -166,7 +170,8 @@ def _list_or_purge(args: argparse.Namespace) -> None:
     """Print the kept prompts of a folder, newest first, or delete them; then how many there were.
 
     Files that no `PromptCache` wrote are left alone. A server's folders for its keys, inside of it,
-    are looked into, the last one first.
+    are looked into, the last one first; "newest first" is within a folder. A damaged file is listed
+    as such.
 
     Raises:
         InputError: the folder that was named is none, or a file cannot be deleted.

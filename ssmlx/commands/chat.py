@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, bundled_adapters, resolve_adapter
 from . import options
 from .caches import PromptFile
-from .check import time_costs_first
+from .check import time_costs_before_answers
 from .drafting import drafting_lines
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Screen:
                 return None
 
 
-def keep_line_history(path: Path) -> None:
+def load_and_keep_line_history(path: Path) -> None:
     """Load the history of entered lines from a file, and write it there when Python ends: the last
     1,000.
 
@@ -123,7 +123,7 @@ def keep_line_history(path: Path) -> None:
 
 
 @contextmanager
-def call_on_interrupt(stop: Callable[[], object]) -> Iterator[None]:
+def call_on_first_interrupt(stop: Callable[[], object]) -> Iterator[None]:
     """Inside the block, the first Ctrl-C calls `stop`; a second one raises KeyboardInterrupt.
 
     Only on the main thread. Afterwards Ctrl-C does what it did before.
@@ -153,7 +153,8 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
     """Answer a message: print the text as it comes on standard output, then a line of figures on
     standard error.
 
-    Ctrl-C stops the answer; what was said until then stays in the conversation.
+    Ctrl-C stops the answer, and what was said until then stays in the conversation. With a model
+    that is split over processes, KeyboardInterrupt is raised.
 
     Args:
         session: the conversation, which the turn is added to.
@@ -169,7 +170,7 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
     responses = session.reply(text, progress=options.PromptBar())
     # Ranks would stop at different calls, and wait for each other: there, Ctrl-C ends them all.
     is_split = session.model.backbone.group is not None
-    with nullcontext() if is_split else call_on_interrupt(responses.cancel), responses:
+    with nullcontext() if is_split else call_on_first_interrupt(responses.cancel), responses:
         for last in responses:
             screen.reply(last.text)
     print(flush=True)
@@ -178,8 +179,10 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
         screen.note(f"[{summary_line(last)}{cut}]")
 
 
-def stats_text(session: ChatSession) -> str:
-    """Return two lines with tokens, target calls, speed and cache of all answers of the session."""
+def totals_text(session: ChatSession) -> str:
+    """Return two lines with tokens, target calls, speed and cache of all answers of the session;
+    one line, that nothing was said yet, before the first.
+    """
     totals = session.totals
     if not totals.answers:
         return "nothing was said yet"
@@ -260,7 +263,7 @@ def adapter_command(rest: str, chat: Chat) -> str:
         names = ", ".join(fitting) or "none for this model"
         names += f" (for other models: {', '.join(others)})" if others else ""
         hint = "/adapter NAME, FOLDER or none takes another"
-        return f"{describe_adapter(chat)}\nthat are here: {names}; {hint}"
+        return f"{adapter_line(chat)}\nthat are here: {names}; {hint}"
     found: Path | None
     if rest == AUTO_ADAPTER:
         rest, found = default_adapter(chat.session.model) or (NO_ADAPTER, None)
@@ -270,10 +273,10 @@ def adapter_command(rest: str, chat: Chat) -> str:
     mx.reset_peak_memory()
     chat.adapter = rest
     goes_on = chat.session.messages and not chat.session.asks_alone
-    return describe_adapter(chat) + ("; the conversation goes on" if goes_on else "")
+    return adapter_line(chat) + ("; the conversation goes on" if goes_on else "")
 
 
-def describe_adapter(chat: Chat) -> str:
+def adapter_line(chat: Chat) -> str:
     """Return one line about the adapter in use, what drafts, and whether answers are the base
     model's.
     """
@@ -318,14 +321,14 @@ COMMANDS: dict[str, Callable[[str, Chat], str]] = {
     "/help": lambda rest, chat: HELP,
     "/reset": _reset_command,
     "/system": _system_command,
-    "/stats": lambda rest, chat: stats_text(chat.session),
+    "/stats": lambda rest, chat: totals_text(chat.session),
     "/memory": lambda rest, chat: chat.session.memory.table(),
     "/compare": lambda rest, chat: run_comparison(chat.session),
     "/adapter": adapter_command,
 }
 
 
-def handle_line(line: str, chat: Chat) -> bool:
+def carry_out_line(line: str, chat: Chat) -> bool:
     """Carry out a line of the user: a command, or a message to answer. Empty lines do nothing.
 
     Bad input, and in a command a file error or Ctrl-C, are printed, and the chat goes on.
@@ -396,11 +399,11 @@ def _chat(args: argparse.Namespace) -> None:
         system=args.system,
         template_args=args.template_args,
     )
-    kept.read(model)
+    kept.read_if_there(model)
     if kept.cache is not None:
         session.resume(kept.tokens, kept.cache)
         screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
-    time_costs_first(model, tokenizer, config, loaded)
+    time_costs_before_answers(model, tokenizer, config, loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     plan = run(lambda: make_plan(model, config, drafter=loaded))
     screen.note("\n".join(drafting_lines(model, plan, args.adapter)))
@@ -408,11 +411,11 @@ def _chat(args: argparse.Namespace) -> None:
     if screen.interactive:
         dtype = str(model.backbone.dtype).removeprefix("mlx.core.")
         screen.note(f"{args.model}, {dtype}. /help lists the commands.")
-        keep_line_history(cache_dir() / "chat_history")
+        load_and_keep_line_history(cache_dir() / "chat_history")
     while (line := screen.ask()) is not None:
-        if not handle_line(line, chat):
+        if not carry_out_line(line, chat):
             break
-    kept.keep(*session.cached)
+    kept.keep_in_memory(*session.cached)
     if kept.write_if_new(session.model):
         screen.note(f"[{len(kept.tokens)} tokens kept in {kept.path}]")
 

@@ -63,7 +63,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def time_costs_first(
+def time_costs_before_answers(
     model: StreamFusedModel, tokenizer: Any, config: GenerateConfig, loaded: Sequence[Any]
 ) -> None:
     """Time what drafting costs on this machine, before a command's first answer.
@@ -81,7 +81,7 @@ def time_costs_first(
         InputError: the settings do not fit the model or what is loaded.
     """
     from ..answers import run
-    from ..generation.head_start import give_head_start
+    from ..generation.head_start import time_calls_before_first_answer
     from ..generation.plan import make_plan
 
     text = "timing what drafting costs here ..."
@@ -89,7 +89,11 @@ def time_costs_first(
     note.daemon = True
     note.start()
     try:
-        run(lambda: give_head_start(model, tokenizer, make_plan(model, config, drafter=loaded)))
+        run(
+            lambda: time_calls_before_first_answer(
+                model, tokenizer, make_plan(model, config, drafter=loaded)
+            )
+        )
     finally:
         note.cancel()
 
@@ -119,7 +123,7 @@ def reasons_not_to_draft(model: StreamFusedModel) -> dict[str, str | None]:
     return reasons
 
 
-def describe_adapter(adapter: str | None, model: StreamFusedModel) -> str | None:
+def adapter_format_line(adapter: str | None, model: StreamFusedModel) -> str | None:
     """Return one line about an adapter's format and size; None without an adapter.
 
     Args:
@@ -137,7 +141,7 @@ def describe_adapter(adapter: str | None, model: StreamFusedModel) -> str | None
     return None if folder is None else load_adapter(folder).describe()
 
 
-def check_model(
+def time_and_describe_model(
     args: argparse.Namespace, model: StreamFusedModel, tokenizer: Any
 ) -> dict[str, Any]:
     """Time the model's calls and collect everything that the command prints, as JSON values.
@@ -182,7 +186,7 @@ def check_model(
     return {
         "model": args.model,
         "adapter": args.adapter,
-        "adapter_is": describe_adapter(args.adapter, model),
+        "adapter_is": adapter_format_line(args.adapter, model),
         "drafting": list(lines),
         "class": type(backbone.model).__module__,
         "family": str(getattr(backbone.model, "model_type", "unknown")),
@@ -285,7 +289,7 @@ def time_candidate_streams(
 
 
 def report_lines(found: dict[str, Any]) -> list[str]:
-    """Return the lines that the command prints for what `check_model` returned."""
+    """Return the lines that the command prints for what `time_and_describe_model` returned."""
     from ..generation.memory import MIB
 
     has_adapter = found["adapter"] not in (None, NO_ADAPTER)
@@ -327,8 +331,8 @@ def _drafter_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _cost_lines(found: dict[str, Any]) -> list[str]:
-    """Return the table of costs by nodes and notes about it; no lines for a model without
-    streams.
+    """Return the table of costs by nodes, notes about it and an empty line; no lines for a model
+    without streams.
     """
     from ..report import table
 
@@ -352,7 +356,9 @@ def _cost_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _learned_lines(found: dict[str, Any]) -> list[str]:
-    """Return what earlier answers have taught about costs and acceptance; no lines if nothing."""
+    """Return what earlier answers have taught about costs and acceptance, each with an empty line
+    behind it; no lines if nothing.
+    """
     from ..report import align_rows
 
     rows = found["learned"]["costs"]
@@ -381,7 +387,7 @@ def _check(args: argparse.Namespace) -> None:
 
     from ..answers import run
 
-    found = run(lambda: check_model(args, model, tokenizer))
+    found = run(lambda: time_and_describe_model(args, model, tokenizer))
     if args.json:
         options.print_json(found)
     else:

@@ -75,7 +75,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
     """
     from ..loading.attach import adapters_for
     from ..loading.found import PAYS
-    from ..training.sizing import forecast_speedup
+    from ..training.sizing import forecast_adapt_speedup
 
     backbone = model.backbone
     lacking = backbone.capabilities.reason("trees") or backbone.capabilities.reason("stages")
@@ -97,7 +97,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
         return f"nothing that is here; more hours may: {adapt}{_hours_option(2 * own.hours)}"
     if model.num_streams:
         return f"nothing that is here; streams for prompts like yours may: {adapt} --data FILE"
-    speed = forecast_speedup(model)
+    speed = forecast_adapt_speedup(model)
     if speed is None:
         return f"{adapt}, which says within minutes what that would bring here"
     if speed < PAYS:

@@ -111,7 +111,7 @@ def _generate(args: argparse.Namespace) -> None:
     encoded = [encode_prompt(prompt, *how) for prompt in prompts]
     for tokens in encoded:
         check_prompt(model, len(tokens))
-    kept.read(model)
+    kept.read_if_there(model)
     shared = min(common_prefix_length(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
     plan = make_plan(model, config, drafter=loaded)
@@ -123,7 +123,7 @@ def _generate(args: argparse.Namespace) -> None:
     for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:
         answer = []
         bar = options.PromptBar()
-        cache, known = kept.take(model, tokens)
+        cache, known = kept.fork_shared_beginning(model, tokens)
         answering = stream_generate(
             model,
             tokenizer,
@@ -139,7 +139,7 @@ def _generate(args: argparse.Namespace) -> None:
             answer.append(one)
             if not args.jsonl:
                 print(one.text, end="", flush=True)
-        kept.keep(tokens[:shared], cache)
+        kept.keep_in_memory(tokens[:shared], cache)
         if args.jsonl:
             options.print_json(answer_record(last_user_text(prompt), answer))
             continue

@@ -50,7 +50,7 @@ def _system_name() -> str:
         return platform.system()
 
 
-def command_output(*command: str) -> str:
+def command_output_or_empty(*command: str) -> str:
     """Run a command, and return what it prints on standard output, stripped.
 
     It is empty if the command is missing, fails, or takes over 10 s.
@@ -78,7 +78,7 @@ def power_source() -> str:
     On macOS pmset is asked, elsewhere Linux's list of power supplies.
     """
     if platform.system() == "Darwin":
-        said = command_output("pmset", "-g", "batt")
+        said = command_output_or_empty("pmset", "-g", "batt")
         on_mains = "'AC Power'" in said
         drained = "'Battery Power'" in said
     else:
@@ -98,10 +98,10 @@ def _git_commit() -> str:
     "unknown" without a checkout or git.
     """
     git = ("git", "-C", str(CHECKOUT))
-    name = command_output(*git, "rev-parse", "--short=12", "HEAD")
+    name = command_output_or_empty(*git, "rev-parse", "--short=12", "HEAD")
     if not (CHECKOUT / ".git").exists() or not name:
         return UNKNOWN
-    changed = command_output(*git, "status", "--porcelain", "--untracked-files=no")
+    changed = command_output_or_empty(*git, "status", "--porcelain", "--untracked-files=no")
     return f"{name}, changed" if changed else name
 
 

@@ -157,7 +157,7 @@ class DrafterOption:
 
     @property
     def attention(self) -> Attention:
-        """`attention=`, as `ssmlx.model.metal.use` takes it."""
+        """`attention=`, as `ssmlx.model.metal.choose_attention` takes it."""
         attention: Attention = self.values.get("attention", ATTENTIONS[0])
         return attention
 
@@ -188,7 +188,7 @@ def parse_drafter_option(text: str) -> DrafterOption:
     return DrafterOption(name, values)
 
 
-def _drafter_settings(option: DrafterOption) -> dict[str, Any]:
+def _drafting_arguments(option: DrafterOption) -> dict[str, Any]:
     """Return the arguments of `GenerateConfig` for a parsed --drafter; none without a name.
 
     Raises:
@@ -207,21 +207,21 @@ def _drafter_settings(option: DrafterOption) -> dict[str, Any]:
     return {"drafter": option.name, "acceptance": acceptance, **found}
 
 
-def _settings_of_keys(settings: type, values: Mapping[str, Any]) -> Any:
+def _settings_of_keys(settings_class: type, values: Mapping[str, Any]) -> Any:
     """Make a settings object from values by key; fields without a value keep their defaults.
 
     Args:
-        settings: the class; the `option` of each field begins with its key.
+        settings_class: the `option` of each of its fields begins with its key.
         values: by key; keys of no field are left out.
 
     Raises:
         InputError: a value is out of bounds.
     """
     known: dict[str, str] = {}
-    for one in fields(settings):
+    for one in fields(settings_class):
         if "allowed" in one.metadata:
             known[one.metadata["allowed"].option.partition("=")[0]] = one.name
-    return settings(**{known[key]: value for key, value in values.items() if key in known})
+    return settings_class(**{known[key]: value for key, value in values.items() if key in known})
 
 
 def _split_words(option: str, text: str) -> list[str]:
@@ -242,41 +242,41 @@ def _split_words(option: str, text: str) -> list[str]:
         ) from error
 
 
-def _parse_pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dict[str, Any]:
+def _parse_pairs(option: str, words: Sequence[str], known_pairs: Sequence[str]) -> dict[str, Any]:
     """Parse `key=value` words.
 
     Args:
         option: for messages.
         words: the words; each key may stand once.
-        shown: the known keys with what the help shows for their values, as
+        known_pairs: the known keys with what the help shows for their values, as
             `ListedDrafter.keys` says.
 
     Returns:
-        Values by key, of the types that `shown` says.
+        Values by key, of the types that `known_pairs` says.
 
     Raises:
         InputError: a key is unknown, repeated or without a value, or a value is of the wrong type.
     """
     found: dict[str, Any] = {}
-    known = dict(one.split("=") for one in shown)
+    known = dict(one.split("=") for one in known_pairs)
     for word in words:
         key, _, value = word.partition("=")
         require(
             key in known and value != "" and key not in found,
             f"{option} {word}",
-            expected=f"keys of {option}, each once: {' '.join(shown)}",
+            expected=f"keys of {option}, each once: {' '.join(known_pairs)}",
             do="correct or drop it",
         )
         found[key] = _parse_value(f"{option} {word}", known[key], value)
     return found
 
 
-def _parse_value(found: str, shown: str, text: str) -> Any:
+def _parse_value(option_and_word: str, placeholder: str, text: str) -> Any:
     """Parse one value.
 
     Args:
-        found: option and word, for messages.
-        shown: what the help shows for the value, as `ListedDrafter.keys` says.
+        option_and_word: for messages.
+        placeholder: what the help shows for the value, as `ListedDrafter.keys` says.
         text: the value. In a path, a leading `~` becomes the home folder.
 
     Returns:
@@ -284,37 +284,38 @@ def _parse_value(found: str, shown: str, text: str) -> Any:
 
     Raises:
         InputError: it is of the wrong type.
-        ValueError: `shown` says nothing that is known, which is a mistake in `DRAFTERS`.
+        ValueError: `placeholder` says nothing that is known, which is a mistake in `DRAFTERS`.
     """
-    if "|" in shown:
-        words = shown.split("|")
-        require(text in words, found, expected=f"one of {shown}", do="choose one of them")
+    if "|" in placeholder:
+        words = placeholder.split("|")
+        expected = f"one of {placeholder}"
+        require(text in words, option_and_word, expected=expected, do="choose one of them")
         return text
-    if len(shown) > 1 and shown.isalpha() and shown.isupper():
+    if len(placeholder) > 1 and placeholder.isalpha() and placeholder.isupper():
         # In quotes, no shell does it.
         return str(Path(text).expanduser()) if text.startswith("~") else text
-    expected, parse = _number_kind(shown)
+    expected, parse = _number_parser(placeholder)
     try:
         return parse(text)
     except ValueError:
-        raise InputError(found, expected=expected, do="correct it") from None
+        raise InputError(option_and_word, expected=expected, do="correct it") from None
 
 
-def _number_kind(shown: str) -> tuple[str, Callable[[str], Any]]:
+def _number_parser(placeholder: str) -> tuple[str, Callable[[str], Any]]:
     """Return what a message expects where the help shows a number, and the function that parses it.
 
     Args:
-        shown: what the help shows for the value, as `ListedDrafter.keys` says.
+        placeholder: what the help shows for the value, as `ListedDrafter.keys` says.
 
     Raises:
-        ValueError: `shown` stands for no number.
+        ValueError: `placeholder` stands for no number.
     """
-    if shown == "N,N,...":
+    if placeholder == "N,N,...":
         return "whole numbers with commas between", _parse_int_list
-    if shown == "N" or shown.isdigit():
+    if placeholder == "N" or placeholder.isdigit():
         return "a whole number", int
-    if shown not in ("X", "P"):
-        float(shown)
+    if placeholder not in ("X", "P"):
+        float(placeholder)
     return "a number", float
 
 
@@ -573,8 +574,11 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
     drafter: DrafterOption = getattr(args, "drafter", DrafterOption())
     prune, has_threshold, _ = (getattr(args, "prune", None) or "").partition("=")
     _reject_idle_options(args, drafter.name, prune)
-    tree = _given_options(args, kind="tree", width="tree_width", size="tree_size")
-    pruning = {**({"kind": prune} if prune else {}), **_given_options(args, keep="prune_to")}
+    tree = _renamed_given_options(args, kind="tree", width="tree_width", size="tree_size")
+    pruning = {
+        **({"kind": prune} if prune else {}),
+        **_renamed_given_options(args, keep="prune_to"),
+    }
     if has_threshold:
         pruning |= _parse_pairs("--prune", [args.prune], ["threshold=P"])
     bias = getattr(args, "logit_bias", None)
@@ -583,13 +587,15 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
         tree=TreeConfig(**tree) if tree else None,
         prune=PruneConfig(**pruning) if pruning else None,
         logit_bias=dict(bias) if bias else None,
-        **_drafter_settings(drafter),
-        **_penalty_settings(getattr(args, "penalty", None) or ()),
-        **_given_options(args, **{name: name for name in (*names, "logprobs", "deterministic")}),
+        **_drafting_arguments(drafter),
+        **_penalty_arguments(getattr(args, "penalty", None) or ()),
+        **_renamed_given_options(
+            args, **{name: name for name in (*names, "logprobs", "deterministic")}
+        ),
     )
 
 
-def _given_options(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
+def _renamed_given_options(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
     """Return the values of some options by new names; those that were not given are left out.
 
     Args:
@@ -600,7 +606,7 @@ def _given_options(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _penalty_settings(texts: Iterable[str]) -> dict[str, Any]:
+def _penalty_arguments(texts: Iterable[str]) -> dict[str, Any]:
     """Return the settings of all --penalty values, as arguments of `GenerateConfig`.
 
     A value has words such as `repetition=1.2`; `context=` in it holds for the penalties of that
@@ -777,7 +783,7 @@ def load_target(
             for the base alone, None for streams that are part of the model.
         finds_adapter: whether to look for a fitting adapter where none is named.
         draft_head: weights of the draft head, as `ssmlx.load` takes it.
-        attention: as `ssmlx.model.metal.use` takes it.
+        attention: as `ssmlx.model.metal.choose_attention` takes it.
         group: MLX's distributed group, for a model that is split over processes; None for one
             process.
 
@@ -793,7 +799,7 @@ def load_target(
 
     if args.adapter == AUTO_ADAPTER:
         args.adapter = None
-    metal.use(attention)
+    metal.choose_attention(attention)
     model, tokenizer = load(
         args.model,
         adapter=args.adapter,

@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _train_on_rank(args: argparse.Namespace) -> None:
+def _train_under_folder_lock(args: argparse.Namespace) -> None:
     """Train, holding a lock on --out; other ranks of `mlx.launch` than the first write into a
     folder that is deleted.
 
@@ -93,17 +93,26 @@ def _train(args: argparse.Namespace) -> None:
     from ..loading.files import folder_digest
     from ..model.ranks import launched_group
     from ..training.job import STORE_FILE, prepare_job, run_to_end
-    from ..training.mlx_model import TrainedModel, add_new_weights, initialise_from, new_adapter
-    from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
+    from ..training.mlx_model import (
+        TrainedModel,
+        add_condition_and_root_init,
+        bind_weights_of_adapter,
+        new_adapter,
+    )
+    from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_base_for_training
 
-    start = add_new_weights(load_stream_adapter(args.init), train) if train.train_only else None
+    start = (
+        add_condition_and_root_init(load_stream_adapter(args.init), train)
+        if train.train_only
+        else None
+    )
     job, path = prepare_job(options, train, start)
-    backbone = load_frozen(path, args.dtype)
+    backbone = load_base_for_training(path, args.dtype)
     lora = {} if args.task_lora is None else read_task_lora(args.task_lora, backbone)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:
-        initialise_from(model, load_stream_adapter(args.init), args.init)
+        bind_weights_of_adapter(model, load_stream_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched_group())
     kept = [folder_digest(args.init)] if start else []
@@ -121,4 +130,4 @@ def _train(args: argparse.Namespace) -> None:
         )
 
 
-main = make_main(PROG, parse_args, _train_on_rank)
+main = make_main(PROG, parse_args, _train_under_folder_lock)

@@ -182,7 +182,7 @@ def read_train_config(args: argparse.Namespace) -> TrainConfig:
     """
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
     if args.train_only:
-        return TrainConfig.from_dict(values | _settings_of_start(args))
+        return TrainConfig.from_dict(values | _settings_of_init(args))
     start = None if args.init is None else args.init / CONFIG_FILE
     if start and start.is_file() and all(values[name] is None for name in _F):
         found = read_json(start, "the settings of streams")
@@ -197,7 +197,7 @@ def read_train_config(args: argparse.Namespace) -> TrainConfig:
     return TrainConfig.from_dict(values)
 
 
-def _settings_of_start(args: argparse.Namespace) -> dict[str, Any]:
+def _settings_of_init(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of --init, which --train-only keeps, with the ranks of parts that may be
     new.
 

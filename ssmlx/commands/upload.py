@@ -135,7 +135,7 @@ def _upload(args: argparse.Namespace) -> None:
         do="see with --dry-run what would be sent",
     )
     if args.base:
-        rename_base(base, contents, figures)
+        set_base_name(base, contents, figures)
     text = _hide_home_folder(make_card(args.repo, base, adapter, figures, args.license))
     contents[CARD] = text.encode()
     print(f"{text}\nto {args.repo}, {'private' if args.private else 'for everybody to see'}:")
@@ -149,7 +149,9 @@ def _upload(args: argparse.Namespace) -> None:
         ]
         print("nothing was sent" + (f"; to send it takes {' and '.join(needed)}" if needed else ""))
     else:
-        print(f"sent; from now on: --adapter {args.repo}@{_send_files(args, contents)}")
+        print(
+            f"sent; from now on: --adapter {args.repo}@{_send_files_as_one_commit(args, contents)}"
+        )
 
 
 def read_adapter_files(folder: Path) -> dict[str, bytes]:
@@ -224,7 +226,7 @@ def check_base(name: str, figures: Mapping[str, Any]) -> str:
     return name
 
 
-def rename_base(base: str, contents: dict[str, bytes], figures: dict[str, Any]) -> None:
+def set_base_name(base: str, contents: dict[str, bytes], figures: dict[str, Any]) -> None:
     """Set the base model's name in the settings and figures that are sent, in place.
 
     Args:
@@ -301,7 +303,7 @@ def make_card(
     )
 
 
-def _send_files(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
+def _send_files_as_one_commit(args: argparse.Namespace, contents: Mapping[str, bytes]) -> str:
     """Send the files as one commit, and delete the adapter's former files there.
 
     The repository is made where it does not exist.

@@ -49,7 +49,7 @@ class Row:
     is_paused: bool = False  # nobody reads it, or it is over
     error: Exception | None = None
 
-    def sample(self, token: mx.array, logits: mx.array) -> Chosen:
+    def sample_and_move_tail(self, token: mx.array, logits: mx.array) -> Chosen:
         """Decide the token after `token`, by the row's own settings, mask and noise.
 
         Changes `tail`, whose last token is `token` then, and nothing else.
@@ -184,14 +184,14 @@ class Batch:
         nothing: an error is noted in the `error` of each row, and the batch is empty then.
         """
         try:
-            self._step()
+            self._step_or_raise()
         except Exception as error:
             for row in self.members:
                 row.error = error
             self._joining = []
             self._clear()
 
-    def _step(self) -> None:
+    def _step_or_raise(self) -> None:
         """Admit those that join, launch calls, and read the oldest.
 
         Mostly a call runs while the one before it is read. Where a text has just joined, a row has
@@ -199,15 +199,15 @@ class Batch:
         """
         # A first token is waited for, and a mask has to know the tokens before it.
         waits = bool(self._joining) or any(row.mask for row in self._rows) or not self.shares_calls
-        self._admit()
+        self._admit_joining_rows()
         if waits or not self._calls:
-            self._launch()
+            self._launch_next_call()
         if not waits:
-            self._launch()  # to run while the tokens of the one before are read
+            self._launch_next_call()  # to run while the tokens of the one before are read
         while len(self._calls) > (0 if waits else 1):
-            self._read()
+            self._read_oldest_call()
 
-    def _admit(self) -> None:
+    def _admit_joining_rows(self) -> None:
         """Make rows of the answers that are joining.
 
         Where calls are shared, their keys and values are moved into the shared caches, and their
@@ -229,7 +229,7 @@ class Batch:
         self._rows = self.members
         self._joining = []
 
-    def _launch(self) -> None:
+    def _launch_next_call(self) -> None:
         """Build the next call of all rows, decide its tokens, and start computing them.
 
         Where calls are not shared, each row has a call of its own. The rows' newest tokens are the
@@ -249,7 +249,9 @@ class Batch:
             self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)
         else:
             pairs = zip(mx.split(newest, len(rows)), mx.split(logits, len(rows)), strict=True)
-            chosen = [row.sample(*pair) for row, pair in zip(rows, pairs, strict=True)]
+            chosen = [
+                row.sample_and_move_tail(*pair) for row, pair in zip(rows, pairs, strict=True)
+            ]
             self._newest = mx.concatenate([token for token, _ in chosen])
             logprobs = [one for _, one in chosen]
         mx.async_eval(self._newest, [one for one in logprobs if one is not None])
@@ -257,7 +259,7 @@ class Batch:
             row.position += 1
         self._calls.append(([*rows], self._newest, logprobs))
 
-    def _read(self) -> None:
+    def _read_oldest_call(self) -> None:
         """Wait for the oldest call, and add its tokens to the rows' texts and to `unread`.
 
         Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind, leave the batch.

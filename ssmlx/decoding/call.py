@@ -85,7 +85,8 @@ def plain_call(
         model: the target.
         token: [1] the newest token, which is not in the cache yet.
         tail: [C] the last tokens before it, for samplers that need them.
-        cache: holds the tokens before it; it must have no path that is not counted yet.
+        cache: holds the tokens before it, and holds its row then. Paths that are not counted yet
+            would be dropped.
         sampler: decides the next token.
         taps: numbers of the layers whose input a drafter reads.
 
@@ -153,6 +154,9 @@ def verify_tree(
     Returns:
         The call, not committed. Its `verified` is of the M nodes that pruning left; its
         `num_nodes` and `num_drafted` are those of `tree`, before pruning.
+
+    Raises:
+        InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
     """
     split = model.insertion_layer
     tail = last_tokens((), sampler.context_size) if tail is None else tail

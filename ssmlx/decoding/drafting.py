@@ -120,8 +120,8 @@ class DraftingText:
         """Show the drafters that need taps a piece of the prompt that was processed.
 
         They `follow` the R tokens from position `first` + 1 on, each with the taps of the row
-        before
-        it: a piece of tokens `first` to `first` + R - 1.
+        before it. So they are shown one token that is not in the piece, which is tokens `first` to
+        `first` + R - 1, and not the piece's first.
 
         Args:
             first: the position of the piece's first token in the text.

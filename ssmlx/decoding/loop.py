@@ -306,6 +306,11 @@ class _SpeculativeLoop:
         logprobs: list[TokenLogprobs] | None,
         counts: CallCounts,
     ) -> None:
+        """Keep what an answer is decoded with, and begin its text with `tokens`; nothing runs yet.
+
+        `tokens` are the whole text, those that the cache holds among them. `drafters` are by name;
+        their class says what the other arguments are, see `speculative_decode`.
+        """
         self.model = model
         self.cache = cache
         self.text = DraftingText(model, drafters, tokens)

@@ -110,6 +110,12 @@ class Sampling:
     """
 
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
+        """Check the logit bias, and keep the settings; the noise's seed is drawn when it is first
+        needed.
+
+        InputError where the bias names a token that is not below `vocab_size`. Top-k of 0, or of V
+        or more, is off; so is top-p of 0, or of 1 or more.
+        """
         self.config = config
         self._vocab_size = vocab_size
         self.context_size = config.context_size  # C, recent tokens that it needs of each row
@@ -277,7 +283,7 @@ class Sampling:
         if self._filters:
             size = logits.shape[1]
             width = min(size, max(count, self._top_k or NUM_CANDIDATES))
-            tokens, scores, may_keep_more = rank_filtered(
+            tokens, scores, may_keep_more = rank_filtered_with_noise(
                 logits,
                 self._scale,
                 self._bounds,
@@ -313,18 +319,18 @@ class Sampling:
             tokens: [P] the tokens' ids.
 
         Returns:
-            [P, 1 + 2 T] float32, as `logprob_rows` gives them, T the number that the settings ask
-            for, at most V; None where they ask for none.
+            [P, 1 + 2 T] float32, as `own_and_top_logprobs` gives them, T the number that the
+            settings ask for, at most V; None where they ask for none.
         """
         if self.config.logprobs is None:
             return None
         positions = replace(positions, depths=positions.depths[rows], recent=positions.recent[rows])
-        return logprob_rows(
+        return own_and_top_logprobs(
             self.apply_bias_and_penalties(logits[rows], positions), tokens, self.config.logprobs
         )
 
 
-def logprob_rows(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
+def own_and_top_logprobs(logits: mx.array, tokens: mx.array, count: int) -> mx.array:
     """Log probabilities of tokens, and the likeliest tokens beside them, in one array.
 
     Args:
@@ -421,7 +427,7 @@ def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
 
 
 @mx.compile
-def rank_filtered(
+def rank_filtered_with_noise(
     logits: mx.array,
     scale: mx.array,
     bounds: mx.array,

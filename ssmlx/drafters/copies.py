@@ -38,6 +38,7 @@ class TextOnDevice:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
+        """Begin with the text `tokens`, which may be empty, and free room for 256 to 511 more."""
         self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
         # Before the text stand tokens that equal nothing, so that it can be shifted. The buffer has
         # few sizes, as each is another kernel to compile.
@@ -89,12 +90,12 @@ class Copies:
     def follow(self, tokens: Sequence[int], position: int) -> None:
         """Write `tokens`, for which no tree was drafted here, into the text from `position` on.
 
-        The next call of `mix_into_guesses` learns nothing then.
+        The next call of `learn_and_mix_into_guesses` learns nothing then.
         """
         self._text.write(mx.array(list(tokens), mx.int32), mx.array([position], mx.int32))
         self._before = None
 
-    def mix_into_guesses(
+    def learn_and_mix_into_guesses(
         self, guesses: Guesses, decided: mx.array, num_accepted: mx.array, position: mx.array
     ) -> Guesses:
         """Write a call's tokens into the text, learn from them, and mix copies into new guesses.
@@ -222,17 +223,23 @@ def _add_hits_and_trials(
 
 @mx.compile
 def _find_continuations(text: mx.array, positions: mx.array, count: int) -> mx.array:
-    """`TextOnDevice.find_continuations`, compiled: `text` is its buffer, `positions` [A, 1]."""
+    """[A, count] tokens, as `TextOnDevice.find_continuations` returns them, compiled.
+
+    Args:
+        text: its buffer: the text behind `NGRAM` - 1 tokens that equal nothing.
+        positions: [A, 1] positions in the text.
+        count: tokens to return for each.
+    """
     size = text.shape[0] - NGRAM + 1
     length = mx.array(0)
-    places = indices(size)
+    starts = indices(size)
     own = text[positions + indices(NGRAM)]
-    agrees = places < positions
+    agrees = starts < positions
     for n in reversed(range(NGRAM)):
         agrees = agrees & (text[n : n + size] == own[:, n : n + 1])
         length = length + agrees
     # The longest first, then the newest; 0 is none.
-    best = mx.max(length * _FAR + mx.where(length > 0, places, 0), axis=1, keepdims=True)
+    best = mx.max(length * _FAR + mx.where(length > 0, starts, 0), axis=1, keepdims=True)
     found = best % _FAR
     following = text[found + NGRAM + indices(count) % mx.maximum(positions - found, 1)]
     return mx.where(best > 0, following, PAD_TOKEN)

@@ -50,6 +50,11 @@ class DraftModel:
     drafter = "draft-model"
 
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
+        """Compute the model's arrays, and read V off the shape of its logits; it has no caches yet.
+
+        InputError where a layer's cache is none from which tokens can be taken back. The target is
+        taken to have the same V until `target_vocab_size` is set.
+        """
         self.model = model
         self.name = name
         mx.eval(module_arrays(model))
@@ -116,6 +121,7 @@ class DraftCache:
     """
 
     def __init__(self, draft: DraftModel) -> None:
+        """Begin with an empty text, and caches of the model of `draft`; no drafter has it yet."""
         self._draft = draft
         self._cache = StateCache(lambda: _make_caches(draft.model))
         self.text: list[int] = []
@@ -226,6 +232,10 @@ class DraftModelDrafter:
         *,
         is_chain: bool = False,
     ) -> None:
+        """Fix the shape of the trees; a cache is claimed by `start`.
+
+        The width is at most the draft model's and the target's vocabulary, and 1 for chains.
+        """
         width = min(1 if is_chain else config.width, model.vocab_size, model.target_vocab_size)
         self._model = model
         self._sampling = sampling
@@ -238,6 +248,9 @@ class DraftModelDrafter:
 
     def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Claim a cache, and process all of `tokens` but the last with the draft model.
+
+        What the cache holds of them already is not processed again. Nothing happens before the
+        first step.
 
         Yields:
             An empty list before each forward pass; each is counted in `draft_calls`, from 0 again.
@@ -269,13 +282,13 @@ class DraftModelDrafter:
         Always of the largest shape: `shape` is not looked at. Processes what the cache lacks of the
         text; makes a forward pass for each level; of `verified` only the root is read.
         """
-        rows = self._draft(self._cache.process_all_but_last_piece())
+        rows = self._rank_each_level(self._cache.process_all_but_last_piece())
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
         return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
 
-    def _draft(self, tokens: mx.array) -> list[mx.array]:
+    def _rank_each_level(self, tokens: mx.array) -> list[mx.array]:
         """The candidates of each level, [W] int32 each, best first, as the target's sampling ranks
         them.
 

@@ -37,8 +37,8 @@ class HeadConfig:
         check_settings(self, found=found, do="check the heads, or convert them again")
 
     @classmethod
-    def read(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
-        """Make settings of JSON `values`, which the file `path` holds; that is only named in
+    def from_json_values(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
+        """Make settings of JSON `values`. No file is read: `path` is where they come from, for
         messages.
 
         Values of unknown names are passed over. A null is as if it were missing. Lists become
@@ -166,6 +166,10 @@ class HeadDrafter:
     def __init__(
         self, backbone: Backbone, heads: DraftingHeads, tree: Any, sampling: Sampling = GREEDY
     ) -> None:
+        """Fill in the tree's settings by the heads', which gives `largest`; nothing runs yet.
+
+        InputError where the heads cannot draft such a tree.
+        """
         self._backbone = backbone
         self._heads = heads
         self._tree = heads.complete_tree_settings(tree)

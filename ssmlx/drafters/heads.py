@@ -95,7 +95,7 @@ def read_heads(folder: Path) -> Heads:
         expected=f"{FORMAT}, {' or '.join(_KINDS)}",
         do="convert the published heads with `python -m ssmlx.convert --heads` first",
     )
-    config = _KINDS[kind][0].read(folder / CONFIG_FILE, values)
+    config = _KINDS[kind][0].from_json_values(folder / CONFIG_FILE, values)
     base = BaseIdentity.from_settings(folder / CONFIG_FILE, values)
     path = folder / WEIGHTS_FILE
     tensors = read_tensors(path, "drafting heads")

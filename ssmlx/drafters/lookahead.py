@@ -85,6 +85,7 @@ class LookaheadDrafter:
     cache_bytes = 0
 
     def __init__(self, config: LookaheadConfig) -> None:
+        """Fix the size of the largest tree by the settings, and start on a text of the token 0."""
         self._config = config
         self._num_rows = config.ngram - 1
         self._max_nodes = 1 + (config.window + config.guesses) * self._num_rows
@@ -125,7 +126,7 @@ class LookaheadDrafter:
         guess.
 
         Args:
-            verified: its tokens are read.
+            verified: its target tokens are read by the host where a Jacobi step comes first.
             shape: only its levels count; there may be more nodes.
         """
         # Whether the call just read verified its own tree, and all of it.

@@ -85,6 +85,7 @@ class OtherText:
     def __init__(
         self, index: TextIndex, expected: Sequence[int] = (), overlap: int = CONTEXT_TOKENS
     ) -> None:
+        """Keep `index`, which is not copied, and begin with an empty text."""
         self.index = index
         self._expected = expected
         self._overlap = overlap
@@ -138,6 +139,11 @@ class PromptLookupDrafter:
         end_tokens: Collection[int] = (),
         is_chain: bool = False,
     ) -> None:
+        """Choose what is looked up in: `earlier` where given, else the settings' reference, else
+        the text.
+
+        That gives the drafter's `name`. Nothing is indexed before `start`.
+        """
         self.name = NAME
         self._is_chain = is_chain
         self.source: OwnText | OtherText = OwnText()
@@ -222,7 +228,7 @@ class PromptLookupDrafter:
         return self.source.index.find_matches(self.source.end, self._config.ngram)
 
     def _continuation_of(self, match: Match, max_tokens: int) -> list[int]:
-        """Up to `max_tokens` that followed a match; behind the first end token among them none."""
+        """Up to `max_tokens` that followed a match, cut behind the first end token among them."""
         found = self.source.tokens_after(match, max_tokens)
         for count, token in enumerate(found, 1):
             if token in self._end_tokens:

@@ -68,6 +68,11 @@ class MedusaHeads(DraftingHeads):
     def __init__(
         self, config: MedusaConfig, tensors: Mapping[str, mx.array], backbone: Backbone
     ) -> None:
+        """Stack the weights of all heads, and compute them.
+
+        Heads without a matrix use the LM head of `backbone`, or a copy of its rows for the draft
+        vocabulary. `nbytes` counts the stacked weights and that copy, not the model's own LM head.
+        """
         super().__init__(config, tensors, backbone)
         heads = range(config.num_heads)
         vocab = self.draft_vocab
@@ -89,9 +94,11 @@ class MedusaHeads(DraftingHeads):
         if self._shared:
             self._lm_head = backbone.lm_head if vocab is None else backbone.draft_head(vocab)
         order = [*self._own, *self._shared]
-        self._places = None if order == sorted(order) else mx.array([order.index(h) for h in heads])
-        mx.eval(self._blocks, self._matrices, self._places)
-        kept = arrays_in([self._blocks, self._matrices, vocab, self._places])
+        self._head_order = (
+            None if order == sorted(order) else mx.array([order.index(h) for h in heads])
+        )
+        mx.eval(self._blocks, self._matrices, self._head_order)
+        kept = arrays_in([self._blocks, self._matrices, vocab, self._head_order])
         copied = 0 if vocab is None else head_bytes(self._lm_head)  # the LM head's rows
         self.nbytes = copied + sum(array.nbytes for array in kept if array is not None)
 
@@ -113,7 +120,7 @@ class MedusaHeads(DraftingHeads):
             shared = states[mx.array(self._shared)] if self._own else states
             found.append(self._lm_head(shared.swapaxes(0, 1))[0])
         logits = found[0] if len(found) == 1 else mx.concatenate(found)
-        return logits if self._places is None else logits[self._places]
+        return logits if self._head_order is None else logits[self._head_order]
 
     def complete_tree_settings(self, tree: TreeConfig) -> TreeConfig:
         """`tree`, made no wider than there are tokens to guess."""

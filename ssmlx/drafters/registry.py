@@ -284,7 +284,8 @@ def build_drafter(
 
 
 def _find_loaded(registered: RegisteredDrafter, loaded: Sequence[Loaded]) -> Loaded | None:
-    """The first of what was loaded that is for this drafter; None where it needs nothing.
+    """The first of what was loaded that is for this drafter; None where it needs nothing, and
+    nothing is for it.
 
     Raises:
         InputError: what it needs was not loaded, or was loaded for another drafter.

@@ -43,6 +43,11 @@ class DraftVocab:
     """
 
     def __init__(self, model: StreamFusedModel, text: Sequence[int] = ()) -> None:
+        """Find the text's other tokens, and make an LM head for them, computed.
+
+        That takes a copy of up to `TEXT_TOKENS` rows of the model's. Nothing is made without a
+        text, or where the model has no draft vocabulary.
+        """
         self._model = model
         self.tokens = model.draft_vocab
         self.nbytes = 0
@@ -60,7 +65,7 @@ class DraftVocab:
             self._heads.append(model.backbone.draft_head(more))
             self.nbytes = self.tokens.nbytes + head_bytes(self._heads[1])
 
-    def rank(
+    def rank_stream_tokens(
         self, hidden: mx.array, roots: mx.array, count: int, noise: Noise = None
     ) -> tuple[mx.array, mx.array]:
         """Rank the tokens that every stream guesses, among those of the draft vocabulary.
@@ -78,15 +83,15 @@ class DraftVocab:
             unconditionally.
         """
         model = self._model
-        places = roots.shape[0]
+        num_nodes = roots.shape[0]
         normed = model.backbone.final_norm(hidden).squeeze(0)
         parts = [head(normed) for head in self._heads]
         logits = mx.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         ranked = rank_candidates(with_noise(logits, noise), count, self.tokens)
-        tokens, logprobs = (a.reshape(places, -1, count) for a in ranked)
+        tokens, logprobs = (a.reshape(num_nodes, -1, count) for a in ranked)
         if not model.is_conditional:
             return tokens, logprobs
-        first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
+        first = mx.broadcast_to(roots[:, None, None], (num_nodes, 1, count))
         previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
         more = model.condition_logits(normed.reshape(*tokens.shape[:2], -1), previous, tokens)
         return tokens, renormalise_topk(logprobs, more)
@@ -137,6 +142,11 @@ class StreamDrafter:
         schedule: StreamSchedule = "second-pass",
         sampling: Sampling = GREEDY,
     ) -> None:
+        """Cut the tree's width to the draft vocabulary's size, and start on an empty text.
+
+        InputError where the streams cannot run by `schedule`: those that start from the root only
+        by "second-pass".
+        """
         require(
             schedule in model.schedules,
             f"--drafter streams schedule={schedule}, but these streams start from the newest token",
@@ -191,7 +201,7 @@ class StreamDrafter:
         if self.needs.streams:
             stream_hidden = verified.stream_hidden[:, : shape.levels]
         else:
-            stream_hidden = self._second_pass(verified, shape.levels)
+            stream_hidden = self._run_second_pass(verified, shape.levels)
         expect_shape("stream hidden states", stream_hidden, 1, shape.levels, None)
         tree = self._tree
         if shape != self.largest:
@@ -199,12 +209,12 @@ class StreamDrafter:
         root = verified.root
         noise = self._sampling.noise(verified.root_position, shape.levels, self._vocab.tokens)
         count = self._candidates_per_stream(shape, tree)
-        tokens, logprobs = self._vocab.rank(stream_hidden, root, count, noise)
+        tokens, logprobs = self._vocab.rank_stream_tokens(stream_hidden, root, count, noise)
         guesses = tokens.squeeze(0), logprobs.squeeze(0)
         if self._model.is_conditional:
             accepted = verified.acceptance
             position = verified.position + 1
-            guesses = self._copies.mix_into_guesses(
+            guesses = self._copies.learn_and_mix_into_guesses(
                 guesses, accepted.new_tokens, accepted.num_accepted, position
             )
         return grow_tree(root, *guesses, tree)
@@ -219,7 +229,7 @@ class StreamDrafter:
             self._num_candidates[shape] = min(count, self._model.draft_vocab_size)
         return self._num_candidates[shape]
 
-    def _second_pass(self, verified: Verified, num_streams: int) -> mx.array:
+    def _run_second_pass(self, verified: Verified, num_streams: int) -> mx.array:
         """[1, G, D] last hidden states of the last accepted node's streams, G = `num_streams`, by a
         pass through the upper layers.
 
@@ -247,7 +257,7 @@ class StreamDrafter:
 )
 def build(inputs: DrafterInputs) -> StreamDrafter:
     """Build the drafter of an answer: the settings name the number of streams, the tree and the
-    schedule."""
+    schedule. InputError where the adapter has fewer streams, or cannot follow the schedule."""
     model = inputs.model
     config = inputs.config
     assert model.config and config.tree and config.stream_schedule

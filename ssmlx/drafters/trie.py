@@ -21,6 +21,7 @@ class Trie:
     """
 
     def __init__(self, root: int, max_nodes: int) -> None:
+        """Begin with the root alone, which is node 0 and counts among `max_nodes`."""
         self.tokens = [root]
         self.parents = [0]
         self.depths = [0]

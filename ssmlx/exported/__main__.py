@@ -23,14 +23,15 @@ A Core ML package runs on macOS 15 or later; one of Core AI also on Linux. Decod
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.exported`; wrong ones end the program with a message.
+    """Parse the options of `python -m ssmlx.exported`; wrong ones end the program with a message
+    and exit code 2, `--help` with code 0. No file is looked at.
 
     Args:
         argv: the options; None for those of the process.
     """
     parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
-    told = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
-    parser.add_argument("--package", type=Path, required=True, **told)
+    shown = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
+    parser.add_argument("--package", type=Path, required=True, **shown)
     add_prompt_options(parser.add_argument_group("prompts"))
     add_int_options(parser, ("max-tokens", 256, "longest answer"))
     add_options(

@@ -56,7 +56,7 @@ def load(
     do = "leave it out"
     is_idle = compute_units is not None and manifest.target != "coreml"
     require(not is_idle, found, expected="it with Core ML alone", do=do)
-    package = manifest.checked_package(folder)
+    package = manifest.unchanged_package(folder)
     settings = read_json(folder / "config.json", "the settings of the model that was exported")
     tokenizer = load_tokenizer(folder, settings)
     if backend is not None:

@@ -98,7 +98,7 @@ def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: Slot
         cache: of the sequence.
 
     Raises:
-        InputError: the cache has no room for a whole chunk.
+        InputError: the cache has no room for a whole chunk; those before it are committed.
     """
     size = manifest.chunk
     for first in range(0, len(tokens), size):
@@ -108,7 +108,7 @@ def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: Slot
         padded[: len(chunk)] = chunk
         inputs = {
             "tokens": padded,
-            "positions": _positions(cache.offset + np.arange(size), manifest),
+            "positions": _clip_positions(cache.offset + np.arange(size), manifest),
             "slots": slots,
             "mask": cache.build_mask(slots, np.tri(size, dtype=bool)).astype(manifest.float_type),
         }
@@ -144,7 +144,7 @@ def build_decode_inputs(
     ancestors[:count, :count] = tree.ancestors
     return {
         "tokens": tokens,
-        "positions": _positions(cache.offset + np.maximum(depths, 0), manifest),
+        "positions": _clip_positions(cache.offset + np.maximum(depths, 0), manifest),
         "slots": slots,
         "mask": cache.build_mask(slots, ancestors).astype(manifest.float_type),
         "parents": parents,
@@ -153,7 +153,7 @@ def build_decode_inputs(
     }
 
 
-def _positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
+def _clip_positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
     """Return positions as int32, those beyond the last slot moved to it: rows that only fill up may
     have such.
 
@@ -175,8 +175,8 @@ def decode_step(
         manifest: describes it.
         tree: its root is the newest token, which is not in the cache yet.
         cache: gets the root and the accepted nodes below it.
-        copies: of the text's tokens; mixed into the guesses where streams have a condition, and
-            told of the new tokens.
+        copies: of the text's tokens; where streams have a condition, they are mixed into the
+            guesses and told of the new tokens, else they are not used.
 
     Returns:
         The accepted tokens with the bonus or correction token behind them, one or more; and the
@@ -208,7 +208,9 @@ def decode_step(
     guesses = mx.array(found["candidate_tokens"]), mx.array(found["candidate_logprobs"])
     if manifest.tree.is_conditional:
         count = mx.array([len(tokens) - 1])
-        guesses = copies.mix_into_guesses(guesses, mx.array(tokens), count, cache.offset - count)
+        guesses = copies.learn_and_mix_into_guesses(
+            guesses, mx.array(tokens), count, cache.offset - count
+        )
     return tokens, grow_tree(mx.array(tokens[-1:]), *guesses, manifest.tree.config)
 
 

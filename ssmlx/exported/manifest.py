@@ -88,7 +88,7 @@ class Manifest:
         require(not odd, f"{path} lacks or has over: {odd}", expected=FORMAT, do=_DO)
         try:
             manifest: Self = from_json(cls, values)
-            faults = manifest._find_faults()
+            faults = manifest._possible_faults()
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} cannot be read ({error})", expected=FORMAT, do=_DO) from error
         for fault, is_there in faults.items():
@@ -100,9 +100,9 @@ class Manifest:
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
-    def _find_faults(self) -> dict[str, bool]:
-        """Return for every fault that the values could have its words, and whether it is there:
-        True for a fault.
+    def _possible_faults(self) -> dict[str, bool]:
+        """Return every fault that the values could have: its words for a message, and True where
+        they have it, else False. Values of other types may raise TypeError and the like.
         """
         tree = self.tree.config
         slots = self.num_slots
@@ -126,7 +126,7 @@ class Manifest:
             f"{self.num_streams} streams": not 1 <= self.num_streams <= MAX_DRAFT_TOKENS,
         }
 
-    def checked_package(self, folder: Path) -> Path:
+    def unchanged_package(self, folder: Path) -> Path:
         """Return the path of the package in an export's folder, after its files were read and
         compared with `digest`.
 
@@ -146,7 +146,7 @@ class Manifest:
 
 def package_digest(package: Path) -> str:
     """Return the SHA-256, in hexadecimal, over the paths and contents of all files of a package,
-    which is a folder.
+    which is a folder, in the order of these paths; they are relative to it.
     """
     digest = hashlib.sha256()
     for path in sorted(file for file in package.rglob("*") if file.is_file()):

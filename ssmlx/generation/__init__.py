@@ -4,6 +4,7 @@
 |---|---|
 | `plan.py` | `make_plan`: settings and model to a `Plan`; `decode_plan`: a `Plan` to a loop |
 | `batching.py` | several open answers: in turns, or a row each in plain calls |
+| `prompt_pieces.py` | how long a piece of a prompt is, and whether calls come before it |
 | `learned.py` | what answers teach of calls' costs and of acceptance, and its file |
 | `head_start.py` | costs that are timed before the first answer, for that file |
 | `time_calls.py` | times calls that verify so many nodes, in the loop itself |

@@ -8,10 +8,8 @@ samples by belongs to a place in the text.
 Nothing runs unless somebody reads: whoever asks for a token that is not there makes the call that
 brings one to every row. A reader that falls behind leaves the batch until it has caught up.
 
-Prompts take turns too, in pieces that are as short as this machine needs to be done with one in
-`PIECE_SECONDS`, or twice that while nobody else is there; the first piece of a new prompt goes
-before those of others. While answers are decoded, prompts get half of the time: what a piece took,
-calls get before the next one.
+Prompts take turns too, in pieces; the first piece of a new prompt goes before those of others. How
+long a piece is, and when calls come before it, `prompt_pieces` says.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from ..policy.costs import BATCH
 from .learned import learned_of
 from .memory import cache_size_of
 from .plan import Plan, decode_plan
+from .prompt_pieces import PieceSchedule
 
 Fits = Callable[[int], bool]
 """Called with a number of bytes: whether there is memory for them."""
@@ -50,16 +49,6 @@ STAY = 1.05
 """Factor by which the other mode has to be faster for answers to change: a change costs calls."""
 TIMED_CALLS = 5
 """Calls for equally many texts, behind a first one, whose median teaches what such a call costs."""
-PIECE_SECONDS = 0.5
-"""What a piece of a prompt takes at most, about: so long a turn may have to be waited for."""
-PIECES_ALONE = 2
-"""How many times as long a piece may take where nobody else is answered."""
-LEAST_PIECE = 64
-"""Tokens of a piece at least, unless the settings say less. On two cores of a CPU, 1,536 tokens of
-SmolLM2-135M take 1.1 times as long in such pieces as in those of 512, and 1.7 times in those of 32.
-"""
-UNTIMED_PIECE = 128
-"""Tokens of a piece at most while nobody knows what one takes."""
 READER_TRIES = 5
 READER_SECONDS = 0.001
 """How often, and for how long, a prompt waits for the readers of answers whose turn it is."""
@@ -85,6 +74,12 @@ class _Group:
     """
 
     def __init__(self, model: StreamFusedModel, fits: Fits = always_fits) -> None:
+        """Begin a group of `model` without answers, whose batch has no rows.
+
+        Args:
+            model: the target of all its answers; what was learned for it is read.
+            fits: whether there is memory for so many bytes.
+        """
         self.batch = Batch(model)
         self._fits = fits
         self._token_bytes = cache_size_of(model).per_token
@@ -113,9 +108,9 @@ class _Group:
         costs = self._learned.costs.frozen(self._mean_length(rows))
         batched = len(rows) / costs.calls((BATCH, len(rows)))
         is_faster = batched * (STAY if self.is_batched else 1 / STAY) >= in_turns
-        self.is_batched = is_faster and self._has_room(rows)
+        self.is_batched = is_faster and self._has_memory_for_padding(rows)
 
-    def _has_room(self, rows: Sequence[Row]) -> bool:
+    def _has_memory_for_padding(self, rows: Sequence[Row]) -> bool:
         """Whether there is memory for a batch of `rows`, each padded to the longest.
 
         What its padding takes now is not asked for again. What is kept for later answers may be
@@ -126,7 +121,7 @@ class _Group:
         more = padding * self._token_bytes - self.batch.padding_bytes
         return more <= 0 or self._fits(more)
 
-    def step(self) -> float:
+    def make_and_time_call(self) -> float:
         """Make a call of the batch, learn from its seconds, and return them.
 
         It brings a token to every row of the batch. Where a reader has fallen behind, the mode is
@@ -144,9 +139,10 @@ class _Group:
     def _learn_cost(self, members: Sequence[Row], seconds: float) -> None:
         """Add a call's seconds to those of calls for as many texts in a row.
 
-        The first call for another number of texts is not counted, and forgets the others. Every
-        `TIMED_CALLS` that are counted teach what a call for so many texts costs, in plain calls, if
-        these are more than one and plain calls were timed.
+        The first call for another number of texts is not counted, and forgets the others. When
+        `TIMED_CALLS` are counted they are forgotten, and their median teaches what a call for so
+        many texts costs, in plain calls, if plain calls were timed in this context. Nothing is
+        learned of calls for a single text.
 
         Args:
             members: the rows of the call.
@@ -181,13 +177,16 @@ class Batches:
     """
 
     def __init__(self, fits: Fits = always_fits) -> None:
+        """Begin without answers; nothing is run.
+
+        Args:
+            fits: called with the bytes that padding rows of a batch would take; whether there is
+                memory for them.
+        """
         self._fits = fits
         self._groups: dict[CacheKey, _Group] = {}
         self._prompts: deque[_OpenAnswer] = deque()
-        self._prompt_rate: float | None = None  # tokens a second, of the last piece
-        # seconds that pieces took while answers were decoded, and calls did not take since
-        self._owed_seconds = 0.0
-        self._num_calls = 0  # that decoded
+        self._schedule = PieceSchedule()
 
     @property
     def cache_bytes(self) -> int:
@@ -213,7 +212,8 @@ class Batches:
     ) -> Iterator[list[int]]:
         """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
-        Without end, until the iterator is closed, which takes it out of the batch.
+        Nothing is done before the first tokens are asked for. Then it goes on without end, until
+        the iterator is closed, which takes the answer out of the batch.
 
         Args:
             plan, model, prompt, cache, context, stops, logprobs, counts: see `decode_plan`.
@@ -228,6 +228,7 @@ class Batches:
 
         Raises:
             RuntimeError: a call that it shared has failed; the cause is the call's error.
+            Exception: what processing its prompt or `on_prompt` has raised.
         """
         cache.trim(cache.offset)
         key = CacheKey.of(model)
@@ -247,7 +248,7 @@ class Batches:
             on_prompt=on_prompt,
         )
         try:
-            yield from self._process_prompt(row)
+            yield from self._process_prompt_in_turns(row)
             while True:
                 # It may have joined a batch that is no longer wanted.
                 yield from self._decode_batched(row, logprobs)
@@ -260,7 +261,7 @@ class Batches:
                 group.open.remove(row)
                 group.choose_mode()
 
-    def _process_prompt(self, row: _OpenAnswer) -> Iterator[list[int]]:
+    def _process_prompt_in_turns(self, row: _OpenAnswer) -> Iterator[list[int]]:
         """Have the prompt of `row` processed, in turns with other prompts and with calls.
 
         Its first piece goes before those of others. A turn processes the next piece in line, this
@@ -278,16 +279,16 @@ class Batches:
             return
         self._prompts.appendleft(row)
         tries = READER_TRIES
-        calls = self._num_calls
+        calls = self._schedule.num_calls
         while row.todo:
             yield []
             if row.error is not None:
                 raise row.error
             if not row.todo:  # somebody else's turn has done the rest
                 break
-            if calls != self._num_calls:
+            if calls != self._schedule.num_calls:
                 tries = READER_TRIES
-                calls = self._num_calls
+                calls = self._schedule.num_calls
             if self._must_decode_first and self._run_or_await_calls(tries):
                 tries -= 1
             else:
@@ -299,15 +300,11 @@ class Batches:
     def _must_decode_first(self) -> bool:
         """Whether decoding calls have to come before the next piece of a prompt.
 
-        True where a prompt waits, an answer decodes, and pieces have taken longer than calls since,
-        so much that with the next piece that would be more than `PIECE_SECONDS`.
+        True where a prompt waits, an answer decodes, and the schedule says so.
         """
         if not self._prompts or not self._is_decoding:
             return False
-        upcoming = len(self._next_piece(self._prompts[0]))
-        rate = self._prompt_rate
-        seconds = PIECE_SECONDS if rate is None else upcoming / rate
-        return self._owed_seconds > 0 and self._owed_seconds + seconds > PIECE_SECONDS
+        return self._schedule.are_calls_first(self._next_piece_length(self._prompts[0]))
 
     @property
     def _is_decoding(self) -> bool:
@@ -328,40 +325,26 @@ class Batches:
         """
         running = [group for group in self._groups.values() if group.batch.members]
         for group in running:
-            self._count_call(group.step())
+            self._schedule.record_call(group.make_and_time_call())
         if not running and tries < READER_TRIES:  # none came while others had the thread
             time.sleep(READER_SECONDS)
         return bool(running) or tries > 0
 
-    def _count_call(self, seconds: float) -> None:
-        """Count a decoding call of so many seconds against those that pieces are ahead by."""
-        self._num_calls += 1
-        self._owed_seconds = max(0.0, self._owed_seconds - seconds)
-
-    def _next_piece(self, row: _OpenAnswer) -> list[int]:
-        """The tokens of a row's prompt that its next turn is to process; they stay in `todo`.
-
-        As many as were processed in `PIECE_SECONDS` by the last rate, or `PIECES_ALONE` times that
-        where nobody else is answered, rounded down to a multiple of `LEAST_PIECE` and no fewer;
-        `UNTIMED_PIECE` before any was timed. Never more than the settings' `prefill_step_size`.
-        """
-        most = UNTIMED_PIECE
-        if self._prompt_rate is not None:
-            is_alone = len(self._prompts) == 1 and not self._is_decoding
-            seconds = PIECE_SECONDS * (PIECES_ALONE if is_alone else 1)
-            most = int(self._prompt_rate * seconds) // LEAST_PIECE * LEAST_PIECE
-        return row.todo[: min(row.plan.config.prefill_step_size, max(LEAST_PIECE, most))]
+    def _next_piece_length(self, row: _OpenAnswer) -> int:
+        """Tokens of a row's prompt that its next turn is to process."""
+        is_alone = len(self._prompts) == 1 and not self._is_decoding
+        step_size = row.plan.config.prefill_step_size
+        return self._schedule.next_piece_length(len(row.todo), step_size, is_alone=is_alone)
 
     def _process_piece(self) -> None:
         """Process a piece of the first prompt in line, which then goes to the end of the line.
 
         When it has no more, `on_prompt` is called and its answer begins to decode. An error, of
-        either, is kept in `row.error` for the row's reader, and takes the prompt out of the line.
-        The seconds are owed to calls where answers are decoded, and give the rate, unless the piece
-        was too short.
+        either, is not raised: it is kept in `row.error` for the row's reader, and takes the prompt
+        out of the line. The schedule is told what the piece took.
         """
         row = self._prompts[0]
-        piece = self._next_piece(row)
+        piece = row.todo[: self._next_piece_length(row)]
         self._prompts.popleft()
         started = time.perf_counter()
         try:
@@ -373,18 +356,18 @@ class Batches:
         except Exception as error:
             row.error = error
             return
-        if self._prompt_rate is None or len(piece) >= LEAST_PIECE:
-            self._prompt_rate = len(piece) / max(seconds, 1e-6)
+        self._schedule.record_piece(len(piece), seconds)
         if row.todo:
             self._prompts.append(row)
         else:
             self._start_decoding(row)
-        self._owed_seconds = self._owed_seconds + seconds if self._is_decoding else 0.0
+        self._schedule.owe_seconds(seconds, is_decoding=self._is_decoding)
 
     def _start_decoding(self, row: _OpenAnswer) -> None:
         """Count `row` among the answers that decode, and choose its group's mode anew.
 
-        It joins the batch at once where answers share calls, or where it has a mask.
+        It joins the batch at once where answers share calls, or where it has a mask. Nothing is
+        decoded.
         """
         row.group.open.append(row)
         row.group.choose_mode()
@@ -420,7 +403,7 @@ class Batches:
                     group.choose_mode()
                 while self._prompts and not self._must_decode_first:
                     self._process_piece()
-                self._count_call(group.step())
+                self._schedule.record_call(group.make_and_time_call())
             token, logprobs = row.unread.popleft()
             if recorded is not None:
                 recorded += logprobs
@@ -456,7 +439,7 @@ class Batches:
             started = time.perf_counter()
             for step in steps:
                 row.text += step
-                self._count_call(time.perf_counter() - started)
+                self._schedule.record_call(time.perf_counter() - started)
                 yield step
                 row.group.choose_mode()
                 if row.group.is_batched:

@@ -72,17 +72,20 @@ def time_and_store_costs(
     return {size: known.calls((name, size)) for size in timings.costs}
 
 
-def give_head_start(model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: Plan) -> None:
+def time_calls_before_first_answer(
+    model: StreamFusedModel, tokenizer: TokenizerWrapper, plan: Plan
+) -> None:
     """Time calls before the first answer, once for a machine and a geometry, and keep their costs.
 
-    Does nothing where nothing is learned (no controller, or a deterministic one), where neither
-    streams nor the text draft, where costs of such calls are known already, or where the context is
-    too short for a sample text. On the thread that runs MLX, while nothing else decodes. Takes some
-    two seconds.
+    The costs are written to this machine's table and its file, and logged at level debug. Does
+    nothing where nothing is learned (no controller, or a deterministic one), where neither streams
+    nor the text draft, where costs of such calls are known already, or where the context is too
+    short for a sample text. On the thread that runs MLX, while nothing else decodes. Takes some two
+    seconds.
 
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
-        plan: that of the answers to come.
+        plan: that of the answers to come, which is not run.
     """
     names = {drafter.largest.drafter for drafter in plan.drafters}
     looks_up_text = any(drafter.needs.follows_from_start for drafter in plan.drafters)

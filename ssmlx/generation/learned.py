@@ -49,12 +49,15 @@ class Learned:
     """
 
     def __init__(self, path: Path) -> None:
+        """Read `path`, if it can be used, and write it again at the process's exit if anything was
+        learned.
+        """
         self.path = path
         self.costs = CostTable()
         self._priors: dict[str, AcceptancePrior] = {}
         self._written_at = time.monotonic()
         self._is_new = False
-        self._read()
+        self._read_file()
         atexit.register(self.write)
 
     def prior(self, adapter: str) -> AcceptancePrior:
@@ -97,7 +100,7 @@ class Learned:
         except OSError as error:
             _log.debug("%s cannot be written: %s", self.path, error)
 
-    def _read(self) -> None:
+    def _read_file(self) -> None:
         """Take over the file's costs and ratios, if it is there and of this format and this MLX.
 
         Otherwise, and where any of it is broken, nothing is changed; what is broken is logged.
@@ -146,8 +149,7 @@ def costs_line(
     with the milliseconds of a plain call if it was timed; or the line says that nothing was timed.
 
     Args:
-        costs: what was measured. Those of the bucket of `context` tokens are shown, else of the
-            next shorter one that is known, and the milliseconds of a plain call if it was timed.
+        costs: what was measured.
         drafter: its registered name.
         context: tokens that are committed.
         is_kept_as_rows: whether costs under `ROWS` are the drafter's where none has its name: those
@@ -193,7 +195,8 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     """What was learned for `model` on this machine, and the acceptance ratios of its adapter.
 
     All models of one geometry and cache folder that a process has loaded share the first. The first
-    call for a model computes digests of its weights, the first for a geometry reads the file.
+    call for a model computes digests of its weights, and waits for the device; the first for a
+    geometry reads the file.
     """
     if model not in _BY_MODEL:
         folder = Path(model.backbone.cache_dir or cache_dir()).expanduser() / _FOLDER

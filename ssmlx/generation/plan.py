@@ -108,7 +108,9 @@ class Plan:
     def decision_line(self) -> str:
         """A line for users: what drafts and why, or why nothing does.
 
-        It names the drafter and the nodes of its largest tree, and the speed that is expected now.
+        Of a drafter that drafts at every call, nodes and levels of its tree; of one that a
+        controller may let draft, the nodes of its largest tree and the speed that is expected now,
+        or that plain decoding is expected to be as fast. Of lookup in the text no numbers.
         """
         if not self.drafters:
             asked = self.config.decoding == "plain"
@@ -248,7 +250,8 @@ def offer_source_of(model: StreamFusedModel, drafter: Drafter) -> OfferSource:
 def drafter_name(
     model: StreamFusedModel, config: GenerateConfig, loaded: Sequence[Loaded]
 ) -> str | None:
-    """The registered name of what the settings let draft for `model`; None for plain decoding.
+    """The registered name of what the settings let draft for `model`; None where nothing drafts,
+    and where `decoding` is "plain", whatever else is given.
 
     That is the drafter of the settings; else that of the first of `loaded`; else streams, if the
     model has any or `decoding` asks for speculation; else lookup in the text, where a controller
@@ -268,7 +271,7 @@ def drafter_name(
     elif name is None and _is_controlled(model, config):
         return NAME if model.backbone.capabilities.has("chains") else None
     if name is not None:
-        _require_needed(model, name)
+        _require_support(model, name)
     cause = "--drafter streams" if config.drafter else "speculative decoding"
     require(
         name != "streams" or model.num_streams > 0,
@@ -279,7 +282,7 @@ def drafter_name(
     return name
 
 
-def _require_needed(model: StreamFusedModel, name: str) -> None:
+def _require_support(model: StreamFusedModel, name: str) -> None:
     """Raise InputError where `model` cannot verify what the drafter `name` proposes, chains or
     trees."""
     capabilities = model.backbone.capabilities
@@ -327,6 +330,9 @@ def decode_plan(
     counts: CallCounts | None = None,
 ) -> Iterator[list[int]]:
     """Decode under a plan: without end, until the iterator is closed.
+
+    The check, and the room for trees, are made when this is called; tokens are computed as they are
+    asked for.
 
     Args:
         plan: what drafts, how the target decides, and the settings.

@@ -88,7 +88,7 @@ class Holding:
     """The memory of one running answer, counted in a pool until `release` or as long as it lives.
 
     Args:
-        pool: where it counts, from `MemoryPool.hold` on.
+        pool: where it counts, from `MemoryPool.add_running` on.
         cache: the answer's own.
         size: what such caches take.
         scratch: rows that the cache has for steps.
@@ -103,6 +103,10 @@ class Holding:
         scratch: int = 0,
         drafters: Sequence[Drafter] = (),
     ) -> None:
+        """Begin with nothing claimed; it is not counted in `pool` before `MemoryPool.add_running`.
+
+        The arguments are kept as they are, see the class.
+        """
         self._pool = pool
         self._cache = cache
         self._size = size
@@ -113,24 +117,25 @@ class Holding:
         self.num_bytes = 0  # as they were counted last
 
     def claim_memory(self, num_tokens: int) -> None:
-        """Claim memory for a text of `num_tokens` and 64 more, unless that was claimed before.
+        """Claim memory for a text of `num_tokens` and 64 more, unless that or more was claimed
+        before.
 
         Room is for a multiple of 256 tokens. What the pool keeps for later answers may be dropped
         for it.
 
         Raises:
-            NoRoomError: there is none, even if all that is kept were dropped; the claimed bytes are
-                as before.
+            NoRoomError: there is none, even if all that is kept were dropped; what was claimed
+                stays as it was.
         """
         if num_tokens + _MARGIN <= self._provided:
             return
+        before = self._provided, self._claimed
         self._provided = self._size.rounded(num_tokens + _MARGIN)
-        before = self._claimed
         self._claimed = self._size.of(self._provided, self._scratch)
         try:
-            self._pool.admit(self)
+            self._pool.drop_kept_for(self)
         except NoRoomError:
-            self._claimed = before
+            self._provided, self._claimed = before
             raise
 
     def count_bytes(self) -> int:
@@ -158,6 +163,7 @@ class MemoryPool:
     """
 
     def __init__(self, limit: int) -> None:
+        """Begin with nothing counted, of `limit` bytes."""
         self.limit = limit
         self._lock = threading.RLock()  # of the three below; never held while MLX runs
         self._kept: dict[weakref.ref[Kept], int] = {}  # bytes; the longest unused first
@@ -189,7 +195,7 @@ class MemoryPool:
             num_bytes: bytes that it takes.
         """
         self.forget(one)
-        left = self.limit - self._count_bytes()
+        left = self.limit - self._count_running_bytes()
         if num_bytes > left:  # in vain: nothing else has to go for it
             one.free_memory()
             return
@@ -215,7 +221,7 @@ class MemoryPool:
         with self._lock:
             self._shared.add(one)
 
-    def hold(self, holding: Holding, num_tokens: int) -> Holding:
+    def add_running(self, holding: Holding, num_tokens: int) -> Holding:
         """Count a new answer, whose text has `num_tokens`, and claim its memory; returns `holding`.
 
         Raises:
@@ -230,7 +236,7 @@ class MemoryPool:
             raise
         return holding
 
-    def admit(self, holding: Holding) -> None:
+    def drop_kept_for(self, holding: Holding) -> None:
         """Drop what is kept until there is room for what `holding`, counted here, has claimed.
 
         Raises:
@@ -239,7 +245,7 @@ class MemoryPool:
         """
         wanted = holding.count_bytes()
         if not self.make_room():
-            free = self.limit - self._count_bytes() + wanted
+            free = self.limit - self._count_running_bytes() + wanted
             raise NoRoomError(wanted, free, self.limit)
 
     def make_room(self, num_bytes: int = 0) -> bool:
@@ -254,10 +260,10 @@ class MemoryPool:
         Returns:
             Whether there is room for them.
         """
-        left = self.limit - self._count_bytes() - num_bytes
+        left = self.limit - self._count_running_bytes() - num_bytes
         if left < 0:
             self._drop_idle()
-            left = self.limit - self._count_bytes() - num_bytes
+            left = self.limit - self._count_running_bytes() - num_bytes
         if left < 0:
             return False
         self._evict_down_to(left)
@@ -279,7 +285,7 @@ class MemoryPool:
             until its iterator ends or is closed.
         """
 
-        def decoded(
+        def decode_counted(
             plan: Plan,
             model: StreamFusedModel,
             prompt: list[int],
@@ -295,13 +301,13 @@ class MemoryPool:
             size = cache_size_of(model)
             holding = Holding(self, cache, size, plan.scratch, plan.drafters)
             num_tokens = cache.offset + len(prompt)
-            self.hold(holding, num_tokens)
+            self.add_running(holding, num_tokens)
             steps = decode(plan, model, prompt, cache, context=context, **more)
-            return _reserve_while_decoding(steps, holding, num_tokens)
+            return _claim_memory_while_decoding(steps, holding, num_tokens)
 
-        return decoded
+        return decode_counted
 
-    def _count_bytes(self) -> int:
+    def _count_running_bytes(self) -> int:
         """Bytes of running answers and of what they share, counted anew; what is kept is left out.
 
         On the thread that runs MLX.
@@ -346,7 +352,7 @@ class MemoryPool:
             return oldest()
 
 
-def _reserve_while_decoding(
+def _claim_memory_while_decoding(
     steps: Iterator[list[int]], holding: Holding, num_tokens: int
 ) -> Iterator[list[int]]:
     """Yield `steps`, and claim memory for the text behind each, before the next is computed.

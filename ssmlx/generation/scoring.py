@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..decoding.sampling import TokenLogprobs, logprob_rows, record_logprobs
+from ..decoding.sampling import TokenLogprobs, own_and_top_logprobs, record_logprobs
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 
@@ -43,7 +43,7 @@ def score_in_pieces(
         piece = list(tokens[first : first + PIECE + 1])
         hidden = model.backbone.append(mx.array(piece[:-1]), cache)
         logits = model.backbone.logits(hidden)
-        rows = logprob_rows(logits, mx.array(piece[1:]), top)
+        rows = own_and_top_logprobs(logits, mx.array(piece[1:]), top)
         mx.eval(rows, cache.state)
         found: list[TokenLogprobs] = []
         record_logprobs(found, piece[1:], rows)

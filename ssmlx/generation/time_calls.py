@@ -63,7 +63,11 @@ class AnyChain:
         self._last = tokens[-1]
 
     def propose(self, verified: Verified, shape: DraftShape) -> Tree:
-        """A chain of `shape` that repeats the newest token, padded to a usual number of nodes."""
+        """A chain that repeats the newest token `shape.levels` times, padded to a usual number of
+        nodes.
+
+        `verified` is not read.
+        """
         trie = Trie(self._last, shape.nodes)
         trie.add([self._last] * shape.levels)
         tree, _ = trie.to_tree(shape.levels)
@@ -89,14 +93,14 @@ def measure_call_costs(
     Args:
         model: nothing else decodes with it meanwhile.
         tokens: the text that is decoded behind, two tokens or more.
-        sizes: nodes of the trees, each 2 or more.
+        sizes: nodes of the trees, one size or more, each 2 or more.
         seconds: time after which no other round over the sizes begins.
         first_round_seconds: time after which no other size is begun in the first round either; by
             default it comes to all of them, however long that takes.
 
     Returns:
         The costs of the sizes that were timed, in plain calls, and the seconds of all timed plain
-        calls; none where not even a plain call was.
+        calls; none where not even a plain call was timed.
     """
     assert len(tokens) > 1
     ascending = sorted({*sizes})
@@ -154,10 +158,12 @@ def _drafter_for(model: StreamFusedModel, nodes: int) -> Drafter:
 
 
 def _seconds_of_calls(calls: Iterator[list[int]], deadline: float) -> list[float]:
-    """Seconds of each of `_TIMED_CALLS` calls, behind `_DROPPED_CALLS` that are not timed.
+    """Make `_DROPPED_CALLS` calls that are not timed and then `_TIMED_CALLS`, and return the
+    seconds of each of the latter.
 
     An empty list where the first call, which processes the prompt, does not end before `deadline`
-    (of `time.perf_counter`). `calls` are without end, and are left open.
+    (of `time.perf_counter`); later calls have no deadline. `calls` are without end, and are left
+    open.
     """
     for _ in islice(calls, _DROPPED_CALLS):
         if time.perf_counter() > deadline:

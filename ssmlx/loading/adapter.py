@@ -261,7 +261,8 @@ def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
 
 
 def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
-    """Write the streams file and the settings file of an adapter into a folder, over older ones.
+    """Write the streams file and the settings file of an adapter into a folder, in place over older
+    ones.
 
     LoRA tensors are not written; of them the settings note the scale, None without LoRA.
 
@@ -271,7 +272,9 @@ def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: b
         fused: noted in the settings: whether LoRA is merged into a model in the same folder.
 
     Raises:
-        InputError: a weight is not finite, or the streams file cannot be written.
+        InputError: a weight is not finite, by which time nothing is written; or the streams file
+            cannot be written.
+        OSError: the settings file cannot be written; the streams file is there by then.
     """
     save_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
@@ -290,10 +293,12 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
     """Write an adapter into a folder that is there: streams, settings, and the files of its LoRA.
 
     LoRA is written with one rank and scale, see `unify_rank_and_scale`; `adapter` itself stays as
-    it is. Files of a LoRA that the adapter lacks are not written, and older ones are not deleted.
+    it is. Older files are written over, one after the other, not as a whole. Files of a LoRA that
+    the adapter lacks are not written, and older ones are not deleted.
 
     Raises:
         InputError: a weight is not finite, or a file of tensors cannot be written.
+        OSError: a file of settings cannot be written.
     """
     adapter = replace(
         adapter,
@@ -308,7 +313,9 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
 
 
 def load_adapter(folder: Path) -> Adapter:
-    """Read an adapter folder: LoRA alone, of mlx-lm's or PEFT's, or streams with their LoRA.
+    """Read an adapter folder: LoRA alone, as mlx-lm or PEFT wrote it, or streams with their LoRA.
+
+    Nothing is put on a model, nor compared with one.
 
     Returns:
         A `StreamAdapter` where the folder has settings of streams, else an `Adapter`.
@@ -326,7 +333,8 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
     """Read an adapter folder with streams, or the streams of a fused model folder.
 
     Returns:
-        The adapter with its LoRA; of a fused folder, without any.
+        The adapter with the LoRA that was trained with its streams, and that of a task where it has
+        one; of a fused folder, without any.
 
     Raises:
         InputError: the folder has LoRA and no streams, or neither; a file is missing, broken or
@@ -339,7 +347,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
         expected="an adapter with streams",
         do=f"let it learn some: python -m ssmlx.adapt --model MODEL --adapter {folder}",
     )
-    values = _read_settings(folder)
+    values = _read_stream_settings(folder)
     path = folder / CONFIG_FILE
     config = StreamConfig.from_dict(values)
     identity = BaseIdentity.from_settings(path, values)
@@ -350,7 +358,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
         base_model=config.base_model,
     )
 
-    def read(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
+    def read_scaled_lora(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
         """Read the LoRA file of a scope, with the scale that the settings have under `scale_name`.
 
         Raises:
@@ -364,7 +372,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
 
     if values["fused"]:
         return adapter
-    trained = read(config.adapter_scope, "lora_scale")
+    trained = read_scaled_lora(config.adapter_scope, "lora_scale")
     is_plain = all(one.magnitude is None and in_layer(path) for path, one in trained.items())
     what = f"{folder} has DoRA, or LoRA outside of the layers, that was trained with its streams"
     do = "use the files that belong together"
@@ -375,15 +383,15 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
     what = f"{path} has a task_lora_scale beside LoRA of scope 'all'"
     expected = "it beside scope 'streams' alone"
     require(config.adapter_scope == "streams", what, expected=expected, do=_AGAIN)
-    return replace(adapter, lora=read("all", "task_lora_scale"))
+    return replace(adapter, lora=read_scaled_lora("all", "task_lora_scale"))
 
 
 def read_base_identity(folder: Path) -> BaseIdentity:
     """Read which base model an adapter folder is for; of its files, the settings alone."""
-    return BaseIdentity.from_settings(folder / CONFIG_FILE, _read_settings(folder))
+    return BaseIdentity.from_settings(folder / CONFIG_FILE, _read_stream_settings(folder))
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
+def _read_stream_settings(folder: Path) -> dict[str, Any]:
     """Read the JSON object in an adapter's `CONFIG_FILE`, with "fused" set to False where it is
     missing.
 

@@ -15,7 +15,7 @@ from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
 from .files import check_tensors
-from .found import find_runs, log_outdated
+from .found import find_runs, log_outdated_adapter
 from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
     AUTO_ADAPTER,
@@ -29,7 +29,9 @@ from .names import (
 
 def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     """Raise InputError where an adapter with streams was made for another model than `backbone`, or
-    its settings have other numbers than its own base: layers, and hidden size.
+    its settings have another number of layers or hidden size than its own base.
+
+    LoRA is not looked at.
     """
     config = adapter.config
     base = adapter.base
@@ -107,6 +109,8 @@ def check_lora(
     """Raise InputError unless each LoRA is of a module of `model` that is one of the `kinds`, has
     the shapes that this module asks for, and is of finite floats.
 
+    Modules of the model without LoRA are fine.
+
     Args:
         model: mlx-lm's, without LoRA on it.
         lora: by the model's module paths; may be empty.
@@ -127,7 +131,8 @@ def lora_digest(lora: Loras) -> str | None:
     """Return 32 hexadecimal digits that tell a LoRA from others; None where there is no LoRA.
 
     They are a digest, see `digest_tensors`, of module paths, scales, shapes and some values of the
-    weights, and of whether that of an embedding acts on the LM head too.
+    weights, and of whether that of an embedding acts on the LM head too. The order of modules
+    counts. It waits for the device to compute these values.
     """
     pairs = (
         (f"{path} {one.scale}" + ("" if one.acts_on_head else " embeds"), array)
@@ -248,18 +253,19 @@ def default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
     """Choose the adapter that drafts for a model where the user names none.
 
     That is the newest one that was made here from the very weights of the model's folder, by
-    `FoundRuns.chosen`; else the bundled adapter "chat", where it belongs to the model. Where only
-    adapters of other weights were made here, that is logged.
+    `FoundRuns.chosen`; else the bundled adapter "chat". Either has to belong to the model by its
+    settings, see `adapters_for`. Where only adapters of other weights were made here, that is
+    logged.
 
     Args:
         model: whose base is looked at; an adapter on it changes nothing.
 
     Returns:
-        Its name and its folder; None where there is none.
+        Its name and its folder, which is not loaded; None where there is none.
     """
     backbone = model.backbone
     found = find_runs(backbone.folder, backbone.name)
-    log_outdated(found, backbone.name)
+    log_outdated_adapter(found, backbone.name)
     names = [found.chosen.name] if found.chosen else []
     fitting = adapters_for(model)
     return next(

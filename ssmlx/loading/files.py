@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from ..answers import claim_process
+from ..answers import claim_process_for_mlx
 from ..errors import (
     InputError,
     first_line,
@@ -102,7 +102,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     `target` stays. Folders above are made. The new folder's mode is 755.
 
     Raises:
-        InputError: no folder can be made there.
+        InputError: the temporary folder cannot be made.
     """
     target = target.resolve()
     try:
@@ -155,11 +155,14 @@ def atomic_file(target: Path, mode: int) -> Iterator[BinaryIO]:
 
     The file is written to disk before it is renamed. It is locked meanwhile, so that
     `delete_unfinished_files` of other processes leaves it alone. If the block fails, it is deleted
-    and an older `target` stays.
+    and an older `target` stays. Where `target` is a link, what it leads to is replaced.
 
     Args:
         target: the path, in a folder that is there.
         mode: permissions of the new file.
+
+    Raises:
+        OSError: the file cannot be made, written or renamed.
     """
     target = target.resolve()
     work = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_UNFINISHED}")
@@ -175,7 +178,7 @@ def atomic_file(target: Path, mode: int) -> Iterator[BinaryIO]:
             work.unlink(missing_ok=True)
 
 
-def delete_unfinished_files(folder: Path, name: str = "") -> list[Path]:
+def delete_unfinished_files(folder: Path, target_prefix: str = "") -> list[Path]:
     """Delete the unfinished files of `atomic_file` that killed processes have left in a folder.
 
     Files that are locked, or were changed less than 5 seconds ago, stay; so do those that cannot be
@@ -183,7 +186,7 @@ def delete_unfinished_files(folder: Path, name: str = "") -> list[Path]:
 
     Args:
         folder: to look in.
-        name: only unfinished files whose target's name begins with this; empty for all.
+        target_prefix: only unfinished files whose target's name begins with this; empty for all.
 
     Returns:
         The paths that were deleted.
@@ -193,7 +196,7 @@ def delete_unfinished_files(folder: Path, name: str = "") -> list[Path]:
         with suppress(OSError), path.open("rb") as file:
             # A writer's file is not locked yet when it is made.
             is_new = time.time() - os.fstat(file.fileno()).st_mtime < _LOCKED_AFTER
-            if path.name.startswith(f".{name}") and not is_new:
+            if path.name.startswith(f".{target_prefix}") and not is_new:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
                 cleared.append(path)
@@ -234,11 +237,11 @@ class PartFile:
             lock_exclusively(self._file, path)
             if fresh:
                 self._file.truncate(0)
-            whole = self._read(settings)
+            whole = self._read_lists(settings)
             self._file.truncate(whole)  # a line that a kill cut short
             self._file.seek(whole)
             if not whole:
-                self._write(settings)
+                self._append_line(settings)
         except BaseException:
             self._file.close()
             raise
@@ -248,15 +251,16 @@ class PartFile:
         not lose it.
 
         Raises:
-            OSError: it cannot be written; `done` stays as it is.
+            OSError: it cannot be written; `done` stays as it is, and the file may end with a part
+                of the line.
         """
-        self._write(value)
+        self._append_line(value)
         self.done.append(value)
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, value: Any) -> None:
+    def _append_line(self, value: Any) -> None:
         """Append a value as a line of JSON, and wait until the disk has it.
 
         Raises:
@@ -267,11 +271,12 @@ class PartFile:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def _read(self, settings: dict[str, Any]) -> int:
+    def _read_lists(self, settings: dict[str, Any]) -> int:
         """Read the file into `done`, and check its settings.
 
         Returns:
-            How many bytes, from the beginning, are whole lines; 0 of an empty file.
+            How many bytes, from the beginning, are whole lines; 0 of a file without any, whose
+            settings count as equal.
 
         Raises:
             InputError: a whole line is no JSON, or a line behind the first is no list; or the
@@ -309,7 +314,8 @@ def folder_digest(folder: Path | None) -> str:
     """Return the SHA-256, in hexadecimal, over names and contents of the files `*.safetensors` and
     `*config.json` in a folder.
 
-    Other files and folders inside do not count. For None it is the digest of nothing.
+    All bytes are read, each time. Other files and folders inside do not count. For None, and for a
+    folder without such files, it is the digest of nothing.
     """
     digest = hashlib.sha256()
     if folder is not None:
@@ -357,11 +363,11 @@ def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]
 
     Raises:
         InputError: there is no file, it cannot be read, or this process may not use MLX, see
-            `claim_process`.
+            `claim_process_for_mlx`.
     """
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
-    claim_process()
+    claim_process_for_mlx()
     try:
         loaded = mx.load(str(path), format="safetensors")
         assert isinstance(loaded, dict)

@@ -214,8 +214,9 @@ def find_runs(folder: Path | None, name: str) -> FoundRuns:
     )
 
 
-def log_outdated(found: FoundRuns, name: str) -> None:
-    """Log that the newest outdated adapter is not used, and the option that takes it all the same.
+def log_outdated_adapter(found: FoundRuns, name: str) -> None:
+    """Log, at level info, that the newest outdated adapter is not used, and the option that takes
+    it all the same.
 
     Nothing is logged where no outdated run has an adapter, or where an adapter is chosen.
 

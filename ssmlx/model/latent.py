@@ -54,6 +54,7 @@ def _run_each_row_as_a_text(own: Any) -> Callable[..., mx.array]:
     """
 
     def call(attention: Any, x: mx.array, *given: Any, **named: Any) -> mx.array:
+        """Run `own`: a step of R rows as R texts, [1, R, D] to [1, R, D]; else as it comes."""
         # As the layers call it: `attn_scale` where there is one, the mask, the cache.
         *scales, mask, cache = given if len(given) > 1 else (None, None)
         if x.shape[1] == 1 or not isinstance(cache, LayerView) or isinstance(cache.offset, int):

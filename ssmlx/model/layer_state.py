@@ -183,6 +183,9 @@ class AttentionState:
     """
 
     def __init__(self, scratch: int, capacity: int, buffers: Rows = ()) -> None:
+        """Keep the sizes and `buffers`, which are not copied; none are made yet where none are
+        given.
+        """
         self._scratch = scratch
         self._capacity = capacity
         self._buffers = buffers
@@ -243,6 +246,9 @@ class AttentionState:
         """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            """Write the rows and the paths behind them; return all keys and values up to the text's
+            end.
+            """
             if map_values is not None:
                 values = map_values(values)
             rows = join_key_values(keys, values)

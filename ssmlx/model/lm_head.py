@@ -72,7 +72,7 @@ def select_rows(layer: nn.Module, tokens: mx.array) -> nn.Module:
         quantisation. Of a layer with LoRA: a plain layer with LoRA merged in, not quantised.
     """
     if isinstance(layer, EmbeddingLora | RowLora):
-        return layer.merged_rows(tokens)
+        return layer.layer_of_merged_rows(tokens)
     rows = copy.copy(layer)
     for name in ("weight", "scales", "biases", "bias"):
         if layer.get(name) is not None:
@@ -92,7 +92,7 @@ def row_weights(layer: nn.Module, tokens: mx.array) -> mx.array:
     """
     weights: mx.array
     if isinstance(layer, EmbeddingLora | RowLora):
-        weights = layer.merged_rows(tokens.flatten()).weight
+        weights = layer.layer_of_merged_rows(tokens.flatten()).weight
         return mx.unflatten(weights, 0, tokens.shape)
     # A linear layer has its weights under an embedding's names.
     kind: Any = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding

@@ -109,13 +109,13 @@ def split_layer_path(path: str) -> tuple[int, str]:
     return int(match[1]), path[match.end() :]
 
 
-def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: str) -> list[str]:
+def select_modules(paths: Sequence[str], names: Sequence[str], layer: str, do: str) -> list[str]:
     """Choose modules by name, as PEFT does.
 
     Args:
         paths: of the linear modules of one layer.
         names: whole paths, or their ends behind a "."; where empty, all are chosen.
-        where: the layer, for the error, such as "layer 3".
+        layer: its name for the error, such as "layer 3".
         do: what the user can do, for the error.
 
     Returns:
@@ -131,7 +131,7 @@ def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: s
     for name in names:
         require(
             any(is_named(path, name) for path in paths),
-            f"{where} has no linear module {name}",
+            f"{layer} has no linear module {name}",
             expected="one of " + ", ".join(paths),
             do=do,
         )
@@ -175,6 +175,9 @@ class LoraLayer(nn.Module):
     None."""
 
     def __init__(self, weights: LoraWeights, dtype: mx.Dtype | None) -> None:
+        """Keep LoRA's factors, cast to `dtype` unless that is None, and the scale; not the
+        magnitude.
+        """
         super().__init__()
         self.lora_a = weights.a if dtype is None else weights.a.astype(dtype)
         self.lora_b = weights.b if dtype is None else weights.b.astype(dtype)
@@ -263,7 +266,7 @@ class RowLora(LoraLayer):
             y = y * self.gain
         return y + self.offset if "offset" in self else y
 
-    def merged_rows(self, tokens: mx.array) -> nn.Module:
+    def layer_of_merged_rows(self, tokens: mx.array) -> nn.Module:
         """Make a plain linear layer of some of the outputs, with LoRA merged into their weights.
 
         Args:
@@ -324,6 +327,7 @@ class EmbeddingLora(LoraLayer):
     def __init__(
         self, embedding: nn.Module, weights: LoraWeights, dtype: mx.Dtype | None = None
     ) -> None:
+        """Keep `embedding` itself, the factors and, of DoRA, the gain, which is computed here."""
         super().__init__(weights, dtype)
         gain = dora_gain(embedding, weights)
         self.embedding = embedding
@@ -351,7 +355,7 @@ class EmbeddingLora(LoraLayer):
         logits = logits + (self.scale * more).astype(logits.dtype)
         return logits * self.gain if "gain" in self else logits
 
-    def merged_rows(self, tokens: mx.array) -> nn.Module:
+    def layer_of_merged_rows(self, tokens: mx.array) -> nn.Module:
         """Make a plain embedding of some tokens, with their rows as the LM head has them.
 
         Args:
@@ -409,6 +413,7 @@ class SharedInput(threading.local):
     """
 
     def __init__(self, a: mx.array, ends: list[int]) -> None:
+        """Keep the matrix and the ends; on each thread no product is held at first."""
         self._a = a
         self._ends = ends
         # what was given last, its rows, and the products that are still to be taken
@@ -638,7 +643,7 @@ def attach_lora(
     dtype: mx.Dtype,
     shares_products: bool = True,
 ) -> dict[str, nn.Module]:
-    """Put LoRA on modules of a model, in place.
+    """Put LoRA on modules of a model, in place. Nothing is computed, but DoRA's gains.
 
     Args:
         model: an mlx-lm model.

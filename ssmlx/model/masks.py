@@ -98,7 +98,7 @@ def window_start(position: Position, window: int) -> Position:
 
     Args:
         position: of the node, a number or an int array of any shape.
-        window: tokens, as the adapter's settings say.
+        window: tokens, 2 or more, as the adapter's settings say.
 
     Returns:
         A position of the same kind and shape; 0 for positions below 2 * (`window` // 2).
@@ -160,6 +160,9 @@ class WindowMasks:
     def __init__(
         self, whole: mx.array | metal.TreeMask, positions: mx.array, num_rows: int, cache: Columns
     ) -> None:
+        """Keep the step's mask, and the position of each row; masks for windows are made when asked
+        for.
+        """
         self._whole = whole
         self._cache = cache
         self._rows = positions if positions.size == num_rows else positions + indices(num_rows)

@@ -40,11 +40,11 @@ def clone_sharing_arrays(model: nn.Module) -> nn.Module:
 
     A module that stands in two places is one module in the copy too.
     """
-    twin: nn.Module = _clone(model, {})
+    twin: nn.Module = _clone_modules_in(model, {})
     return twin
 
 
-def _clone(value: Any, copies: dict[int, Any]) -> Any:
+def _clone_modules_in(value: Any, copies: dict[int, Any]) -> Any:
     """Copy `value` with all modules in it, also those in lists, tuples and dictionaries.
 
     Anything else, arrays among it, is returned as it is.
@@ -59,10 +59,10 @@ def _clone(value: Any, copies: dict[int, Any]) -> Any:
             twin: Any = copy.copy(value)
             copies[id(value)] = twin
             for name, part in value.items():
-                twin[name] = _clone(part, copies)
+                twin[name] = _clone_modules_in(part, copies)
         return copies[id(value)]
     if isinstance(value, dict):
-        return {name: _clone(part, copies) for name, part in value.items()}
+        return {name: _clone_modules_in(part, copies) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_clone(part, copies) for part in value)
+        return type(value)(_clone_modules_in(part, copies) for part in value)
     return value

@@ -48,6 +48,12 @@ class ModelArgs(BaseModelArgs):  # type: ignore[misc]  # mlx-lm has no types
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
+        """Set `word_embed_proj_dim` to the hidden size where it is 0, and check the values.
+
+        Raises:
+            ValueError: a setting in `_BUILT` is not the default, embeddings have another width than
+                the layers, or the number of heads does not divide the hidden size.
+        """
         self.word_embed_proj_dim = self.word_embed_proj_dim or self.hidden_size
         built = {name: getattr(ModelArgs, name) for name in _BUILT}
         for name, expected in {**built, "word_embed_proj_dim": self.hidden_size}.items():
@@ -64,6 +70,7 @@ class Attention(nn.Module):
     """Multi-head attention with biases, without rotary embedding."""
 
     def __init__(self, args: ModelArgs) -> None:
+        """Make four projections of [D, D] with biases, random until weights are loaded."""
         super().__init__()
         size = args.hidden_size
         self.num_heads = args.num_attention_heads
@@ -104,6 +111,9 @@ class DecoderLayer(nn.Module):
     """Attention and a ReLU MLP, each behind a layer norm and with a residual."""
 
     def __init__(self, args: ModelArgs) -> None:
+        """Make attention, two layer norms and the MLP's two layers, random until weights are
+        loaded.
+        """
         super().__init__()
         self.self_attn = Attention(args)
         self.self_attn_layer_norm = nn.LayerNorm(args.hidden_size)
@@ -121,6 +131,7 @@ class Decoder(nn.Module):
     """Embeddings, layers and the final norm."""
 
     def __init__(self, args: ModelArgs) -> None:
+        """Make embeddings of tokens and positions, the layers and the norm, not loaded yet."""
         super().__init__()
         size = args.hidden_size
         self.last_position = args.max_position_embeddings - 1
@@ -190,6 +201,7 @@ class Model(nn.Module):
     """OPT with its LM head, which is tied to the embedding."""
 
     def __init__(self, args: ModelArgs) -> None:
+        """Make the decoder by the settings; its weights are random until they are loaded."""
         super().__init__()
         self.args = args
         self.model_type = args.model_type

@@ -29,7 +29,7 @@ def launched_group() -> Group | None:
     return group if group is not None and group.size() > 1 else None
 
 
-def shard(model: nn.Module, group: Group) -> None:
+def shard_over_ranks(model: nn.Module, group: Group) -> None:
     """Split an mlx-lm model over ranks: it keeps this rank's part of its weights, in place.
 
     Args:

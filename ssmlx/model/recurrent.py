@@ -134,6 +134,7 @@ def _noting_convolution(kind: type[nn.Conv1d]) -> type[nn.Conv1d]:
     """
 
     def call(self: nn.Conv1d, x: mx.array) -> mx.array:
+        """Note the input `x` where this thread records, and call the convolution as before."""
         noted = _current()
         if noted is not None:
             noted.convolutions.append(x)
@@ -150,6 +151,7 @@ def _noting_recurrence(
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> tuple[mx.array, mx.array]:
+        """Run `function`; where this thread records, note its arguments and its state."""
         outputs, state = function(*given, **named)
         noted = _current()
         if noted is not None:

@@ -18,7 +18,7 @@ class Positions:
         self.array = array
         self._tables: dict[tuple[object, ...], tuple[mx.array, mx.array]] = {}
 
-    def tables(self, rope: Any, rows: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    def rotary_tables(self, rope: Any, rows: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """Cosines and signed sines of the rows' rotary angles.
 
         They are read off the vector (1, 0) of each pair as `rope` turns it, and kept: computed once
@@ -63,6 +63,7 @@ class PositionedRope(nn.Module):
     """
 
     def __init__(self, rope: nn.Module) -> None:
+        """Wrap `rope`; one that changes angles past the context's end becomes a plain `nn.RoPE`."""
         super().__init__()
         if isinstance(rope, DynamicNTKScalingRoPE):
             # It turns by other angles past the context's end alone, where nothing is answered.
@@ -85,7 +86,7 @@ class PositionedRope(nn.Module):
         if isinstance(offset, Positions):
             is_plain = type(rope) is nn.RoPE and not rope.traditional and rope.dims == x.shape[-1]
             if is_plain and not is_one_kernel():
-                own, partners = offset.tables(rope, x.shape[2], x.dtype)
+                own, partners = offset.rotary_tables(rope, x.shape[2], x.dtype)
                 real, imaginary = mx.split(x, 2, axis=-1)
                 return x * own + mx.concatenate([imaginary, real], axis=-1) * partners
             offset = offset.array

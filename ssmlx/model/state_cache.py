@@ -59,6 +59,9 @@ class _WindowRollback:
         self._before = dict(vars(cache))
 
     def keep_first(self, count: int) -> None:
+        """Set the cache to what it was before the call, then write the call's first `count` rows to
+        it.
+        """
         cache = self._cache
         keys = cache.keys[..., -self._num_rows :, :][..., :count, :]
         values = cache.values[..., -self._num_rows :, :][..., :count, :]
@@ -132,6 +135,7 @@ class StateCache(TreeCache):
     takes_trees = False
 
     def __init__(self, make_caches: Callable[[], list[Any]]) -> None:
+        """Begin with an empty text, and the caches that `make_caches` makes."""
         super().__init__(0)
         self._make_caches = make_caches
         self._caches = make_caches()
@@ -331,6 +335,16 @@ class _PendingChain:
     """
 
     def __init__(self, start: int, num_rows: int, caches: Iterable[Any]) -> None:
+        """Prepare to take rows back from each of `caches`, before the call on the chain runs.
+
+        Args:
+            start: tokens before the chain.
+            num_rows: tokens of the chain.
+            caches: of the layers; what keeps a window is held as it is now.
+
+        Raises:
+            ValueError: a cache is no `KVCache`, `RotatingKVCache` or `ArraysCache` itself.
+        """
         self.start = start
         self.num_rows = num_rows
         self._rollbacks: list[Rollback] = []

@@ -164,6 +164,13 @@ class StreamFusedModel:
         streams: StreamWeights | None = None,
         scope: RowScope | None = None,
     ) -> None:
+        """Check the streams' weights against `config`, and make the LM head of their draft
+        vocabulary.
+
+        InputError where the model cannot run in stages, or not with these streams; ValueError for
+        weights of another shape. Without `config` or `streams` the model has no streams, and
+        nothing is checked.
+        """
         self.backbone = backbone
         self.config = config
         self.streams = streams

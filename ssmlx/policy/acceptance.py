@@ -95,8 +95,8 @@ class AcceptancePrior:
         return self._ratios[name, max(known)] if known else Ratio(first_ratio)
 
     def known_ratios(self, context: int) -> dict[str, float]:
-        """By name, the ratios that were learned in the bucket of `context` or in a shorter one, as
-        `ratio` gives them."""
+        """All ratios, by name, that were learned in the bucket of `context` tokens or in a shorter
+        one: of each name, that of the longest such bucket."""
         bucket = context_bucket(context)
         names = {name for name, one in self._ratios if one <= bucket}
         return {name: self.ratio(name, context) for name in names}
@@ -142,6 +142,7 @@ class AnswerAcceptance:
     """
 
     def __init__(self, prior_ratio: float, first_ratio: float = FIRST_RATIO) -> None:
+        """Begin an answer with the ratio `prior_ratio`, and no counts."""
         self._prior_ratio = prior_ratio
         self.first_ratio = first_ratio
         self._accepted = 0.0  # of late: with decay

@@ -182,6 +182,11 @@ class Controller:
         context: int = 0,
         reads_seconds: bool = True,
     ) -> None:
+        """Begin an answer: freeze the costs of the bucket of `context`, with nothing drafted yet.
+
+        Where the table says that plain calls are to be timed, and seconds are read, the first calls
+        are plain. Asks the sources for offers then.
+        """
         self._table = table
         self._prior = prior
         self._sources = sources
@@ -284,7 +289,7 @@ class Controller:
         still too short of drafters that wait for tokens, and the open run ends.
         """
         if len(self._plain) >= MIN_PLAIN_CALLS:
-            self._table.learn_plain(self._context, self._plain)
+            self._table.learn_plain_seconds(self._context, self._plain)
             self._plain.clear()
         plain = self._table.plain_seconds(self._context, is_recent=True)
         if plain is None:
@@ -295,7 +300,7 @@ class Controller:
                 seconds.setdefault(run.shape, []).extend(run.seconds)
         for shape, taken in seconds.items():
             moved = self._table.learn(
-                self._kind(shape), self._context, median(taken) / plain, self._follows_seconds
+                self._cost_kind(shape), self._context, median(taken) / plain, self._follows_seconds
             )
             if abs(moved - 1) > INFORMATIVE_CHANGE:
                 self._table.reset_probes()
@@ -353,9 +358,9 @@ class Controller:
 
     def _is_unlearned(self, shape: DraftShape) -> bool:
         """Whether the cost of a shape rests on less than one run of an answer."""
-        return self._costs.weight(self._kind(shape)) < 1
+        return self._costs.weight(self._cost_kind(shape)) < 1
 
-    def _kind(self, shape: DraftShape) -> Kind:
+    def _cost_kind(self, shape: DraftShape) -> Kind:
         """The kind under which the table has calls that verify, and draft, this shape."""
         return self._cost_names.get(shape.drafter, shape.drafter), shape.nodes
 
@@ -383,7 +388,9 @@ class Controller:
             if offer.needs_host_tokens:
                 self._need_host_tokens.add(offer.drafter)
                 if not is_read:
-                    likely, then = offer.after_tokens(self._expected_unread_tokens, self._ratio_of)
+                    likely, then = offer.after_tokens(
+                        self._expected_unread_tokens, self._acceptance_ratio
+                    )
                     is_awaited = (
                         self._pending is not None
                         and self._pending.drafter in self._need_host_tokens
@@ -395,11 +402,11 @@ class Controller:
             next_size = size_to_time(then, most_timed)
             for shape in then.shapes:
                 if shape.nodes <= (most_timed or FIRST_NODES) or shape.nodes == next_size:
-                    kind = self._kind(shape)
+                    kind = self._cost_kind(shape)
                     yield Candidate(
                         shape,
                         offer,
-                        1 + likely * then.expected(shape, self._ratio_of),
+                        1 + likely * then.expected(shape, self._acceptance_ratio),
                         1 + likely * (self._costs.calls(kind) - 1) + wait,
                         1 + likely * (self._costs.optimistic_calls(kind) - 1) + wait,
                     )
@@ -413,16 +420,16 @@ class Controller:
     def _may_draft(self, best: Candidate) -> bool:
         """Whether `best` is fast enough, and the answer not too far behind plain decoding.
 
-        Fast enough is above `LEAVE_SPEED` where the call under way drafts already, else above
-        `ENTER_SPEED`. What the answer has lost so far and what the next call would lose if it
-        brought one token, the entry included, must not exceed `MAX_BEHIND` plain calls, or
-        `MAX_BEHIND_PER_TOKEN` of the answer where that is more, and `CREDIT_CALLS` times the
-        expected gain.
+        Fast enough is above `LEAVE_SPEED` where the last recorded call drafted, else above
+        `ENTER_SPEED`. What the answer has lost so far, plus what the next call would lose if it
+        brought one token (and the entry, where the last call drafted nothing), must not exceed
+        `MAX_BEHIND` plain calls, or `MAX_BEHIND_PER_TOKEN` of the answer where that is more, plus
+        `CREDIT_CALLS` times the expected gain.
         """
         allowed = max(MAX_BEHIND, MAX_BEHIND_PER_TOKEN * self._tokens)
         allowed += CREDIT_CALLS * max(0.0, best.tokens - best.cost)
         # A call that brings one token loses all that it takes beyond a plain one.
-        loss = self._costs.pessimistic_calls(self._kind(best.shape)) - 1
+        loss = self._costs.pessimistic_calls(self._cost_kind(best.shape)) - 1
         at_risk = self._behind + loss
         if self._pending is not None:
             return best.speed > LEAVE_SPEED and at_risk <= allowed
@@ -479,12 +486,13 @@ class Controller:
         host."""
         return 0.0 if shape.drafter in self._need_host_tokens else ENTRY
 
-    def _ratio_of(self, name: str, first_ratio: float) -> float:
+    def _acceptance_ratio(self, name: str, first_ratio: float) -> float:
         """This answer's acceptance ratio under a name; see `offers.RatioOf`."""
         return self._acceptance_for(name, first_ratio).ratio
 
     def _acceptance_for(self, name: str, first_ratio: float) -> AnswerAcceptance:
-        """This answer's counts under a name; begun with the prior's ratio at the first question."""
+        """This answer's counts under a name; made at the first question, with the prior's ratio
+        behind the context that the answer began with."""
         if name not in self._acceptance:
             prior = self._prior.ratio(name, self._first_context, first_ratio)
             self._acceptance[name] = AnswerAcceptance(prior, first_ratio)
@@ -498,7 +506,7 @@ class Controller:
         found = (one for one in reversed(self._decisions) if one.shape == drafted)
         return next(found, Decision(None))
 
-    def _charge_for(self, call: Call) -> float:
+    def _plain_calls_charged(self, call: Call) -> float:
         """Plain calls that a call is charged with: by frozen costs, pessimistic, not by its
         seconds.
 
@@ -507,7 +515,7 @@ class Controller:
         """
         if call.shape is None:
             return 1.0 if call.drafted is None else 1 + self._entry_cost(call.drafted)
-        steady = self._costs.pessimistic_calls(self._kind(call.shape))
+        steady = self._costs.pessimistic_calls(self._cost_kind(call.shape))
         return steady if call.drafted else max(1.0, steady - self._entry_cost(call.shape))
 
     def _record_tokens(self, call: Call) -> None:
@@ -519,7 +527,7 @@ class Controller:
         is known.
         """
         self._tokens += call.tokens
-        self._behind += self._charge_for(call) - call.tokens
+        self._behind += self._plain_calls_charged(call) - call.tokens
         self._table.record_tokens(call.tokens, self._context)
         if call.shape is None:
             for counted in self._acceptance.values():
@@ -559,7 +567,8 @@ class Controller:
         is left out. Either ends the open run. To a call that verified without drafting the seconds
         of a drafting pass are added; it is left out where no plain call was timed yet. So is a call
         without seconds. When a run reaches `MIN_RUN_CALLS` and its size was not timed before, the
-        answer's costs are taken anew; every other call of a run is checked for surprises.
+        table learns it and the answer's costs are taken anew; every other call of a run is checked
+        for surprises. The tokens of all calls are added to those since the last timed plain call.
         """
         self._since_plain += call.tokens
         if call.shape is None:
@@ -576,7 +585,7 @@ class Controller:
             return
         run = self._find_or_begin_run(call.shape)
         run.seconds.append(seconds)
-        is_untimed = self._costs.weight(self._kind(call.shape)) < MIN_TIMED_WEIGHT
+        is_untimed = self._costs.weight(self._cost_kind(call.shape)) < MIN_TIMED_WEIGHT
         if len(run.seconds) == MIN_RUN_CALLS and is_untimed:
             self._learn_first_timings()
         else:
@@ -604,11 +613,12 @@ class Controller:
         return found
 
     def _record_plain_seconds(self, call: Call) -> None:
-        """Collect the seconds of a plain call, if it has any; end a timing of plain calls when it
-        may.
+        """Collect the seconds of a plain call, if it has any, and count down a timing of plain
+        calls.
 
-        It ends when the seconds are certain enough, or no calls are left for it and one had
-        seconds. The table then learns them, and costs are rescaled if there were surprises.
+        The timing ends when the seconds are certain enough, or after `MAX_PLAIN_CALLS`. The table
+        then learns the seconds, if any call had some, and costs are rescaled if there were
+        surprises. Outside a timing the seconds are only collected.
         """
         if call.seconds is not None:
             self._plain.append(call.seconds)
@@ -617,7 +627,7 @@ class Controller:
             self._plain_calls_due -= 1
             if self._is_plain_call_timed() or (not self._plain_calls_due and self._plain):
                 self._plain_calls_due = 0
-                self._table.learn_plain(self._context, self._plain)
+                self._table.learn_plain_seconds(self._context, self._plain)
                 self._plain.clear()
                 self._rescale_costs()
 
@@ -636,12 +646,13 @@ class Controller:
     def _check_for_surprise(self, shape: DraftShape, seconds: float) -> None:
         """Count calls in a row whose seconds are far off their cost, all to one side.
 
-        Far off is by `SURPRISING_ERROR` or more. After `SURPRISING_CALLS` of them the answer's
+        Far off is by more than a factor of 1 + `SURPRISING_ERROR`, either way; a call that is not
+        begins the count anew. After `SURPRISING_CALLS` of them the answer's
         costs are rescaled, and at every call from then on; where plain calls were not timed in the
         last `PLAIN_FRESH_TOKENS`, these are timed again first. Nothing is counted where a plain
         call was never timed.
         """
-        kind = self._kind(shape)
+        kind = self._cost_kind(shape)
         self._latest.append((kind, seconds))
         if self._follows_seconds:
             self._rescale_costs()

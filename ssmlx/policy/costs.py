@@ -96,7 +96,7 @@ class Mean:
     value: float
     weight: float
 
-    def add(self, value: float, most_change: float) -> None:
+    def average_in(self, value: float, most_change: float) -> None:
         """Average in a run's `value`, first cut to the mean times 1 - `most_change` to 1 +
         `most_change`.
 
@@ -210,17 +210,18 @@ class FrozenCosts:
     def _extra_calls_and_weight(self, kind: Kind) -> tuple[float, float]:
         """Plain calls beyond 1 of a kind, and runs that they rest on; computed once."""
         if kind not in self._found:
-            self._found[kind] = self._interpolated(kind)
+            self._found[kind] = self._interpolate_extra_calls_and_weight(kind)
         return self._found[kind]
 
-    def _interpolated(self, kind: Kind) -> tuple[float, float]:
+    def _interpolate_extra_calls_and_weight(self, kind: Kind) -> tuple[float, float]:
         """The extra plain calls of a kind, scaled, and their weight in runs, from what was
         measured.
 
         The measured extra over the assumed one is interpolated between node counts, and kept beyond
         the first and last; so one measured count moves all others of its name. `ROWS` that were
-        never measured take that factor from a drafter. A kind without measurements has the assumed
-        cost and weight 0. Weights are interpolated too; what lies beyond has `UNKNOWN_WEIGHT`.
+        never measured take that factor from the measured drafter that is first by name. Where that
+        gives nothing, a kind has the assumed cost, scaled, and weight 0. Weights are interpolated
+        too; what lies beyond, and `ROWS` by a drafter's factor, have `UNKNOWN_WEIGHT`.
         """
         name, count = kind
         counts = sorted(n for one, n in self.known if one == name)
@@ -254,6 +255,9 @@ class CostTable:
     """
 
     def __init__(self) -> None:
+        """Begin with no cost known, `FIRST_BANK` plain calls in the bank, and a probe allowed at
+        once.
+        """
         self.bank = FIRST_BANK
         self.noise = FIRST_NOISE
         self.probe_wait = PROBE_WAIT
@@ -263,7 +267,7 @@ class CostTable:
 
     def frozen(self, context: int) -> FrozenCosts:
         """A copy of the costs of the bucket of `context` tokens, which does not change."""
-        means = self._bucket(context)
+        means = self._costs_of_nearest_bucket(context)
         known = {kind: (mean.value, mean.weight) for kind, mean in means.items()}
         return FrozenCosts(known, self.noise, self.plain_error(context))
 
@@ -282,23 +286,29 @@ class CostTable:
             costs: plain calls that kinds of calls take; `LEAST_COST` is set where they are fewer.
             context: committed tokens behind which they were timed.
             plain_seconds: of the plain calls that they were compared with; learned first, as by
-                `learn_plain`.
+                `learn_plain_seconds`.
         """
         if plain_seconds:
-            self.learn_plain(context, plain_seconds)
-        means = self._bucket_to_change(context)
+            self.learn_plain_seconds(context, plain_seconds)
+        means = self._own_bucket_created_if_missing(context)
         for kind, calls in costs.items():
             if kind not in means or means[kind].weight <= SEED_WEIGHT:
                 means[kind] = Mean(max(calls, LEAST_COST), SEED_WEIGHT)
 
     def learn(self, kind: Kind, context: int, calls: float, is_surprise: bool = False) -> float:
-        """Average in what calls of a kind took in an answer.
+        """Average in what calls of a kind took in an answer, as one run.
 
-        It may change by `CLAMP` at most, by `FIRST_CLAMP` where it was not learned yet; where it is
-        off by more than `DISTRUST_ERROR`, or at a surprise, its past counts as one run, or as none.
+        A cost is learned when it rests on one run or more. A kind that is new starts from the cost
+        that `FrozenCosts` gives it. The cost may change by `CLAMP` at most, by `FIRST_CLAMP` where
+        it was not learned yet, and stays at `LEAST_COST` or above. Where it is off by more than
+        `DISTRUST_ERROR`, or at a surprise, its past counts as one run if it was learned, else as
+        none. One that was not learned and is off by more than `FIRST_CLAMP` is not learned now
+        either: it has the weight of a head start.
+
         Other costs of the same name that are not yet learned are scaled along, for a head start
         that is wrong for one node count is mostly wrong for all. Where a learned cost is off by
-        more than `CLAMP`, the machine has changed: all costs of the name are scaled along.
+        more than `CLAMP`, the machine has changed: all costs of the name are scaled along. What is
+        scaled counts as a head start at most.
 
         Args:
             kind: what was measured.
@@ -307,9 +317,9 @@ class CostTable:
             is_surprise: whether the answer found its costs to be wrong.
 
         Returns:
-            The factor by which what the kind takes beyond a plain call has changed.
+            The factor by which what the kind takes beyond a plain call has changed; 1 is no change.
         """
-        means = self._bucket_to_change(context)
+        means = self._own_bucket_created_if_missing(context)
         before = self.frozen(context).calls(kind)
         mean = means.setdefault(kind, Mean(before, 0.0))
         off = abs(calls / before - 1)
@@ -317,7 +327,7 @@ class CostTable:
         most_change = CLAMP if is_learned else FIRST_CLAMP
         if off > DISTRUST_ERROR or is_surprise:
             mean.weight = 1.0 if is_learned else 0.0
-        mean.add(calls, most_change)
+        mean.average_in(calls, most_change)
         mean.value = max(mean.value, LEAST_COST)
         if not is_learned and off > most_change:
             mean.weight = SEED_WEIGHT  # still too far off to count as learned
@@ -362,7 +372,7 @@ class CostTable:
         calls = more_calls + (timing.calls if timing else 0)
         return MEDIAN_ERROR * self.noise / math.sqrt(calls) if calls else 0.0
 
-    def learn_plain(self, context: int, seconds: Sequence[float]) -> None:
+    def learn_plain_seconds(self, context: int, seconds: Sequence[float]) -> None:
         """Average in the median of the seconds of some plain calls in a row, one or more.
 
         A median that is off by more than `CLAMP` replaces the old timing: the machine has changed.
@@ -416,7 +426,7 @@ class CostTable:
         self.since_probe = 0
         self.probe_wait = min(2 * self.probe_wait, PROBE_WAIT_MOST)
 
-    def _bucket(self, context: int) -> dict[Kind, Mean]:
+    def _costs_of_nearest_bucket(self, context: int) -> dict[Kind, Mean]:
         """The costs of a context's bucket, else of the next shorter one that has any, else none.
 
         They are not to be changed.
@@ -425,7 +435,7 @@ class CostTable:
         known = [one for one in self._means if one <= bucket]
         return self._means[max(known)] if known else {}
 
-    def _bucket_to_change(self, context: int) -> dict[Kind, Mean]:
+    def _own_bucket_created_if_missing(self, context: int) -> dict[Kind, Mean]:
         """The costs of a context's own bucket, to be changed by the caller.
 
         Where there are none they are made now, from the next shorter bucket's with the weight of a
@@ -433,7 +443,7 @@ class CostTable:
         """
         bucket = context_bucket(context)
         if bucket not in self._means:
-            inherited = self._bucket(context)
+            inherited = self._costs_of_nearest_bucket(context)
             # Another context's costs are a head start, no more.
             self._means[bucket] = {
                 kind: Mean(mean.value, min(mean.weight, SEED_WEIGHT))
@@ -457,19 +467,23 @@ class CostTable:
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """A new table from what `to_dict` gave.
+        """A new table from what `to_dict` gave; waits, and counts of timed calls, are as in an
+        empty one.
 
         Raises:
             ValueError: it is not of that form, has too many entries, or a number out of its range.
         """
         try:
-            return cls._read(values)
+            return cls._parse_values(values)
         except (TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"no table of costs: {error}") from None
 
     @classmethod
-    def _read(cls, values: Any) -> Self:
-        """As `from_dict`, but values of another form may raise TypeError, KeyError and the like."""
+    def _parse_values(cls, values: Any) -> Self:
+        """Make a new table of what `to_dict` gave; ValueError for numbers out of their range.
+
+        Values of another form may raise TypeError, KeyError and the like.
+        """
         table = cls()
         table.bank = _checked_number(values["bank"], 0.0, BANK_MOST)
         table.noise = _checked_number(values["noise"], 0.0, MAX_NOISE)

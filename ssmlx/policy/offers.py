@@ -90,13 +90,14 @@ class CurveOffer:
 
     @classmethod
     def of_curve(cls, largest: DraftShape, tokens_by_nodes: Mapping[int, float]) -> Self:
-        """Trees of every number of nodes from 2 on, by what is known of some.
+        """An offer of a tree of each number of nodes from 2 on, interpolated from those known.
 
         Args:
             largest: what the drafter can draft at most; a tree of fewer nodes has one level fewer
                 than nodes, if `largest` has as many.
             tokens_by_nodes: tokens that a call advances by, by nodes (2 or more); numbers between
-                are interpolated, and none is offered beyond the largest of these.
+                are interpolated. None is offered beyond the largest of these, or with more nodes
+                than `largest`; where that leaves none, the offer is empty.
         """
         known = {1: 1.0, **tokens_by_nodes}
         counts = sorted(known)
@@ -271,7 +272,8 @@ class ChainOffer:
     def after_tokens(self, tokens: int, ratio_of: RatioOf) -> tuple[float, Offer]:
         """The probability that the next `tokens` are the chain's first, and the offer then.
 
-        Its match is longer by `tokens`, and so many fewer follow, 0 at least.
+        Its match is longer by `tokens`, and so many fewer follow, 0 at least. The probability goes
+        on beyond the chain's end as if tokens stood there.
         """
         likely = 1.0
         for level in range(tokens):

@@ -53,7 +53,7 @@ class _Entry:
         """Leave the memory, for the owner's folder if it has one; see `pool.Kept`."""
         owner = self.owner()
         if owner is not None:
-            owner._drop(self)
+            owner._move_to_folder(self)
 
     def shared(self, key: CacheKey, tokens: Sequence[int]) -> int:
         """How many tokens it has in common with the beginning of `tokens`; 0 under another key."""
@@ -89,6 +89,7 @@ class PromptCache:
         folder: str | Path | None = None,
         max_disk_bytes: int = 2**32,
     ) -> None:
+        """Begin with nothing in memory; `folder` is neither made nor read yet."""
         self.max_bytes = max_bytes
         self._pools: list[MemoryPool] = []  # of the engines that use it; it counts in the first
         self._folder = (
@@ -123,7 +124,7 @@ class PromptCache:
             A cache of the caller's own, which may be changed, and how many of `tokens` it holds.
             An empty one, and 0, where nothing is known.
         """
-        return run(lambda: self._take(model, tuple(tokens[:-1]), scratch))
+        return run(lambda: self._take_on_mlx_thread(model, tuple(tokens[:-1]), scratch))
 
     def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache) -> None:
         """Keep a copy of what `cache` holds of `tokens`, with which it begins.
@@ -137,7 +138,7 @@ class PromptCache:
             tokens: the prompt, or its beginning.
             cache: what the model computed of `tokens`; it may hold more of a text behind them.
         """
-        run(lambda: self._put(model, tuple(tokens), cache))
+        run(lambda: self._put_on_mlx_thread(model, tuple(tokens), cache))
 
     def count_in(self, pool: MemoryPool) -> None:
         """Count what is kept in `pool`, until `count_out`.
@@ -166,8 +167,9 @@ class PromptCache:
             pool: as `count_in` took it; nothing changes for another one.
         """
 
-        def left() -> None:
-            """Take the pool out; if it was the first, count all in the next. On the MLX thread."""
+        def count_out_on_mlx_thread() -> None:
+            """Take the pool out; if it was the first, it forgets all that is kept here, and the
+            next pool, if any, counts it. On the MLX thread."""
             if pool not in self._pools:
                 return
             was_first = pool is self._pool
@@ -178,7 +180,7 @@ class PromptCache:
                 if self._pool is not None:
                     self._count_all(self._pool)
 
-        run(left)
+        run(count_out_on_mlx_thread)
 
     @property
     def _pool(self) -> MemoryPool | None:
@@ -218,10 +220,13 @@ class PromptCache:
         with self._lock:
             entries = list(self._entries)
         for entry in entries:
-            self._save(entry)
+            self._write_to_folder_once(entry)
 
     def close(self) -> None:
-        """Write to the folder what is not there yet, and drop all prompts and answers in memory."""
+        """Write to the folder what is not there yet, and drop all prompts and answers in memory.
+
+        A pool that counts them is not told. The cache can still be used, and is empty.
+        """
         self.flush()
         with self._lock:
             self._entries = []
@@ -233,11 +238,14 @@ class PromptCache:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _take(self, model: StreamFusedModel, tokens: Tokens, scratch: int) -> tuple[TreeCache, int]:
+    def _take_on_mlx_thread(
+        self, model: StreamFusedModel, tokens: Tokens, scratch: int
+    ) -> tuple[TreeCache, int]:
         """`take` on the MLX thread: a cache of the caller's own, and how many of `tokens` it holds.
 
-        A file of the folder that shares more with `tokens` than what is in memory is read into
-        memory first; not for a model that is split over machines.
+        The cache is a computed copy. A file of the folder that shares more with `tokens` than what
+        is in memory is read into memory first; not for a model that is split over machines. Where
+        nothing shares any, the cache is empty.
 
         Args:
             model: the cache is for it.
@@ -245,23 +253,25 @@ class PromptCache:
             scratch: rows that an empty cache gets room for.
         """
         key = CacheKey.of(model)
-        entry, count = self._find_longest(key, tokens)
+        entry, count = self._use_longest_match(key, tokens)
         if self._folder is not None and model.backbone.group is None:
-            path, in_file = self._folder.find_longest(key, tokens)
+            path, in_file = self._folder.find_longest_match(key, tokens)
             if path is not None and in_file > count:
-                entry, count = self._read(path, model, key, tokens) or (entry, count)
+                entry, count = self._read_file(path, model, key, tokens) or (entry, count)
         if entry is None:
             return model.make_cache(scratch), 0
         cache = entry.cache.fork(count)
         mx.eval(cache.state)
         return cache, count
 
-    def _read(
+    def _read_file(
         self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
-        """Read a file of the folder into the memory, and mark it as used.
+        """Read a file of the folder into the memory, as its newest prompt, and mark the file as
+        used.
 
-        A damaged file is logged and deleted.
+        A file that is damaged, or does not fit the model, is logged and deleted. A prompt that is
+        too large for the memory is returned, but not kept there.
 
         Args:
             path: the file.
@@ -269,7 +279,7 @@ class PromptCache:
             tokens: a prompt.
 
         Returns:
-            The new entry, and how many of `tokens` it begins with; None where the file is damaged.
+            The new entry, and how many of `tokens` it begins with; None where the file is deleted.
         """
         try:
             found, cache = read_prompt(path, model)
@@ -280,10 +290,10 @@ class PromptCache:
             return None
         mark_used(path)
         entry = _Entry(key, found, cache, weakref.ref(self), is_written=True)
-        self._keep(entry)
+        self._add_and_evict(entry)
         return entry, entry.shared(key, tokens)
 
-    def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
+    def _put_on_mlx_thread(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
         """`put` on the MLX thread: keep a computed copy of what `cache` holds of `tokens`.
 
         Nothing is kept of an empty cache, of recurrent layers, or where an entry begins with all of
@@ -297,7 +307,7 @@ class PromptCache:
         if self._pool is not None and answers is not None:
             self._pool.keep(answers, answers.nbytes)
         tokens = tokens[: cache.offset]
-        _, count = self._find_longest(key, tokens)
+        _, count = self._use_longest_match(key, tokens)
         if isinstance(cache, StateCache):
             return
         if tokens and count < len(tokens):
@@ -305,9 +315,9 @@ class PromptCache:
             mx.eval(fork.state)
             is_split = model.backbone.group is not None
             own = weakref.ref(self)
-            self._keep(_Entry(key, tokens, fork, own, is_written=is_split))
+            self._add_and_evict(_Entry(key, tokens, fork, own, is_written=is_split))
 
-    def _find_longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
+    def _use_longest_match(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry in memory that shares most with the beginning of `tokens`, and how many these
         are.
 
@@ -324,7 +334,7 @@ class PromptCache:
             self._pool.mark_used(entry)
         return entry, count
 
-    def _keep(self, entry: _Entry) -> None:
+    def _add_and_evict(self, entry: _Entry) -> None:
         """Add an entry as the newest, and drop those whose tokens and key it covers.
 
         The longest unused that no longer fit into `max_bytes` leave the memory, and are written to
@@ -333,7 +343,7 @@ class PromptCache:
         """
         limits = [self.max_bytes, self._pool.limit if self._pool else None]
         if any(limit is not None and entry.nbytes > limit for limit in limits):
-            self._save(entry)
+            self._write_to_folder_once(entry)
             return
         with self._lock:
             covered = [one for one in self._entries if entry.covers(one)]
@@ -344,7 +354,7 @@ class PromptCache:
                 self._pool.forget(one)
             self._pool.keep(entry, entry.nbytes)
         for one in evicted:
-            self._save(one)
+            self._write_to_folder_once(one)
 
     def _pop_above_limit(self) -> list[_Entry]:
         """Take out and return the longest unused entries, until the others fit into `max_bytes`.
@@ -358,24 +368,24 @@ class PromptCache:
             total -= evicted[-1].nbytes
         return evicted
 
-    def _drop(self, entry: _Entry) -> None:
+    def _move_to_folder(self, entry: _Entry) -> None:
         """Take an entry out of the memory, and write it to the folder; nothing where it is not
         there."""
         with self._lock:
             if entry not in self._entries:
                 return
             self._entries.remove(entry)
-        self._save(entry)
+        self._write_to_folder_once(entry)
 
-    def _save(self, entry: _Entry) -> None:
-        """Write an entry to the folder, if there is one, unless that was done or tried.
+    def _write_to_folder_once(self, entry: _Entry) -> None:
+        """Write an entry to the folder, if there is one, unless that was done or tried before.
 
-        Errors of the file system are logged.
+        It counts as written even if this fails; errors of the file system are logged.
         """
         if self._folder is None or entry.is_written:
             return
         entry.is_written = True
         try:
-            self._folder.write(entry.key, entry.tokens, entry.cache, run)
+            self._folder.write_if_new(entry.key, entry.tokens, entry.cache, run)
         except OSError as error:
             _log.warning("a prompt is not kept in %s: %s", self._folder.path, error)

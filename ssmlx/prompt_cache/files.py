@@ -57,14 +57,14 @@ class PromptHeader:
     tokens: Tokens
 
     @classmethod
-    def of(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
+    def from_metadata(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
         """Parse and check the metadata of the file `path`.
 
         A field of the key that is missing is an empty text.
 
         Raises:
-            InputError: it has another format, or token ids that are none, or `_MOST_TEXT`
-                characters of these or more.
+            InputError: it has another format, token ids that are no numbers from 0 (none at all,
+                too), or `_MOST_TEXT` characters of these or more.
         """
         found = f"{path} has the format {metadata.get('format')!r}"
         require(metadata.get("format") == FORMAT, found, expected=FORMAT, do=_DO)
@@ -89,7 +89,7 @@ def read_header(path: Path) -> PromptHeader:
     require(path.is_file(), f"{path} is no file", expected=_WHOLE, do="check the path")
     try:
         with safe_open(path, framework="numpy") as file:
-            return PromptHeader.of(file.metadata() or {}, path)
+            return PromptHeader.from_metadata(file.metadata() or {}, path)
     except (SafetensorError, OSError) as error:
         found = f"{path} cannot be read ({first_line(error)})"
         raise InputError(found, expected=_WHOLE, do=_DO) from error
@@ -98,20 +98,20 @@ def read_header(path: Path) -> PromptHeader:
 def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]:
     """Read a prompt file: its tokens, and a cache that holds them, for `model` to go on from.
 
-    Runs MLX.
+    Runs MLX, and so belongs on its thread.
 
     Raises:
-        InputError: the file is damaged, or another model's: of another key, vocabulary, dtype or
-            shapes, or longer than the context. The message has the first of these.
+        InputError: the file is missing or damaged, or another model's: of another key, vocabulary,
+            dtype or shapes, or longer than the context. The message has the first of these.
     """
     read_header(path)
     try:
         # All of one file, should another process replace it now.
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
-        tokens = PromptHeader.of(metadata, path).tokens
-        _check_fit(PromptHeader.of(metadata, path), path, model)
-        like = _sample_rows(model)
+        tokens = PromptHeader.from_metadata(metadata, path).tokens
+        _require_fits_model(PromptHeader.from_metadata(metadata, path), path, model)
+        like = _rows_of_one_token(model)
         dtypes = {array.dtype for array in arrays.values()}
         found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
         dtype = like[0][0].dtype
@@ -128,7 +128,7 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
     return tokens, TreeCache.of_rows(rows)
 
 
-def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
+def _require_fits_model(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
     """Raise InputError where a prompt was made with another model than `model`.
 
     Or where it has a token outside the model's vocabulary, or more tokens than its context. `path`
@@ -176,7 +176,7 @@ def _arrays_by_name(rows: Sequence[Rows]) -> dict[str, mx.array]:
     return found
 
 
-def _sample_rows(model: StreamFusedModel) -> list[Rows]:
+def _rows_of_one_token(model: StreamFusedModel) -> list[Rows]:
     """The rows of one token by layer, uncomputed: for their shapes and dtypes."""
     cache = model.make_cache()
     model.backbone.append(mx.array([0]), cache)
@@ -256,7 +256,7 @@ class PromptFolder:
         self._headers = found
         return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 
-    def find_longest(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
+    def find_longest_match(self, key: CacheKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
         """The file that shares most with the beginning of `tokens`, and how many of these.
 
         Only files of the model's `key`. None and 0 where none shares any.
@@ -269,12 +269,13 @@ class PromptFolder:
                 most = count
         return best, most
 
-    def write(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
+    def write_if_new(self, key: CacheKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
         """Write a prompt as a file of the folder, which is made; the longest unused files go for
         it.
 
         Nothing is written where a file begins with it already, which is marked as used, or where it
-        is larger than the folder may be. Files of the same key that it begins with are deleted.
+        is larger than the folder may be, by the bytes of its rows. Files of the same key that it
+        begins with are deleted, and so are unfinished files that killed processes left.
 
         Args:
             key, tokens, cache, run: see `write_prompt`.
@@ -282,7 +283,7 @@ class PromptFolder:
         Raises:
             OSError: it cannot be written.
         """
-        path, count = self.find_longest(key, tokens)
+        path, count = self.find_longest_match(key, tokens)
         if path is not None and count == len(tokens):
             mark_used(path)
             return

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import options
-from ..commands.check import time_costs_first
+from ..commands.check import time_costs_before_answers
 from ..commands.drafting import drafting_lines
 from ..errors import InputError, missing_package_error, require
 from ..json_files import read_text
@@ -28,7 +28,7 @@ BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the options of `python -m ssmlx.server`.
+    """Parse the options of `python -m ssmlx.server`; values are not checked against each other.
 
     Args:
         argv: the words after the command; None for the process's own.
@@ -90,8 +90,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def read_keys(path: Path | None) -> list[bytes]:
-    """Return the keys of a file, one a line, each once, in their order; no keys without a file.
+def read_api_keys(path: Path | None) -> list[bytes]:
+    """Return the keys of a file, which white space separates, each once, in their order; no keys
+    without a file.
 
     Raises:
         InputError: the file is empty, cannot be read, or others than its owner may read it.
@@ -146,7 +147,7 @@ def make_prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
     ]
 
 
-def models_by_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
+def adapters_by_model_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
     """Return the adapter of each name by which a request may call the model.
 
     Args:
@@ -173,15 +174,16 @@ def models_by_name(name: str, adapters: Sequence[str]) -> dict[str, str | None]:
     return models
 
 
-def _main(args: argparse.Namespace) -> None:
-    """Load the model, time what drafting costs, then serve until the process is stopped.
+def _load_and_serve(args: argparse.Namespace) -> None:
+    """Load the model, time what drafting costs, print the address and what drafts, then serve until
+    the process is stopped.
 
     Raises:
         InputError: an option is wrong, a package is missing, nothing can listen at the address, or
             the model cannot be loaded.
     """
     config = options.generate_config(args)
-    keys = read_keys(args.api_keys)
+    keys = read_api_keys(args.api_keys)
     drafter: options.DrafterOption = args.drafter
     options.require_drafter_key(drafter)
     try:
@@ -198,7 +200,7 @@ def _main(args: argparse.Namespace) -> None:
 
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
     sock = listen_at(args.host, args.port)
-    metal.use(drafter.attention)
+    metal.choose_attention(drafter.attention)
     caches = make_prompt_caches(args.prompt_cache, keys)
     engine = Engine(
         args.model,
@@ -209,10 +211,10 @@ def _main(args: argparse.Namespace) -> None:
         progress=options.DownloadBar(),
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
-    models = models_by_name(name, args.adapter or ())
+    models = adapters_by_model_name(name, args.adapter or ())
     loaded = options.load_drafter(args, engine.model(models[name]), engine.tokenizer)
     for one in models.values():
-        time_costs_first(
+        time_costs_before_answers(
             engine.model(one), engine.tokenizer, config, loaded
         )  # refuses what does not fit
     handler = RequestHandler(
@@ -222,7 +224,7 @@ def _main(args: argparse.Namespace) -> None:
     app = make_app(handler, config, hosts, keys)
     model = engine.model(models[name])
     plan = run(lambda: make_plan(model, config, drafter=loaded))
-    _print_address(sock, [*models], bool(keys))
+    _print_address_and_example(sock, [*models], bool(keys))
     lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
     print(*lines, sep="\n", flush=True)
 
@@ -241,7 +243,7 @@ def _main(args: argparse.Namespace) -> None:
     Server(settings).run(sockets=[sock])
 
 
-def _print_address(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
+def _print_address_and_example(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
     """Print where the server listens, its models, and an example request.
 
     Without a key, an address that other machines reach is followed by a warning.
@@ -262,7 +264,7 @@ def _print_address(sock: socket.socket, models: Sequence[str], needs_key: bool) 
     print(f"curl {address}/v1/chat/completions {headers} -d '{BODY}'\n", flush=True)
 
 
-main = options.make_main(PROG, parse_args, _main)
+main = options.make_main(PROG, parse_args, _load_and_serve)
 
 if __name__ == "__main__":
     raise SystemExit(main())

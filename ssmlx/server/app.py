@@ -28,7 +28,7 @@ from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import messages_responses, openai
-from .fields import check_fields
+from .fields import check_and_list_ignored_fields
 from .handler import RequestHandler
 from .prompts import AGAIN
 from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
@@ -94,10 +94,10 @@ class Routes:
         Raises:
             HTTPException: the host, origin or key is refused.
         """
-        self._checked_user(request)
+        self._check_access_and_find_user(request)
         match request.url.path:
             case "/":
-                return _page()
+                return _chat_page()
             case "/health":
                 return JSONResponse({"status": "ok"})
             case "/metrics":
@@ -113,10 +113,10 @@ class Routes:
         Raises:
             HTTPException: the model is unknown (404), or the host, origin or key is refused.
         """
-        self._checked_user(request)
+        self._check_access_and_find_user(request)
         name = request.path_params["name"]
         if name not in self.handler.models:
-            raise self.handler.unknown_model(name)
+            raise self.handler.unknown_model_error(name)
         return JSONResponse(self._model_entry(name))
 
     def _model_entry(self, name: str) -> dict[str, Any]:
@@ -148,25 +148,26 @@ class Routes:
     async def post(self, request: Request) -> Response:
         """Answer a POST: a whole answer, a stream of it, or a count of tokens.
 
-        Names of fields that are ignored go into the header `X-Ignored-Fields`.
+        An answer begins when the response is sent, so what it raises is not raised here. Names of
+        fields that are ignored go into the header `X-Ignored-Fields`.
 
         Raises:
             HTTPException: the content type is not JSON (415), the model is unknown (404), the body
                 is too large (413) or too slow (408), or the host, origin or key is refused.
-            InputError: the request cannot be followed.
+            InputError: the body is no JSON object, or the request cannot be followed.
         """
-        user = self._checked_user(request)
+        user = self._check_access_and_find_user(request)
         path = request.url.path
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
         read, writer = APIS[path]
         body = await self._read_json_body(request)
-        ignored = check_fields(path, body)
-        ask = self.handler.named(read(body, self.config))
+        ignored = check_and_list_ignored_fields(path, body)
+        ask = self.handler.with_known_model(read(body, self.config))
         reply: Response
         if path.endswith("/count_tokens"):
-            prompt, _ = await asyncio.to_thread(self.handler.prepare, ask)
+            prompt, _ = await asyncio.to_thread(self.handler.first_prompt_and_config, ask)
             reply = JSONResponse({"input_tokens": len(prompt)})
         else:
             reply = AnswerResponse(self.handler, ask, writer(ask), user)
@@ -174,7 +175,7 @@ class Routes:
             reply.headers[IGNORED] = _header_text(ignored)
         return reply
 
-    def _checked_user(self, request: Request) -> int:
+    def _check_access_and_find_user(self, request: Request) -> int:
         """Return the index of the request's API key in `keys`; 0 where none is needed.
 
         `Host` and `Origin` have to be names of this server, so that a page of another site, whose
@@ -211,7 +212,8 @@ class Routes:
 
         Raises:
             InputError: it is none, or the client has gone.
-            HTTPException: it took more than `limits.wait` seconds (408), or is too large (413).
+            HTTPException: it took more than `limits.wait` seconds in all (408), or is too large
+                (413).
         """
         try:
             async with asyncio.timeout(self.handler.limits.wait):
@@ -290,16 +292,16 @@ def _as_http_error(failure: Exception) -> HTTPException:
     return HTTPException(500, "the answer failed; the server's log says why")
 
 
-def _error_object(told: HTTPException) -> dict[str, Any]:
+def _error_object(http_error: HTTPException) -> dict[str, Any]:
     """Return the JSON object of an error, with the fields of OpenAI's and of Anthropic's."""
-    usual = "api_error" if told.status_code >= 500 else "invalid_request_error"
-    error = {"message": told.detail, "param": None, "code": None}
-    if isinstance(told, DetailedHTTPException):
-        error |= {"param": told.param, "code": told.code}
-    kind = _KINDS.get(told.status_code, usual)
+    usual = "api_error" if http_error.status_code >= 500 else "invalid_request_error"
+    error = {"message": http_error.detail, "param": None, "code": None}
+    if isinstance(http_error, DetailedHTTPException):
+        error |= {"param": http_error.param, "code": http_error.code}
+    kind = _KINDS.get(http_error.status_code, usual)
     inner: dict[str, Any] = {"type": kind, **error}
-    if isinstance(told, DetailedHTTPException) and told.details is not None:
-        inner["details"] = told.details
+    if isinstance(http_error, DetailedHTTPException) and http_error.details is not None:
+        inner["details"] = http_error.details
     return {"type": "error", **error, "error": inner}
 
 
@@ -398,7 +400,7 @@ def _event(name: str | None, data: Mapping[str, Any] | str) -> str:
 
 
 @cache
-def _page() -> Response:
+def _chat_page() -> Response:
     """Return the chat page, with a policy that lets only its own script and style run; it is read
     once.
     """

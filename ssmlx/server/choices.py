@@ -54,7 +54,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
 
-    def read(self, said: GenerationResponse) -> list[Part]:
+    def parts_of_response(self, said: GenerationResponse) -> list[Part]:
         """Return the parts that one response adds; at least one, which may be an empty text.
 
         The first one has the response's token count and log probabilities.
@@ -64,17 +64,24 @@ class Choice:
         """
         # A text completion tells its end token, too, as OpenAI's and vLLM's do.
         told = segment_logprobs(self._tokenizer, said, with_end=not self.ask.is_chat)
-        return self._with_number(self._parser.read(TextPart(said.text, len(said.tokens), told)))
+        return self._with_number(
+            self._parser.split_into_parts(TextPart(said.text, len(said.tokens), told))
+        )
 
-    def finish(self, last: GenerationResponse) -> list[Part]:
+    def last_parts(self, last: GenerationResponse) -> list[Part]:
         """Return the parts that were still held back, and last the `ChoiceEnd`.
+
+        Its reason is "length" for a full context too; the parser makes "tool_calls" of "stop" where
+        a tool was called.
 
         Args:
             last: the answer's last response, which was read already.
         """
         reason: Any = "stop" if last.finish_reason == "stop" else "length"
         num_predicted = len(self.config.prompt_lookup.reference)
-        return self._with_number(self._parser.read(ChoiceEnd(reason, last, num_predicted)))
+        return self._with_number(
+            self._parser.split_into_parts(ChoiceEnd(reason, last, num_predicted))
+        )
 
     def with_scoring_time(self, last: GenerationResponse) -> GenerationResponse:
         """Return `last` with the time that scoring its prompt took added to its `prefill_seconds`.
@@ -123,14 +130,14 @@ class AnswerParser:
         if (ask.is_chat and ask.grammar is None) or ask.forced_tools:
             # A template may open reasoning at the prompt's end.
             machine = make_text_state_machine(tokenizer)
-            finish = tokenizer.decode([*prompt[-16:]])
-            opens = tokenizer.has_thinking and finish.rstrip().endswith(tokenizer.think_start)
+            prompt_end = tokenizer.decode([*prompt[-16:]])
+            opens = tokenizer.has_thinking and prompt_end.rstrip().endswith(tokenizer.think_start)
             begun = "reasoning" if opens else "normal"
             is_new = not ask.continues and not ask.forced_tools
             self._name = (is_new and tokenizer.response_initial_state) or begun
         self._state = machine.make_state(self._name)
 
-    def read(self, part: TextPart | ChoiceEnd) -> list[Part]:
+    def split_into_parts(self, part: TextPart | ChoiceEnd) -> list[Part]:
         """Return the parts of the next piece of text, or of the end of the answer.
 
         Of a piece there is at least one part. The first one has the piece's token count and log
@@ -154,9 +161,11 @@ class AnswerParser:
         return [*found, replace(part, reason="tool_calls") if is_call else part]
 
     def _parts_of_segments(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
-        """Return the parts of (state, text) segments of mlx-lm's state machine.
+        """Return the parts of (state, text) segments of mlx-lm's state machine; none for empty
+        texts.
 
-        Text of a call is collected, and parsed when the call's segments end.
+        Text of a call is collected, and parsed when the call's segments end. White space of text
+        behind a marker is left out.
         """
         found: list[Part] = []
         for name, text in segments:

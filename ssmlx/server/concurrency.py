@@ -28,7 +28,7 @@ class AnswerSlots:
         return self._free.locked()
 
     async def take(self) -> None:
-        """Wait for a slot, first come, first served."""
+        """Wait for a slot, first come, first served; the caller has to give it back."""
         await self._free.acquire()
         self._gauge.inc()
 
@@ -56,7 +56,7 @@ class RequestSlots:
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def hold_one(self) -> AsyncIterator[None]:
         """Wait for a slot, hold it inside the block, and free it.
 
         The first block gets the slot that the request was admitted with.

@@ -99,7 +99,7 @@ _INSTEAD = {
 }
 
 
-def check_fields(path: str, body: Body) -> Sequence[str]:
+def check_and_list_ignored_fields(path: str, body: Body) -> Sequence[str]:
     """Check a request's fields by the rule at the head of this file; values of followed fields are
     not looked at.
 

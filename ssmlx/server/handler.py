@@ -56,7 +56,7 @@ class Metrics:
         self._memory = Gauge("ssmlx_memory_bytes", "Of texts.", ["kind"], registry=own)
         self._counts = Counter("ssmlx_tokens", "Tokens, and target calls.", ["kind"], registry=own)
 
-    def watch(self, pool: MemoryPool) -> None:
+    def report_pool(self, pool: MemoryPool) -> None:
         """Report a pool's bytes whenever metrics are asked for: of running answers, of kept
         prompts, and the limit.
         """
@@ -64,7 +64,7 @@ class Metrics:
         self._memory.labels("kept").set_function(lambda: pool.kept)
         self._memory.labels("limit").set_function(lambda: pool.limit)
 
-    def add(self, last: GenerationResponse) -> None:
+    def count_answer(self, last: GenerationResponse) -> None:
         """Count an answer that has ended: its tokens, target calls and seconds of prefill.
 
         Args:
@@ -91,26 +91,26 @@ class RequestHandler:
     any_model: bool = False  # whether the first model answers for names that are not known
 
     def __post_init__(self) -> None:
-        """Take the engine's context length, begin to count, and give all users the engine's prompt
-        cache where no caches are given.
+        """Take the context length of the engine's default model, which is loaded now, begin to
+        count, and give all users the engine's prompt cache where no caches are given.
         """
         self.context_length: int | None = self.engine.model().backbone.context_length
         self.prompts = self.prompts or (self.engine.prompt_cache,)
         self.reader = PromptReader(self.engine, self.models, self.template_args)
         self.metrics = Metrics()
-        self.metrics.watch(self.engine.memory_pool)
+        self.metrics.report_pool(self.engine.memory_pool)
         self._slots = AnswerSlots(self.limits.open, self.metrics.open)
         self._waiting = 0
 
     def close(self) -> None:
-        """Close the engine, which cancels open answers and frees its memory; then write prompts
-        that are kept on disk.
+        """Close the engine, which cancels open answers, waits for their end and frees its memory;
+        then write prompts that are kept on disk.
         """
         self.engine.close()
         for one in self.prompts:
             one.close()
 
-    def named(self, ask: AnswerRequest) -> AnswerRequest:
+    def with_known_model(self, ask: AnswerRequest) -> AnswerRequest:
         """Return the request with the name of a model that is known here.
 
         A request without a name gets the first model; so does one with an unknown name if
@@ -124,17 +124,17 @@ class RequestHandler:
         if self.any_model and name not in self.models:
             name = first
         if name not in self.models:
-            raise self.unknown_model(name)
+            raise self.unknown_model_error(name)
         return replace(ask, model=name)
 
-    def unknown_model(self, name: str) -> HTTPException:
+    def unknown_model_error(self, name: str) -> HTTPException:
         """Make the 404 error for an unknown model, without raising it; it lists the known ones."""
         found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
-    def prepare(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
+    def first_prompt_and_config(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
         """Return the tokens of the request's first prompt, and its settings with a seed."""
-        return self.reader.prepare(ask)
+        return self.reader.first_prompt_and_config(ask)
 
     async def parts(self, ask: AnswerRequest, user: int = 0) -> AsyncGenerator[StreamItem]:
         """Yield the parts of all choices as they come; to close the generator cancels them.
@@ -155,7 +155,7 @@ class RequestHandler:
         slots = RequestSlots(self._slots)
         progress = PromptProgress()
         try:
-            prompts, config = await asyncio.to_thread(self.reader.read, ask)
+            prompts, config = await asyncio.to_thread(self.reader.read_prompts, ask)
             tokenizer = self.engine.tokenizer
             own = [one for one in prompts for _ in range(ask.choices)]
             choices = [
@@ -163,7 +163,8 @@ class RequestHandler:
                 for number, prompt in enumerate(own)
             ]
             answers = [
-                self._answer(one, slots, progress.callback_for(one.number)) for one in choices
+                self._parts_of_choice(one, slots, progress.callback_for(one.number))
+                for one in choices
             ]
             async with aclosing(merge_answers(answers, self.limits.silence, progress)) as parts:
                 async for part in parts:
@@ -171,14 +172,16 @@ class RequestHandler:
         finally:
             slots.close()
 
-    async def _answer(
+    async def _parts_of_choice(
         self, choice: Choice, slots: RequestSlots, progress: Progress
     ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of one choice; the last one is its `ChoiceEnd`.
 
         A choice waits until the first choice of the same prompt has processed that prompt, so that
-        it finds it in the prompt cache. It then waits for a slot. Its tokens are counted in the
-        end.
+        it finds it in the prompt cache. It then waits for a slot. When the answer of the request's
+        first choice has begun, a `Waiting` is yielded. Where nothing is to be generated, the end
+        comes right behind the echoed prompt. The tokens of the choice are counted when it has
+        ended.
 
         Args:
             choice: to answer.
@@ -193,9 +196,9 @@ class RequestHandler:
         if not choice.is_first:
             await prompt.is_read.wait()
         try:
-            async with slots.one():
+            async with slots.hold_one():
                 if choice.ask.echoes:
-                    yield await self._prompt_text(choice, progress)
+                    yield await self._prompt_as_first_part(choice, progress)
                 last = None if choice.ask.writes else prompt.empty_answer()
                 if choice.ask.writes:
                     async with await asyncio.to_thread(
@@ -205,18 +208,18 @@ class RequestHandler:
                             yield Waiting()
                         async for last in answer:
                             prompt.is_read.set()
-                            for part in choice.read(last):
+                            for part in choice.parts_of_response(last):
                                 yield part
                 if last is None or last.finish_reason is None:
                     raise stopping_error()
                 last = choice.with_scoring_time(last)
-                self.metrics.add(last)
-                for part in choice.finish(last):
+                self.metrics.count_answer(last)
+                for part in choice.last_parts(last):
                     yield part
         finally:
             prompt.is_read.set()
 
-    async def _prompt_text(self, choice: Choice, progress: Progress) -> TextPart:
+    async def _prompt_as_first_part(self, choice: Choice, progress: Progress) -> TextPart:
         """Return the prompt as the first part of a choice that echoes it.
 
         Where log probabilities are wanted, the prompt is scored first, once for all of its choices;
@@ -236,7 +239,7 @@ class RequestHandler:
                 scored = [one async for one in answer]
             if not scored:
                 raise stopping_error()
-            prompt.logprobs = await asyncio.to_thread(self.reader.scored, prompt, scored[0])
+            prompt.logprobs = await asyncio.to_thread(self.reader.scored_entries, prompt, scored[0])
             prompt.seconds = time.perf_counter() - started
         return TextPart(prompt.text, 0, prompt.logprobs, choice.number)
 
@@ -275,7 +278,7 @@ class RequestHandler:
             adapter=self.models[ask.model],
             prompt_cache=self.prompts[choice.user],
             drafter=self.loaded,
-            mask=self.reader.mask(ask),
+            mask=self.reader.make_mask(ask),
             progress=progress,
             shares_prompt=choice.is_first and ask.choices > 1,
             joins_prompt=ask.continues or not ask.is_chat,

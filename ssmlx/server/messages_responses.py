@@ -55,7 +55,7 @@ class _Turns(list[dict[str, Any]]):
         super().__init__()
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
 
-    def add(self, role: Any, block: Body) -> None:
+    def add_block(self, role: Any, block: Body) -> None:
         """Add a block or item by its type, as `_BLOCKS` says; a type that is not listed there is
         read as a text.
 
@@ -136,30 +136,33 @@ class _Turns(list[dict[str, Any]]):
         return self[-1]
 
 
-def _read_tools(body: Body, schema: str) -> list[dict[str, Any]]:
+def _read_tools(body: Body, schema_field: str) -> list[dict[str, Any]]:
     """Return the `tools` of a request in the form that chat templates take, OpenAI's chat form.
 
     Args:
-        body: the request.
-        schema: the field of a tool that has the JSON schema of its arguments; an empty one becomes
-            that of any object.
+        body: the request; without tools the list is empty.
+        schema_field: the field of a tool that has the JSON schema of its arguments; an empty one
+            becomes that of any object.
 
     Raises:
-        RequestError: a tool has no schema, as the API's own server would run it, or no name.
+        RequestError: a tool has no such field and is not of type "function", as the API's own
+            server would run it; or one has no name.
     """
     tools = requests.content_parts(body.get("tools") or [], "tools")
     for tool in tools:
         what = f"tools has {quoted(tool.get('type') or tool.get('name'))}"
-        expected = f"tools that the client runs, each with its {schema}: this server runs none"
+        expected = (
+            f"tools that the client runs, each with its {schema_field}: this server runs none"
+        )
         requests.check_field(
-            schema in tool or tool.get("type") == "function", what, expected, "tools"
+            schema_field in tool or tool.get("type") == "function", what, expected, "tools"
         )
     ok = all(isinstance(one.get("name"), str) for one in tools)
     requests.check_field(ok, "tools", "a name for each", "tools")
     found = []
     for tool in tools:
         function = {"name": tool["name"], "description": tool.get("description") or ""}
-        function["parameters"] = tool.get(schema) or {"type": "object", "properties": {}}
+        function["parameters"] = tool.get(schema_field) or {"type": "object", "properties": {}}
         found.append({"type": "function", "function": function})
     return found
 
@@ -168,7 +171,8 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/messages (Anthropic) or to its token count; it becomes a chat
     completion's.
 
-    `max_tokens` may be missing, as it is in a token count.
+    `max_tokens` may be missing, as it is in a token count. `thinking` becomes the template's
+    `enable_thinking`, unless `chat_template_kwargs` has one.
 
     Args:
         body: the request.
@@ -187,7 +191,7 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
         turns.add_text("system", system)
     for message in requests.content_parts(body.get("messages"), "messages"):
         for block in requests.content_parts(message.get("content")):
-            turns.add(message.get("role"), block)
+            turns.add_block(message.get("role"), block)
     thinking = requests.read_typed(body, "thinking", dict, {}).get("type")
     template_args = requests.read_typed(body, "chat_template_kwargs", dict, {})
     if thinking:
@@ -197,13 +201,13 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
         "messages": [*turns],
         "tools": _read_tools(body, "input_schema"),
         "stop": body.get("stop_sequences"),
-        "response_format": _given_once(
+        "response_format": _value_under_several_names(
             {"output_config.format": form, "output_format": body.get("output_format")}
         ),
         "chat_template_kwargs": template_args,
     }
     names = {"stop": "stop_sequences", "response_format": "output_config"}
-    return _read_chat(body, translated, config, names)
+    return _read_as_chat(body, translated, config, names)
 
 
 def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
@@ -226,22 +230,22 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
     if instructions := body.get("instructions"):
         turns.add_text("system", instructions)
     for item in requests.content_parts(body.get("input"), "input"):
-        turns.add("user", item)
+        turns.add_block("user", item)
     effort = requests.read_typed(body, "reasoning", dict, {}).get("effort")
     translated = {
         "messages": [*turns],
         "tools": _read_tools(body, "parameters"),
         "max_tokens": body.get("max_output_tokens"),
         "response_format": requests.read_typed(body, "text", dict, {}).get("format"),
-        "reasoning_effort": _given_once(
+        "reasoning_effort": _value_under_several_names(
             {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
         ),
     }
     names = {"max_tokens": "max_output_tokens", "response_format": "text"}
-    return _read_chat(body, translated, config, names)
+    return _read_as_chat(body, translated, config, names)
 
 
-def _given_once(values: Mapping[str, Any]) -> Any:
+def _value_under_several_names(values: Mapping[str, Any]) -> Any:
     """Return the value of a setting that an API has several names for; None where it is not given.
 
     Args:
@@ -258,7 +262,7 @@ def _given_once(values: Mapping[str, Any]) -> Any:
     return given.get(first)
 
 
-def _read_chat(
+def _read_as_chat(
     body: Body, translated: Body, config: GenerateConfig, names: Mapping[str, str]
 ) -> AnswerRequest:
     """Read a request by its translation into a chat completion.
@@ -544,7 +548,9 @@ class ResponsesWriter:
 
 
 def _echoed_fields(ask: AnswerRequest) -> dict[str, Any]:
-    """Return the fields of a response that repeat its request, with defaults for those it lacks."""
+    """Return the fields of a response that repeat its request, with defaults for those it lacks,
+    and those that are the same for every request.
+    """
     body = ask.body
     offered = ask.tools or ()
     metadata = body.get("metadata")

@@ -53,12 +53,14 @@ MOST_ANSWERS = 256
 def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
     """Read a request to /v1/chat/completions; "developer" turns become "system".
 
+    Turns are not checked any further. `top_logprobs` counts only where `logprobs` is true.
+
     Args:
         body: the request.
         config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
 
     Raises:
-        RequestError: a field cannot be followed.
+        RequestError: a field cannot be followed, or there are no turns.
     """
     choice = read_tool_choice(body)
     turns = requests.content_parts(body.get("messages"), "messages")
@@ -71,8 +73,8 @@ def read_chat(body: Body, config: GenerateConfig) -> AnswerRequest:
         forced_tools=choice.forced,
         parallel_calls=choice.is_parallel,
         template_args=_read_template_args(body),
-        **_read_last_turn(body, turns),
-        **_shared_fields(
+        **_read_continuation(body, turns),
+        **_read_shared_fields(
             body,
             config,
             (requests.read_number(body, "top_logprobs", 0, 20) or 0) if wants else None,
@@ -88,7 +90,8 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
 
     Raises:
-        RequestError: a field cannot be followed, or more than `MOST_ANSWERS` answers are asked for.
+        RequestError: a field cannot be followed, `suffix` is not empty, or more than `MOST_ANSWERS`
+            answers are asked for.
     """
     first, *others = _read_prompts(body.get("prompt"))
     requests.check_field(not body.get("suffix"), "suffix", "none")
@@ -101,7 +104,7 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
         is_chat=False,
         echoes=requests.read_typed(body, "echo", bool, False),
         writes=writes,
-        **_shared_fields(body, config, requests.read_number(body, "logprobs", 0, 20)),
+        **_read_shared_fields(body, config, requests.read_number(body, "logprobs", 0, 20)),
     )
     found = f"{1 + len(others)} prompts and n {ask.choices}"
     requests.check_field(ask.num_answers <= MOST_ANSWERS, found, f"{MOST_ANSWERS} answers at most")
@@ -127,7 +130,7 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
     return cast("list[str | list[int]]", prompts)
 
 
-def _shared_fields(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
+def _read_shared_fields(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
     """Read the fields that chats and text completions share.
 
     Args:
@@ -159,7 +162,8 @@ def _shared_fields(body: Body, config: GenerateConfig, logprobs: int | None) -> 
 def _read_settings(body: Body, config: GenerateConfig) -> dict[str, Any]:
     """Return the settings that a request changes, each checked under the request's name for it.
 
-    `stop` and `logit_bias` are always among them.
+    Of two names for one setting, the later one in `SETTINGS` counts. `stop` and `logit_bias` are
+    always among them. A negative seed becomes one of 63 bits.
 
     Args:
         body: the request.
@@ -225,6 +229,9 @@ def _read_template_args(body: Body) -> dict[str, Any]:
     """Return the variables of the chat template, with `reasoning_effort` among them if it is given.
 
     An effort of "none" becomes `enable_thinking` false. What `chat_template_kwargs` has goes first.
+
+    Raises:
+        RequestError: `chat_template_kwargs` is no object, or `reasoning_effort` no text.
     """
     given = requests.read_typed(body, "chat_template_kwargs", dict, {})
     effort = requests.read_typed(body, "reasoning_effort", str)
@@ -233,7 +240,7 @@ def _read_template_args(body: Body) -> dict[str, Any]:
     return {"reasoning_effort": effort, **given} if effort else given
 
 
-def _read_last_turn(body: Body, turns: Sequence[Body]) -> dict[str, Any]:
+def _read_continuation(body: Body, turns: Sequence[Body]) -> dict[str, Any]:
     """Read whether the answer continues the last turn, and whether the template opens a turn for
     it.
 
@@ -330,7 +337,7 @@ class TextCompletionWriter:
         logprobs = None
         if isinstance(part, TextPart) and part.logprobs is not None:
             logprobs = self._logprobs_entry(part.logprobs, len(whole.get("text", "")))
-            whole["logprobs"] = _extend(whole["logprobs"] or {}, logprobs)
+            whole["logprobs"] = _append_in_place(whole["logprobs"] or {}, logprobs)
         reason = part.reason if isinstance(part, ChoiceEnd) else None
         whole["finish_reason"] = reason
         own = {"index": part.choice, "finish_reason": reason, "logprobs": logprobs}
@@ -344,7 +351,7 @@ class TextCompletionWriter:
             part: a text; others add nothing.
         """
         more = {"text": part.text if isinstance(part, TextPart) else ""}
-        _extend(whole, more)
+        _append_in_place(whole, more)
         return more
 
     def _logprobs_entry(self, told: list[dict[str, Any]], offset: int) -> dict[str, Any]:
@@ -397,12 +404,12 @@ class ChatCompletionWriter(TextCompletionWriter):
                 message |= delta
                 function = {"name": part.name, "arguments": part.text}
                 call = {"id": part.id, "type": "function", "function": function}
-                _extend(message, {"tool_calls": [call]})
+                _append_in_place(message, {"tool_calls": [call]})
                 number = len(message["tool_calls"]) - 1
                 return {"delta": {**delta, "tool_calls": [{"index": number, **call}]}}
             case ChoiceEnd() if not message.get("content"):
                 message["content"] = None if "tool_calls" in message else ""
-        _extend(message, delta)
+        _append_in_place(message, delta)
         return {"delta": delta}
 
     def _logprobs_entry(self, told: list[dict[str, Any]], offset: int) -> dict[str, Any]:
@@ -423,7 +430,7 @@ def _logprobs_by_text(one: dict[str, Any]) -> dict[str, float] | None:
     return found
 
 
-def _extend(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def _append_in_place(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Append the texts and lists of `more` to those of `whole`, in place, and return `whole`.
 
     A name that `whole` lacks is added; None adds nothing to what is there.
@@ -436,7 +443,9 @@ def _extend(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _total_usage(ends: Sequence[ChoiceEnd], choices_each: int) -> dict[str, Any]:
-    """Return the `usage` object over all choices; each prompt counts once.
+    """Return the `usage` object over all choices; the tokens of each prompt count once.
+
+    Cached tokens are those of the first choice of each prompt.
 
     Args:
         ends: of all choices, in order.

@@ -72,7 +72,7 @@ class PromptReader:
     def __post_init__(self) -> None:
         self._tokenizing = threading.Lock()
 
-    def read(self, ask: AnswerRequest) -> tuple[list[Prompt], GenerateConfig]:
+    def read_prompts(self, ask: AnswerRequest) -> tuple[list[Prompt], GenerateConfig]:
         """Return all prompts of a request, in their order, checked against the model, and its
         settings.
 
@@ -83,11 +83,13 @@ class PromptReader:
             InputError: a prompt cannot be answered.
             HTTPException: the server is being stopped.
         """
-        first, config = self.prepare(ask)
+        first, config = self.first_prompt_and_config(ask)
         tokenizer = self.engine.tokenizer
         with self._tokenizing:
             model = self.engine.model(self.models[ask.model])
-            others = [self._tokens(replace(ask, question=one), model) for one in ask.others]
+            others = [
+                self._encode_question(replace(ask, question=one), model) for one in ask.others
+            ]
             found: list[Prompt] = []
             for question, tokens in zip((ask.question, *ask.others), (first, *others), strict=True):
                 check_prompt(model, len(tokens))
@@ -97,11 +99,12 @@ class PromptReader:
                 found.append(Prompt(tokens, cast("str", echoed)))
             return found, config
 
-    def prepare(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
+    def first_prompt_and_config(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
         """Return the tokens of a request's first prompt, and the settings of its answer.
 
         A seed is drawn where the request has none. `prediction`, an expected text, becomes
-        `prompt_lookup.reference`; `ignore_eos` becomes a bias of -inf on end tokens.
+        `prompt_lookup.reference`; `ignore_eos` becomes a bias of -inf on end tokens. Whether the
+        prompt fits the model is not checked.
 
         Raises:
             InputError: the prompt cannot be made into tokens.
@@ -128,14 +131,14 @@ class PromptReader:
             if ask.ignores_end:
                 ends = dict.fromkeys(end_token_ids(model, tokenizer), -math.inf)
                 config = replace(config, logit_bias={**(config.logit_bias or {}), **ends})
-            return self._tokens(ask, model), config
+            return self._encode_question(ask, model), config
 
     def check_open(self) -> None:
         """Raises HTTPException where the server is being stopped."""
         if self.engine.is_closed:
             raise stopping_error()
 
-    def _tokens(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
+    def _encode_question(self, ask: AnswerRequest, model: StreamFusedModel) -> list[int]:
         """Return the tokens of a request's prompt: text, token ids, or turns under a chat template.
 
         The request's variables go before the server's. `enable_thinking` and `reasoning_effort` are
@@ -155,7 +158,7 @@ class PromptReader:
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
         if ask.is_chat:
-            _check_template(ask, tokenizer)
+            _check_template_has_forms(ask, tokenizer)
             prompt = {"messages": ask.question, "tools": ask.tools}
             args = {**self.template_args, **(ask.template_args or {})}
             if "enable_thinking" not in str(tokenizer.chat_template):
@@ -171,7 +174,7 @@ class PromptReader:
             return encode_prompt(prompt, model, tokenizer, template_args=args)
         return list[Any](ask.question)
 
-    def mask(self, ask: AnswerRequest) -> Mask | None:
+    def make_mask(self, ask: AnswerRequest) -> Mask | None:
         """Return the mask that holds an answer to a grammar, or None; each call makes a new one.
 
         A tool call that the request forces has precedence over another grammar.
@@ -189,7 +192,7 @@ class PromptReader:
             grammar = tool_call_grammar(tokenizer, ask.tools or (), ask.forced_tools, most)
             return grammar_mask(tokenizer, grammar)
 
-    def scored(self, prompt: Prompt, found: ScoredPrompt) -> list[dict[str, Any]]:
+    def scored_entries(self, prompt: Prompt, found: ScoredPrompt) -> list[dict[str, Any]]:
         """Return the entries of a scored prompt's tokens, as `logprobs.prompt_logprobs` returns
         them.
         """
@@ -197,7 +200,7 @@ class PromptReader:
             return prompt_logprobs(self.engine.tokenizer, prompt.tokens[0], found.logprobs)
 
 
-def _check_template(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
+def _check_template_has_forms(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
     """Raise RequestError where the model's chat template has no place for what is asked.
 
     That is turns of a chat without a template, or tools or calls that the template does not name.

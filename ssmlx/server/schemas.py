@@ -95,14 +95,16 @@ def _tool_for_parser(tool: Any) -> Any:
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(properties, Mapping):
         return tool
-    own = {name: _with_single_type(one) for name, one in properties.items()}
+    own = {name: _with_only_other_type(one) for name, one in properties.items()}
     return {**tool, "function": {**function, "parameters": {**schema, "properties": own}}}
 
 
-def _with_single_type(schema: Any) -> Any:
-    """Return a copy of a schema with the type of its only alternative beside null; else the schema.
+def _with_only_other_type(schema: Any) -> Any:
+    """Return a copy of a schema with the type of its only alternative beside null; else the schema
+    itself.
 
-    A text's type is left out, as the parsers take an argument without a type for a text.
+    A text's type is left out, as the parsers take an argument without a type for a text. A type
+    that the schema has is written over.
     """
     lists = [schema[name] for name in _CHOICES if isinstance(schema, Mapping) and name in schema]
     every = lists[0] if lists and isinstance(lists[0], list) else []

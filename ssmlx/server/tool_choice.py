@@ -26,7 +26,8 @@ def read_tool_choice(body: Body) -> ToolChoice:
 
     "required" and "any" mean the same, and so do a named "function" and a "tool". A named tool
     allows one call alone; with "none" no tools are offered; "allowed_tools" offers those of its
-    list.
+    list, and forces one of them where its mode is "required". Without a choice nothing is forced.
+    `disable_parallel_tool_use` of the choice counts too.
 
     Raises:
         RequestError: a tool is no function of the client's, the choice is none of the tools, or a

@@ -97,7 +97,7 @@ def _object_schema(schema: Schema) -> dict[str, Any]:
     return {"type": "object", **only, **schema}
 
 
-def _sorted_parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
+def _parameters_required_first(schema: Schema) -> list[tuple[str, Any, bool]]:
     """Return (name, schema, whether it is required) of each argument, required ones first, else in
     their order.
 
@@ -122,7 +122,7 @@ def _sorted_parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
     return sorted(found, key=lambda one: not one[2])
 
 
-def _text_rule(rules: GrammarRules, schema: Any, letter: str) -> str | None:
+def _unquoted_text(rules: GrammarRules, schema: Any, letter: str) -> str | None:
     """Return the expression of a text without quotes; None where the schema is not that of a text.
 
     Listed values become a rule, whose name is returned; else the schema's lengths are kept.
@@ -178,10 +178,10 @@ def _tagged_format(
         `rules`.
         """
         parts = [rules.literal(head.format(name))]
-        for argument, own, is_required in _sorted_parameters(schema):
+        for argument, own, is_required in _parameters_required_first(schema):
             found = []
             for choice in alternatives(own) if splits else [own]:
-                text = _text_rule(rules, choice, _LETTER)
+                text = _unquoted_text(rules, choice, _LETTER)
                 found.append(text or f"{rules.json_value(choice)} {rules.literal(line)}")
             value = rules.add_rule(" | ".join(found))
             one = f"{rules.literal(before.format(argument))} {value} {rules.literal(after)}"
@@ -213,11 +213,11 @@ def _bracketed_format(
         `rules`.
         """
         items = []
-        for argument, own, is_required in _sorted_parameters(schema):
+        for argument, own, is_required in _parameters_required_first(schema):
             found = []
             mark = rules.literal(quote)
             for choice in alternatives(own) if quote else [own]:
-                text = _text_rule(rules, choice, letter) if quote else None
+                text = _unquoted_text(rules, choice, letter) if quote else None
                 found.append(f"{mark} {text} {mark}" if text else rules.json_value(choice))
             value = rules.add_rule(" | ".join(found))
             item = rules.add_rule(f"{rules.literal(before.format(argument))} {value}")
@@ -277,7 +277,7 @@ def _longcat_call(rules: GrammarRules, name: str, schema: Schema) -> str:
         name: of the tool.
         schema: of its arguments.
     """
-    if not any(is_required for _, _, is_required in _sorted_parameters(schema)):
+    if not any(is_required for _, _, is_required in _parameters_required_first(schema)):
         return _json_call(rules, name, schema)
     before = "<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>"
     return _tagged_format("{}\n", before, "</longcat_arg_value>\n", "")(rules, name, schema)
@@ -362,10 +362,12 @@ def tool_call_grammar(
 ) -> str:
     """Return the grammar of one or more tool calls, in the model's own form, with its markers.
 
+    Nothing else may stand before, between or behind the calls but what the form has there.
+
     Args:
         tokenizer: of the model; its parser decides the form.
         tools: those that the request offers.
-        names: of the tools that may be called.
+        names: of the tools that may be called, one or more of them.
         most: calls at most; one at least is made.
 
     Raises:

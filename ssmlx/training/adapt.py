@@ -17,8 +17,13 @@ from ..loading.found import Run, read_runs
 from ..loading.names import PLAN_FILE
 from ..prompts import read_prompts
 from .adapt_check import check_adapter, verdict_line, write_figures
-from .adapt_plan import CACHE_BYTES, add_round, make_adapt_plan, streams_line
-from .adapt_rounds import clear_interrupted_write, run_round
+from .adapt_plan import (
+    CACHE_BYTES,
+    add_round_for_more_hours,
+    make_adapt_plan,
+    model_and_streams_lines,
+)
+from .adapt_rounds import answer_and_train_round, restore_or_clear_interrupted_write
 from .adapt_run import (
     AdaptOptions,
     AdaptPlan,
@@ -26,7 +31,7 @@ from .adapt_run import (
     Say,
     fixed_settings,
     join_round_logs,
-    load_source,
+    load_model_and_prompts,
     read_round_examples,
 )
 from .answers import BatchResponder
@@ -56,7 +61,8 @@ def adapt(
             of the run's.
 
     Raises:
-        InputError: the model, the data or the folder cannot be used as asked.
+        InputError: the model, the data or the folder cannot be used as asked, or the hours are
+            fewer than those that the run is planned for.
     """
     prompts = [row for file in options.data for row in read_prompts(file, "--data")]
     with busy("reading the weights"):
@@ -83,7 +89,7 @@ def adapt(
         clock=clock,
     )
     try:
-        _make_and_check(run, plan)
+        _make_adapter_and_check(run, plan)
     except KeyboardInterrupt:
         _save_and_say_progress(run)
         raise
@@ -131,7 +137,7 @@ def _save_and_say_progress(run: AdaptRun) -> None:
     run.say(f"stopped: {kept} are kept; the same command goes on from there")
 
 
-def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
+def _make_adapter_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
     """Make every round that has not ended, then decode held-out prompts and write the figures.
 
     Curves are drawn, the plan is saved, and the verdict is said to the user.
@@ -141,10 +147,10 @@ def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
         plan: of the stopped run; None where nothing is planned yet.
 
     Raises:
-        InputError: as `_make_adapter` and `check_adapter` raise it.
+        InputError: as `_plan_and_make_rounds` and `check_adapter` raise it.
     """
     options = run.options
-    plan, dtype, bits = _make_adapter(run, plan)
+    plan, dtype, bits = _plan_and_make_rounds(run, plan)
     mx.clear_cache()  # of the base model, which is loaded once more with the adapter
     folders = [options.round_folder(number) for number in range(len(plan.rounds))]
     log = join_round_logs(folders)
@@ -161,7 +167,9 @@ def _make_and_check(run: AdaptRun, plan: AdaptPlan | None) -> None:
     run.say(verdict_line(options, measured))
 
 
-def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str, int | None]:
+def _plan_and_make_rounds(
+    run: AdaptRun, plan: AdaptPlan | None
+) -> tuple[AdaptPlan, str, int | None]:
     """Load the model, plan what is not planned yet, and make every round that has not ended.
 
     The plan is said to the user, and written to the run's folder before the first round and after
@@ -183,20 +191,20 @@ def _make_adapter(run: AdaptRun, plan: AdaptPlan | None) -> tuple[AdaptPlan, str
     mx.set_cache_limit(CACHE_BYTES)
     run.say(f"loading {options.model} ...")
     with busy("loading"):
-        source = load_source(run)
+        source = load_model_and_prompts(run)
     responder = BatchResponder(source.answering, source.tokenizer, 1, options.seed, run.wait)
     if plan is None:
         plan = make_adapt_plan(run, source, responder)
     plan = replace(plan, base={"model": options.model, "folder": str(options.path.resolve())})
-    run.say(streams_line(plan, source))
-    plan = add_round(run, plan, source)
+    run.say(model_and_streams_lines(plan, source))
+    plan = add_round_for_more_hours(run, plan, source)
     plan.write(options.out / PLAN_FILE)
     responder = replace(responder, batch_size=plan.rates.answers_at_once)
-    clear_interrupted_write(options.adapter_folder)
+    restore_or_clear_interrupted_write(options.adapter_folder)
     for number in range(len(plan.rounds)):
         folder = options.round_folder(number)
         if not (folder / ENDED_FILE).exists():
-            plan = run_round(run, plan, number, source, responder)
+            plan = answer_and_train_round(run, plan, number, source, responder)
             with name_file_in_os_errors(folder):
                 (folder / ENDED_FILE).touch()
             plan = run.save_plan(plan)

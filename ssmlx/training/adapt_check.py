@@ -170,6 +170,9 @@ def write_figures(
     """Write figures.json into the adapter's folder, which `ssmlx.upload` makes a card of: the
     adapter's recipe, data and figures.
 
+    The data count as private where the user gave files of prompts or a LoRA. The base's revision is
+    None unless its folder is one of the Hub's cache.
+
     Args:
         run: of this process.
         plan: with all rounds and the seconds spent.
@@ -216,6 +219,8 @@ def write_figures(
 def verdict_line(options: AdaptOptions, measured: Mapping[str, Any]) -> str:
     """Return the line that tells the user whether to use the adapter, by `is_worth_using`, and the
     command.
+
+    The command of an adapter that was made with a LoRA names it; others are found without.
 
     Args:
         options: of the run; the advice is to double its hours where the adapter brings nothing.

@@ -88,7 +88,7 @@ def make_adapt_plan(run: AdaptRun, source: Source, responder: BatchResponder) ->
     )
 
 
-def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
+def add_round_for_more_hours(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
     """Add a round to the plan where the user's hours are more than those of its rounds; say what
     the last round makes.
 
@@ -148,7 +148,7 @@ def add_round(run: AdaptRun, plan: AdaptPlan, source: Source) -> AdaptPlan:
     return plan
 
 
-def streams_line(plan: AdaptPlan, source: Source) -> str:
+def model_and_streams_lines(plan: AdaptPlan, source: Source) -> str:
     """Return two lines for the user: the model, and its streams with what calls of each tree size
     cost, in plain calls.
     """

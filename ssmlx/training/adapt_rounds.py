@@ -26,23 +26,23 @@ from .adapt_run import (
     Source,
     TokenisedPrompt,
     read_round_examples,
-    tokenise_prompts,
+    tokenise_fitting_prompts,
 )
 from .answers import BatchResponder, NumberedPrompt
 from .job import STORE_FILE, prepare_job, run_to_end
-from .mlx_model import TrainedModel, add_new_weights, new_adapter
+from .mlx_model import TrainedModel, add_condition_and_root_init, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
 from .objective import Validation
 from .progress import ANSWERS_FILE, QUESTIONS_FILE, StepPace, format_duration
 from .questions import normalise_prompt, opening_words
-from .sizing import StepCosts, fastest_tree, shorten_round
+from .sizing import StepCosts, fastest_tree, shorten_round_to_hours
 
 SAMPLED_EVERY = 4
 SAMPLED_TEMP = 0.8
 _ROUND_SEEDS = 1000
 
 
-def clear_interrupted_write(adapter_folder: Path) -> None:
+def restore_or_clear_interrupted_write(adapter_folder: Path) -> None:
     """Clean up beside an adapter's folder what `atomic_folder` left when its process was killed.
 
     Where the old adapter had been moved aside already, and no new one is there, it is moved back;
@@ -55,7 +55,7 @@ def clear_interrupted_write(adapter_folder: Path) -> None:
             shutil.rmtree(left)
 
 
-def run_round(
+def answer_and_train_round(
     run: AdaptRun, plan: AdaptPlan, number: int, source: Source, responder: BatchResponder
 ) -> AdaptPlan:
     """Run a round: make its answers where they are not made yet, then train on them.
@@ -78,7 +78,7 @@ def run_round(
         began = run.clock.spent
         make_round_examples(run, plan, number, source, responder)
         planned = plan.rounds[number]
-        fitted = shorten_round(planned, plan.round_before(number), run.clock.spent)
+        fitted = shorten_round_to_hours(planned, plan.round_before(number), run.clock.spent)
         plan = run.save_plan(plan.replace_round(number, fitted))
         less = (
             ""
@@ -102,7 +102,8 @@ def make_round_examples(
 
     Prompts are the user's first; of the rest at least a third are questions that the model makes
     up, if it has a chat template, and the others ship. None is one of an earlier round's. Every
-    fourth is answered with sampling, the others greedily. The first round holds out its first
+    fourth is answered with sampling, the others greedily. Where there are too few prompts, fewer
+    are answered, and nothing is said of it. The first round holds out its first
     greedy answers, and no training example may have the `_duplicate_key` of one held out. What a
     stopped process has asked and answered is read from the folder, and not made again.
 
@@ -144,7 +145,7 @@ def make_round_examples(
         questions = responder.make_up_questions(num_own, amounts.question_tokens, part)
     prompts = [{"prompt": text} for text in questions]
     run.say(f"answering {wanted:,} prompts ...")
-    own = new(tokenise_prompts(run, OWN, prompts, source))
+    own = new(tokenise_fitting_prompts(run, OWN, prompts, source))
     asked = [*files, *own, *shipped][:wanted]
     random.Random(seed).shuffle(asked)
     texts = [
@@ -154,7 +155,7 @@ def make_round_examples(
         for n, one in enumerate(asked)
     ]
     with part_file(ANSWERS_FILE) as part:
-        answers = responder.answer_with_progress(texts, amounts.answer_tokens, part)
+        answers = responder.answer_missing_and_keep(texts, amounts.answer_tokens, part)
     rows: list[dict[str, Any]] = [
         {
             "source": one.source,
@@ -209,7 +210,7 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
             with atomic_folder(start_folder) as work:
                 shutil.copytree(best, work, dirs_exist_ok=True)
         train = replace(train, train_only="streams")
-        start = add_new_weights(load_stream_adapter(start_folder), train)
+        start = add_condition_and_root_init(load_stream_adapter(start_folder), train)
     training = replace(
         source.training,
         out=folder,
@@ -231,7 +232,7 @@ def train_round(run: AdaptRun, plan: AdaptPlan, number: int, source: Source) -> 
     pace = StepPace(run.clock, job.num_steps)
 
     def before_step() -> None:
-        """Wait until the machine may be used, then note that a step begins."""
+        """Call the run's `wait`, then note that a step begins."""
         run.wait()
         pace.note_step_begin(trainer.step)
 
@@ -267,7 +268,7 @@ def forecast_line(costs: StepCosts, validate: Validation) -> str:
         costs: plain calls that a call with n nodes takes, by n.
         validate: replays the held-out answers with trees of these n, which takes some time.
     """
-    tokens = validate.curve(tuple(costs))
+    tokens = validate.tokens_per_call_by_size(tuple(costs))
     nodes, speedup = fastest_tree(costs, tokens)
     forecast = (
         f"so far: {tokens[nodes]:.2f} tokens per call with {nodes} nodes on held-out answers, "

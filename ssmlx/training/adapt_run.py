@@ -27,7 +27,7 @@ from ..prompts import encode_with_template, last_user_text, read_prompts
 from ..templates import frozen_date
 from .config import RunOptions, TrainConfig
 from .job import read_base_settings
-from .mlx_trainer import load_frozen
+from .mlx_trainer import load_base_for_training
 from .progress import Clock
 from .questions import draw_shipped_prompts
 from .record import LOG_FILE, read_record
@@ -143,6 +143,7 @@ class AdaptPlan:
         Raises:
             InputError: the plan is of other settings, whose names are listed, or the file is no
                 JSON object.
+            KeyError, TypeError: a value of the plan is missing, or of another form.
         """
         if not path.exists():
             return None
@@ -233,7 +234,7 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
     return settings if options.adapter is None else {**settings, "adapter": options.lora_digests}
 
 
-def find_run_folder(options: AdaptOptions) -> Path:
+def find_folder_of_same_run(options: AdaptOptions) -> Path:
     """Find the folder of the run that these options begin or go on with.
 
     A model that was moved or renamed goes on with the run that was begun for its weights.
@@ -254,11 +255,12 @@ def find_run_folder(options: AdaptOptions) -> Path:
     return next((run.folder for run in read_runs() if run.settings == settings), options.out)
 
 
-def load_source(run: AdaptRun) -> Source:
+def load_model_and_prompts(run: AdaptRun) -> Source:
     """Load the model frozen, with the LoRA that it is to have, and tokenise all prompts.
 
-    Prompts are those of the user's files, and those that ship. Those that are too long are left
-    out, which is said to the user.
+    Prompts are those of the user's files, and those that ship for training. Those that are too long
+    are left out, which is said to the user. `backbone` stays without the LoRA; `answering` has it,
+    over the same weights.
 
     Raises:
         InputError: the model cannot be loaded or cannot have streams, a prompt cannot be tokenised,
@@ -268,10 +270,12 @@ def load_source(run: AdaptRun) -> Source:
     base = read_base_settings(options.path)
     tokenizer = load_tokenizer(options.path, base)
     dtype = choose_frozen_dtype(options.path, base, options.memory)
-    backbone = load_frozen(options.path, dtype)
+    backbone = load_base_for_training(options.path, dtype)
     backbone.capabilities.require("stages", "streams")
     backbone.name = options.model
-    lora: Loras = {} if options.adapter is None else read_lora(options.adapter, backbone)
+    lora: Loras = (
+        {} if options.adapter is None else read_lora_without_streams(options.adapter, backbone)
+    )
     tuned = attach_adapter(backbone, Adapter(lora=lora), merge_lora=False) if lora else None
     training = RunOptions(
         data=options.out / DATA_FOLDER,
@@ -295,12 +299,12 @@ def load_source(run: AdaptRun) -> Source:
     shipped = [{"prompt": text} for text in draw_shipped_prompts(options.seed)["train"]]
     return replace(
         source,
-        files=tokenise_prompts(run, FILES, run.prompts, source),
-        shipped=tokenise_prompts(run, SHIPPED, shipped, source),
+        files=tokenise_fitting_prompts(run, FILES, run.prompts, source),
+        shipped=tokenise_fitting_prompts(run, SHIPPED, shipped, source),
     )
 
 
-def read_lora(folder: Path, backbone: Backbone) -> Loras:
+def read_lora_without_streams(folder: Path, backbone: Backbone) -> Loras:
     """Read the LoRA of an adapter without streams, by the base model's own module paths.
 
     Args:
@@ -321,7 +325,7 @@ def read_lora(folder: Path, backbone: Backbone) -> Loras:
 
 
 @frozen_date()
-def tokenise_prompts(
+def tokenise_fitting_prompts(
     run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
 ) -> list[TokenisedPrompt]:
     """Tokenise prompts under the model's template, in order; those that are too long are left out.

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import bar
 from ..loading.files import PartFile
-from .questions import is_good_prompt, normalise_prompt, user_prefix
+from .questions import is_good_prompt, normalise_prompt, user_turn_prefix
 
 PREFILL_AT_ONCE = 8
 _MIN_P = 0.02
@@ -100,7 +100,7 @@ class BatchResponder:
 
         return draw
 
-    def answer_with_progress(
+    def answer_missing_and_keep(
         self, requests: Sequence[NumberedPrompt], max_tokens: int, part: PartFile
     ) -> list[list[int]]:
         """Answer every request that `part` has no answer to yet, with a progress bar.
@@ -136,8 +136,12 @@ class BatchResponder:
             spaces and punctuation alone once. Fewer where good ones are rare: it stops after a
             number of tries in proportion to `wanted`, or earlier where after ten rounds fewer than
             one in six is good.
+
+        Raises:
+            InputError, ValueError: the chat template has no user turn to continue, see
+                `user_turn_prefix`.
         """
-        prefix = user_prefix(self.tokenizer) if wanted else []
+        prefix = user_turn_prefix(self.tokenizer) if wanted else []
         known = dict(part.done)
         found: dict[str, str] = {}
         size = 2 * self.batch_size  # of a round

@@ -33,7 +33,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import InputError
 from ..json_files import parse_json
 from ..model.masks import hide_outside_window, window_start
-from ..prompts import ChatFrame, encode, encode_turns, is_single_turn, normalise_turns, read_lines
+from ..prompts import (
+    ChatFrame,
+    encode,
+    encode_turns_or_last,
+    is_single_turn,
+    normalise_turns,
+    read_lines,
+)
 from ..templates import frozen_date
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
@@ -123,7 +130,8 @@ class Encoder:
 
         Returns:
             Tokens of all turns but the last, up to where an answer starts; and those of the answer
-            with the end token, if there is one. Tool calls are written as the template does it.
+            with the end token, if there is one. Tool calls are written as the template does it;
+            what it writes behind the first end token is cut.
 
         Raises:
             ValueError: the template is not for several turns, refuses them, or writes the tool
@@ -131,7 +139,7 @@ class Encoder:
         """
         if len(turns) > 2 and is_single_turn(turns[:-1], self.template, tools=tools):
             raise ValueError("it has several turns, and a template of one's own is of single ones")
-        of_turns = partial(encode_turns, tokenizer=self.tokenizer, template=self.template)
+        of_turns = partial(encode_turns_or_last, tokenizer=self.tokenizer, template=self.template)
         prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):
             return prompt, self._encode_answer(turns[-1]["content"])
@@ -428,14 +436,15 @@ def collate(
     return Batch(np.asarray(indices), tokens, lengths, pads, ends, sight)
 
 
-def epoch_order(
+def draw_epoch_batches(
     examples: Sequence[Example], batch_size: int, seed: int, epoch: int
 ) -> list[np.ndarray]:
     """Return the batches of one epoch as arrays of example indices, each of `batch_size` at most.
 
-    The examples are shuffled, sorted by length in pools of 32 batches, cut into batches, and the
-    batches are shuffled. The result depends on the arguments alone, so that a stopped run goes on
-    with it.
+    The examples are shuffled, sorted in pools of 32 batches by the answer's length and then the
+    prompt's, cut into batches, and the batches are shuffled. A batch at the end of a pool may have
+    fewer examples. The result depends on the arguments alone, so that a stopped run goes on with
+    it.
 
     Args:
         examples: the data, of which only lengths are used.
@@ -494,15 +503,15 @@ class BatchPlan:
         """
         epoch, place = divmod(step, -(-len(self._examples) // self._batch_size))
         if epoch != self._epoch:
-            self._batches = epoch_order(self._examples, self._batch_size, self._seed, epoch)
+            self._batches = draw_epoch_batches(self._examples, self._batch_size, self._seed, epoch)
             self._epoch = epoch
             if self._packing is not None:
-                self._choose_packed_batches()
+                self._draw_and_shuffle_packed_batches()
         packing = self._packing if place in self._joined else None
         batch = collate(self._examples, self._batches[place], packing)
         return batch if self._part == (0, 1) else batch.part_of_rank(*self._part)
 
-    def _choose_packed_batches(self) -> None:
+    def _draw_and_shuffle_packed_batches(self) -> None:
         """Draw half of the epoch's batches to be packed, rounded up, and shuffle their examples
         among them.
 

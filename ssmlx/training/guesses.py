@@ -75,7 +75,7 @@ def compute_guesses(
     for first in range(0, len(answer), at_once):
         own = rows[:, first * streams :][:, : at_once * streams]
         roots = answer[first:][:at_once]
-        tokens, logprobs = vocab.rank(own, mx.array(roots), count)
+        tokens, logprobs = vocab.rank_stream_tokens(own, mx.array(roots), count)
         mx.eval(tokens, logprobs)
         parts.append((np.array(tokens, np.int32), np.array(logprobs, np.float32)))
     tokens_along, logprobs_along = (np.concatenate(part) for part in zip(*parts, strict=True))

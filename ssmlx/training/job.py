@@ -365,8 +365,8 @@ def run_to_end(
         lower: called once, after the state is read; returns what gives the frozen layers' results
             of a batch.
         write: writes what was trained, and returns where, or None for the run's folder.
-        keep_best: validate before the first step too, and call `write` whenever tokens per call are
-            the most so far; otherwise at the end.
+        keep_best: validate before the first step of a new run too, and call `write` whenever tokens
+            per call are the most so far, by the log; otherwise once, at the end.
         wait: called before each step.
         validated: called after each validation but that before the first step.
 
@@ -390,7 +390,7 @@ def run_to_end(
         settings["draft_vocab_coverage"] = round(
             draft_vocab_coverage(job.valid, job.draft_vocab), 4
         )
-    trainer.resume(state, identity, _differing_options(out / SETTINGS_FILE, settings))
+    trainer.resume(state, identity, _describe_differing_options(out / SETTINGS_FILE, settings))
     record = Record(out / LOG_FILE, trainer.step)
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
@@ -434,8 +434,10 @@ def run_to_end(
     logger.info("%s: step %d of %d", result or out, trainer.step, job.num_steps)
 
 
-def _differing_options(path: Path, settings: Mapping[str, Any]) -> str:
+def _describe_differing_options(path: Path, settings: Mapping[str, Any]) -> str:
     """List which options of a stopped run differ from those of this one, for a message.
+
+    The settings of training, model, template and dtype are compared, and nothing else.
 
     Args:
         path: of the settings that the stopped run has written.
@@ -459,7 +461,7 @@ def _differing_options(path: Path, settings: Mapping[str, Any]) -> str:
     return ", ".join(told)
 
 
-def check_gradient(norm: float, step: int) -> None:
+def check_gradient_is_finite(norm: float, step: int) -> None:
     """Raise InputError where `norm`, the gradient norm of step `step`, is infinite or NaN."""
     require(
         math.isfinite(norm),
@@ -486,7 +488,7 @@ def _log_losses(entry: dict[str, float], num_steps: int) -> None:
     logger.info("step %.0f of %d: %s%s", entry["step"], num_steps, losses, rate)
 
 
-def check_scale(source: Path, found: float, expected: float) -> None:
+def check_lora_scale(source: Path, found: float, expected: float) -> None:
     """Raise InputError where LoRA weights to start from have another scale, alpha / rank, than the
     new run's.
 
@@ -536,7 +538,7 @@ def check_start_streams(
         )
 
 
-def check_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_start_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise InputError unless for each array of `found` the new run has one of the same name and
     shape.
 

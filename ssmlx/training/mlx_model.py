@@ -47,7 +47,7 @@ from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotat
 from ..settings import StreamConfig
 from .config import Part, TrainConfig
 from .data import Batch
-from .job import check_scale, check_shapes, check_start_streams
+from .job import check_lora_scale, check_start_shapes, check_start_streams
 from .objective import RECORDED_TREE_SIZES, Validation
 
 EMBEDDING_STD = 0.02
@@ -66,8 +66,8 @@ class Rows:
     key_positions: mx.array  # [B, keys]
 
     def mask_in_window(self, window: int | None) -> mx.array:
-        """Return `mask` for a layer with a sliding window of `window` tokens, keys before it
-        hidden; `mask` itself for None.
+        """Return `mask` for a layer with a sliding window of `window` tokens, the row's own among
+        them, and keys before it hidden; `mask` itself for None.
         """
         if window is None:
             return self.mask
@@ -244,7 +244,8 @@ class TrainedModel:
         """Put `weights` into the model, by their names in the adapter's files, and keep them as
         `self.weights`.
 
-        Those that are not given have the values that they had when the model was made.
+        They may be traced arrays of a gradient. Those that are not given have the values that they
+        had when the model was made, not those that were bound last.
         """
         self.weights = weights
         every = {**self._start, **weights}
@@ -310,9 +311,9 @@ class TrainedModel:
         assert self._streams.prune is not None
         return (nodes + self._streams.prune(nodes)).astype(nodes.dtype)
 
-    def head(self, drafting: bool) -> LMHead:
-        """Return the draft head where `drafting` and there is one, else the LM head."""
-        return (self.draft_head if drafting else None) or self.backbone.lm_head
+    def head(self, uses_draft_head: bool) -> LMHead:
+        """Return the draft head where it is asked for and there is one, else the LM head."""
+        return (self.draft_head if uses_draft_head else None) or self.backbone.lm_head
 
     def apply_condition(self, normed: mx.array, tokens: mx.array) -> mx.array:
         """Return final-normed stream rows with what the tokens before their guesses tell them
@@ -341,9 +342,10 @@ class TrainedModel:
 
         Returns:
             Tokens [A, G, C], best first, and log probabilities: [A, G, C], or [A, G, C, C] given
-            each candidate of the stream before where there is a condition; see `DraftVocab.rank`.
+            each candidate of the stream before where there is a condition; see
+            `DraftVocab.rank_stream_tokens`.
         """
-        return DraftVocab(self._fused).rank(streams[None], roots, count)
+        return DraftVocab(self._fused).rank_stream_tokens(streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
         mask = rows.mask_in_window(self.backbone.windows[index])
@@ -385,7 +387,7 @@ def replace_weights(adapter: StreamAdapter, weights: Weights) -> StreamAdapter:
     return adapter.with_trained(lora, streams=streams_from_tensors(every))
 
 
-def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
+def bind_weights_of_adapter(model: TrainedModel, adapter: StreamAdapter, source: Path) -> None:
     """Bind the weights of another adapter to a model, as far as that has them.
 
     The adapter may lack parts, such as streams where it is a LoRA alone; these keep the model's
@@ -405,9 +407,9 @@ def initialise_from(model: TrainedModel, adapter: StreamAdapter, source: Path) -
     check_start_streams(source, adapter.config, model.config, loses_task=loses_task)
     scales = {lora.scale for lora in model.adapter.trained_lora.values()}
     for lora in adapter.trained_lora.values():
-        check_scale(source, lora.scale, max(scales, default=lora.scale))
+        check_lora_scale(source, lora.scale, max(scales, default=lora.scale))
     found = trainable_weights(adapter)
-    check_shapes(source, found, model.weights)
+    check_start_shapes(source, found, model.weights)
     weights = {**model.weights, **found}
     mx.eval(weights)
     model.bind(weights)
@@ -424,13 +426,16 @@ def write_validated_adapter(folder: Path, adapter: StreamAdapter, validate: Vali
     Returns:
         The folder.
     """
-    config = replace(adapter.config, tokens_per_call=validate.curve(RECORDED_TREE_SIZES) or None)
+    config = replace(
+        adapter.config,
+        tokens_per_call=validate.tokens_per_call_by_size(RECORDED_TREE_SIZES) or None,
+    )
     with atomic_folder(folder) as work:
         write_adapter(work, replace(adapter, config=config))
     return folder
 
 
-def add_new_weights(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
+def add_condition_and_root_init(adapter: StreamAdapter, train: TrainConfig) -> StreamAdapter:
     """Return a copy of the adapter with a condition and a root init where `train` asks for one and
     it has none.
 

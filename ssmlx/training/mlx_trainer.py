@@ -21,7 +21,7 @@ from ..model.ranks import Group, from_rank0, sum_over_ranks
 from ..model.shapes import to_int, to_list
 from .config import TrainConfig
 from .data import Batch
-from .job import Trainer, check_gradient
+from .job import Trainer, check_gradient_is_finite
 from .mlx_model import Layout, TrainedModel, Weights, anchor_indices
 from .objective import GIVEN, MAIN, PRUNE, STREAM, Objective, Term, split_rows
 
@@ -53,7 +53,9 @@ def linear_cross_entropy(
         The sum; and each row's cross-entropy [R] in nats, which has no gradient.
     """
 
-    def sloped(rows: mx.array, wanted: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+    def surrogate_and_losses(
+        rows: mx.array, wanted: mx.array, weights: mx.array
+    ) -> tuple[mx.array, mx.array]:
         """Return a scalar that has the loss's gradient, if not its value; and the cross-entropies
         of the rows.
         """
@@ -62,7 +64,7 @@ def linear_cross_entropy(
         chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
         return ((logits * (probs * weights[:, None])).sum() - (chosen * weights).sum()), losses
 
-    def chunk_by_chunk(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def sum_by_chunks(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return the sum, each row's loss [R] and the sum's gradient [R, D], chunk by chunk."""
         losses: list[mx.array] = []
         gradients: list[mx.array] = []
@@ -70,20 +72,22 @@ def linear_cross_entropy(
             part = hidden[rows]
             if losses:  # the last chunk's logits are done with first, however MLX orders its work
                 part = mx.depends([part], [losses[-1], gradients[-1]])[0]
-            (_, own), gradient = mx.value_and_grad(sloped)(part, targets[rows], scales[rows])
+            (_, own), gradient = mx.value_and_grad(surrogate_and_losses)(
+                part, targets[rows], scales[rows]
+            )
             losses.append(own)
             gradients.append(gradient)
         every = mx.concatenate(losses)
         return (every * scales).sum(), every, mx.concatenate(gradients)
 
-    def pull_back(
+    def gradient_of_hidden(
         hidden: mx.array, upstream: tuple[mx.array, ...], found: tuple[mx.array, ...]
     ) -> mx.array:
         """Return the stored gradient of `hidden`, times that of the sum."""
         return (found[2] * upstream[0]).astype(hidden.dtype)
 
-    summed: Any = mx.custom_function(chunk_by_chunk)
-    summed.vjp(pull_back)
+    summed: Any = mx.custom_function(sum_by_chunks)
+    summed.vjp(gradient_of_hidden)
     total, losses, _ = summed(hidden)
     return total, mx.stop_gradient(losses)
 
@@ -109,7 +113,7 @@ def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.a
     return (mx.log(mass) + top - chosen)[:, 0], powers / mass
 
 
-def load_frozen(path: Path, dtype: str) -> Backbone:
+def load_base_for_training(path: Path, dtype: str) -> Backbone:
     """Load the base model of a folder for training, in a type that small gradients survive.
 
     Quantised weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16, in
@@ -197,13 +201,13 @@ class MlxObjective(Objective):
             targets. Of one rank's part of a batch, both are shares that add up over the ranks.
         """
         self.model.bind(weights)
-        states = self._states(batch, lower)
+        states = self._hidden_states_by_kind(batch, lower)
         total = mx.array(0.0)
         means = {}
         terms = self.terms(batch, step)
         whole = {term.name: term.num_targets for term in self.terms(batch.whole or batch, step)}
         for drafting in (False, True):
-            own = [t for t in terms if self._drafts(t) == drafting and t.num_targets]
+            own = [t for t in terms if self._uses_draft_head(t) == drafting and t.num_targets]
             if not own:
                 continue
             part, losses = self._cross_entropy(own, states, drafting, whole)
@@ -213,7 +217,7 @@ class MlxObjective(Objective):
                 means[term.name] = rows.sum() / whole[term.name]
         return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
-    def _states(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
+    def _hidden_states_by_kind(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
         """Return hidden states before the final norm, by the kinds of rows that terms name.
 
         Args:
@@ -270,7 +274,7 @@ class MlxObjective(Objective):
             G, C], or [B, K, G, C, C] given each candidate of the stream before where there is a
             condition.
         """
-        rows = self._states(batch, lower)[STREAM].reshape(-1, self.hidden_size)
+        rows = self._hidden_states_by_kind(batch, lower)[STREAM].reshape(-1, self.hidden_size)
         pieces = []
         streams = self.train.num_streams
         roots = mx.array(np.maximum(batch.targets(0), 0).flatten())
@@ -287,7 +291,7 @@ class MlxObjective(Objective):
     def _layout(self, batch: Batch) -> Layout:
         return Layout.of(batch, self.train.num_streams)
 
-    def _drafts(self, term: Term) -> bool:
+    def _uses_draft_head(self, term: Term) -> bool:
         """Whether a term's rows go to the draft head, and not to the whole LM head."""
         return term.kind in (STREAM, GIVEN) and self.draft_vocab is not None
 
@@ -295,8 +299,8 @@ class MlxObjective(Objective):
         self,
         terms: list[Term],
         states: dict[str, mx.array],
-        drafting: bool,
-        whole: Mapping[str, int],
+        uses_draft_head: bool,
+        whole_targets: Mapping[str, int],
     ) -> tuple[mx.array, mx.array]:
         """Return the weighted sum of losses over terms that share a head, and each row's loss.
 
@@ -305,8 +309,8 @@ class MlxObjective(Objective):
         Args:
             terms: one or more, each with a target at least.
             states: hidden states before the final norm, by kind.
-            drafting: whether the head is the draft head.
-            whole: by a term's name, its targets in the whole batch, over all ranks.
+            uses_draft_head: whether the head is the draft head.
+            whole_targets: by a term's name, its targets in the whole batch, over all ranks.
         """
         rows = []
         targets = []
@@ -322,14 +326,14 @@ class MlxObjective(Objective):
             rows.append(own)
             targets.append(term.targets[there].astype(np.int32))
             # Of each row in the sum, so that the sum is the weighted mean.
-            scale = term.weight / whole[term.name]
+            scale = term.weight / whole_targets[term.name]
             scales.append(np.full(term.num_targets, scale, np.float32))
         return linear_cross_entropy(
-            model.head(drafting),
+            model.head(uses_draft_head),
             mx.concatenate(rows),
             mx.array(np.concatenate(targets)),
             mx.array(np.concatenate(scales)),
-            self.draft_vocab_size if drafting else self.vocab_size,
+            self.draft_vocab_size if uses_draft_head else self.vocab_size,
         )
 
 
@@ -470,7 +474,7 @@ class MlxTrainer(Trainer):
         self.objective.model.bind(self.weights)
         if mx.get_cache_memory() > _CACHE_BYTES:  # of buffers in the shapes of other batches
             mx.clear_cache()
-        check_gradient(float(norm), self.step + 1)
+        check_gradient_is_finite(float(norm), self.step + 1)
         parts = self.objective.name_losses(batch, self.step, means)
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}

@@ -133,7 +133,7 @@ class Objective(ABC):
         Returns:
             [B, K, G, C] the likeliest draft tokens, best first; and their log probabilities [B, K,
             G, C], or [B, K, G, C, C] given each candidate of the stream before where there is a
-            condition, see `DraftVocab.rank`.
+            condition, see `DraftVocab.rank_stream_tokens`.
         """
 
     def terms(self, batch: Batch, step: int) -> list[Term]:
@@ -224,9 +224,9 @@ class Validation:
             objective: of the training.
             batches: of the examples.
             size: nodes of the trees that are replayed.
-            largest: nodes of the largest tree whose replay is asked for by `curve` before the
-                weights change: what is guessed for it is kept, as guessing takes most of the time.
-                0 keeps nothing.
+            largest: nodes of the largest tree whose replay is asked for by
+                `tokens_per_call_by_size` before the weights change: what is guessed for it is kept,
+                as guessing takes most of the time. 0 keeps nothing.
         """
         self._objective = objective
         self._size = size
@@ -248,7 +248,7 @@ class Validation:
         for batch, lower in bar(self._batches, "validating"):
             for name, value in self._objective.mean_losses(batch, lower).items():
                 sums[f"valid_{name}"] = sums.get(f"valid_{name}", 0.0) + value
-            found = self._replay_batch(batch, lower)
+            found = self._replay_and_keep_guesses(batch, lower)
             replays += [] if found is None else [found]
         entry = {name: round(value / len(self._batches), 4) for name, value in sums.items()}
         if replays:
@@ -256,9 +256,10 @@ class Validation:
             entry["tokens_per_call"] = round(whole.tokens_per_call, 4)
         return entry
 
-    def _replay_batch(self, batch: Batch, lower: Any) -> Replay | None:
-        """Replay a batch with trees of `size` nodes, and keep the guesses where `curve` will want
-        them; None without streams.
+    def _replay_and_keep_guesses(self, batch: Batch, lower: Any) -> Replay | None:
+        """Replay a batch with trees of `size` nodes; None without streams.
+
+        The guesses are kept where `tokens_per_call_by_size` will want them.
         """
         if not self._largest:
             return self._objective.replay(batch, lower, self._size)
@@ -267,7 +268,7 @@ class Validation:
         self._guesses += found
         return replay(found, self._size)
 
-    def curve(self, sizes: Sequence[int]) -> dict[int, float]:
+    def tokens_per_call_by_size(self, sizes: Sequence[int]) -> dict[int, float]:
         """Return tokens per call, 1 at least and without the prompts' calls, by nodes of the tree;
         empty without streams.
 
@@ -328,7 +329,7 @@ class LowerStore:
         shape = int(ends[-1]), objective.state_size
         self._mark = path.with_name(path.name + ".json")
         size = int(ends[-1]) * objective.state_size * objective.state_bytes
-        is_own = self._read_mark().get("identity") == identity
+        is_own = self._read_progress().get("identity") == identity
         if not path.exists() or path.stat().st_size != size or not is_own:
             self._mark.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -353,13 +354,13 @@ class LowerStore:
             InputError: the disk is full.
         """
         batches = batches_by_length(self._examples, _BATCH_SIZE)
-        done = self._read_mark().get("batches", 0)
+        done = self._read_progress().get("batches", 0)
         if done == len(batches):
             return
         try:  # a write through the mapping, where the disk is full, would end the process
             with self._path.open("r+b") as file:
                 for number, batch in enumerate(bar(batches[done:], label), done + 1):
-                    self._write(file, batch)
+                    self._compute_and_write(file, batch)
                     if number % _BATCHES_PER_MARK == 0 or number == len(batches):
                         file.flush()
                         mark = {"batches": number, "identity": self._identity}
@@ -367,12 +368,12 @@ class LowerStore:
         except OSError as error:
             raise unwritable_error(self._path, error, "free some, or give --cache-gb 0") from error
 
-    def _write(self, file: BinaryIO, batch: Batch) -> None:
+    def _compute_and_write(self, file: BinaryIO, batch: Batch) -> None:
         """Compute the frozen layers' results of a batch, and write those of its tokens to their
         places in the file.
         """
         bits = self._objective.to_bits(self._objective.lower(batch))
-        for (index, pad, length), states in zip(self._rows(batch), bits, strict=True):
+        for (index, pad, length), states in zip(self._row_places(batch), bits, strict=True):
             file.seek(index * self._states.strides[0])
             file.write(states[pad : pad + length].tobytes())
 
@@ -381,18 +382,18 @@ class LowerStore:
         it; zeros at its padding.
         """
         out = np.zeros((*batch.tokens.shape, self._objective.state_size), self._states.dtype)
-        for row, (index, pad, length) in enumerate(self._rows(batch)):
+        for row, (index, pad, length) in enumerate(self._row_places(batch)):
             out[row, pad : pad + length] = self._states[index : index + length]
         return self._objective.from_bits(out)
 
-    def _rows(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
+    def _row_places(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
         """Yield, for each row of a batch: the number of its first state in the file, its first
         column that is no padding, and how many tokens it has.
         """
         for index, pad, length in zip(batch.indices, batch.pads, batch.lengths, strict=True):
             yield int(self._starts[index]), int(pad), int(length)
 
-    def _read_mark(self) -> dict[str, Any]:
+    def _read_progress(self) -> dict[str, Any]:
         """Return how many "batches" are in the file, and of which "identity"; empty where there is
         no whole note.
         """

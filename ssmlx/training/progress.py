@@ -95,15 +95,15 @@ def describe_round_progress(folder: Path, num_answers: int, num_steps: int, stat
     if (folder / ENDED_FILE).exists():
         return "all answers and all training"
     step = read_saved_step(folder / state_file)
-    answers = _count_finished_lists(folder / ANSWERS_FILE)
+    answers = _count_finished_rows(folder / ANSWERS_FILE)
     if step:
         return f"{answers:,} answers, and step {step:,} of {num_steps:,} of the training"
     if answers:
         return f"{answers:,} of {num_answers:,} answers"
-    return f"{_count_finished_lists(folder / QUESTIONS_FILE):,} questions"
+    return f"{_count_finished_rows(folder / QUESTIONS_FILE):,} questions"
 
 
-def _count_finished_lists(path: Path) -> int:
+def _count_finished_rows(path: Path) -> int:
     """Count the whole lines of a `PartFile` after its line of settings; 0 without a file."""
     if not path.exists():
         return 0

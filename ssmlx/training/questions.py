@@ -39,7 +39,7 @@ Lists = dict[str, list[str]]
 """What goes into each slot, and the "templates", "plain" prompts and "follow-ups"."""
 
 
-def read_lists() -> Lists:
+def read_question_lists() -> Lists:
     """Read `questions.txt`: the lines of each section, by the section's name; comments and empty
     lines are left out.
     """
@@ -52,7 +52,7 @@ def read_lists() -> Lists:
     return lists
 
 
-def split_lists() -> dict[str, Lists]:
+def split_question_lists() -> dict[str, Lists]:
     """Split the lines of every section of `questions.txt` into "train", "valid" and "test".
 
     Of each section 15 %, and one line at least, are for "valid" and as many for "test". The split
@@ -63,7 +63,7 @@ def split_lists() -> dict[str, Lists]:
     """
     rng = random.Random(0)
     splits: dict[str, Lists] = {split: {} for split in SPLITS}
-    for name, items in read_lists().items():
+    for name, items in read_question_lists().items():
         shuffled = rng.sample(items, len(items))
         held = max(1, round(HELD_OUT * len(items)))
         splits["valid"][name] = shuffled[:held]
@@ -76,8 +76,9 @@ def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
     """Draw `count` different prompts: plain ones for at most a half, then filled templates, every
     template in turn.
 
-    Some are changed by `make_casual`. A template is left alone once it has given `SHARE` times the
-    mean number of prompts: those with numbers in them would otherwise never end.
+    The plain ones are the first of their list. Some prompts are changed by `sometimes_make_casual`.
+    A template is left alone once it has given `SHARE` times the mean number of prompts: those with
+    numbers in them would otherwise never end.
 
     Args:
         lists: what templates are filled with; "plain" and "templates" among them.
@@ -91,7 +92,8 @@ def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
         InputError: the lists are too short for so many.
     """
     found = {
-        normalise_prompt(text): make_casual(text, rng) for text in lists["plain"][: count // 2]
+        normalise_prompt(text): sometimes_make_casual(text, rng)
+        for text in lists["plain"][: count // 2]
     }
     templates = lists["templates"]
     left = dict.fromkeys(templates, math.ceil(SHARE * count / len(templates)))
@@ -101,7 +103,7 @@ def draw_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
         for template in rng.sample(templates, len(templates)):
             text = fill_template(template, lists, rng)
             if left[template] and len(found) < count and normalise_prompt(text) not in found:
-                found[normalise_prompt(text)] = make_casual(text, rng)
+                found[normalise_prompt(text)] = sometimes_make_casual(text, rng)
                 left[template] -= 1
         dry = dry + 1 if len(found) == before else 0
     require(
@@ -135,11 +137,11 @@ def fill_template(template: str, lists: Lists, rng: random.Random) -> str:
     return text[0].upper() + text[1:] if template[0] == "{" else text
 
 
-def make_casual(text: str, rng: random.Random) -> str:
+def sometimes_make_casual(text: str, rng: random.Random) -> str:
     """Return a prompt, one in four changed to what somebody in a hurry types.
 
     It is in lower case, if it has less than 120 characters, or lacks its last punctuation, or ends
-    in thanks, or begins with a greeting; `rng` decides.
+    in a please or thanks, or begins with a greeting; `rng` decides, and is called once or twice.
     """
     draw = rng.random()
     if draw < 0.10:
@@ -159,7 +161,7 @@ def draw_shipped_prompts(seed: int) -> dict[str, list[str]]:
 
     Splits share no template and no list item.
     """
-    lists = split_lists()
+    lists = split_question_lists()
     return {
         split: draw_prompts(lists[split], WRITTEN[split], random.Random(f"{seed} {split}"))
         for split in SPLITS
@@ -172,7 +174,7 @@ def opening_words(text: str) -> str:
 
 
 @frozen_date()
-def user_prefix(tokenizer: Any) -> list[int]:
+def user_turn_prefix(tokenizer: Any) -> list[int]:
     """Return the tokens of the chat template up to where the text of a first user's turn begins.
 
     Raises:

@@ -73,7 +73,9 @@ def replay(guesses: Sequence[Guesses], size: int) -> Replay:
         All answers' tokens and calls together.
     """
     levels = guesses[0].tokens.shape[1] if guesses else 0
-    after = count_calls([depths_within(needed_sizes(one, levels, size), size) for one in guesses])
+    after = count_calls(
+        [depths_within(smallest_tree_sizes(one, levels, size), size) for one in guesses]
+    )
     return Replay(after.num_tokens + len(guesses), after.num_calls + len(guesses))
 
 
@@ -100,14 +102,14 @@ def depths_within(needed: Ints, limit: int) -> Ints:
     has, from the first on.
 
     Args:
-        needed: [A, levels] as `needed_sizes` gives it.
+        needed: [A, levels] as `smallest_tree_sizes` gives it.
         limit: nodes, the root included.
     """
     depths: Ints = (needed <= limit).sum(axis=1).astype(np.int32)
     return depths
 
 
-def target_slots(guesses: Guesses) -> Ints:
+def answer_candidate_slots(guesses: Guesses) -> Ints:
     """Return [A, G] which candidate of each stream, counted from 0, is the token that the answer
     has there.
 
@@ -121,14 +123,15 @@ def target_slots(guesses: Guesses) -> Ints:
     return np.where(hits.any(axis=2), hits.argmax(axis=2), NEVER).astype(np.int32)
 
 
-def target_edges(guesses: Guesses) -> tuple[Ints, Floats]:
+def answer_path_edges(guesses: Guesses) -> tuple[Ints, Floats]:
     """Find the answer's own path among the candidates.
 
     Returns:
-        [A, G] `target_slots`, `NEVER` also where the stream before has `NEVER` and candidates
-        depend on it; and [A, G, C] the log probabilities of each stream's candidates on that path.
+        [A, G] `answer_candidate_slots`, `NEVER` also where the stream before has `NEVER` and
+        candidates depend on it; and [A, G, C] the log probabilities of each stream's candidates on
+        that path.
     """
-    slots = target_slots(guesses)
+    slots = answer_candidate_slots(guesses)
     edges = guesses.edges
     before = np.concatenate([np.zeros_like(slots[:, :1]), slots[:, :-1]], axis=1)
     if edges.shape[2] == 1:  # not given the one before
@@ -138,7 +141,7 @@ def target_edges(guesses: Guesses) -> tuple[Ints, Floats]:
     return np.where(before < NEVER, slots, NEVER).astype(np.int32), among
 
 
-def needed_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
+def smallest_tree_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
     """Return [A, levels] nodes, the root included, of the smallest best tree that has the answer's
     tokens down to each level.
 
@@ -150,17 +153,17 @@ def needed_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
         levels: of the tree below the root, at most G.
         largest: nodes.
     """
-    slots, among = target_edges(guesses)
+    slots, among = answer_path_edges(guesses)
     own = np.take_along_axis(among, np.where(slots < NEVER, slots, 0)[:, :, None], axis=2)
     is_held = np.logical_and.accumulate(slots[:, :levels] < NEVER, axis=1)
     scores = np.cumsum(own[:, :levels, 0], axis=1, dtype=np.float32)
-    others = best_scores(guesses.edges[:, :levels], largest)
+    others = path_scores_of_best_tree(guesses.edges[:, :levels], largest)
     better = (others[:, None] > scores[:, :, None]).sum(axis=2)
     needed = np.where(is_held, better + 2, NEVER)  # with the root and itself
     return np.where(needed <= largest, needed, NEVER).astype(np.int32)
 
 
-def best_scores(edges: Floats, size: int) -> Floats:
+def path_scores_of_best_tree(edges: Floats, size: int) -> Floats:
     """Return [A, n] log probabilities of paths, among them those of every node of the best tree of
     `size` nodes, but for its root.
 

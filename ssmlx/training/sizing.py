@@ -113,7 +113,7 @@ def time_candidate_layers(
 
     What a call costs does not depend on what the streams have learned. So the costs are written to
     this machine's cost tables: of adapters of these sizes, where costs that answers have taught are
-    not replaced but returned; and of the base model, for `forecast_speedup`.
+    not replaced but returned; and of the base model, for `forecast_adapt_speedup`.
 
     Args:
         backbone: the base model, which stays as it is.
@@ -152,7 +152,7 @@ def _untrained_cost_name(num_layers: int) -> str:
     return f"untrained streams in {num_layers} layers"
 
 
-def forecast_speedup(model: StreamFusedModel) -> float | None:
+def forecast_adapt_speedup(model: StreamFusedModel) -> float | None:
     """Forecast how much faster than plain decoding an adapter of `ssmlx.adapt` would be here.
 
     Args:
@@ -305,14 +305,14 @@ def measure_rates(
         lora: on every row of the model; None for no LoRA.
 
     Raises:
-        InputError: not even one example at a time fits into the memory.
+        InputError: not even one example or answer at a time fits into the memory.
     """
     rng = np.random.default_rng(train.seed)
     # Of tokens that streams learn, as nearly all of an answer's are.
     known = train.draft_vocab_size or backbone.vocab_size
     tokens = rng.integers(0, known, prompt_tokens + answer_tokens).astype(np.int32)
     prompt = tokens[:prompt_tokens].tolist()
-    timed = _time_answers(responder, prompt, answer_tokens, most_bytes)
+    timed = _time_answers_and_choose_batch(responder, prompt, answer_tokens, most_bytes)
     twin = backbone.clone_sharing_weights()
     vocab = _placeholder_vocab(train)
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab, lora))
@@ -321,18 +321,18 @@ def measure_rates(
     peaks = {}
     for count in _PROBED:
         batch = collate([Example(tokens, prompt_tokens)] * count, np.arange(count))
-        with _measure_usage() as frozen:
+        with _measure_seconds_and_peak() as frozen:
             states = objective.lower(batch)
-        with _measure_usage() as step:
+        with _measure_seconds_and_peak() as step:
             trainer.advance(batch, states)
         peaks[count] = step.peak
     most_probed = _PROBED[-1]
     batch_size, for_steps = _largest_fitting_batch(_BATCHES, peaks, most_bytes, "training")
     one = collate([Example(tokens, prompt_tokens)], np.arange(1))
     validate = Validation(objective, [one], TIMED_SIZES[-1], TIMED_SIZES[-1])
-    with _measure_usage() as validated:
+    with _measure_seconds_and_peak() as validated:
         validate()
-        validate.curve(TIMED_SIZES)
+        validate.tokens_per_call_by_size(TIMED_SIZES)
     return Rates(
         answer_tokens_per_second=timed.tokens_per_second,
         train_seconds_per_token=step.seconds / most_probed / answer_tokens,
@@ -357,7 +357,7 @@ class _AnswerTimes:
     call_seconds: float  # of a plain call of one text
 
 
-def _time_answers(
+def _time_answers_and_choose_batch(
     responder: BatchResponder, prompt: list[int], answer_tokens: int, most_bytes: int
 ) -> _AnswerTimes:
     """Time answers to one prompt, and choose how many at once the memory allows.
@@ -386,13 +386,13 @@ def _time_answers(
     length = max(1, answer_tokens // 10)
     for count in _PROBED:
         texts = [NumberedPrompt(number, prompt) for number in range(count)]
-        with _measure_usage() as prompts:
+        with _measure_seconds_and_peak() as prompts:
             list(replace(responder, batch_size=count).iterate_answers(texts, length))
         peaks[count] = prompts.peak
         seconds[count] = prompts.seconds
     at_once, memory = _largest_fitting_batch(_ANSWERS_AT_ONCE, peaks, most_bytes, "answering")
     texts = [NumberedPrompt(number, prompt[-8:], 1.0) for number in range(at_once)]
-    with _measure_usage() as spent:
+    with _measure_seconds_and_peak() as spent:
         found = list(replace(responder, batch_size=at_once).iterate_answers(texts, _PROBED_TOKENS))
     few, many = _PROBED
     # What texts share is their calls, which take about the same; so the rest is their prompts.
@@ -408,14 +408,14 @@ def _time_answers(
 
 @dataclass
 class _Usage:
-    """Seconds and memory of a block, see `_measure_usage`."""
+    """Seconds and memory of a block, see `_measure_seconds_and_peak`."""
 
     seconds: float = 0.0
     peak: int = 0  # bytes that were in use at the most
 
 
 @contextmanager
-def _measure_usage() -> Iterator[_Usage]:
+def _measure_seconds_and_peak() -> Iterator[_Usage]:
     """Measure the seconds and the peak memory of MLX of a block; both are set at its end, 0 if it
     fails.
 
@@ -541,7 +541,7 @@ def plan_round(
     )
 
 
-def shorten_round(planned: Round, before: Round | None, spent: float) -> Round:
+def shorten_round_to_hours(planned: Round, before: Round | None, spent: float) -> Round:
     """Return a round with fewer passes where its answers took so long that the hours would not do;
     `planned` itself where they do.
 

@@ -15,23 +15,23 @@ its meaning, on the CPU (`tests/metal`); it has not run on an Apple GPU yet.
 from .hook import (
     TreeMask,
     calls_attention,
+    choose_attention,
     chosen_attention,
     hook_layers,
     is_available,
     is_on,
     time_pending_shape,
     trials,
-    use,
 )
 
 __all__ = [
     "TreeMask",
     "calls_attention",
+    "choose_attention",
     "chosen_attention",
     "hook_layers",
     "is_available",
     "is_on",
     "time_pending_shape",
     "trials",
-    "use",
 ]

@@ -112,7 +112,10 @@ class Division:
 def divide_attention(shape: AttentionShape, chip: Chip) -> Division:
     """Divide an attention's work over threadgroups.
 
-    Rows are divided evenly, keys as far as the GPU has room for more threadgroups.
+    A simdgroup holds one block of 8 query rows; two where a key/value head has more than 64 query
+    rows and heads are of 80 or less. Rows are divided evenly over as few threadgroups as hold them,
+    of `MAX_SIMDGROUPS` at most. Keys are split into as many parts, 1 to 32, as keep the chip busy;
+    each of several has 128 keys at least, and twice as many as its threadgroup has rows.
     """
     two = shape.head_size <= MAX_HEAD_SIZE_OF_TWO_BLOCKS
     blocks = 2 if two and shape.queries > MAX_SIMDGROUPS * BLOCK_ROWS else 1

@@ -29,7 +29,7 @@ def is_available() -> bool:
     return mx.metal.is_available() and mx.default_device() == mx.gpu
 
 
-def use(attention: Attention) -> None:
+def choose_attention(attention: Attention) -> None:
     """Choose what computes the attention of tree and stream rows, in this process, from the next
     step on.
 
@@ -53,7 +53,7 @@ def use(attention: Attention) -> None:
 
 
 def chosen_attention() -> Attention:
-    """What `use` chose last; "auto" at first."""
+    """What `choose_attention` chose last; "auto" at first."""
     return _chosen
 
 
@@ -124,9 +124,9 @@ def hook_layers(layers: Iterable[Any]) -> bool:
 def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Make a function like mlx-lm's attention `original` that also takes a `TreeMask` as its mask.
 
-    Under a `TreeMask` it runs the fused kernel where `division_for` gives a division and there are
-    no attention sinks (the argument `sinks`); else `original` with the mask's dense form. Any other
-    mask goes to `original` as it came.
+    Under a `TreeMask` it runs the fused kernel where `kernel_division_if_used` gives a division and
+    there are no attention sinks (the argument `sinks`); else `original` with the mask's dense form.
+    Any other mask goes to `original` as it came.
     """
 
     @wraps(original)
@@ -139,8 +139,13 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
         mask: Any = None,
         **others: Any,
     ) -> mx.array:
+        """mlx-lm's attention, [1, H, R, Dh]; a `TreeMask` goes to the fused kernel, or becomes
+        dense.
+        """
         if isinstance(mask, TreeMask):
-            division = division_for(queries, keys) if others.get("sinks") is None else None
+            division = (
+                kernel_division_if_used(queries, keys) if others.get("sinks") is None else None
+            )
             if division is not None:
                 return attend(queries, keys, values, mask.bits, scale, division)
             mask = mask.dense
@@ -150,7 +155,7 @@ def _wrap_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array
     return attention
 
 
-def division_for(queries: mx.array, keys: mx.array) -> Division | None:
+def kernel_division_if_used(queries: mx.array, keys: mx.array) -> Division | None:
     """Decide whether the fused kernel computes an attention, and how it divides the work.
 
     With "auto" the kernel is used where a trial at such a shape found it right and clearly faster;
@@ -177,7 +182,7 @@ def division_for(queries: mx.array, keys: mx.array) -> Division | None:
         if bucket not in _trials and is_auto:
             _wanted.setdefault(bucket, shape)
             return None
-        trial = _trials.get(bucket) or _record_trial(bucket, shape, division)
+        trial = _trials.get(bucket) or _try_kernel_and_record(bucket, shape, division)
     require(
         trial.agrees or is_auto,
         f"attention=fused, for heads of {shape.head_size} in {shape.dtype}",
@@ -201,7 +206,8 @@ def trials() -> Mapping[Bucket, Trial]:
 
 
 def time_pending_shape() -> None:
-    """Compare the kernel with MLX's attention at the shape that `division_for` noted last.
+    """Compare the kernel with MLX's attention at the shape that `kernel_division_if_used` noted
+    last.
 
     The result is kept in `trials`, and the shape is no longer noted. Does nothing where no shape is
     noted or the kernel is off. For a moment when nobody waits: it takes some 50 ms, and longer
@@ -209,10 +215,10 @@ def time_pending_shape() -> None:
     """
     if _wanted and is_on():
         bucket, shape = _wanted.popitem()
-        _record_trial(bucket, shape, _division_and_bucket(shape)[0])
+        _try_kernel_and_record(bucket, shape, _division_and_bucket(shape)[0])
 
 
-def _record_trial(bucket: Bucket, shape: AttentionShape, division: Division) -> Trial:
+def _try_kernel_and_record(bucket: Bucket, shape: AttentionShape, division: Division) -> Trial:
     """Try the kernel at `shape`, and keep the result in `trials` for its bucket.
 
     Where any trial before did not agree, the kernel is not tried: the result is one that does not

@@ -44,7 +44,7 @@ class Trial:
         return self.agrees and self.gain >= MIN_GAIN
 
 
-def make_inputs(shape: AttentionShape) -> tuple[mx.array, KeyValues, mx.array]:
+def make_random_inputs(shape: AttentionShape) -> tuple[mx.array, KeyValues, mx.array]:
     """Make random inputs of an attention, always the same for one shape, and compute them.
 
     The cache has room in front and behind, as a real one.
@@ -126,7 +126,7 @@ def try_kernel(shape: AttentionShape, division: Division) -> Trial:
         Where values differ by more than rounding, or the kernel raises RuntimeError or ValueError,
         nothing is timed, `agrees` is False and a warning is logged.
     """
-    queries, layer_key_values, visible = make_inputs(shape)
+    queries, layer_key_values, visible = make_random_inputs(shape)
     theirs, ours = make_attentions(shape, visible, division)
     expected = theirs(queries, *layer_key_values)
     mx.eval(expected)
