@@ -197,7 +197,10 @@ def test_taps_are_what_mlx_lms_layers_are_given(name, tied):
         given.clear()
     assert backbone.append(first, cache).shape == (1, first.size, 32)
     with pytest.raises(ValueError, match="taps at layers"):
-        backbone.append(first, cache, {4: None})
+        backbone.append(first, cache, {5: None})
+    tapped = {4: None}  # the final norm's
+    hidden = backbone.append(first, cache, tapped)
+    assert mx.array_equal(tapped[4], hidden)
 
 
 @pytest.mark.parametrize("bits", [None, *slow(4)])

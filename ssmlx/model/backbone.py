@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import InputError, first_line
 from .cache import TreeCache
-from .capabilities import Capabilities, Capability, Reason
+from .capabilities import Capabilities, Reason
 from .capability_checks import (
     CHECK_TOKENS,
     check_stages,
@@ -268,8 +268,10 @@ class Backbone(Stages):
         if not tapped:
             return run(self.parts.outer, tokens)
         last = len(self.layers)
-        needed: Capability = "last_hidden" if set(tapped) == {last} else "taps"
-        self.capabilities.require(needed, "a drafter that reads hidden states")
+        if set(tapped) == {last}:
+            self.capabilities.require("last_hidden", "hidden states before the final norm")
+        else:
+            self.capabilities.require("taps", "hidden states between layers")
         with noting_norm_inputs() as found:
             logits = run(self.parts.outer, tokens)
         tapped[last] = found[0]
