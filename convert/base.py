@@ -268,7 +268,7 @@ def load_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `python -m ssmlx.convert.base`.
+    """Run `python -m ssmlx.convert.base`: write a model folder of .bin files with safetensors.
 
     Args:
         argv: the words after the command; None for the process's own.

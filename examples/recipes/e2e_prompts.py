@@ -129,8 +129,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _write_prompts(args: argparse.Namespace) -> None:
-    """Write the training file's prompts that are not held out, then new ones, into --out; say how
-    many.
+    """Write the training prompts that are not held out, then --count new ones, into the file --out.
+
+    Reads train, valid and test.jsonl of the folder --data; prompts of the last two are held out.
+    Repeated prompts are written once. New ones are drawn by --seed; there are fewer where no others
+    are left. How many were written is said on standard error.
 
     Raises:
         InputError: --count is below 1, or a file is missing or has prompts of another form.

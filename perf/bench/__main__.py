@@ -242,12 +242,15 @@ def round_figures(
 ) -> dict[str, Any]:
     """Return the figures of all answers of some rounds, as JSON values.
 
+    They are those of `task_result`: settings, the machine's load now, the best tree, and a row for
+    each system. Plain decoding has to be among the systems.
+
     Args:
         experiment: has the systems.
         target: the loaded model.
         prompts: token ids of each round's prompt.
         found: the rounds.
-        more: further entries.
+        more: further entries, which take the place of figures of the same names.
     """
     answers = {
         system.name: [[Kept(one[system.name], "")] for one in found.found]

@@ -217,8 +217,12 @@ def _price_answer(
 ) -> Price:
     """Price an answer: the seconds of the prompt and the median seconds of each of its calls.
 
+    A call takes the median of its kind: drafter, rows, context and place in the answer. One of too
+    few samples takes the median over all places, or of the nearest number of rows; the price
+    counts how many took either.
+
     Args:
-        system: kind of the system.
+        system: kind of the system, see `call_kinds`.
         answer: its calls are priced.
         prompt_seconds: of the prompt's call.
         seconds: of all calls of the run.

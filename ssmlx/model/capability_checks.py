@@ -33,8 +33,9 @@ _CHECK_WINDOW = 4
 def check_stages(stages: Stages) -> None:
     """Check that the stages one by one give the logits that the model's own call gives.
 
-    Both run 6 tokens, or more than the longest window holds, on a copy in float32 whose windows are
-    made short where they can be. Of the stages, half of the tokens are appended to the cache, and
+    Both run 6 tokens, or more than the longest window holds, on a copy whose windows are made short
+    where they can be. The copy shares the weights as they are stored; only what it computes is in
+    float32. Of the stages, half of the tokens are appended to the cache, and
     the other half run as the rows of one step. The model stays as it is. Waits for the device.
 
     Raises:

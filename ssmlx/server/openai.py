@@ -215,7 +215,7 @@ def _read_logit_bias(body: Body, config: GenerateConfig) -> Mapping[int, float] 
     """Return the numbers of `logit_bias` by token id; the server's where it is absent or empty.
 
     Raises:
-        RequestError: a key is no id, or a number is not from -100 to 100.
+        RequestError: it is no object, a key is no id, or a number is not from -100 to 100.
     """
     bias = requests.read_typed(body, "logit_bias", dict, {})
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)

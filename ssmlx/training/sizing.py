@@ -545,11 +545,14 @@ def shorten_round_to_hours(planned: Round, before: Round | None, spent: float) -
     """Return a round with fewer passes where its answers took so long that the hours would not do;
     `planned` itself where they do.
 
-    Half of the passes are left at least, which need not be a whole number.
+    The hours are those that the run has up to the end of this round, less those up to the end of
+    the round before. What is left of them, without `other_seconds`, is for training. Passes and
+    `train_seconds` are cut alike. Half of the passes are left at least, which need not be a whole
+    number.
 
     Args:
         planned: the round, whose answers are made.
-        before: the round before; None for the first.
+        before: the round before, whose hours and seconds do not count; None for the first.
         spent: seconds that the run has taken so far.
     """
     given = 3600 * (planned.hours - (before.hours if before else 0.0))
