@@ -18,6 +18,7 @@ from ssmlx.decoding.loop import plain_decode, prefill
 from ssmlx.decoding.sampling import GREEDY
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
+from ssmlx.loading.known_heads import OWN_HEAD_FAMILIES
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import root_tree
@@ -82,12 +83,24 @@ LINEAR = {
 CHAINS = {  # whose states follow no branches
     "qwen3_next": {**EXPERTS, **LINEAR},
     "qwen3_5": wrapped("qwen3_5_text", **LINEAR),
+    "qwen3_5_moe": wrapped("qwen3_5_moe_text", **EXPERTS, **LINEAR),
+    "gemma4": wrapped(
+        "gemma4_text", **BY_LAYER, global_head_dim=8, vocab_size_per_layer_input=64,
+        num_kv_shared_layers=2, hidden_size_per_layer_input=8, tie_word_embeddings=False,
+        rope_parameters={
+            kind: {"rope_theta": 1000.0, "rope_type": "default"} for kind in BY_LAYER["layer_types"]
+        },
+    ),
     "lfm2": {
         "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32,
         "block_ff_dim": 48, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1, 3],
     },
 }  # fmt: skip
+WHOLE = {  # why they are run by their own call
+    **dict.fromkeys(CHAINS, "ArraysCache, which follows"),
+    "gemma4": "its layers cannot be run one by one",
+}
 BOTH = (True, False)
 HEADS = {"llama": BOTH, "qwen3": BOTH, "gemma3_text": BOTH, "minicpm": (False,)}
 CASES = [(name, tied) for name in FAMILIES for tied in HEADS.get(name, (True,))]
@@ -225,10 +238,10 @@ def test_what_has_states_drafts_chains(name, bits):
     assert decoded(model, [*text, 9, 8][held:], cache, text[:held])[0] == more
     cache.trim(cache.longest_trim(5))
     assert decoded(model, cache=cache)[0] == expected
-    with pytest.raises(InputError, match="hidden states between layers; decode plainly"):
+    with pytest.raises(InputError, match="for hidden states between layers; decode plainly"):
         model.backbone.append(mx.array(PROMPT), model.make_cache(), [0])
     for asked in ({"drafter": "lookahead"}, {"decoding": "speculative"}):
-        with pytest.raises(InputError, match=r"ArraysCache, which follows .* prompt-lookup"):
+        with pytest.raises(InputError, match=f"{WHOLE[name]}.* prompt-lookup"):
             decoded(model, **asked)
 
 
@@ -287,9 +300,30 @@ def test_training_sees_what_decoding_sees(name, tied):
     assert mx.isfinite(gradients).all() and mx.abs(gradients).max() > 0
 
 
+def table_rows():
+    """The cells of the page's table of families, by class and by column."""
+    page = (Path(__file__).parents[1] / "ssmlx/model/README.md").read_text()
+    columns = re.search(r"^\| class \|.*$", page, re.MULTILINE).group().strip("| ").split(" | ")
+    lines = re.findall(r"^\| `\w+` \|.*\|$", page, re.MULTILINE)
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    return {row[0].strip("`"): dict(zip(columns, row, strict=True)) for row in rows}
+
+
 def test_the_table_has_the_families_that_are_tested():
-    page = Path(__file__).parents[1] / "ssmlx/model/README.md"
-    rows = re.findall(r"^\| `(\w+)`(.*)\|$", page.read_text(), re.MULTILINE)
-    assert {name for name, _ in rows} == {*FAMILIES, *CHAINS}
-    assert {name for name, cells in rows if " chains |" in cells} == CHAINS.keys()
-    assert {name for name, cells in rows if "past it" in cells} == WINDOWED
+    rows = table_rows()
+    assert rows.keys() == {*FAMILIES, *CHAINS}
+    assert {name for name, row in rows.items() if row["windows"] == "past it"} == WINDOWED
+    assert {name for name, row in rows.items() if row["MTP"] == "yes"} == {*OWN_HEAD_FAMILIES}
+    assert {name for name, row in rows.items() if row["MTP"] == "an assistant"} == {"gemma4"}
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *CHAINS, *slow(*(one for one in FAMILIES if one != "llama"))]
+)
+def test_the_table_says_what_a_family_verifies(name):
+    """That it does is seen above, in decoding."""
+    row = table_rows()[name]
+    tied = HEADS.get(name, (True,))[0]
+    capabilities = Backbone(make_base(name, tied)).capabilities
+    assert (row["trees"], row["chains"]) == ("yes" if name in FAMILIES else "no", "yes")
+    assert capabilities.has("trees") == (name in FAMILIES) and capabilities.has("chains")

@@ -404,7 +404,7 @@ def _check_weights(
         order = tensors[name].astype(mx.int32)
         in_order = mx.arange(config.vocab_size, dtype=mx.int32)
         require(
-            mx.array_equal(mx.sort(order), in_order).item() is True,
+            bool(mx.array_equal(mx.sort(order), in_order)),
             f"{folder} has a {name} that does not name every token once",
             expected=f"the {config.vocab_size} tokens in some order",
             do=_DO,
