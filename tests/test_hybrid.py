@@ -13,9 +13,8 @@ from mlx_lm.utils import load_model
 from tiny import assert_close
 from transformers import Qwen3_5ForCausalLM
 
-from perf.hybrid import measure, train
-from perf.hybrid.head import Head, draft_chains, steps_mask
-from perf.hybrid.measure import (
+from perf.hybrid import learn, measure, train
+from perf.hybrid.figures import (
     accepted_levels,
     count_accepted,
     going_back_bytes,
@@ -23,8 +22,10 @@ from perf.hybrid.measure import (
     load_reference,
     replayed_tokens_per_call,
 )
+from perf.hybrid.head import Head, draft_chains, steps_mask
+from perf.hybrid.learn import Run, Sampler, Sizes, make_config, save_checkpoint
+from perf.hybrid.schedule import Schedule
 from perf.hybrid.text import END, MARKDOWN, PYTHON, Source, is_held_out, read_sources
-from perf.hybrid.train import Run, Sampler, Schedule, Sizes, make_config, save_checkpoint
 from perf.run.timing import TimedAnswer, TimedCall
 from ssmlx.errors import InputError
 from ssmlx.model.recurrent import hook_recurrences, recording
@@ -180,7 +181,7 @@ def test_what_is_no_run_is_one_line(data, tmp_path, capsys):
         Sampler(streams, {}, schedule.length)
     run = Run(SIZES, schedule, Sampler({"one": np.zeros(65, np.int32)}, {}, schedule.length))
     for content in (b"", b"no tensors"):
-        (tmp_path / train.STATE).write_bytes(content)
+        (tmp_path / learn.STATE).write_bytes(content)
         with pytest.raises(InputError, match=r"training.pt cannot be read .*; expected"):
             run.load(tmp_path)
 
@@ -188,7 +189,7 @@ def test_what_is_no_run_is_one_line(data, tmp_path, capsys):
 def test_prompts_lie_evenly_over_what_is_held_out():
     words = ["alpha", "beta", "gamma", "delta"]
     sources = [Source(word, [word * 50], [f"{word} {n}" for n in range(90)]) for word in words]
-    tokenizer = train.train_tokenizer(sources, 280)
+    tokenizer = learn.train_tokenizer(sources, 280)
     prompts = held_out_prompts(tokenizer, [*sources, Source("short", [], ["x"])], 6, 12)
     texts = [tokenizer.decode(prompt) for prompt in prompts]
     assert [len(prompt) for prompt in prompts] == [12] * 6
@@ -215,24 +216,24 @@ def test_replayed_calls_are_those_of_a_walk():
 
 @pytest.mark.slow
 def test_model_and_head_learn(data):
-    tokenizer, streams = train.prepare(data, data, data, SIZES.vocab_size)
+    tokenizer, streams = learn.prepare(data, data, data, SIZES.vocab_size)
     assert tokenizer.get_vocab_size() == SIZES.vocab_size
     schedule = Schedule(minutes=10.0, batch=4, length=64, warm_up=5)
     tasks = {name: streams[name] for name in ("add", "count")}
-    run = Run(SIZES, schedule, Sampler(tasks, train.WEIGHTS, schedule.length))
+    run = Run(SIZES, schedule, Sampler(tasks, learn.WEIGHTS, schedule.length))
     losses = [run.step() for _ in range(40)]
     assert all(after < before - 0.5 for before, after in zip(losses[0], losses[-1], strict=True))
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_and_its_model_is_measured(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "Sizes", lambda: SIZES)
+    monkeypatch.setattr(learn, "Sizes", lambda: SIZES)
     out = tmp_path / "model"
     argv = ["--data", str(data), "--documents", str(data), "--out", str(out), "--batch", "2"]
     saved = []
     for minutes in ("0.03", "0.06"):
         assert train.main([*argv, "--minutes", minutes]) == 0
-        saved.append(torch.load(out / train.STATE, weights_only=True))
+        saved.append(torch.load(out / learn.STATE, weights_only=True))
     first, second = saved
     assert second["steps"] > first["steps"] > 0 and second["seconds"] > first["seconds"]
     table = "model.embed_tokens.weight"

@@ -6,303 +6,16 @@ Qwen3.5's are published in: mlx-lm loads the model, and the head lies in it as `
 """
 
 import argparse
-import io
-import json
-import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from safetensors.torch import save
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
+from convert import check_torch
 from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
-from ssmlx.errors import InputError, require
-from ssmlx.loading.files import make_folder, write_whole
+from ssmlx.errors import require
 
-from .head import Head, head_losses
-from .text import END, Source, read_sources
+from .schedule import Schedule
 
 PROG = "perf.hybrid.train"
 DATA_HELP = "with a folder for each task, of train.jsonl and test.jsonl"
-STATE = "training.pt"
-WEIGHTS = {"sql": 0.3, "e2e": 0.2, "dialogsum": 0.1, "documents": 0.1, "python": 0.3}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of the model; the head's layer is like the model's layers of attention."""
-
-    vocab_size: int = 4096
-    hidden_size: int = 384
-    intermediate_size: int = 1024
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 6
-    num_key_value_heads: int = 2
-    head_dim: int = 64
-    linear_num_key_heads: int = 6
-    linear_num_value_heads: int = 6
-    linear_key_head_dim: int = 64
-    linear_value_head_dim: int = 64
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How long and how fast to learn.
-
-    Attributes:
-        minutes: of learning, on the clock, all runs together.
-        batch: sequences a step.
-        length: tokens of a sequence.
-        rate: the highest learning rate, reached after `warm_up` steps; it falls to a tenth.
-        save_minutes: how often all is saved.
-    """
-
-    minutes: float = 50.0
-    batch: int = 8
-    length: int = 256
-    rate: float = 2e-3
-    warm_up: int = 50
-    save_minutes: float = 3.0
-
-
-def make_config(sizes: Sizes) -> Qwen3_5TextConfig:
-    """Make the configuration of the model."""
-    rotated = sizes.head_dim // 4 // 2
-    return Qwen3_5TextConfig(
-        **asdict(sizes),
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
-        full_attention_interval=4,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 100_000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [rotated - 2 * (rotated // 3), rotated // 3, rotated // 3],
-        },
-        attn_implementation="sdpa",
-    )
-
-
-def train_tokenizer(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE vocabulary on some of each source's text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = (text for source in sources for text in _first(source.train, 1_500_000))
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _first(texts: Sequence[str], characters: int) -> Sequence[str]:
-    """Return texts spread over all of `texts`, of so many characters at most."""
-    total = sum(map(len, texts))
-    return texts[:: max(1, math.ceil(total / characters))]
-
-
-def encode_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    """Encode texts to one row of tokens, each text ended by `END`."""
-    end = tokenizer.token_to_id(END)
-    ids = [id for one in tokenizer.encode_batch(list(texts)) for id in (*one.ids, end)]
-    return np.array(ids, np.int32)
-
-
-class Sampler:
-    """Draws sequences of training text, each source as often as its weight says."""
-
-    def __init__(
-        self, streams: dict[str, np.ndarray], weights: dict[str, float], length: int
-    ) -> None:
-        self._streams = {name: row for name, row in streams.items() if len(row) > length}
-        require(
-            bool(self._streams),
-            "no source has enough text",
-            expected=f"more than {length} tokens",
-            do="give other --data",
-        )
-        shares = np.array([weights.get(name, 0.1) for name in self._streams])
-        self._shares = shares / shares.sum()
-        self._length = length
-
-    def draw(self, random: np.random.Generator, batch: int) -> torch.Tensor:
-        """Draw [batch, length] tokens."""
-        names = list(self._streams)
-        drawn = random.choice(len(names), size=batch, p=self._shares)
-        rows = [self._cut(random, self._streams[names[one]]) for one in drawn]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-    def _cut(self, random: np.random.Generator, row: np.ndarray) -> np.ndarray:
-        start = int(random.integers(len(row) - self._length))
-        return row[start : start + self._length]
-
-
-class Run:
-    """A model and a head that learn, and can go on where they were stopped."""
-
-    def __init__(self, sizes: Sizes, schedule: Schedule, sampler: Sampler) -> None:
-        torch.manual_seed(0)
-        self.model = Qwen3_5ForCausalLM(make_config(sizes))
-        self.head = Head(self.model.config)
-        self.steps = 0
-        self.seconds = 0.0
-        self._schedule = schedule
-        self._sampler = sampler
-        both = [*self.model.parameters(), *self.head.parameters()]
-        matrices = [one for one in both if one.ndim == 2]
-        others = [one for one in both if one.ndim != 2]
-        groups = [
-            {"params": matrices, "weight_decay": 0.1},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self._optimizer = torch.optim.AdamW(groups, lr=schedule.rate, betas=(0.9, 0.95))
-
-    @property
-    def is_done(self) -> bool:
-        return self.seconds >= self._schedule.minutes * 60
-
-    def step(self) -> list[float]:
-        """Learn from one batch, and return the losses of the model and of the head's two steps."""
-        started = time.perf_counter()
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rate()
-        tokens = self._sampler.draw(np.random.default_rng(self.steps), self._schedule.batch)
-        losses = self._losses(tokens)
-        self._optimizer.zero_grad(set_to_none=True)
-        torch.stack(losses).sum().backward()
-        for module in (self.model, self.head):
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        self._optimizer.step()
-        self.steps += 1
-        self.seconds += time.perf_counter() - started
-        return [float(loss.detach()) for loss in losses]
-
-    def _losses(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = self.model.model(tokens, use_cache=False).last_hidden_state
-            logits = self.model.lm_head(hidden[:, :-1]).float()
-            own = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            return [own, *head_losses(self.model, self.head, tokens, hidden.detach())]
-
-    def _rate(self) -> float:
-        done = min(1.0, self.seconds / (self._schedule.minutes * 60))
-        warm = min(1.0, (1 + self.steps) / self._schedule.warm_up)
-        return self._schedule.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-    def save(self, folder: Path) -> None:
-        """Save all that `load` needs in one file, which is the old or the new one if that fails."""
-        state = {
-            "model": self.model.state_dict(),
-            "head": self.head.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "steps": self.steps,
-            "seconds": self.seconds,
-        }
-        content = io.BytesIO()
-        torch.save(state, content)
-        write_whole(folder / STATE, content.getvalue())
-
-    def load(self, folder: Path) -> None:
-        """Go on from what `save` saved, if there is anything.
-
-        Raises:
-            InputError: it is broken, or of another model.
-        """
-        if not (folder / STATE).exists():
-            return
-        try:
-            state = torch.load(folder / STATE, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            self.head.load_state_dict(state["head"])
-            self._optimizer.load_state_dict(state["optimizer"])
-            self.steps = state["steps"]
-            self.seconds = state["seconds"]
-        except (RuntimeError, ValueError, LookupError, EOFError, UnpicklingError) as error:
-            reason, *_ = str(error).splitlines() or ["it is cut off"]
-            raise InputError(
-                f"{folder / STATE} cannot be read ({reason})",
-                expected="what a run with these sizes saved",
-                do="give another --out, or delete the file",
-            ) from error
-
-
-def save_checkpoint(model: Qwen3_5ForCausalLM, head: Head, folder: Path) -> None:
-    """Write a folder as Qwen3.5's are published, which mlx-lm loads; the head lies in it as `mtp.`.
-
-    Norms are stored as PyTorch's modules hold them: minus one.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    text = {name: one for name, one in model.state_dict().items() if name != "lm_head.weight"}
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): one for name, one in text.items()
-    }
-    tensors |= {f"mtp.{name}": one for name, one in head.state_dict().items()}
-    content = save({name: one.detach() for name, one in tensors.items()}, {"format": "pt"})
-    write_whole(folder / "model.safetensors", content)
-    text_config = model.config.to_dict() | {"mtp_num_hidden_layers": 1}
-    config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
-        "tie_word_embeddings": True,
-        "text_config": text_config,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the files of the tokenizer that mlx-lm reads."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
-def prepare(
-    out: Path, data: Path, documents: Path, vocab_size: int
-) -> tuple[Tokenizer, dict[str, np.ndarray]]:
-    """Make the tokenizer and the training text's tokens, or read those that `out` has."""
-    made = out / "tokens.npz"
-    if made.exists():
-        with np.load(made) as streams:
-            return Tokenizer.from_file(str(out / "tokenizer.json")), dict(streams)
-    sources = read_sources(data, documents)
-    tokenizer = train_tokenizer(sources, vocab_size)
-    save_tokenizer(tokenizer, out)
-    streams = {source.name: encode_stream(tokenizer, source.train) for source in sources}
-    content = io.BytesIO()
-    np.savez(content, **streams)
-    write_whole(made, content.getvalue())
-    return tokenizer, streams
-
-
-def train(run: Run, out: Path, schedule: Schedule, say: Callable[[str], None]) -> None:
-    """Learn until the schedule's minutes are over, saving as it says."""
-    saved = run.seconds
-    recent: list[list[float]] = []
-    while not run.is_done:
-        recent.append(run.step())
-        if run.steps % 20 == 0:
-            means = np.mean(recent, axis=0)
-            losses = ", ".join(f"{mean:.3f}" for mean in means)
-            rate = run.steps * schedule.batch * schedule.length / run.seconds
-            say(f"step {run.steps}, {run.seconds:.0f} s, {rate:.0f} tokens/s: {losses}")
-            recent.clear()
-        if run.seconds - saved > schedule.save_minutes * 60 or run.is_done:
-            run.save(out)
-            save_checkpoint(run.model, run.head, out)
-            saved = run.seconds
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -326,28 +39,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _train(args: argparse.Namespace) -> None:
+    """Check the options, and learn.
+
+    Raises:
+        InputError: an option is out of bounds, PyTorch is missing, or what `learn` raises.
+    """
     require(
         args.minutes > 0 and args.batch > 0,
         f"--minutes {args.minutes:g} --batch {args.batch}",
         expected="both above 0",
         do="raise them",
     )
-    torch.set_num_threads(1)
-    make_folder(args.out)
-    sizes = Sizes()
+    check_torch()
+    from .learn import learn
+
     schedule = Schedule(minutes=args.minutes, batch=args.batch)
-    _, streams = prepare(args.out, args.data, args.documents, sizes.vocab_size)
-    print("tokens:", ", ".join(f"{name} {len(row):,}" for name, row in streams.items()))
-    run = Run(sizes, schedule, Sampler(streams, WEIGHTS, schedule.length))
-    numbers = [count_parameters(part) for part in (run.model, run.head)]
-    print(f"parameters: {numbers[0]:,}, of the head {numbers[1]:,}")
-    run.load(args.out)
-    train(run, args.out, schedule, lambda line: print(line, flush=True))
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Count a module's numbers, shared ones once."""
-    return sum(one.numel() for one in module.parameters())
+    learn(args.data, args.documents, args.out, schedule)
 
 
 main = make_main(PROG, parse_args, _train)

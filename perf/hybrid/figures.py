@@ -1,0 +1,492 @@
+"""What a small hybrid and its MTP head bring, and what going back after a rejection costs."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+import ssmlx
+from ssmlx.commands.results import print_and_save
+from ssmlx.decoding.call import plain_call
+from ssmlx.decoding.chain import verify_chain
+from ssmlx.decoding.loop import prefill
+from ssmlx.decoding.sampling import last_tokens
+from ssmlx.drafters.mtp import MtpConfig, load_mtp
+from ssmlx.errors import require
+from ssmlx.loading.files import make_folder
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import chain_tree
+from ssmlx.report import Columns
+from ssmlx.settings import GenerateConfig
+
+from ..run.show import markdown_table
+from ..run.target import MLX_LM, PLAIN, mlx_lm_answer
+from ..run.timing import TimedAnswer, ssmlx_answer
+from .head import Head, draft_chains
+from .learn import encode_stream
+from .text import Source, read_sources
+
+DRAFTED = 4  # tokens of the chains that are timed and replayed
+
+
+def held_out_prompts(
+    tokenizer: Tokenizer, sources: Sequence[Source], count: int, length: int
+) -> list[list[int]]:
+    """Cut prompts out of held-out text, as many of each source.
+
+    Args:
+        tokenizer: the model's.
+        sources: whose held-out texts are used; those of fewer tokens than a prompt are left out.
+        count: of prompts.
+        length: tokens of a prompt.
+
+    Returns:
+        The prompts' tokens, sources in turns; the cuts of a source lie evenly over its text.
+
+    Raises:
+        InputError: no source holds out a prompt.
+    """
+    streams = [encode_stream(tokenizer, source.held_out) for source in sources]
+    streams = [row for row in streams if len(row) > length]
+    require(
+        bool(streams),
+        "no source holds out enough text",
+        expected=f"more than {length} tokens",
+        do="lower --prompt-tokens, or give other --data",
+    )
+    each = -(-count // len(streams))
+    prompts = []
+    for cut in range(each):
+        for row in streams:
+            start = (len(row) - length) * (2 * cut + 1) // (2 * each)
+            prompts.append([int(token) for token in row[start : start + length]])
+    return prompts[:count]
+
+
+def largest_difference(folder: Path, tokens: Sequence[int]) -> float:
+    """Compare mlx-lm's logits with those of transformers on the folder's model.
+
+    Returns:
+        The largest absolute difference over the largest absolute logit.
+    """
+    model, _ = ssmlx.load(folder, dtype="float32")
+    found = np.array(model.backbone.model(mx.array([tokens])), np.float32)
+    reference, _ = load_reference(folder)
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens]), use_cache=False).logits.float().numpy()
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def load_reference(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
+    """Load the model of a folder by transformers, and the head that lies in it, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    head = Head(model.config)
+    tensors = load_file(folder / "model.safetensors")
+    head.load_state_dict(
+        {name.removeprefix("mtp."): one for name, one in tensors.items() if name[:4] == "mtp."}
+    )
+    return model.eval(), head.eval()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A system's answers to all prompts."""
+
+    system: str
+    answers: Sequence[TimedAnswer]
+    same_as_plain: int
+
+    def row(self) -> dict[str, Any]:
+        """Return the system's row of the table."""
+        tokens = sum(len(answer.tokens) for answer in self.answers)
+        calls = sum(answer.target_calls for answer in self.answers)
+        return {
+            "system": self.system,
+            "tokens": tokens,
+            "calls": calls,
+            "tokens_per_call": tokens / calls,
+            "levels": accepted_levels(self.answers),
+            "same_as_plain": self.same_as_plain,
+            "answers": len(self.answers),
+        }
+
+
+def accepted_levels(answers: Sequence[TimedAnswer]) -> list[float]:
+    """The share of calls whose draft was accepted so far, for each level of a draft.
+
+    Returns:
+        At place l, of the calls that verified l + 2 rows or more, the share that accepted l + 1
+        drafted tokens or more. Empty where nothing was drafted.
+    """
+    calls = [call for answer in answers for call in answer.calls if call.drafter is not None]
+    deepest = max((call.rows - 1 for call in calls), default=0)
+    shares = []
+    for level in range(1, min(deepest, 8) + 1):
+        reaching = [call.tokens > level for call in calls if call.rows > level]
+        shares.append(sum(reaching) / len(reaching))
+    return shares
+
+
+def make_systems(folder: Path, model: StreamFusedModel) -> dict[str, dict[str, Any]]:
+    """Make the systems that draft, as arguments of `ssmlx.stream_generate`.
+
+    Where a controller decides, it reads no seconds: what it drafts is the same on every machine.
+
+    Args:
+        folder: of the model and its head.
+        model: the same, loaded.
+    """
+    head = load_mtp(model, folder)
+    chains = {
+        f"mtp tokens={count}": {
+            "config": GenerateConfig(decoding="speculative"),
+            "drafter": head,
+            "drafter_settings": MtpConfig(num_draft_tokens=count),
+        }
+        for count in range(1, DRAFTED + 1)
+    }
+    return {
+        "text": {"config": GenerateConfig(deterministic=True)},
+        "prompt-lookup": {
+            "config": GenerateConfig(decoding="speculative", drafter="prompt-lookup")
+        },
+        **chains,
+        "mtp and text": {"config": GenerateConfig(deterministic=True), "drafter": head},
+    }
+
+
+def answer_all(
+    folder: Path, prompts: Sequence[list[int]], max_tokens: int
+) -> tuple[StreamFusedModel, list[Answers]]:
+    """Answer all prompts by mlx-lm, plain decoding and each of `make_systems`.
+
+    Nothing ends an answer but its length.
+
+    Args:
+        folder: of the model and its head.
+        prompts: token ids.
+        max_tokens: of an answer.
+
+    Returns:
+        The model, and the answers of each system.
+    """
+    model, tokenizer = ssmlx.load(folder, dtype="float32")
+    tokenizer.eos_token_ids = set()
+    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
+    given = {
+        MLX_LM: [mlx_lm_answer(model.backbone.model, tokenizer, one, plain) for one in prompts],
+        PLAIN: [ssmlx_answer(model, tokenizer, one, plain) for one in prompts],
+    }
+    for name, how in make_systems(folder, model).items():
+        settings = {**how, "max_tokens": max_tokens}
+        given[name] = [ssmlx_answer(model, tokenizer, one, **settings) for one in prompts]
+    expected = [answer.tokens for answer in given[PLAIN]]
+    return model, [
+        Answers(
+            name,
+            answers,
+            sum(one.tokens == tokens for one, tokens in zip(answers, expected, strict=True)),
+        )
+        for name, answers in given.items()
+    ]
+
+
+def replay_head(folder: Path, texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
+    """Replay what the head drafts on answers, in PyTorch, and what of it is accepted.
+
+    Args:
+        folder: of the model and its head.
+        texts: prompts and the answers that plain decoding gave.
+
+    Returns:
+        The shares of chains accepted up to each level, of chains begun at every token; and tokens
+        per call with a chain of each number of tokens, the prompt's call left out.
+    """
+    model, head = load_reference(folder)
+    accepted = []  # drafted tokens accepted behind each token of each answer
+    for prompt, answer in texts:
+        text = torch.tensor([[*prompt, *answer]])
+        with torch.no_grad():
+            hidden = model.model(text, use_cache=False).last_hidden_state
+            drafted = draft_chains(model, head, text, hidden, DRAFTED)
+        accepted.append(count_accepted(text[0].tolist(), drafted, len(prompt)))
+    chains = [count for one in accepted for count in one]
+    levels = range(1, DRAFTED + 1)
+    return {
+        "levels": [sum(count >= level for count in chains) / len(chains) for level in levels],
+        "tokens_per_call": [replayed_tokens_per_call(accepted, level) for level in levels],
+    }
+
+
+def count_accepted(text: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:
+    """Count, behind each root in an answer, the drafted tokens that the text goes on with.
+
+    Args:
+        text: prompt and answer.
+        drafted: [R, K] chains; chain i follows token i + 1.
+        start: tokens of the prompt: the first root is the answer's first token.
+
+    Returns:
+        A count for each root whose whole chain the text could have.
+    """
+    counts = []
+    for root in range(start, len(text) - drafted.shape[1]):
+        chain = drafted[root - 1].tolist()
+        right = [one == wanted for one, wanted in zip(chain, text[root + 1 :], strict=False)]
+        counts.append((*right, False).index(False))
+    return counts
+
+
+def replayed_tokens_per_call(accepted: Sequence[Sequence[int]], drafted: int) -> float:
+    """Count tokens per call of answers, the prompts' calls left out.
+
+    Args:
+        accepted: of each answer, what `count_accepted` returns.
+        drafted: tokens of a call's chain.
+    """
+    tokens = calls = 0
+    for counts in accepted:
+        place = 0
+        while place < len(counts):
+            step = 1 + min(counts[place], drafted)
+            place += step
+            tokens += step
+            calls += 1
+    return tokens / calls
+
+
+def time_going_back(
+    model: StreamFusedModel, texts: Sequence[tuple[list[int], list[int]]]
+) -> dict[str, Any]:
+    """Time what a plain call takes behind a chain, by how many of its drafted tokens were accepted.
+
+    That call takes back what was rejected: recurrences run again over the accepted rows. In every
+    second turn this alone is computed and timed first. Times are divided by those of a plain call
+    right behind them, so that what else the machine does counts in both.
+
+    Args:
+        model: the target.
+        texts: prompts, and answers of plain decoding.
+
+    Returns:
+        `plain_seconds`, the median of a plain call behind a plain call; and in such calls, medians:
+        `chain`, a call on a chain; by the number of accepted drafted tokens `behind`, the call
+        behind the chain, and `alone`, what it takes back alone.
+
+    Raises:
+        InputError: the answers have too few tokens for a chain of each kind.
+    """
+    turns = [(kept, is_alone) for is_alone in (False, True) for kept in range(DRAFTED + 1)]
+    found: dict[tuple[int, bool], list[float]] = {turn: [] for turn in turns}
+    plain: list[float] = []
+    chains: list[float] = []
+    order = cycle(turns)
+    for prompt, answer in texts:
+        text = [*prompt, *answer]
+        cache = model.make_cache()
+        prefill(model, prompt[:-1], cache)
+        while cache.offset + DRAFTED + 4 <= len(text):
+            kept, is_alone = turn = next(order)
+            chain = _time_chain(model, cache, text, kept)
+            alone = _time_taking_back(cache) if is_alone else 0.0
+            behind = _time_plain(model, cache, text)
+            plain.append(_time_plain(model, cache, text))
+            chains.append(chain / plain[-1])
+            found[turn].append((alone if is_alone else behind) / plain[-1])
+    require(
+        all(found.values()),
+        f"answers of {sum(len(answer) for _, answer in texts)} tokens in all",
+        expected="some for two chains of each kind",
+        do="raise --count or --max-tokens",
+    )
+    return {
+        "plain_seconds": median(plain),
+        "chain": median(chains),
+        "behind": [median(found[kept, False]) for kept in range(DRAFTED + 1)],
+        "alone": [median(found[kept, True]) for kept in range(DRAFTED + 1)],
+        "calls": len(plain),
+    }
+
+
+def _time_taking_back(cache: Any) -> float:
+    started = time.perf_counter()
+    cache.mark()  # takes back what was rejected
+    mx.eval(cache.state)
+    seconds = time.perf_counter() - started
+    cache.forget_marks()
+    return seconds
+
+
+def _time_chain(model: StreamFusedModel, cache: Any, text: Sequence[int], kept: int) -> float:
+    """Time a call on a chain behind the text, of which `kept` drafted tokens are right."""
+    root = cache.offset
+    size = model.backbone.vocab_size
+    known = text[root : root + 1 + DRAFTED]
+    wrong = [(token + 1) % size for token in known[kept + 1 :]]
+    tree = chain_tree(mx.array([*known[: kept + 1], *wrong], mx.int32))
+    started = time.perf_counter()
+    call = verify_chain(model, tree, cache, tail=last_tokens((), 0))
+    count = len(call.read())
+    mx.eval(cache.state)
+    seconds = time.perf_counter() - started
+    cache.advance(count)
+    return seconds
+
+
+def _time_plain(model: StreamFusedModel, cache: Any, text: Sequence[int]) -> float:
+    token = mx.array([text[cache.offset]], mx.int32)
+    started = time.perf_counter()
+    plain_call(model, token, last_tokens((), 0), cache).read()
+    mx.eval(cache.state)
+    return time.perf_counter() - started
+
+
+def going_back_bytes(config: Mapping[str, Any], rows: int, size: int) -> dict[str, int]:
+    """Count the bytes that recurrences need to run again over the rows of a chain.
+
+    Args:
+        config: of a Qwen3.5 text model.
+        rows: of the chain.
+        size: bytes of an activation; states are float32.
+
+    Returns:
+        Bytes of `states`, which are read and written, and of `inputs`: what recurrences and
+        convolutions were given. Of all layers.
+    """
+    heads, keys = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    key_width, value_width = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    layers = config["layer_types"].count("linear_attention")
+    channels = 2 * keys * key_width + heads * value_width
+    window = config["linear_conv_kernel_dim"] - 1
+    return {
+        "states": layers * heads * key_width * value_width * 4,
+        "inputs": layers * size * (rows * (channels + 2 * heads) + (rows + window) * channels),
+    }
+
+
+def read_weights_bytes(config: Qwen3_5TextConfig, bits: float) -> int:
+    """Count the bytes of weights that a call reads: all but the table of embeddings.
+
+    Args:
+        config: of the model.
+        bits: of a weight; scales included.
+    """
+    with torch.device("meta"):
+        model = Qwen3_5ForCausalLM(config)
+    numbers = sum(one.numel() for one in model.model.layers.parameters())
+    numbers += model.lm_head.weight.numel()
+    return int(numbers * bits / 8)
+
+
+def byte_rows(config: Qwen3_5TextConfig) -> list[dict[str, Any]]:
+    """Return the table of bytes: of `config` in float32, and of Qwen3.5's default sizes."""
+    return [
+        {
+            "name": name,
+            "weights": read_weights_bytes(one, bits),
+            **going_back_bytes(one.to_dict(), 1 + DRAFTED, size),
+        }
+        for name, one, bits, size in (
+            ("this model, float32", config, 32, 4),
+            ("sizes of Qwen3.5-9B, 4 bits", Qwen3_5TextConfig(), 4.5, 2),
+        )
+    ]
+
+
+def _percentages(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share:.0%}" for share in shares) or "-"
+
+
+ANSWER_COLUMNS: Columns = {
+    "system": lambda row: f"`{row['system']}`",
+    "tokens per call": lambda row: f"{row['tokens_per_call']:.2f}",
+    "target calls": lambda row: f"{row['calls']:,}",
+    "accepted, by level": lambda row: _percentages(row["levels"]),
+    "same tokens as plain": lambda row: f"{row['same_as_plain']} of {row['answers']}",
+}
+BYTE_COLUMNS: Columns = {
+    "model": lambda row: row["name"],
+    "weights that a call reads, MB": lambda row: f"{row['weights'] / 1e6:,.1f}",
+    "states, MB": lambda row: f"{row['states'] / 1e6:,.2f}",
+    "recorded inputs of 5 rows, MB": lambda row: f"{row['inputs'] / 1e6:,.2f}",
+    "states read and written, and inputs, over weights": lambda row: (
+        f"{(2 * row['states'] + row['inputs']) / row['weights']:.1%}"
+    ),
+}
+
+
+def format_report(result: Mapping[str, Any]) -> str:
+    """Format a result as text with tables in Markdown."""
+    return "\n\n".join(_report_parts(result))
+
+
+def _report_parts(result: Mapping[str, Any]) -> Iterator[str]:
+    yield f"Logits differ from those of transformers by {result['difference']:.1e} of the largest"
+    yield markdown_table(ANSWER_COLUMNS, result["systems"])
+    replay = result["replay"]
+    per_call = ", ".join(f"{one:.2f}" for one in replay["tokens_per_call"])
+    yield (
+        f"The head by PyTorch's replay: accepted up to level {_percentages(replay['levels'])}; "
+        f"tokens per call with chains of 1 to {DRAFTED} tokens {per_call}"
+    )
+    times = result["times"]
+    behind, alone = (", ".join(f"{one:.2f}" for one in times[key]) for key in ("behind", "alone"))
+    yield (
+        f"A plain call takes {1000 * times['plain_seconds']:.2f} ms (median of {times['calls']}). "
+        f"In plain calls, medians: a call on a chain of {1 + DRAFTED} rows {times['chain']:.2f}; a "
+        f"plain call behind a chain of which 0 to {DRAFTED} drafted tokens were accepted {behind}; "
+        f"taking back the others alone {alone}"
+    )
+    yield markdown_table(BYTE_COLUMNS, result["bytes"])
+
+
+def measure(
+    folder: Path,
+    data: Path,
+    documents: Path,
+    out: Path,
+    *,
+    count: int,
+    prompt_tokens: int,
+    max_tokens: int,
+) -> int:
+    """Measure a model that `learn` has written, print the report and save it.
+
+    Args:
+        folder: the model's.
+        data, documents: as for learning; held-out texts are read.
+        out: gets hybrid.json and hybrid.txt.
+        count: prompts.
+        prompt_tokens: tokens of each.
+        max_tokens: of each answer.
+
+    Returns:
+        The exit code: 1 if a system's answer is not plain decoding's, else 0.
+    """
+    torch.set_num_threads(1)
+    make_folder(out)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    sources = read_sources(data, documents)
+    prompts = held_out_prompts(tokenizer, sources, count, prompt_tokens)
+    model, answers = answer_all(folder, prompts, max_tokens)
+    plain = next(one for one in answers if one.system == PLAIN)
+    texts = [(one, answer.tokens) for one, answer in zip(prompts, plain.answers, strict=True)]
+    result = {
+        "difference": largest_difference(folder, prompts[0]),
+        "systems": [one.row() for one in answers],
+        "replay": replay_head(folder, texts),
+        "times": time_going_back(model, texts),
+        "bytes": byte_rows(load_reference(folder)[0].config),
+    }
+    print_and_save(result, out / "hybrid", format_report(result))
+    return 0 if all(one.same_as_plain == len(prompts) for one in answers) else 1
