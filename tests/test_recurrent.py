@@ -24,6 +24,7 @@ from tiny import (
     random_tree,
     slow,
 )
+from tiny_heads import HEAD_KINDS, LEVELS, make_heads, random_heads
 
 import ssmlx
 from ssmlx.decoding.chain import verify_chain
@@ -32,6 +33,8 @@ from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.loop import CallCounts, prefill, speculative_decode
 from ssmlx.decoding.sampling import Sampling, last_tokens
 from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.drafters.head_drafter import HeadDrafter
+from ssmlx.drafters.heads import attach_heads
 from ssmlx.drafters.lookup import EARLIER_ANSWERS, NAME
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.errors import InputError
@@ -354,6 +357,55 @@ def test_the_text_and_a_draft_model_draft_chains(name, settings):
         draft = DraftModel(make_base(kind))
         tokens, lengths = decoded(model, draft_model=draft, **asked)
         assert tokens == expected and {*lengths[1:]} <= calls
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("name", ONE)
+def test_drafting_heads_draft_chains(name, kind, settings):
+    model = make_model(name)
+    if model.backbone.capabilities.last_hidden is not None:
+        with pytest.raises(InputError, match="for drafting heads; decode plainly"):
+            make_plan(model, drafter=make_heads(kind, model.backbone), decoding="speculative")
+        return
+    expected, _ = decoded(model, 40, decoding="plain", **settings)
+    plan = make_plan(
+        model, drafter=make_heads(kind, model.backbone), decoding="speculative", **settings
+    )
+    (drafter,) = plan.drafters
+    counts = CallCounts()
+    steps = decode_plan(plan, model, PROMPT, model.make_cache(), counts=counts)
+    assert first_tokens(steps, 40)[0] == expected
+    assert drafter.largest.levels == LEVELS and drafter.largest.nodes == 1 + LEVELS
+    assert counts.drafted_tokens >= 20 * LEVELS
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_drafting_heads_read_the_last_accepted_rows_hidden_state(name, monkeypatch):
+    """Heads that are the LM head itself guess the token that was decided last, over and over."""
+    model = make_model(name)
+    if model.backbone.capabilities.last_hidden is not None:
+        pytest.skip("such heads are refused, as the test above holds")
+    heads = random_heads("medusa", model.backbone)
+    tensors = {key: mx.zeros_like(array) for key, array in heads.tensors.items()}
+    head_rows = model.backbone.head_weights(mx.arange(VOCAB))
+    tensors |= {f"{level}.1.weight": head_rows for level in range(LEVELS)}
+    loaded = attach_heads(replace(heads, tensors=tensors), model.backbone)
+    proposed = []
+    propose = HeadDrafter.propose
+
+    def spied(*arguments):
+        proposed.append(propose(*arguments))
+        return proposed[-1]
+
+    monkeypatch.setattr(HeadDrafter, "propose", spied)
+    expected, _ = decoded(model, 30, decoding="plain")
+    tokens, _ = decoded(model, 30, drafter=loaded, decoding="speculative")
+    assert tokens == expected
+    for tree in proposed:
+        assert set(tree.tokens.tolist()) == {tree.tokens[0].item()}
+    roots = [tree.tokens[0].item() for tree in proposed]
+    assert len(set(roots)) > 2 and roots[0] == expected[0]
 
 
 def test_a_draft_model_takes_over_what_its_cache_has():

@@ -128,6 +128,10 @@ class DraftingHeads:
         """
         raise NotImplementedError
 
+    def chain_settings(self, tree: Any) -> Any:
+        """The settings `tree` of a chain: as many levels, and one node at each."""
+        raise NotImplementedError
+
     def max_levels_and_nodes(self, tree: Any) -> tuple[int, int]:
         """(levels below the root, nodes with the root) of the trees of these settings, at most.
 
@@ -157,19 +161,34 @@ class HeadDrafter:
         heads: what guesses.
         tree: the tree's settings, as the heads' `complete_tree_settings` takes them.
         sampling: how the target decides.
+        is_chain: whether the target takes no trees. The likeliest tokens are drafted as a chain
+            then, and the hidden state is the tap of the final norm: such a target's calls give no
+            others.
     """
 
-    needs = Needs()
     draft_calls = 0
     cache_bytes = 0
 
     def __init__(
-        self, backbone: Backbone, heads: DraftingHeads, tree: Any, sampling: Sampling = GREEDY
+        self,
+        backbone: Backbone,
+        heads: DraftingHeads,
+        tree: Any,
+        sampling: Sampling = GREEDY,
+        *,
+        is_chain: bool = False,
     ) -> None:
         """Fill in the tree's settings by the heads', which gives `largest`; nothing runs yet.
 
-        InputError where the heads cannot draft such a tree.
+        InputError where the heads cannot draft such a tree, or the target does not give the hidden
+        states that a chain needs.
         """
+        self._tap: int | None = None
+        if is_chain:
+            backbone.capabilities.require("last_hidden", "drafting heads")
+            tree = heads.chain_settings(tree)
+            self._tap = len(backbone.layers)
+        self.needs = Needs(taps=() if self._tap is None else (self._tap,))
         self._backbone = backbone
         self._heads = heads
         self._tree = heads.complete_tree_settings(tree)
@@ -190,7 +209,10 @@ class HeadDrafter:
         The heads get that node's hidden state behind the final norm, and where the target samples,
         the noise of the positions that they guess.
         """
-        hidden = self._backbone.final_norm(verified.last_hidden)[0]
+        newest = verified.last_hidden
+        if self._tap is not None:
+            newest = verified.taps[self._tap][:, verified.acceptance.last]
+        hidden = self._backbone.final_norm(newest)[0]
         levels = self.largest.levels
         noise = self._sampling.noise(verified.root_position, levels, self._heads.draft_vocab)
         return self._heads.propose_tree(verified.root, hidden, self._tree, noise)

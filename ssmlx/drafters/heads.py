@@ -20,7 +20,7 @@ from ..loading.files import check_tensors, read_tensors, save_tensors
 from ..model.backbone import Backbone
 from ..model.identity import BaseIdentity
 from ..model.streams import StreamFusedModel
-from ..settings import SpeculatorTreeConfig
+from ..settings import SpeculatorTreeConfig, TreeConfig
 from .head_drafter import DraftingHeads, HeadConfig, HeadDrafter, HeadKind
 from .medusa import MedusaConfig, MedusaHeads
 from .mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
@@ -154,11 +154,10 @@ def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object
 _LOADER = DrafterLoader("heads", "heads=FOLDER", _load)
 
 
-@register_drafter("medusa", shaped_by=("tree", "prune"), loader=_LOADER)
+@register_drafter("medusa", shaped_by=("tree", "prune"), loader=_LOADER, keeps_to_chains=True)
 def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
     """The drafter of an answer, on the Medusa heads that were loaded."""
-    tree = inputs.config.tree
-    return HeadDrafter(inputs.model.backbone, inputs.loaded, tree, inputs.guess_sampling)
+    return _build(inputs, inputs.config.tree)
 
 
 @register_drafter(
@@ -166,8 +165,20 @@ def build_medusa(inputs: DrafterInputs) -> HeadDrafter:
     settings=SpeculatorTreeConfig,
     config_field="speculator_tree",
     loader=_LOADER,
+    keeps_to_chains=True,
 )
 def build_speculator(inputs: DrafterInputs) -> HeadDrafter:
     """The drafter of an answer, on the MLP speculator that was loaded."""
-    tree = inputs.settings
-    return HeadDrafter(inputs.model.backbone, inputs.loaded, tree, inputs.guess_sampling)
+    return _build(inputs, inputs.settings)
+
+
+def _build(inputs: DrafterInputs, tree: TreeConfig | SpeculatorTreeConfig | None) -> HeadDrafter:
+    """The drafter of an answer whose tree has the settings `tree`; a chain's where the target takes
+    no trees."""
+    return HeadDrafter(
+        inputs.model.backbone,
+        inputs.loaded,
+        tree,
+        inputs.guess_sampling,
+        is_chain=inputs.is_chain,
+    )

@@ -126,6 +126,10 @@ class MedusaHeads(DraftingHeads):
         """`tree`, made no wider than there are tokens to guess."""
         return tree.no_wider_than(self.config.num_guessed)
 
+    def chain_settings(self, tree: TreeConfig) -> TreeConfig:
+        """A full tree of one child a level, with a level for each head; `tree` is not looked at."""
+        return TreeConfig(kind="full", width=1)
+
     def max_levels_and_nodes(self, tree: TreeConfig) -> tuple[int, int]:
         """(levels below the root: one a head, nodes with the root) of a tree of these settings."""
         return self.config.num_heads, tree.num_nodes(self.config.num_heads)

@@ -229,6 +229,11 @@ class MlpSpeculator(DraftingHeads):
             candidates = self.config.candidates
         return replace(tree, widths=widths, candidates=candidates)
 
+    def chain_settings(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
+        """One child a stage, for as many stages as `tree` has widths; for all where it has none."""
+        stages = self.config.n_predict if tree.widths is None else len(tree.widths)
+        return SpeculatorTreeConfig(widths=(1,) * stages)
+
     def max_levels_and_nodes(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
         """(levels below the root, nodes with the root) of a tree of these settings, at most."""
         assert tree.widths is not None
