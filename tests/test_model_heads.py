@@ -429,6 +429,9 @@ def test_the_commands_take_what_is_here(target, kept, capsys):
     assert drafted.err.startswith(f"[{ROW.repositories[0]}, a head for it in the Hub's cache: mtp")
     assert exit_code(generate.main, *given, "--decoding", "plain") == 0
     assert capsys.readouterr().out == drafted.out
+    # By its name alone it is the same head.
+    assert exit_code(generate.main, *given, "--drafter", "mtp") == 0
+    assert capsys.readouterr().out == drafted.out
     assert exit_code(check.main, *given[:4], "--seconds", 0.01) == 0
     assert re.search(r"(?m)^mtp +can draft$", capsys.readouterr().out)
 
