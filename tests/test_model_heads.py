@@ -343,7 +343,10 @@ def test_the_model_s_own_head_drafts(target, hub, backbone, tmp_path):
     model, _ = ssmlx.load(folder, dtype="float32")
     expected, _ = decoded(model, decoding="plain")
     assert decoded(model) == (expected, "mtp")
+    assert decoded(model, drafter="mtp") == (expected, "mtp")  # by its name alone
     assert lines_of(model)[0].startswith(f"{OWN_HEAD}: mtp")
+    one_shape = make_plan(model, drafter="mtp", decoding="speculative")
+    assert one_shape.loaded == [default_head(model).loaded]
 
 
 @pytest.mark.parametrize(
