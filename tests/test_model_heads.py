@@ -343,7 +343,10 @@ def test_the_model_s_own_head_drafts(target, hub, backbone, tmp_path):
     model, _ = ssmlx.load(folder, dtype="float32")
     expected, _ = decoded(model, decoding="plain")
     assert decoded(model) == (expected, "mtp")
+    assert decoded(model, drafter="mtp") == (expected, "mtp")  # by its name alone
     assert lines_of(model)[0].startswith(f"{OWN_HEAD}: mtp")
+    one_shape = make_plan(model, drafter="mtp", decoding="speculative")
+    assert one_shape.loaded == [default_head(model).loaded]
 
 
 @pytest.mark.parametrize(
@@ -428,6 +431,9 @@ def test_the_commands_take_what_is_here(target, kept, capsys):
     drafted = capsys.readouterr()
     assert drafted.err.startswith(f"[{ROW.repositories[0]}, a head for it in the Hub's cache: mtp")
     assert exit_code(generate.main, *given, "--decoding", "plain") == 0
+    assert capsys.readouterr().out == drafted.out
+    # By its name alone it is the same head.
+    assert exit_code(generate.main, *given, "--drafter", "mtp") == 0
     assert capsys.readouterr().out == drafted.out
     assert exit_code(check.main, *given[:4], "--seconds", 0.01) == 0
     assert re.search(r"(?m)^mtp +can draft$", capsys.readouterr().out)

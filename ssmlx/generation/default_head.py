@@ -11,7 +11,8 @@ from ..loading.model_heads import LocalHead, local_head
 from ..model.streams import StreamFusedModel
 
 _log = logging.getLogger("ssmlx")
-_DRAFTER = "mtp"
+HEAD_DRAFTER = "mtp"
+"""The registered name of what drafts with it."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ def default_head(model: StreamFusedModel) -> DefaultHead:
     if model.num_streams or backbone.group is not None or not backbone.capabilities.has("chains"):
         return DefaultHead()
     kept = backbone.kept_with_weights
-    if _DRAFTER not in kept:
-        kept[_DRAFTER] = _find_head(model)
-    found: DefaultHead = kept[_DRAFTER]
+    if HEAD_DRAFTER not in kept:
+        kept[HEAD_DRAFTER] = _find_head(model)
+    found: DefaultHead = kept[HEAD_DRAFTER]
     return found
 
 
@@ -56,7 +57,7 @@ def _find_head(model: StreamFusedModel) -> DefaultHead:
     found = local_head(model.backbone)
     if found is None:
         return DefaultHead()
-    loader = registered_drafter(_DRAFTER).loader
+    loader = registered_drafter(HEAD_DRAFTER).loader
     assert loader is not None
     try:
         loaded = loader.load(str(found.folder or ""), model, None, offline=True)
