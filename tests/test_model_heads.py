@@ -290,6 +290,7 @@ def test_a_head_in_the_cache_drafts_beside_the_text(target, kept):
     )
 
 
+@pytest.mark.slow
 def test_it_is_loaded_once_and_shared(target, kept):
     model, _ = ssmlx.load(target, dtype="float32")
     head = default_head(model).loaded
@@ -313,6 +314,7 @@ def test_it_is_loaded_once_and_shared(target, kept):
     assert default_head(ssmlx.load(target, dtype="float32")[0]).found is None
 
 
+@pytest.mark.slow
 def test_two_sessions_and_a_cancelled_answer_share_it(target, kept):
     model, tokenizer = ssmlx.load(target, dtype="float32")
 

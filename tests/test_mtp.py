@@ -420,6 +420,7 @@ def test_a_head_that_nothing_is_accepted_of_is_told(caplog):
     assert "try hidden=before or norms=" in caplog.text or not caplog.records
 
 
+@pytest.mark.slow
 def test_the_wrong_norms_are_told(caplog, tmp_path):
     """A head whose drafts are all accepted, until its norms are taken for the other kind."""
     name = "qwen3_5_moe"
@@ -518,6 +519,7 @@ def test_a_text_goes_on_warm_as_it_would_cold(kept):
     assert head.cache_bytes == 0
 
 
+@pytest.mark.slow
 def test_pairs_stay_as_far_as_the_text_is_the_same():
     """A next answer's hidden states and rows are those of one that began anew."""
     name = "qwen3_5_moe"
@@ -570,6 +572,7 @@ def test_an_answer_that_is_given_up_leaves_the_head_fit(stop):
         assert tokens == expected and {*lengths[1:]} == {1 + TOKENS}
 
 
+@pytest.mark.slow
 def test_a_long_stretch_without_drafts_is_processed_meanwhile():
     """A controller that drafts seldom: pairs do not pile up, and the next draft knows them all."""
     model, head = copying_model("qwen3_5_moe")
@@ -608,6 +611,7 @@ def folder(tmp_path_factory):
     return write_target("qwen3_5_moe", path, tensors)
 
 
+@pytest.mark.slow
 def test_two_chats_at_once_share_a_head(folder):
     model, tokenizer = ssmlx.load(str(folder), dtype="float32")
     head = load_mtp(model)
