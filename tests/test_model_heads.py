@@ -381,6 +381,10 @@ def test_a_head_that_does_not_fit_drafts_nothing_and_says_so(
     first, second = lines_of(model)
     assert first.startswith(f"{ROW.repositories[0]} is here and drafts nothing (")
     assert "\n" not in first and second.startswith("faster: python -m ssmlx.chat --model")
+    for _ in range(2):
+        with pytest.raises(InputError) as refused:
+            make_plan(model, drafter="mtp")
+        assert str(refused.value) == default_head(model).reason, "who names it is told why"
 
 
 def test_an_assistant_in_the_cache_drafts_for_gemma_4(hub, tmp_path, monkeypatch):

@@ -52,17 +52,38 @@ def default_head(model: StreamFusedModel) -> DefaultHead:
     return found
 
 
+def named_head(model: StreamFusedModel) -> Loaded | None:
+    """The head of `default_head`, for settings that name its drafter.
+
+    Returns:
+        What it drafts with; None where none is on this machine.
+
+    Raises:
+        InputError: there is one that cannot draft.
+        OSError: its files cannot be read.
+    """
+    head = default_head(model)
+    if head.found is not None and head.loaded is None:
+        return _load_head(head.found, model)  # which says why
+    return head.loaded
+
+
 def _find_head(model: StreamFusedModel) -> DefaultHead:
     """Look for the head of a model, and load it; see `default_head`."""
     found = local_head(model.backbone)
     if found is None:
         return DefaultHead()
-    loader = registered_drafter(HEAD_DRAFTER).loader
-    assert loader is not None
     try:
-        loaded = loader.load(str(found.folder or ""), model, None, offline=True)
+        loaded = _load_head(found, model)
     except (InputError, OSError) as error:
         _log.info("%s drafts nothing: %s", found.name, error)
         return DefaultHead(found, None, str(error))
     _log.debug("%s drafts (%s)", found.name, found.folder or model.backbone.folder)
     return DefaultHead(found, loaded)
+
+
+def _load_head(found: LocalHead, model: StreamFusedModel) -> Loaded:
+    """Load a head that was found, from this machine alone; raise what its loader raises."""
+    loader = registered_drafter(HEAD_DRAFTER).loader
+    assert loader is not None
+    return loader.load(str(found.folder or ""), model, None, offline=True)

@@ -25,7 +25,7 @@ from ..model.streams import StreamFusedModel
 from ..policy.controller import Controller
 from ..policy.offers import CHAIN_NODES, CurveOffer, OfferSource, SteadySource
 from ..settings import GenerateConfig, PromptLookupConfig, PruneConfig
-from .default_head import HEAD_DRAFTER, default_head
+from .default_head import HEAD_DRAFTER, default_head, named_head
 from .learned import Learned, learned_of
 
 TYPICAL_TOKENS = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
@@ -203,11 +203,16 @@ def default_drafters(model: StreamFusedModel, config: GenerateConfig) -> list[Lo
     """What drafts where nothing that was loaded is given: the head of `default_head`, if there is
     one, where the settings name its drafter; also where they name none and leave the controller the
     choice. Nothing otherwise.
+
+    Raises:
+        InputError: the settings name it, and it cannot draft.
     """
-    is_named = config.drafter == HEAD_DRAFTER and config.decoding != "plain"
-    if not is_named and (config.drafter is not None or not _is_controlled(model, config)):
-        return []
-    head = default_head(model).loaded
+    if config.drafter == HEAD_DRAFTER and config.decoding != "plain":
+        head = named_head(model)
+    elif config.drafter is None and _is_controlled(model, config):
+        head = default_head(model).loaded
+    else:
+        head = None
     return [] if head is None else [head]
 
 
