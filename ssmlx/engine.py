@@ -354,7 +354,9 @@ class Engine:
         known = 0
         if not config.deterministic:
             cache, known = kept.take(model, prompt)
-        keep = partial(kept.put, model, prompt, cache) if shares_prompt else None
+        # A cache that takes no trees may not go back from the answer's end to the prompt's.
+        keeps_prompt = shares_prompt or not cache.takes_trees
+        keep = partial(kept.put, model, prompt, cache) if keeps_prompt else None
 
         def done(given: GivenAnswer) -> None:
             kept.put(model, [*prompt, *given.tokens], cache)

@@ -660,6 +660,7 @@ def test_an_answer_is_whole_where_standard_output_lacks_its_characters(
     )
 
 
+@pytest.mark.slow
 def test_a_chat_takes_lines_that_end_as_on_windows(smiling):
     command = [sys.executable, "-m", "ssmlx.chat", "--model", str(smiling), *PLAIN]
     done = subprocess.run(

@@ -525,3 +525,55 @@ def test_an_engines_answers_in_turns_are_those_of_each_alone(folder, drafting):
                     open_answers[1].close()
             assert heard[0] == expected[0] and heard[2] == expected[2]
             assert 0 < len(heard[1]) <= 24 and heard[1] == expected[1][: len(heard[1])]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_fork_of_a_cache_goes_on_by_itself(name):
+    """Of the text's end, of a place within the last chain, and of a mark where there is one."""
+    model = make_model(name)
+    text = [*PROMPT, *decoded(model, 40, decoding="plain")[0]]
+    cache = model.make_cache()
+    prefill(model, text[:8], cache)
+    cache.mark()
+    prefill(model, text[8:20], cache)
+    root = 20
+    call = verify_chain(model, chain_of(text, root, 2), cache, tail=last_tokens((), 0))
+    mx.eval(call.arrays_to_read())
+    cache.advance(3)
+    marked = 8 if cache.longest_trim(8) == 8 else 0
+    forks = {place: cache.fork(place) for place in (23, 22, *([8] if marked else []))}
+    with pytest.raises(ValueError, match="cannot keep 24 tokens of 23"):
+        cache.fork(24)
+
+    def goes_on(one):
+        place = one.offset
+        found, _ = decoded(model, 12, text[place : max(place + 1, len(PROMPT))], one, text[:place])
+        begin = max(place + 1, len(PROMPT))
+        assert found == text[begin : begin + 12][: len(found)]
+
+    # In both orders: a fork before the cache that it was made of, and behind it.
+    goes_on(forks[23])
+    goes_on(cache)
+    for place in (22, *([8] if marked else [])):
+        assert forks[place].offset == place
+        goes_on(forks[place])
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_a_prompt_cache_of_a_recurrent_model_gives_what_a_cold_one_does(folder, kind):
+    settings = {"max_tokens": 12, **(SAMPLED if kind == "sampled" else {})}
+    first = list(PROMPT)
+    with ssmlx.Engine(str(folder), dtype="float32") as engine:
+        answer = tokens_of(engine.stream(first, **settings))
+        second = [*first, *answer, *PROMPT[:5]]
+        _, known = engine.prompt_cache.take(engine.model(), second)
+        assert known >= len(first) + len(answer) - 1, "all of the turn before"
+        warm = tokens_of(engine.stream(second, **settings))
+        again = tokens_of(engine.stream(first, **settings))  # the shorter text, behind the longer
+        branch = [*first, *PROMPT[:3]]  # another text behind the same prompt
+        branched = tokens_of(engine.stream(branch, **settings))
+        assert engine.prompt_cache.take(engine.model(), branch)[1] >= len(first) - 1
+    assert again == answer
+    for prompt, found in ((second, warm), (branch, branched)):
+        with ssmlx.Engine(str(folder), dtype="float32") as cold:
+            assert tokens_of(cold.stream(prompt, **settings)) == found

@@ -177,6 +177,7 @@ def sent(served, body, times=1):
     return one
 
 
+@pytest.mark.slow
 def test_who_does_not_read_delays_nobody(served, wanted):
     before = measure_memory(served)
     body = asking(stream=True, max_tokens=8000, top_logprobs=20)

@@ -661,6 +661,7 @@ def test_a_packed_model_trains_and_decodes(packed_base, data, tmp_path):
 
 
 @both
+@pytest.mark.slow
 def test_a_run_starts_from_another_runs_weights(base, data, tmp_path, command):
     """From a LoRA alone: its LoRA at step 0, streams anew; a stopped run still goes on."""
     lora, out, whole, twin = (tmp_path / name for name in ("lora", "out", "whole", "twin"))
@@ -697,6 +698,7 @@ def add_condition(command, base, data, init, out, *more):
 
 
 @both
+@pytest.mark.slow
 def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path, command):
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"

@@ -56,8 +56,14 @@ class _Entry:
             owner._move_to_folder(self)
 
     def shared(self, key: CacheKey, tokens: Sequence[int]) -> int:
-        """How many tokens it has in common with the beginning of `tokens`; 0 under another key."""
-        return common_prefix_length(self.tokens, tokens) if key == self.key else 0
+        """How many tokens of the beginning of `tokens` a fork of it can hold; 0 under another key.
+
+        They are all that both have in common, but where recurrent states or windows can go back to
+        certain places alone.
+        """
+        if key != self.key:
+            return 0
+        return self.cache.longest_trim(common_prefix_length(self.tokens, tokens))
 
     def covers(self, other: _Entry) -> bool:
         """Whether it begins with all of another entry's tokens, under the same key."""
@@ -129,8 +135,9 @@ class PromptCache:
     def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache) -> None:
         """Keep a copy of what `cache` holds of `tokens`, with which it begins.
 
-        Nothing is added where an entry begins with these tokens already, or where the cache is of
-        recurrent layers. Entries that the new one begins with are dropped; the longest unused leave
+        Nothing is added where an entry begins with these tokens already. Of a model with recurrent
+        layers, or without stages, as many tokens are kept as its cache can go back to, and only in
+        memory. Entries that the new one begins with are dropped; the longest unused leave
         the memory where there are more than `max_bytes`.
 
         Args:
@@ -296,26 +303,24 @@ class PromptCache:
     def _put_on_mlx_thread(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
         """`put` on the MLX thread: keep a computed copy of what `cache` holds of `tokens`.
 
-        Nothing is kept of an empty cache, of recurrent layers, or where an entry begins with all of
-        it already, which is the latest used then. The earlier answers of the model's key are
-        counted anew in the pool in any case. Of a model that is split over machines the entry is
-        never written.
+        Nothing is kept of an empty cache, or where an entry begins with all of it already, which is
+        the latest used then. The earlier answers of the model's key are counted anew in the pool in
+        any case. Entries of a model that is split over machines, or is called as a whole, are never
+        written.
         """
         key = CacheKey.of(model)
         with self._lock:
             answers = self._answers.get(key)
         if self._pool is not None and answers is not None:
             self._pool.keep(answers, answers.nbytes)
-        tokens = tokens[: cache.offset]
+        tokens = tokens[: cache.longest_trim(min(len(tokens), cache.offset))]
         _, count = self._use_longest_match(key, tokens)
-        if isinstance(cache, StateCache):
-            return
         if tokens and count < len(tokens):
             fork = cache.fork(len(tokens))
             mx.eval(fork.state)
-            is_split = model.backbone.group is not None
+            is_never_written = model.backbone.group is not None or isinstance(fork, StateCache)
             own = weakref.ref(self)
-            self._add_and_evict(_Entry(key, tokens, fork, own, is_written=is_split))
+            self._add_and_evict(_Entry(key, tokens, fork, own, is_written=is_never_written))
 
     def _use_longest_match(self, key: CacheKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry in memory that shares most with the beginning of `tokens`, and how many these
