@@ -153,7 +153,7 @@ def test_the_command_prints_and_saves(folders, tmp_path, monkeypatch, capsys):
     rows = result["answers"][0]["systems"]
     assert [row["name"] for row in rows] == ["mlx-lm", "plain", "default"]
     assert rows[2]["same_as_plain"] == 2 and rows[2]["tokens_per_call"]["value"] >= 1
-    assert rows[2]["peak_bytes"] > rows[1]["peak_bytes"] > 0 and rows[2]["speedup"]["low"] > 0
+    assert min(row["peak_bytes"] for row in rows) > 0 and rows[2]["speedup"]["low"] > 0
     assert result["weights"] == "float32"  # auto on the CPU
     learned = [["plain calls a call, by nodes", "4"], ["streams, from 0 tokens on", "1.75"]]
     assert "calls with streams" in (text := format_report({**result, "learned": learned}))
