@@ -24,7 +24,7 @@
 | `capability_checks.py` | tries it, by a few tokens run both ways |
 | `lm_head.py` | the LM head of all tokens, or of some |
 | `lora.py` | LoRA and DoRA on layers, merged or beside the weights |
-| `modules.py` | copies of modules that share their arrays |
+| `modules.py` | copies of modules that share their arrays; modules whose inputs are noted |
 | `identity.py` | what tells base models, and sets of weights, from each other |
 | `ranks.py` | a model over several machines |
 | `opt.py` | OPT, which mlx-lm lacks |

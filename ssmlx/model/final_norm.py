@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from .modules import note_inputs
 
 _here = threading.local()  # `inputs`: where this thread notes what enters final norms, if it does
 
@@ -36,24 +36,12 @@ def noting_norm_inputs() -> Iterator[list[mx.array]]:
 
 
 def hook_final_norm(norm: nn.Module) -> None:
-    """Let the input of `norm` be noted by `noting_norm_inputs`, for good.
-
-    It gets another class, in place. Outside of `noting_norm_inputs` it computes what it did.
-    """
-    if not hasattr(norm, "_notes_input"):
-        norm.__class__ = _noting_class(type(norm))
+    """Let the input of `norm` be noted by `noting_norm_inputs`, for good."""
+    note_inputs(norm, _note)
 
 
-@cache
-def _noting_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Make a subclass of `kind` that notes the input of each call; always the same one."""
-
-    def call(self: Any, x: mx.array, *others: Any, **named: Any) -> mx.array:
-        inputs = getattr(_here, "inputs", None)
-        if inputs is not None:
-            inputs.append(x)
-        original: Any = kind.__call__
-        normed: mx.array = original(self, x, *others, **named)
-        return normed
-
-    return type(kind.__name__, (kind,), {"__call__": call, "_notes_input": True})
+def _note(entering: mx.array) -> None:
+    """Note what enters a final norm, where this thread does."""
+    inputs: list[mx.array] | None = getattr(_here, "inputs", None)
+    if inputs is not None:
+        inputs.append(entering)

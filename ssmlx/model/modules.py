@@ -1,8 +1,10 @@
-"""Copies of MLX modules that share arrays with the original."""
+"""Modules of MLX: copies that share arrays, and modules whose inputs are noted."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -66,3 +68,26 @@ def _clone_modules_in(value: Any, copies: dict[int, Any]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_clone_modules_in(part, copies) for part in value)
     return value
+
+
+def note_inputs(module: nn.Module, note: Callable[[mx.array], None]) -> None:
+    """Let `note` be called with the input of `module` before each of its calls, for good.
+
+    The module gets another class, in place, and computes what it did. One that has such a class
+    already stays as it is.
+    """
+    if not hasattr(module, "_notes_input"):
+        module.__class__ = _noting_class(type(module), note)
+
+
+@cache
+def _noting_class(kind: type[nn.Module], note: Callable[[mx.array], None]) -> type[nn.Module]:
+    """Make a subclass of `kind` for `note_inputs`; always the same one."""
+    original: Any = kind.__call__
+
+    def call(self: Any, x: mx.array, *others: Any, **named: Any) -> mx.array:
+        note(x)
+        result: mx.array = original(self, x, *others, **named)
+        return result
+
+    return type(kind.__name__, (kind,), {"__call__": call, "_notes_input": True})

@@ -16,11 +16,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from .modules import note_inputs
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ def hook_recurrences(model: nn.Module) -> None:
     both compute what they did. What was changed before stays as it is.
     """
     for module in model.modules():
-        if isinstance(module, nn.Conv1d) and not hasattr(module, _HOOKED):
-            module.__class__ = _noting_convolution(type(module))
+        if isinstance(module, nn.Conv1d):
+            note_inputs(module, _note_convolution)
         for kind in type(module).__mro__:
             home = sys.modules[kind.__module__]
             for name, signature in RECURRENCES.items():
@@ -126,21 +128,11 @@ def hook_recurrences(model: nn.Module) -> None:
                     setattr(home, name, _noting_recurrence(function, signature))
 
 
-@cache
-def _noting_convolution(kind: type[nn.Conv1d]) -> type[nn.Conv1d]:
-    """Make a subclass of `kind` that notes the input of each call while `recording`.
-
-    The same class is returned for the same `kind`.
-    """
-
-    def call(self: nn.Conv1d, x: mx.array) -> mx.array:
-        """Note the input `x` where this thread records, and call the convolution as before."""
-        noted = _current()
-        if noted is not None:
-            noted.convolutions.append(x)
-        return kind.__call__(self, x)  # type: ignore[no-any-return]
-
-    return type(kind.__name__, (kind,), {"__call__": call, _HOOKED: True})
+def _note_convolution(entering: mx.array) -> None:
+    """Note the input of a convolution, while `recording`."""
+    noted = _current()
+    if noted is not None:
+        noted.convolutions.append(entering)
 
 
 def _noting_recurrence(

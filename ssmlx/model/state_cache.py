@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, Protocol, Self, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
@@ -30,31 +30,22 @@ ModelCall = Callable[..., mx.array]
 class Rollback(Protocol):
     """Takes back from one mlx-lm cache the last rows of a call on a chain."""
 
-    cache: Any
-
     def keep_first(self, count: int) -> None:
         """Set the cache to what it would be behind the first `count` rows of the call alone.
 
         To be called once, and before the cache is used again.
         """
 
-    def on_copy_of(self, cache: Any) -> Self:
-        """The same for `cache`, a copy of this one's cache."""
-        ...
-
 
 class _RowsRollback:
     """Of attention that sees the whole text: the rows are at the cache's end."""
 
     def __init__(self, cache: KVCache, num_rows: int) -> None:
-        self.cache = cache
+        self._cache = cache
         self._num_rows = num_rows
 
     def keep_first(self, count: int) -> None:
-        self.cache.trim(self._num_rows - count)
-
-    def on_copy_of(self, cache: KVCache) -> Self:
-        return _with_cache(self, cache)
+        self._cache.trim(self._num_rows - count)
 
 
 class _WindowRollback:
@@ -64,7 +55,7 @@ class _WindowRollback:
     """
 
     def __init__(self, cache: RotatingKVCache, num_rows: int) -> None:
-        self.cache = cache
+        self._cache = cache
         self._num_rows = num_rows
         self._before = dict(vars(cache))
 
@@ -72,17 +63,12 @@ class _WindowRollback:
         """Set the cache to what it was before the call, then write the call's first `count` rows to
         it.
         """
-        cache = self.cache
+        cache = self._cache
         keys = cache.keys[..., -self._num_rows :, :][..., :count, :]
         values = cache.values[..., -self._num_rows :, :][..., :count, :]
         vars(cache).update(self._before)
         if count:
             cache.update_and_fetch(keys, values)
-
-    def on_copy_of(self, cache: RotatingKVCache) -> Self:
-        own = _with_cache(self, cache)
-        own._before = copy.deepcopy(self._before)
-        return own
 
 
 StateBehind = Callable[[int], mx.array | None]
@@ -93,14 +79,11 @@ class _StatesRollback:
     """Of a recurrent layer: each of its states can be had behind any row of the call."""
 
     def __init__(self, cache: ArraysCache, states_behind: list[StateBehind]) -> None:
-        self.cache = cache
+        self._cache = cache
         self._states_behind = states_behind
 
     def keep_first(self, count: int) -> None:
-        self.cache.cache = [behind(count) for behind in self._states_behind]
-
-    def on_copy_of(self, cache: ArraysCache) -> Self:
-        return _with_cache(self, cache)
+        self._cache.cache = [behind(count) for behind in self._states_behind]
 
 
 class _StateSources:
@@ -305,14 +288,10 @@ class StateCache(TreeCache):
             ValueError: `longest_trim` says that it cannot keep so many.
         """
         fork = StateCache(self._make_caches)
-        fork._caches = copy.deepcopy(self._caches)
+        # In one go, so that the chain's way back leads to the copies.
+        fork._caches, fork._chain = copy.deepcopy((self._caches, self._chain))
         fork._offset = self._offset
         fork._marks = dict(self._marks)
-        if self._chain is not None:
-            own, copies = flatten_caches(self._caches), flatten_caches(fork._caches)
-            fork._chain = self._chain.on_copies_of(
-                {id(a): b for a, b in zip(own, copies, strict=True)}
-            )
         fork.trim(num_tokens)
         fork._take_back_rejected()
         return fork
@@ -408,13 +387,6 @@ class _PendingChain:
             states_behind = [sources.find(state) for state in cache.cache]
             self._rollbacks.append(_StatesRollback(cache, states_behind))
 
-    def on_copies_of(self, copies: dict[int, Any]) -> _PendingChain:
-        """The same call on copies of its caches, given by the `id` of each cache."""
-        own = copy.copy(self)
-        own._rollbacks = [one.on_copy_of(copies[id(one.cache)]) for one in self._rollbacks]
-        own._state_caches = [copies[id(one)] for one in self._state_caches]
-        return own
-
     def keep_first(self, count: int) -> None:
         """Set every cache to what the first `count` rows leave."""
         if count < self.num_rows:
@@ -429,13 +401,3 @@ def flatten_caches(caches: Iterable[Any]) -> Iterator[Any]:
             yield from flatten_caches(cache.caches)
         else:
             yield cache
-
-
-_Rollback = TypeVar("_Rollback", bound="_RowsRollback | _WindowRollback | _StatesRollback")
-
-
-def _with_cache(rollback: _Rollback, cache: Any) -> _Rollback:
-    """A copy of a rollback, for another cache."""
-    own = copy.copy(rollback)
-    own.cache = cache
-    return own
