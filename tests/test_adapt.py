@@ -155,6 +155,7 @@ def test_an_adapter_with_streams_learns_no_others(packed, folders):
     assert "has streams already; expected LoRA or DoRA alone" in said
 
 
+@pytest.mark.slow
 def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys):
     folder, _ = adapted(packed)
     figures = json.loads((folder / "figures.json").read_text())
@@ -172,6 +173,7 @@ def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys)
     assert f"6: {curve[6]}," in out and "to send it takes --base" in out
 
 
+@pytest.mark.slow
 def test_what_it_should_bring_is_forecast_as_training_goes_on(packed):
     folder, said = adapted(packed)
     plan = json.loads((folder.parent / "plan.json").read_text())
@@ -259,6 +261,7 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
     assert folder_digest(folder) == before
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch):
     lines = []
     with pytest.raises(Stopped), monkeypatch.context() as patch:
@@ -314,6 +317,7 @@ def test_answers_that_take_long_leave_fewer_passes():
         assert plan.validations == count and plan.other_seconds == (1 + count) * 4 * seconds
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named(packed, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

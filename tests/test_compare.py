@@ -113,6 +113,7 @@ def rows_of(result: dict) -> dict[str, dict]:
     return {row["name"]: row for row in result["tasks"][0]["systems"]}
 
 
+@pytest.mark.slow
 def test_every_system_from_end_to_end(command, weights, tmp_path):
     code, out, err = command(*weights)
     assert code == 0, err

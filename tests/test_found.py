@@ -400,6 +400,7 @@ def test_the_lines_of_a_model_that_a_lora_tunes(base, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
     pytest.importorskip("uvicorn")
     from ssmlx.server import __main__ as server

@@ -372,6 +372,7 @@ def test_a_checkpoint_that_still_holds_its_head_drafts_with_it(tmp_path, name):
         assert_close(one, head_tensors(name)[path], 1e-6)
 
 
+@pytest.mark.slow
 def test_a_quantised_target_gets_a_quantised_head(tmp_path):
     name = "qwen3_5_moe"
     base = deepcopy(base_of(name))
@@ -404,6 +405,7 @@ def test_a_quantised_target_gets_a_quantised_head(tmp_path):
     assert decoded(model_of(name), heads=again, decoding="speculative")[0] == expected
 
 
+@pytest.mark.slow
 def test_a_head_that_nothing_is_accepted_of_is_told(caplog):
     """Once an answer; a head whose drafts are accepted is not."""
     name = "qwen3_5_moe"
