@@ -36,7 +36,7 @@ class PieceSchedule:
 
         As many as take `PIECE_SECONDS` by the last rate, or `PIECES_ALONE` times that with
         `is_alone`, rounded down to a multiple of `LEAST_PIECE`, but that at least; `UNTIMED_PIECE`
-        before any piece was timed.
+        before any piece was timed. `num_left` and `step_size` bound all of these.
 
         Args:
             num_left: tokens of the prompt that are not processed yet; no more are returned.

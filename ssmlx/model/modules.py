@@ -71,10 +71,11 @@ def _clone_modules_in(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def note_inputs(module: nn.Module, note: Callable[[mx.array], None]) -> None:
-    """Let `note` be called with the input of `module` before each of its calls, for good.
+    """Let `note` be called with the first argument of `module` before each of its calls, for good.
 
-    The module gets another class, in place, and computes what it did. One that has such a class
-    already stays as it is.
+    The module gets another class, in place, and computes what it did. One whose inputs are noted
+    already stays as it is: a second `note` is never called. The class is kept for good, by the
+    module's class and `note`, which is best a function of a file.
     """
     if not hasattr(module, "_notes_input"):
         module.__class__ = _noting_class(type(module), note)

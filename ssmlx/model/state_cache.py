@@ -282,10 +282,12 @@ class StateCache(TreeCache):
         """A new cache of the first `num_tokens` committed tokens, with the marks up to there.
 
         It goes on by itself; this one stays as it is. Both hold the same buffers, of which MLX
-        makes a copy when one of them writes.
+        makes a copy when one of them writes. The new one has taken back what was rejected, and
+        cannot go back into the last chain.
 
         Raises:
-            ValueError: `longest_trim` says that it cannot keep so many.
+            ValueError: `num_tokens` is below 0 or above the committed ones, or no place that this
+                cache can go back to, see `longest_trim`.
         """
         fork = StateCache(self._make_caches)
         # In one go, so that the chain's way back leads to the copies.
