@@ -407,6 +407,18 @@ def test_drafting_heads_read_the_last_accepted_rows_hidden_state(name, monkeypat
     roots = [tree.tokens[0].item() for tree in proposed]
     assert len(set(roots)) > 2 and roots[0] == expected[0]
 
+    # Behind a chain of which some tokens, and all, are accepted.
+    (drafter,) = make_plan(model, drafter=loaded, decoding="speculative").drafters
+    text = [*PROMPT, *expected]
+    for right in (2, DRAFTED):
+        cache = model.make_cache()
+        prefill(model, PROMPT[:-1], cache)
+        chain = chain_of(text, len(PROMPT) - 1, right)
+        taps = (len(model.backbone.layers),)
+        call = verify_chain(model, chain, cache, tail=last_tokens((), 0), taps=taps)
+        tree = propose(drafter, call.verified, drafter.largest)
+        assert set(tree.tokens.tolist()) == {expected[right]}, "the token behind the accepted ones"
+
 
 def test_a_draft_model_takes_over_what_its_cache_has():
     """Two answers of one text, the second of which parts from it."""

@@ -138,8 +138,9 @@ class PromptCache:
         Nothing is added where an entry begins with these tokens already. Of a model with recurrent
         layers, or without stages, as many tokens are kept as its cache can go back to, and only in
         memory; where it keeps states or windows, an entry serves prompts alone that begin with all
-        of it, and shorter entries stay beside longer ones. Otherwise entries that the new one begins
-        with are dropped. The longest unused leave the memory where there are more than `max_bytes`.
+        of it, and shorter entries stay beside longer ones. Otherwise entries that the new one
+        begins with are dropped. The longest unused leave the memory where there are more than
+        `max_bytes`.
 
         Args:
             model: which the cache is of.
