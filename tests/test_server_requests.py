@@ -12,7 +12,7 @@ from test_server import CHAT, JSON, chat, client_of, reply, said
 
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.server import messages_responses, openai
+from ssmlx.server import completions, messages_responses
 from ssmlx.server.app import APIS, make_app
 from ssmlx.server.fields import FOLLOWED, WITHOUT_EFFECT, check_and_list_ignored_fields
 from ssmlx.server.handler import Limits, RequestHandler
@@ -160,7 +160,7 @@ def test_a_field_of_another_api_is_ignored_by_its_name(client, path, value):
 def test_a_completion_follows_a_response_format_and_does_not_call_it_ignored():
     body = {"prompt": "w1", "response_format": {"type": "json_object"}}
     assert check_and_list_ignored_fields("/v1/completions", body) == []
-    assert openai.read_completion(body, ssmlx.GenerateConfig()).grammar
+    assert completions.read_completion(body, ssmlx.GenerateConfig()).grammar
 
 
 def test_what_two_fields_say_of_thinking_is_joined_or_refused(client):

@@ -27,21 +27,21 @@ from starlette.types import Receive, Scope, Send
 from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
-from . import messages_responses, openai
+from . import completions, messages_responses
 from .fields import check_and_list_ignored_fields
 from .handler import RequestHandler
 from .prompts import AGAIN
 from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
 
 ResponseWriter = (
-    openai.TextCompletionWriter
+    completions.TextCompletionWriter
     | messages_responses.MessagesWriter
     | messages_responses.ResponsesWriter
 )
 """Writes an answer's parts as events, at least one a part; `reply` is then the whole answer."""
 APIS: dict[str, tuple[Callable[[Body, GenerateConfig], AnswerRequest], type[ResponseWriter]]] = {
-    "/v1/chat/completions": (openai.read_chat, openai.ChatCompletionWriter),
-    "/v1/completions": (openai.read_completion, openai.TextCompletionWriter),
+    "/v1/chat/completions": (completions.read_chat, completions.ChatCompletionWriter),
+    "/v1/completions": (completions.read_completion, completions.TextCompletionWriter),
     "/v1/messages": (messages_responses.read_message, messages_responses.MessagesWriter),
     "/v1/messages/count_tokens": (
         messages_responses.read_message,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import quoted
-from .openai import SETTINGS
+from .completions import SETTINGS
 from .requests import Body, RequestError
 
 _SHARED = {

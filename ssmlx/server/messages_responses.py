@@ -14,7 +14,7 @@ from ..api import GenerationResponse
 from ..errors import quoted
 from ..json_files import parse_json
 from ..settings import GenerateConfig
-from . import openai, requests
+from . import completions, requests
 from .fields import OF_CHATS
 from .requests import (
     AnswerRequest,
@@ -279,7 +279,7 @@ def _read_as_chat(
     """
     shared = {name: body.get(name) for name in OF_CHATS if name not in translated}
     try:
-        ask = openai.read_chat({**shared, **translated}, config)
+        ask = completions.read_chat({**shared, **translated}, config)
     except RequestError as error:
         raise error.renamed(names) from error
     return replace(ask, body=body)
@@ -438,7 +438,7 @@ class ResponsesWriter:
     `reply` is complete once `events` has ended.
     """
 
-    keep_alive = staticmethod(openai.keep_alive_comment)
+    keep_alive = staticmethod(completions.keep_alive_comment)
 
     def __init__(self, ask: AnswerRequest) -> None:
         """Begin an empty response for a request, with the fields that repeat it."""
