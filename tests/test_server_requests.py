@@ -12,7 +12,7 @@ from test_server import CHAT, JSON, chat, client_of, reply, said
 
 import ssmlx
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.server import completions, messages_responses
+from ssmlx.server import completions, messages
 from ssmlx.server.app import APIS, make_app
 from ssmlx.server.fields import FOLLOWED, WITHOUT_EFFECT, check_and_list_ignored_fields
 from ssmlx.server.handler import Limits, RequestHandler
@@ -184,9 +184,7 @@ def test_what_two_fields_say_of_thinking_is_joined_or_refused(client):
     error = error_of(client, "messages", {"messages": TURNS, "max_tokens": 4, **both})
     assert error["param"] == "output_format"
     same = {"output_config": {"format": form}, "output_format": form}
-    assert messages_responses.read_message(
-        {"messages": TURNS, **same}, ssmlx.GenerateConfig()
-    ).grammar
+    assert messages.read_message({"messages": TURNS, **same}, ssmlx.GenerateConfig()).grammar
 
 
 def test_an_ignored_end_lets_an_answer_run_to_its_limit(client):

@@ -27,27 +27,22 @@ from starlette.types import Receive, Scope, Send
 from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
-from . import completions, messages_responses
+from . import completions, messages, responses
 from .fields import check_and_list_ignored_fields
 from .handler import RequestHandler
 from .prompts import AGAIN
 from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
 
 ResponseWriter = (
-    completions.TextCompletionWriter
-    | messages_responses.MessagesWriter
-    | messages_responses.ResponsesWriter
+    completions.TextCompletionWriter | messages.MessagesWriter | responses.ResponsesWriter
 )
 """Writes an answer's parts as events, at least one a part; `reply` is then the whole answer."""
 APIS: dict[str, tuple[Callable[[Body, GenerateConfig], AnswerRequest], type[ResponseWriter]]] = {
     "/v1/chat/completions": (completions.read_chat, completions.ChatCompletionWriter),
     "/v1/completions": (completions.read_completion, completions.TextCompletionWriter),
-    "/v1/messages": (messages_responses.read_message, messages_responses.MessagesWriter),
-    "/v1/messages/count_tokens": (
-        messages_responses.read_message,
-        messages_responses.MessagesWriter,
-    ),
-    "/v1/responses": (messages_responses.read_response, messages_responses.ResponsesWriter),
+    "/v1/messages": (messages.read_message, messages.MessagesWriter),
+    "/v1/messages/count_tokens": (messages.read_message, messages.MessagesWriter),
+    "/v1/responses": (responses.read_response, responses.ResponsesWriter),
 }
 """For each route of POST, the function that reads a request and the class that writes answers."""
 OPEN = ("/", "/health")  # to those without a key, too

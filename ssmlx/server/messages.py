@@ -1,0 +1,195 @@
+"""Anthropic's messages: reads their requests, and writes their replies."""
+
+from collections.abc import AsyncIterator
+from secrets import token_hex
+from typing import Any
+
+from ..api import GenerationResponse
+from ..json_files import parse_json
+from ..settings import GenerateConfig
+from . import requests
+from .requests import (
+    AnswerRequest,
+    Body,
+    Event,
+    ReasoningPart,
+    RequestError,
+    StreamItem,
+    TextPart,
+    ToolCallPart,
+    Waiting,
+)
+from .typed_blocks import (
+    Turns,
+    group_parts,
+    read_as_chat,
+    read_tools,
+    typed_event,
+    value_under_several_names,
+)
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
+
+
+def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
+    """Read a request to /v1/messages (Anthropic) or to its token count; it becomes a chat
+    completion's.
+
+    `max_tokens` may be missing, as it is in a token count. `thinking` becomes the template's
+    `enable_thinking`, unless `chat_template_kwargs` has one.
+
+    Args:
+        body: the request.
+        config: the server's settings, for what the request does not say; `max_tokens` is a maximum.
+
+    Raises:
+        RequestError: a field cannot be followed; it has this API's name.
+    """
+    if body.get("thread") is not None:  # clients send the whole conversation then
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        found = "thread is not supported"
+        expected = "the whole conversation: nothing is kept"
+        raise RequestError("thread", found, expected, "send it without thread", details)
+    turns = Turns()
+    if system := body.get("system"):
+        turns.add_text("system", system)
+    for message in requests.content_parts(body.get("messages"), "messages"):
+        for block in requests.content_parts(message.get("content")):
+            turns.add_block(message.get("role"), block)
+    thinking = requests.read_typed(body, "thinking", dict, {}).get("type")
+    template_args = requests.read_typed(body, "chat_template_kwargs", dict, {})
+    if thinking:
+        template_args = {"enable_thinking": thinking != "disabled", **template_args}
+    form = requests.read_typed(body, "output_config", dict, {}).get("format")
+    translated = {
+        "messages": [*turns],
+        "tools": read_tools(body, "input_schema"),
+        "stop": body.get("stop_sequences"),
+        "response_format": value_under_several_names(
+            {"output_config.format": form, "output_format": body.get("output_format")}
+        ),
+        "chat_template_kwargs": template_args,
+    }
+    names = {"stop": "stop_sequences", "response_format": "output_config"}
+    return read_as_chat(body, translated, config, names)
+
+
+_DELTA_USAGE = (
+    "input_tokens",
+    "cache_read_input_tokens",
+    "cache_creation_input_tokens",
+    "output_tokens",
+    "output_tokens_details",
+    "server_tool_use",
+)
+"""What the end of a stream says of a message's usage."""
+
+
+class MessagesWriter:
+    """Writes Anthropic's messages: events for each part, and `reply`, the whole object.
+
+    `reply` is complete once `events` has ended.
+    """
+
+    @staticmethod
+    def keep_alive(waiting: Waiting) -> str:
+        """The event that a stream sends while no part comes."""
+        return 'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def __init__(self, ask: AnswerRequest) -> None:
+        """Begin an empty message for a request."""
+        self._blocks: list[dict[str, Any]] = []
+        self.reply: dict[str, Any] = {"id": f"msg_{token_hex(12)}", "type": "message"}
+        self.reply |= {"role": "assistant", "model": ask.model, "content": self._blocks}
+        self.reply |= {"stop_reason": None, "stop_sequence": None}
+        self.reply |= {"stop_details": None, "container": None, "diagnostics": None}
+        self.reply["usage"] = _message_usage()  # known at the end
+
+    async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
+        """Yield the events of a message; each group of parts becomes a block of its content.
+
+        Every part is added to `reply`, which has usage and timings in the end.
+
+        Args:
+            parts: of the request's only choice, with its `ChoiceEnd`.
+        """
+        thought = 0
+        async for does, part in group_parts(parts):
+            match does:
+                case "begins":
+                    yield typed_event("message_start", message=self.reply)
+                case "opens":
+                    self._blocks.append(_empty_block(part))
+                    yield self._block_event("start", content_block=self._blocks[-1])
+                case "adds":
+                    thought += part.tokens if isinstance(part, ReasoningPart) else 0
+                    yield self._block_event("delta", delta=_extend_block(self._blocks[-1], part))
+                case "closes":
+                    if "signature" in self._blocks[-1]:
+                        delta = {"type": "signature_delta", "signature": _SIGNATURE}
+                        yield self._block_event("delta", delta=delta)
+                    yield self._block_event("stop")
+                case "ends":
+                    reason = "stop_sequence" if part.last.stop else _REASONS[part.reason]
+                    stop: Body = {"stop_reason": reason, "stop_sequence": part.last.stop}
+                    usage = _message_usage(part.last, thought)
+                    self.reply |= {**stop, "usage": usage, "timings": part.timings}
+                    end_delta: Body = {**stop, "stop_details": None, "container": None}
+                    told = {name: usage[name] for name in _DELTA_USAGE}
+                    yield typed_event(
+                        "message_delta", delta=end_delta, usage=told, timings=part.timings
+                    )
+                    yield typed_event("message_stop")
+
+    def _block_event(self, name: str, **data: Any) -> Event:
+        """Return an event `content_block_{name}` of the last block, with its index and `data`."""
+        return typed_event(f"content_block_{name}", index=len(self._blocks) - 1, **data)
+
+
+def _message_usage(last: GenerationResponse | None = None, thought: int = 0) -> dict[str, Any]:
+    """Return the `usage` object of a message; all counts are 0 before there is an answer.
+
+    Args:
+        last: the answer's last response; None before there is one.
+        thought: how many of its tokens are reasoning.
+    """
+    return {
+        "input_tokens": last.prompt_tokens - last.cached_tokens if last else 0,
+        "cache_read_input_tokens": last.cached_tokens if last else 0,
+        "cache_creation_input_tokens": 0,
+        "cache_creation": None,
+        "output_tokens": last.generation_tokens if last else 0,
+        "output_tokens_details": {"thinking_tokens": thought},
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
+        "speed": "standard",
+    }
+
+
+def _empty_block(part: TextPart | ToolCallPart) -> dict[str, Any]:
+    """Return the block of a message for a group of parts, before any is added: a call, thinking or
+    text.
+    """
+    if isinstance(part, ToolCallPart):
+        used = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+        return used | {"caller": {"type": "direct"}, "toolset_name": None}
+    if isinstance(part, ReasoningPart):
+        return {"type": "thinking", "thinking": "", "signature": _SIGNATURE}
+    return {"type": "text", "text": "", "citations": None}
+
+
+def _extend_block(block: dict[str, Any], part: TextPart | ToolCallPart) -> dict[str, Any]:
+    """Add a part to its block, in place; return the event's `delta`.
+
+    Args:
+        block: as `_empty_block` made it, with the parts before.
+        part: of the block's type.
+    """
+    if isinstance(part, ToolCallPart):
+        block["input"] = parse_json(part.text)
+        return {"type": "input_json_delta", "partial_json": part.text}
+    kind = block["type"]
+    block[kind] += part.text
+    return {"type": f"{kind}_delta", kind: part.text}
