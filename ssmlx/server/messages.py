@@ -21,11 +21,11 @@ from .requests import (
 )
 from .typed_blocks import (
     Turns,
-    group_parts,
-    read_as_chat,
-    read_tools,
+    mark_groups_of_parts,
+    read_as_chat_completion,
+    read_tools_in_chat_form,
     typed_event,
-    value_under_several_names,
+    value_under_any_name,
 )
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -56,7 +56,7 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
         turns.add_text("system", system)
     for message in requests.content_parts(body.get("messages"), "messages"):
         for block in requests.content_parts(message.get("content")):
-            turns.add_block(message.get("role"), block)
+            turns.add_block_by_type(message.get("role"), block)
     thinking = requests.read_typed(body, "thinking", dict, {}).get("type")
     template_args = requests.read_typed(body, "chat_template_kwargs", dict, {})
     if thinking:
@@ -64,15 +64,15 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     form = requests.read_typed(body, "output_config", dict, {}).get("format")
     translated = {
         "messages": [*turns],
-        "tools": read_tools(body, "input_schema"),
+        "tools": read_tools_in_chat_form(body, "input_schema"),
         "stop": body.get("stop_sequences"),
-        "response_format": value_under_several_names(
+        "response_format": value_under_any_name(
             {"output_config.format": form, "output_format": body.get("output_format")}
         ),
         "chat_template_kwargs": template_args,
     }
     names = {"stop": "stop_sequences", "response_format": "output_config"}
-    return read_as_chat(body, translated, config, names)
+    return read_as_chat_completion(body, translated, config, names)
 
 
 _DELTA_USAGE = (
@@ -104,7 +104,7 @@ class MessagesWriter:
         self.reply |= {"role": "assistant", "model": ask.model, "content": self._blocks}
         self.reply |= {"stop_reason": None, "stop_sequence": None}
         self.reply |= {"stop_details": None, "container": None, "diagnostics": None}
-        self.reply["usage"] = _message_usage()  # known at the end
+        self.reply["usage"] = _usage_or_zeros()  # known at the end
 
     async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
         """Yield the events of a message; each group of parts becomes a block of its content.
@@ -114,26 +114,28 @@ class MessagesWriter:
         Args:
             parts: of the request's only choice, with its `ChoiceEnd`.
         """
-        thought = 0
-        async for does, part in group_parts(parts):
-            match does:
-                case "begins":
+        reasoning_tokens = 0
+        async for mark, part in mark_groups_of_parts(parts):
+            match mark:
+                case "answer begins":
                     yield typed_event("message_start", message=self.reply)
-                case "opens":
-                    self._blocks.append(_empty_block(part))
-                    yield self._block_event("start", content_block=self._blocks[-1])
-                case "adds":
-                    thought += part.tokens if isinstance(part, ReasoningPart) else 0
-                    yield self._block_event("delta", delta=_extend_block(self._blocks[-1], part))
-                case "closes":
+                case "group begins":
+                    self._blocks.append(_empty_block_for(part))
+                    yield self._event_about_last_block("start", content_block=self._blocks[-1])
+                case "part":
+                    reasoning_tokens += part.tokens if isinstance(part, ReasoningPart) else 0
+                    yield self._event_about_last_block(
+                        "delta", delta=_extend_block_and_return_delta(self._blocks[-1], part)
+                    )
+                case "group ends":
                     if "signature" in self._blocks[-1]:
                         delta = {"type": "signature_delta", "signature": _SIGNATURE}
-                        yield self._block_event("delta", delta=delta)
-                    yield self._block_event("stop")
-                case "ends":
+                        yield self._event_about_last_block("delta", delta=delta)
+                    yield self._event_about_last_block("stop")
+                case "answer ends":
                     reason = "stop_sequence" if part.last.stop else _REASONS[part.reason]
                     stop: Body = {"stop_reason": reason, "stop_sequence": part.last.stop}
-                    usage = _message_usage(part.last, thought)
+                    usage = _usage_or_zeros(part.last, reasoning_tokens)
                     self.reply |= {**stop, "usage": usage, "timings": part.timings}
                     end_delta: Body = {**stop, "stop_details": None, "container": None}
                     told = {name: usage[name] for name in _DELTA_USAGE}
@@ -142,17 +144,19 @@ class MessagesWriter:
                     )
                     yield typed_event("message_stop")
 
-    def _block_event(self, name: str, **data: Any) -> Event:
+    def _event_about_last_block(self, name: str, **data: Any) -> Event:
         """Return an event `content_block_{name}` of the last block, with its index and `data`."""
         return typed_event(f"content_block_{name}", index=len(self._blocks) - 1, **data)
 
 
-def _message_usage(last: GenerationResponse | None = None, thought: int = 0) -> dict[str, Any]:
+def _usage_or_zeros(
+    last: GenerationResponse | None = None, reasoning_tokens: int = 0
+) -> dict[str, Any]:
     """Return the `usage` object of a message; all counts are 0 before there is an answer.
 
     Args:
         last: the answer's last response; None before there is one.
-        thought: how many of its tokens are reasoning.
+        reasoning_tokens: how many of its tokens are reasoning.
     """
     return {
         "input_tokens": last.prompt_tokens - last.cached_tokens if last else 0,
@@ -160,7 +164,7 @@ def _message_usage(last: GenerationResponse | None = None, thought: int = 0) -> 
         "cache_creation_input_tokens": 0,
         "cache_creation": None,
         "output_tokens": last.generation_tokens if last else 0,
-        "output_tokens_details": {"thinking_tokens": thought},
+        "output_tokens_details": {"thinking_tokens": reasoning_tokens},
         "server_tool_use": None,
         "service_tier": "standard",
         "inference_geo": None,
@@ -168,7 +172,7 @@ def _message_usage(last: GenerationResponse | None = None, thought: int = 0) -> 
     }
 
 
-def _empty_block(part: TextPart | ToolCallPart) -> dict[str, Any]:
+def _empty_block_for(part: TextPart | ToolCallPart) -> dict[str, Any]:
     """Return the block of a message for a group of parts, before any is added: a call, thinking or
     text.
     """
@@ -180,11 +184,13 @@ def _empty_block(part: TextPart | ToolCallPart) -> dict[str, Any]:
     return {"type": "text", "text": "", "citations": None}
 
 
-def _extend_block(block: dict[str, Any], part: TextPart | ToolCallPart) -> dict[str, Any]:
+def _extend_block_and_return_delta(
+    block: dict[str, Any], part: TextPart | ToolCallPart
+) -> dict[str, Any]:
     """Add a part to its block, in place; return the event's `delta`.
 
     Args:
-        block: as `_empty_block` made it, with the parts before.
+        block: as `_empty_block_for` made it, with the parts before.
         part: of the block's type.
     """
     if isinstance(part, ToolCallPart):

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from itertools import count
 from secrets import token_hex
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..settings import GenerateConfig
 from . import requests
@@ -22,11 +22,11 @@ from .requests import (
 )
 from .typed_blocks import (
     Turns,
-    group_parts,
-    read_as_chat,
-    read_tools,
+    mark_groups_of_parts,
+    read_as_chat_completion,
+    read_tools_in_chat_form,
     typed_event,
-    value_under_several_names,
+    value_under_any_name,
 )
 
 
@@ -50,19 +50,33 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
     if instructions := body.get("instructions"):
         turns.add_text("system", instructions)
     for item in requests.content_parts(body.get("input"), "input"):
-        turns.add_block("user", item)
+        turns.add_block_by_type("user", item)
     effort = requests.read_typed(body, "reasoning", dict, {}).get("effort")
     translated = {
         "messages": [*turns],
-        "tools": read_tools(body, "parameters"),
+        "tools": read_tools_in_chat_form(body, "parameters"),
         "max_tokens": body.get("max_output_tokens"),
         "response_format": requests.read_typed(body, "text", dict, {}).get("format"),
-        "reasoning_effort": value_under_several_names(
+        "reasoning_effort": value_under_any_name(
             {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
         ),
     }
     names = {"max_tokens": "max_output_tokens", "response_format": "text"}
-    return read_as_chat(body, translated, config, names)
+    return read_as_chat_completion(body, translated, config, names)
+
+
+class _OpenItem(NamedTuple):
+    """An item of a response's output that parts are still added to."""
+
+    event: str  # how names of its events begin, such as "output_text"
+    item: dict[str, Any]
+    text_object: dict[str, Any]  # which has the text: the item itself, or a part of its content
+    text_field: str  # the text's name there
+
+    @property
+    def has_content(self) -> bool:
+        """Whether the text is a part of the item's content; a call's is in the item itself."""
+        return self.text_object is not self.item
 
 
 class ResponsesWriter:
@@ -80,7 +94,7 @@ class ResponsesWriter:
         self.reply: dict[str, Any] = {"id": f"resp_{token_hex(12)}", "object": "response"}
         self.reply |= {"created_at": int(time()), "status": "in_progress", "model": ask.model}
         self.reply |= {"output": self._items, "error": None, "incomplete_details": None}
-        self.reply |= {"completed_at": None, "usage": None, **_echoed_fields(ask)}
+        self.reply |= {"completed_at": None, "usage": None, **_echoed_and_constant_fields(ask)}
 
     async def events(self, parts: AsyncIterator[StreamItem]) -> AsyncIterator[Event]:
         """Yield the events of a response; each group of parts becomes an item of its output.
@@ -90,80 +104,83 @@ class ResponsesWriter:
         Args:
             parts: of the request's only choice, with its `ChoiceEnd`.
         """
-        thought = 0
-        kind = ""
-        item = dict[str, Any]()
-        held = dict[str, Any]()
-        name = ""
-        async for does, part in group_parts(parts):
-            match does:
-                case "begins":
-                    yield self._event("created", response=self.reply)
-                    yield self._event("in_progress", response=self.reply)
-                case "opens":
-                    kind, item, held, name = self._open_item(part)
-                    yield self._item_event("output_item.added", item=item)
-                    if held is not item:
-                        item["content"].append(held)
-                        yield self._item_event("content_part.added", part=held)
-                case "adds":
-                    thought += part.tokens if isinstance(part, ReasoningPart) else 0
-                    held[name] += part.text
-                    yield self._item_event(f"{kind}.delta", delta=part.text)
-                case "closes":
-                    item["status"] = _status_before(part)
-                    yield self._item_event(f"{kind}.done", **{name: held[name]})
-                    if held is not item:
-                        yield self._item_event("content_part.done", part=held)
-                    yield self._item_event("output_item.done", item=item)
-                case "ends":
-                    self._finish_reply(part, thought)
-                    yield self._event(_status_before(part), response=self.reply)
+        reasoning_tokens = 0
+        group = _OpenItem("", {}, {}, "")
+        async for mark, part in mark_groups_of_parts(parts):
+            match mark:
+                case "answer begins":
+                    yield self._numbered_event("created", response=self.reply)
+                    yield self._numbered_event("in_progress", response=self.reply)
+                case "group begins":
+                    group = self._append_empty_item(part)
+                    yield self._event_about_last_item("output_item.added", item=group.item)
+                    if group.has_content:
+                        group.item["content"].append(group.text_object)
+                        yield self._event_about_last_item(
+                            "content_part.added", part=group.text_object
+                        )
+                case "part":
+                    reasoning_tokens += part.tokens if isinstance(part, ReasoningPart) else 0
+                    group.text_object[group.text_field] += part.text
+                    yield self._event_about_last_item(f"{group.event}.delta", delta=part.text)
+                case "group ends":
+                    group.item["status"] = _completed_or_incomplete_before(part)
+                    whole = {group.text_field: group.text_object[group.text_field]}
+                    yield self._event_about_last_item(f"{group.event}.done", **whole)
+                    if group.has_content:
+                        yield self._event_about_last_item(
+                            "content_part.done", part=group.text_object
+                        )
+                    yield self._event_about_last_item("output_item.done", item=group.item)
+                case "answer ends":
+                    self._set_usage_status_and_timings(part, reasoning_tokens)
+                    yield self._numbered_event(
+                        _completed_or_incomplete_before(part), response=self.reply
+                    )
 
-    def _open_item(
-        self, part: TextPart | ToolCallPart
-    ) -> tuple[str, dict[str, Any], dict[str, Any], str]:
-        """Append an empty item for a group of parts to the output.
+    def _append_empty_item(self, part: TextPart | ToolCallPart) -> _OpenItem:
+        """Append an empty item for a group of parts to the output, and return it.
 
         Args:
             part: the group's first part, which is not added yet.
-
-        Returns:
-            (kind of its events, the item, the object that has its text, the name of the text
-            there). Of a call that object is the item itself.
         """
         item: dict[str, Any] = {"id": f"item_{token_hex(12)}", "status": "in_progress"}
         self._items.append(item)
         if isinstance(part, ToolCallPart):
             item |= {"type": "function_call", "call_id": part.id, "name": part.name}
             item["arguments"] = ""
-            return "function_call_arguments", item, item, "arguments"
+            return _OpenItem("function_call_arguments", item, item, "arguments")
         if isinstance(part, ReasoningPart):
             item |= {"type": "reasoning", "summary": [], "content": [], "encrypted_content": None}
-            return "reasoning_text", item, {"type": "reasoning_text", "text": ""}, "text"
+            text_object: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            return _OpenItem("reasoning_text", item, text_object, "text")
         item |= {"type": "message", "role": "assistant", "content": []}
-        held = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return "output_text", item, held, "text"
+        text_object = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return _OpenItem("output_text", item, text_object, "text")
 
-    def _finish_reply(self, end: ChoiceEnd, thought: int) -> None:
+    def _set_usage_status_and_timings(self, end: ChoiceEnd, reasoning_tokens: int) -> None:
         """Set usage, status and timings of the whole response.
 
         Args:
             end: of the answer.
-            thought: how many of its tokens are reasoning.
+            reasoning_tokens: how many of its tokens are reasoning.
         """
         last = end.last
         is_cut = end.reason == "length"
         cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}
         usage = {"input_tokens": last.prompt_tokens, "input_tokens_details": cached}
         usage["output_tokens"] = last.generation_tokens
-        usage["output_tokens_details"] = {"reasoning_tokens": thought}
+        usage["output_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         usage["total_tokens"] = last.prompt_tokens + last.generation_tokens
-        self.reply |= {"status": _status_before(end), "usage": usage, "timings": end.timings}
+        self.reply |= {
+            "status": _completed_or_incomplete_before(end),
+            "usage": usage,
+            "timings": end.timings,
+        }
         self.reply["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         self.reply["completed_at"] = None if is_cut else int(time())
 
-    def _item_event(self, name: str, **data: Any) -> Event:
+    def _event_about_last_item(self, name: str, **data: Any) -> Event:
         """Return an event about the last item, with its position in the output, the next number,
         and `data`.
         """
@@ -174,13 +191,14 @@ class ResponsesWriter:
                 where["content_index"] = 0
         if name.startswith("output_text"):
             where["logprobs"] = []
-        return self._event(name, **where, **data)
+        return self._numbered_event(name, **where, **data)
 
-    def _event(self, name: str, **data: Any) -> Event:
+    def _numbered_event(self, name: str, **data: Any) -> Event:
+        """Return an event `response.{name}` with the next number and `data`."""
         return typed_event(f"response.{name}", sequence_number=next(self._sequence), **data)
 
 
-def _echoed_fields(ask: AnswerRequest) -> dict[str, Any]:
+def _echoed_and_constant_fields(ask: AnswerRequest) -> dict[str, Any]:
     """Return the fields of a response that repeat its request, with defaults for those it lacks,
     and those that are the same for every request.
     """
@@ -213,7 +231,7 @@ def _echoed_fields(ask: AnswerRequest) -> dict[str, Any]:
     }
 
 
-def _status_before(next: Part) -> str:
-    """Return "incomplete" if `next` is the end of an answer that was cut, else "completed"."""
-    is_cut = isinstance(next, ChoiceEnd) and next.reason == "length"
+def _completed_or_incomplete_before(next_part: Part) -> str:
+    """Return "incomplete" if `next_part` is the end of an answer that was cut, else "completed"."""
+    is_cut = isinstance(next_part, ChoiceEnd) and next_part.reason == "length"
     return "incomplete" if is_cut else "completed"

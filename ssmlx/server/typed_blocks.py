@@ -6,7 +6,7 @@ brings its whole conversation.
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import quoted
 from ..settings import GenerateConfig
@@ -37,6 +37,9 @@ _BLOCKS = {
 }
 """What becomes of a block or an item, by its type, and of which of its fields; others are texts."""
 
+GroupMark = Literal["answer begins", "group begins", "part", "group ends", "answer ends"]
+"""What a stream of parts is cut into groups by: parts of the same type in a row."""
+
 
 class Turns(list[dict[str, Any]]):
     """The turns of a chat, a list of messages, built from typed blocks.
@@ -48,7 +51,7 @@ class Turns(list[dict[str, Any]]):
         super().__init__()
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
 
-    def add_block(self, role: Any, block: Body) -> None:
+    def add_block_by_type(self, role: Any, block: Body) -> None:
         """Add a block or item by its type, as `_BLOCKS` says; a type that is not listed there is
         read as a text.
 
@@ -129,7 +132,7 @@ class Turns(list[dict[str, Any]]):
         return self[-1]
 
 
-def read_tools(body: Body, schema_field: str) -> list[dict[str, Any]]:
+def read_tools_in_chat_form(body: Body, schema_field: str) -> list[dict[str, Any]]:
     """Return the `tools` of a request in the form that chat templates take, OpenAI's chat form.
 
     Args:
@@ -160,16 +163,16 @@ def read_tools(body: Body, schema_field: str) -> list[dict[str, Any]]:
     return found
 
 
-def value_under_several_names(values: Mapping[str, Any]) -> Any:
+def value_under_any_name(value_by_name: Mapping[str, Any]) -> Any:
     """Return the value of a setting that an API has several names for; None where it is not given.
 
     Args:
-        values: the request's, by name; None or empty where it has none.
+        value_by_name: the request's values; None or empty where it has none.
 
     Raises:
         RequestError: two of them differ; the later one is named.
     """
-    given = {name: value for name, value in values.items() if value}
+    given = {name: value for name, value in value_by_name.items() if value}
     first = next(iter(given), "")
     for name, value in given.items():
         expected = f"{first} or {name}, or the same for both"
@@ -177,8 +180,8 @@ def value_under_several_names(values: Mapping[str, Any]) -> Any:
     return given.get(first)
 
 
-def read_as_chat(
-    body: Body, translated: Body, config: GenerateConfig, names: Mapping[str, str]
+def read_as_chat_completion(
+    body: Body, translated: Body, config: GenerateConfig, own_name_by_chats: Mapping[str, str]
 ) -> AnswerRequest:
     """Read a request by its translation into a chat completion.
 
@@ -187,42 +190,46 @@ def read_as_chat(
             completion.
         translated: further fields of the chat completion, or others in place of the request's.
         config: the server's settings.
-        names: this API's names of fields, by the chat's, for error messages.
+        own_name_by_chats: this API's names of fields, by the chat's, for error messages.
 
     Raises:
-        RequestError: a field cannot be followed; it is called by `names`.
+        RequestError: a field cannot be followed; it is called by `own_name_by_chats`.
     """
     shared = {name: body.get(name) for name in OF_CHATS if name not in translated}
     try:
         ask = read_chat({**shared, **translated}, config)
     except RequestError as error:
-        raise error.renamed(names) from error
+        raise error.renamed(own_name_by_chats) from error
     return replace(ask, body=body)
 
 
-async def group_parts(parts: AsyncIterator[StreamItem]) -> AsyncIterator[tuple[str, Any]]:
-    """Group parts of the same type in a row, such as text, reasoning, or a call.
+async def mark_groups_of_parts(
+    parts: AsyncIterator[StreamItem],
+) -> AsyncIterator[tuple[GroupMark, Any]]:
+    """Yield parts, with marks between groups: parts of the same type in a row, such as text or
+    reasoning. Each call is a group of its own.
+
+    Empty texts and every `Waiting` are left out, but for the first item.
 
     Yields:
-        (event, part): "begins" once, with the first item, which may be a `Waiting`; then for each
-        group "opens", with its first part, "adds" for each of its parts, and "closes", with the
-        part after the group; in the end "ends", with the `ChoiceEnd`. Empty texts and every
-        `Waiting` are left out otherwise; each call is a group of its own.
+        (mark, item): "answer begins" once, with the first item; for each group "group begins", with
+        its first part, "part" for each of its parts, the first included, and "group ends", with
+        the item after the group; in the end "answer ends", with the `ChoiceEnd`.
     """
     run: type | None = None
     async for part in parts:
         if run is None:
             run = type(None)
-            yield "begins", part
+            yield "answer begins", part
         if isinstance(part, Waiting) or (isinstance(part, TextPart) and not part.text):
             continue
         if type(part) is not run or isinstance(part, ToolCallPart):
             if run is not type(None):
-                yield "closes", part
+                yield "group ends", part
             run = type(part)
-            yield "ends" if isinstance(part, ChoiceEnd) else "opens", part
+            yield "answer ends" if isinstance(part, ChoiceEnd) else "group begins", part
         if not isinstance(part, ChoiceEnd):
-            yield "adds", part
+            yield "part", part
 
 
 def typed_event(name: str, **data: Any) -> Event:
