@@ -426,14 +426,14 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
     ):
         same = {tuple(told[command.PROG, option]) for command in (chat, check, server)}
         assert len(same) == 1 and next(iter(same))[0].startswith(begins)
-    assert server.adapters_by_model_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
+    assert server.adapter_of_each_served_name("m", ["none", "sql"]) == {"m": "none", "m:sql": "sql"}
     assert (
-        server.adapters_by_model_name("m", ["auto"])
-        == server.adapters_by_model_name("m", [])
+        server.adapter_of_each_served_name("m", ["auto"])
+        == server.adapter_of_each_served_name("m", [])
         == {"m": None}
     )
     assert "--adapter none and --adapter auto" in refusal(
-        server.adapters_by_model_name, "m", ["none", "auto"]
+        server.adapter_of_each_served_name, "m", ["none", "auto"]
     )
 
 
