@@ -28,7 +28,7 @@ from ..errors import ContextLengthError, InputError, NoRoomError, require
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from . import completions, messages, responses
-from .fields import check_and_list_ignored_fields
+from .fields import check_fields_and_list_unknown
 from .handler import RequestHandler
 from .prompts import AGAIN
 from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
@@ -83,7 +83,7 @@ class Routes:
     hosts: Sequence[str]
     keys: Sequence[bytes]
 
-    async def get(self, request: Request) -> Response:
+    async def get_page_health_metrics_or_models(self, request: Request) -> Response:
         """Answer GET of the page, /health, /metrics and the list of models.
 
         Raises:
@@ -140,11 +140,12 @@ class Routes:
             "max_tokens": self.config.max_tokens,
         }
 
-    async def post(self, request: Request) -> Response:
+    async def answer_or_count_tokens(self, request: Request) -> Response:
         """Answer a POST: a whole answer, a stream of it, or a count of tokens.
 
-        An answer begins when the response is sent, so what it raises is not raised here. Names of
-        fields that are ignored go into the header `X-Ignored-Fields`.
+        An answer begins when the response is sent, so what it raises is not raised here. Tokens are
+        counted before the return. Names of fields that are ignored go into the header
+        `X-Ignored-Fields`.
 
         Raises:
             HTTPException: the content type is not JSON (415), the model is unknown (404), the body
@@ -157,12 +158,12 @@ class Routes:
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
         read, writer = APIS[path]
-        body = await self._read_json_body(request)
-        ignored = check_and_list_ignored_fields(path, body)
-        ask = self.handler.with_known_model(read(body, self.config))
+        body = await self._read_json_object_in_time(request)
+        ignored = check_fields_and_list_unknown(path, body)
+        ask = self.handler.with_served_model_or_404(read(body, self.config))
         reply: Response
         if path.endswith("/count_tokens"):
-            prompt, _ = await asyncio.to_thread(self.handler.first_prompt_and_config, ask)
+            prompt, _ = await asyncio.to_thread(self.handler.first_prompt_and_seeded_config, ask)
             reply = JSONResponse({"input_tokens": len(prompt)})
         else:
             reply = AnswerResponse(self.handler, ask, writer(ask), user)
@@ -202,7 +203,7 @@ class Routes:
             return urlsplit(address).hostname in self.hosts
         return False
 
-    async def _read_json_body(self, request: Request) -> dict[str, Any]:
+    async def _read_json_object_in_time(self, request: Request) -> dict[str, Any]:
         """Return the body of a request, a JSON object.
 
         Raises:
@@ -212,7 +213,7 @@ class Routes:
         """
         try:
             async with asyncio.timeout(self.handler.limits.wait):
-                body: Any = parse_json(await self._read_body(request))
+                body: Any = parse_json(await self._read_body_or_refuse_large(request))
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
         except (ValueError, ClientDisconnect):
@@ -222,7 +223,7 @@ class Routes:
         require(is_object, "the body", expected="a JSON object", do="correct it")
         return found
 
-    async def _read_body(self, request: Request) -> bytes:
+    async def _read_body_or_refuse_large(self, request: Request) -> bytes:
         """Return the bytes of a body.
 
         One that is too large is read on, up to `_READ_ON` times the limit, and dropped: a client
@@ -264,7 +265,8 @@ def _header_text(names: Sequence[str]) -> str:
 def _as_http_error(failure: Exception) -> HTTPException:
     """Return the HTTP error for an exception; one that is an HTTP error stays.
 
-    Input errors become 400, no memory 503, a timeout 504, and all else 500 without its message.
+    Input errors become 400, no memory 503, a timeout 504, and all else 500 without its message,
+    which is for the log. Nothing is logged here.
     """
     match failure:
         case HTTPException():
@@ -319,7 +321,7 @@ class AnswerResponse(StreamingResponse):
             user: index of the API key.
         """
         self._limits = handler.limits
-        self._parts = handler.parts(ask, user)
+        self._parts = handler.merged_parts_of_choices(ask, user)
         self._writer = writer
         self._stream = ask.stream
         self._is_begun = False
@@ -344,21 +346,23 @@ class AnswerResponse(StreamingResponse):
         """
         try:
             async with aclosing(self._parts), asyncio.timeout(self._limits.time):
-                async for event in self._writer.events(self._items_with_keep_alive(send)):
+                async for event in self._writer.events(
+                    self._yield_items_and_send_keep_alives(send)
+                ):
                     if self._stream:
-                        await self._send(send, _event(*event))
+                        await self._send_headers_then_text(send, _event(*event))
             if not self._stream:
-                await self._send(send, json.dumps(self._writer.reply))
+                await self._send_headers_then_text(send, json.dumps(self._writer.reply))
         except Exception as failure:
             if not self._is_begun or isinstance(failure, ClientDisconnect):
                 raise
             told = _as_http_error(failure)
             if told.status_code == 500:
                 _log.error("an answer failed", exc_info=failure)
-            await self._send(send, _event("error", _error_object(told)))
+            await self._send_headers_then_text(send, _event("error", _error_object(told)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _items_with_keep_alive(self, send: Send) -> AsyncIterator[StreamItem]:
+    async def _yield_items_and_send_keep_alives(self, send: Send) -> AsyncIterator[StreamItem]:
         """Yield all items of the answer.
 
         At each `Waiting` of a stream, send the headers where nothing was sent yet, else a
@@ -367,11 +371,12 @@ class AnswerResponse(StreamingResponse):
         async for part in self._parts:
             if self._stream and isinstance(part, Waiting):
                 text = self._writer.keep_alive(part) if self._is_begun else ""
-                await self._send(send, text)
+                await self._send_headers_then_text(send, text)
             yield part
 
-    async def _send(self, send: Send, text: str) -> None:
-        """Send text, with the headers before the first one; empty text sends headers alone.
+    async def _send_headers_then_text(self, send: Send, text: str) -> None:
+        """Send text, with status 200 and the headers before the first one; empty text sends at
+        most these.
 
         Raises:
             ClientDisconnect: the client did not take it within `limits.wait` seconds.
@@ -428,9 +433,12 @@ def make_app(
     failures = (Exception, HTTPException, InputError, TimeoutError)
     app = Starlette(
         routes=[
-            *(Route(path, routes.get) for path in (*OPEN, "/metrics", "/v1/models")),
+            *(
+                Route(path, routes.get_page_health_metrics_or_models)
+                for path in (*OPEN, "/metrics", "/v1/models")
+            ),
             Route("/v1/models/{name:path}", routes.get_model),
-            *(Route(path, routes.post, methods=["POST"]) for path in APIS),
+            *(Route(path, routes.answer_or_count_tokens, methods=["POST"]) for path in APIS),
         ],
         exception_handlers={kind: routes.error_response for kind in failures},
     )

@@ -54,7 +54,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
 
-    def parts_of_response(self, said: GenerationResponse) -> list[Part]:
+    def response_parts_or_empty_text(self, said: GenerationResponse) -> list[Part]:
         """Return the parts that one response adds; at least one, which may be an empty text.
 
         The first one has the response's token count and log probabilities.
@@ -68,7 +68,7 @@ class Choice:
             self._parser.split_into_parts(TextPart(said.text, len(said.tokens), told))
         )
 
-    def last_parts(self, last: GenerationResponse) -> list[Part]:
+    def held_back_parts_and_end(self, last: GenerationResponse) -> list[Part]:
         """Return the parts that were still held back, and last the `ChoiceEnd`.
 
         Its reason is "length" for a full context too; the parser makes "tool_calls" of "stop" where
@@ -83,7 +83,7 @@ class Choice:
             self._parser.split_into_parts(ChoiceEnd(reason, last, num_predicted))
         )
 
-    def with_scoring_time(self, last: GenerationResponse) -> GenerationResponse:
+    def with_scoring_counted_as_prefill(self, last: GenerationResponse) -> GenerationResponse:
         """Return `last` with the time that scoring its prompt took added to its `prefill_seconds`.
 
         Only for the first choice of a scored prompt; its `cached_tokens` become 0, as the score
@@ -156,7 +156,7 @@ class AnswerParser:
         if self._name == "tool":
             # Where the text was cut, only a call without an end marker can be whole.
             is_cut = part.reason == "length" and bool(self._tokenizer.tool_call_end)
-            found += self._parse_calls(is_cut=is_cut)
+            found += self._parse_collected_calls_or_text(is_cut=is_cut)
         is_call = self._has_called and part.reason == "stop"
         return [*found, replace(part, reason="tool_calls") if is_call else part]
 
@@ -170,7 +170,7 @@ class AnswerParser:
         found: list[Part] = []
         for name, text in segments:
             if name != self._name:
-                found += self._parse_calls() if self._name == "tool" else []
+                found += self._parse_collected_calls_or_text() if self._name == "tool" else []
                 self._name = name
                 self._is_behind_marker = True
             if name == "tool":
@@ -182,7 +182,7 @@ class AnswerParser:
                 found.append(TextPart(said))
         return found
 
-    def _parse_calls(self, *, is_cut: bool = False) -> list[Part]:
+    def _parse_collected_calls_or_text(self, *, is_cut: bool = False) -> list[Part]:
         """Return the calls in the text that was collected between markers, and forget that text.
 
         Args:
@@ -200,7 +200,7 @@ class AnswerParser:
                 raise ValueError("it is no call")
             found = self._tokenizer.tool_parser(text, tools_for_parser(self._tools))
             found = found if isinstance(found, list) else [found]
-            calls = [*map(_checked_call, found)][: self._most_calls]
+            calls = [*map(_checked_call_with_id, found)][: self._most_calls]
         except Exception:  # whatever a parser makes of a model's words
             return [TextPart(text)] if text.strip() else []
         if self._has_called and self._most_calls:
@@ -209,7 +209,7 @@ class AnswerParser:
         return [*calls]
 
 
-def _checked_call(parsed: Mapping[str, Any]) -> ToolCallPart:
+def _checked_call_with_id(parsed: Mapping[str, Any]) -> ToolCallPart:
     """Make a part of what mlx-lm's parser returned, with an id if it has none.
 
     Args:

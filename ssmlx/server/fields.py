@@ -99,12 +99,12 @@ _INSTEAD = {
 }
 
 
-def check_and_list_ignored_fields(path: str, body: Body) -> Sequence[str]:
+def check_fields_and_list_unknown(route: str, body: Body) -> Sequence[str]:
     """Check a request's fields by the rule at the head of this file; values of followed fields are
     not looked at.
 
     Args:
-        path: of the route, one of `FOLLOWED`.
+        route: its path, one of `FOLLOWED`.
         body: the request.
 
     Returns:
@@ -115,7 +115,7 @@ def check_and_list_ignored_fields(path: str, body: Body) -> Sequence[str]:
     """
     ignored = []
     for name, value in body.items():
-        if name in FOLLOWED[path] or name in WITHOUT_EFFECT:
+        if name in FOLLOWED[route] or name in WITHOUT_EFFECT:
             continue
         if name not in REFUSED:
             ignored.append(name)

@@ -43,7 +43,7 @@ class Limits:
         check_settings(self)
 
 
-class Metrics:
+class PrometheusMetrics:
     """The Prometheus counters of one server, over all users."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Metrics:
         self._memory.labels("kept").set_function(lambda: pool.kept)
         self._memory.labels("limit").set_function(lambda: pool.limit)
 
-    def count_answer(self, last: GenerationResponse) -> None:
+    def count_ended_answer(self, last: GenerationResponse) -> None:
         """Count an answer that has ended: its tokens, target calls and seconds of prefill.
 
         Args:
@@ -97,7 +97,7 @@ class RequestHandler:
         self.context_length: int | None = self.engine.model().backbone.context_length
         self.prompts = self.prompts or (self.engine.prompt_cache,)
         self.reader = PromptReader(self.engine, self.models, self.template_args)
-        self.metrics = Metrics()
+        self.metrics = PrometheusMetrics()
         self.metrics.report_pool(self.engine.memory_pool)
         self._slots = AnswerSlots(self.limits.open, self.metrics.open)
         self._waiting = 0
@@ -110,7 +110,7 @@ class RequestHandler:
         for one in self.prompts:
             one.close()
 
-    def with_known_model(self, ask: AnswerRequest) -> AnswerRequest:
+    def with_served_model_or_404(self, ask: AnswerRequest) -> AnswerRequest:
         """Return the request with the name of a model that is known here.
 
         A request without a name gets the first model; so does one with an unknown name if
@@ -132,11 +132,15 @@ class RequestHandler:
         found = f"no model {name[:80]!r}; there are {', '.join(self.models)}"
         return DetailedHTTPException(404, found, param="model", code="model_not_found")
 
-    def first_prompt_and_config(self, ask: AnswerRequest) -> tuple[list[int], GenerateConfig]:
+    def first_prompt_and_seeded_config(
+        self, ask: AnswerRequest
+    ) -> tuple[list[int], GenerateConfig]:
         """Return the tokens of the request's first prompt, and its settings with a seed."""
-        return self.reader.first_prompt_and_config(ask)
+        return self.reader.first_prompt_and_seeded_config(ask)
 
-    async def parts(self, ask: AnswerRequest, user: int = 0) -> AsyncGenerator[StreamItem]:
+    async def merged_parts_of_choices(
+        self, ask: AnswerRequest, user: int = 0
+    ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of all choices as they come; to close the generator cancels them.
 
         Where anything is generated, a `Waiting` says that the first choice has begun; only an
@@ -151,11 +155,13 @@ class RequestHandler:
             NoRoomError: there is no memory for it.
             HTTPException: too many others wait, or the server is being stopped (503).
         """
-        await self._take_first_slot()
+        await self._wait_for_first_slot_or_503()
         slots = RequestSlots(self._slots)
         progress = PromptProgress()
         try:
-            prompts, config = await asyncio.to_thread(self.reader.read_prompts, ask)
+            prompts, config = await asyncio.to_thread(
+                self.reader.read_checked_prompts_and_config, ask
+            )
             tokenizer = self.engine.tokenizer
             own = [one for one in prompts for _ in range(ask.choices)]
             choices = [
@@ -196,9 +202,9 @@ class RequestHandler:
         if not choice.is_first:
             await prompt.is_read.wait()
         try:
-            async with slots.hold_one():
+            async with slots.wait_for_and_hold_slot():
                 if choice.ask.echoes:
-                    yield await self._prompt_as_first_part(choice, progress)
+                    yield await self._echoed_prompt_scored_if_asked(choice, progress)
                 last = None if choice.ask.writes else prompt.empty_answer()
                 if choice.ask.writes:
                     async with await asyncio.to_thread(
@@ -208,22 +214,22 @@ class RequestHandler:
                             yield Waiting()
                         async for last in answer:
                             prompt.is_read.set()
-                            for part in choice.parts_of_response(last):
+                            for part in choice.response_parts_or_empty_text(last):
                                 yield part
                 if last is None or last.finish_reason is None:
                     raise stopping_error()
-                last = choice.with_scoring_time(last)
-                self.metrics.count_answer(last)
-                for part in choice.last_parts(last):
+                last = choice.with_scoring_counted_as_prefill(last)
+                self.metrics.count_ended_answer(last)
+                for part in choice.held_back_parts_and_end(last):
                     yield part
         finally:
             prompt.is_read.set()
 
-    async def _prompt_as_first_part(self, choice: Choice, progress: Progress) -> TextPart:
+    async def _echoed_prompt_scored_if_asked(self, choice: Choice, progress: Progress) -> TextPart:
         """Return the prompt as the first part of a choice that echoes it.
 
-        Where log probabilities are wanted, the prompt is scored first, once for all of its choices;
-        the part then has them.
+        Where log probabilities are wanted, the part has them: the prompt is scored first, which is
+        waited for, and only for the first of its choices.
 
         Args:
             choice: whose prompt it is.
@@ -243,7 +249,7 @@ class RequestHandler:
             prompt.seconds = time.perf_counter() - started
         return TextPart(prompt.text, 0, prompt.logprobs, choice.number)
 
-    async def _take_first_slot(self) -> None:
+    async def _wait_for_first_slot_or_503(self) -> None:
         """Wait for the slot of a request's first answer, first come, first served; the caller has
         to give it back.
 
@@ -278,7 +284,7 @@ class RequestHandler:
             adapter=self.models[ask.model],
             prompt_cache=self.prompts[choice.user],
             drafter=self.loaded,
-            mask=self.reader.make_mask(ask),
+            mask=self.reader.make_mask_or_none(ask),
             progress=progress,
             shares_prompt=choice.is_first and ask.choices > 1,
             joins_prompt=ask.continues or not ask.is_chat,

@@ -54,14 +54,14 @@ def read_message(body: Body, config: GenerateConfig) -> AnswerRequest:
     turns = Turns()
     if system := body.get("system"):
         turns.add_text("system", system)
-    for message in requests.content_parts(body.get("messages"), "messages"):
-        for block in requests.content_parts(message.get("content")):
+    for message in requests.text_or_list_as_parts(body.get("messages"), "messages"):
+        for block in requests.text_or_list_as_parts(message.get("content")):
             turns.add_block_by_type(message.get("role"), block)
-    thinking = requests.read_typed(body, "thinking", dict, {}).get("type")
-    template_args = requests.read_typed(body, "chat_template_kwargs", dict, {})
+    thinking = requests.read_typed_or_default(body, "thinking", dict, {}).get("type")
+    template_args = requests.read_typed_or_default(body, "chat_template_kwargs", dict, {})
     if thinking:
         template_args = {"enable_thinking": thinking != "disabled", **template_args}
-    form = requests.read_typed(body, "output_config", dict, {}).get("format")
+    form = requests.read_typed_or_default(body, "output_config", dict, {}).get("format")
     translated = {
         "messages": [*turns],
         "tools": read_tools_in_chat_form(body, "input_schema"),

@@ -49,14 +49,14 @@ def read_response(body: Body, config: GenerateConfig) -> AnswerRequest:
     turns = Turns()
     if instructions := body.get("instructions"):
         turns.add_text("system", instructions)
-    for item in requests.content_parts(body.get("input"), "input"):
+    for item in requests.text_or_list_as_parts(body.get("input"), "input"):
         turns.add_block_by_type("user", item)
-    effort = requests.read_typed(body, "reasoning", dict, {}).get("effort")
+    effort = requests.read_typed_or_default(body, "reasoning", dict, {}).get("effort")
     translated = {
         "messages": [*turns],
         "tools": read_tools_in_chat_form(body, "parameters"),
         "max_tokens": body.get("max_output_tokens"),
-        "response_format": requests.read_typed(body, "text", dict, {}).get("format"),
+        "response_format": requests.read_typed_or_default(body, "text", dict, {}).get("format"),
         "reasoning_effort": value_under_any_name(
             {"reasoning.effort": effort, "reasoning_effort": body.get("reasoning_effort")}
         ),

@@ -144,7 +144,7 @@ def read_tools_in_chat_form(body: Body, schema_field: str) -> list[dict[str, Any
         RequestError: a tool has no such field and is not of type "function", as the API's own
             server would run it; or one has no name.
     """
-    tools = requests.content_parts(body.get("tools") or [], "tools")
+    tools = requests.text_or_list_as_parts(body.get("tools") or [], "tools")
     for tool in tools:
         what = f"tools has {quoted(tool.get('type') or tool.get('name'))}"
         expected = (
@@ -199,7 +199,7 @@ def read_as_chat_completion(
     try:
         ask = read_chat({**shared, **translated}, config)
     except RequestError as error:
-        raise error.renamed(own_name_by_chats) from error
+        raise error.copy_with_renamed_field(own_name_by_chats) from error
     return replace(ask, body=body)
 
 
