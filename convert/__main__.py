@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ssmlx.commands.options import add_options, make_main, make_parser, reject_options
+from ssmlx.commands.options import add_options, make_main, make_parser, reject_given_options
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES
@@ -160,7 +160,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
     from .formats.heads import convert_heads
 
-    reject_options(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
+    reject_given_options(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
     with atomic_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
@@ -199,7 +199,9 @@ def _convert_streams(args: argparse.Namespace) -> None:
         path = resolve_model(args.base)
         backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
         if _is_adapter(args.lora):
-            reject_options(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
+            reject_given_options(
+                args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter"
+            )
             adapter = load_stream_adapter(args.lora)
         else:
             adapter = read_checkpoint(

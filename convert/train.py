@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_options, make_main, with_folder_lock
+from ssmlx.commands.options import add_options, make_main, with_lock_on_out_folder
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_cache_option,
@@ -185,7 +185,7 @@ def train_streams(args: argparse.Namespace) -> None:
     )
 
 
-main = make_main(PROG, parse_args, with_folder_lock(train_streams))
+main = make_main(PROG, parse_args, with_lock_on_out_folder(train_streams))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -11,12 +11,12 @@ from ssmlx.commands.options import (
     add_options,
     make_main,
     make_parser,
-    reject_options,
-    with_folder_lock,
+    reject_given_options,
+    with_lock_on_out_folder,
 )
 from ssmlx.commands.train_options import (
     OPTIMISATION,
-    add_run_options,
+    add_data_out_and_run_options,
     add_setting_options,
     read_run_options,
 )
@@ -139,11 +139,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """
     parser = make_parser(PROG, "Train drafting heads on a frozen model, in PyTorch.", EPILOG)
     parser.add_argument("--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="which heads")
-    add_run_options(parser)
+    add_data_out_and_run_options(parser)
     add_setting_options(
-        parser, "heads", ("num_heads",), shown=_DEFAULTS, settings_class=HeadSettings
+        parser,
+        "heads",
+        ("num_heads",),
+        shown_default_by_name=_DEFAULTS,
+        settings_class=HeadSettings,
     )
-    add_setting_options(parser, "draft vocabulary", ("draft_vocab_size",), shown=_DEFAULTS)
+    add_setting_options(
+        parser, "draft vocabulary", ("draft_vocab_size",), shown_default_by_name=_DEFAULTS
+    )
     add_options(
         parser.add_argument_group("model"),
         (
@@ -155,10 +161,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--init", "FOLDER", "published heads to go on from, such as those of stage 1", Path),
     )
     add_setting_options(
-        parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, settings_class=HeadSettings
+        parser,
+        "Medusa heads",
+        _ONLY[_MEDUSA],
+        shown_default_by_name=_DEFAULTS,
+        settings_class=HeadSettings,
     )
     add_setting_options(
-        parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, settings_class=HeadSettings
+        parser,
+        "MLP speculator",
+        _ONLY[_SPECULATOR],
+        shown_default_by_name=_DEFAULTS,
+        settings_class=HeadSettings,
     )
     shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
     add_setting_options(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)
@@ -179,7 +193,7 @@ def build_head_settings(args: argparse.Namespace, init: HeadReference | None) ->
             `init`, or is --stage 2 without `init`.
     """
     for kind in {*_ONLY} - {args.kind}:
-        reject_options(args, _ONLY[kind], f"--kind {kind}")
+        reject_given_options(args, _ONLY[kind], f"--kind {kind}")
     require(
         args.stage != 2 or init is not None,
         "--stage 2 without --init",
@@ -190,7 +204,7 @@ def build_head_settings(args: argparse.Namespace, init: HeadReference | None) ->
     given = {name: value for name, value in given.items() if value is not None}
     settings = {"num_heads": _DEFAULT_HEADS[args.kind], "widths": (), **given}
     if init is not None:
-        reject_options(args, _SHAPE, "no --init, which has its own shape")
+        reject_given_options(args, _SHAPE, "no --init, which has its own shape")
         settings["num_heads"] = init.config.num_levels
         settings["widths"] = settings["widths"] or getattr(init.config, "widths", ())
     return HeadSettings(kind=args.kind, **{**settings, "widths": tuple(settings["widths"])})
@@ -339,7 +353,7 @@ def train_heads(args: argparse.Namespace) -> None:
     )
 
 
-main = make_main(PROG, parse_args, with_folder_lock(train_heads))
+main = make_main(PROG, parse_args, with_lock_on_out_folder(train_heads))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -407,10 +407,10 @@ def test_chat_check_and_server_say_them_alike(base, monkeypatch, capsys):
 
     make_run(base, figures={"speed_up": 1.5})
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
-    monkeypatch.setattr(check, "time_costs_before_answers", lambda *_: None)
+    monkeypatch.setattr(check, "time_unknown_costs_before_answers", lambda *_: None)
     for command in (chat, server):
-        monkeypatch.setattr(command, "time_costs_before_answers", lambda *_: None)
-    monkeypatch.setattr(check, "time_stream_costs", lambda *_: [])
+        monkeypatch.setattr(command, "time_unknown_costs_before_answers", lambda *_: None)
+    monkeypatch.setattr(check, "time_tree_sizes_and_estimate_speedup", lambda *_: [])
     given = ("--model", base, "--dtype", "float32")
     told = {}
     for option in ((), ("--adapter", "none")):

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..loading.names import TRAINED_FOLDER
-from .options import launched_rank, make_main, with_folder_lock
+from .options import launched_rank, make_main, with_lock_on_out_folder
 from .train_options import (
     add_cache_option,
     make_training_parser,
@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _train_under_folder_lock(args: argparse.Namespace) -> None:
+def _train_locked_other_ranks_in_temp(args: argparse.Namespace) -> None:
     """Train, holding a lock on --out; other ranks of `mlx.launch` than the first write into a
     folder that is deleted.
 
@@ -72,10 +72,10 @@ def _train_under_folder_lock(args: argparse.Namespace) -> None:
         # What other ranks than the first write is of no use.
         if launched_rank() > 0:
             args.out = Path(folder, "run")
-        with_folder_lock(_train)(args)
+        with_lock_on_out_folder(_train_or_resume_and_write_adapter)(args)
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
     """Train streams, LoRA or both until the last step, then write OUT/adapter.
 
     A run that was stopped goes on from its last state.
@@ -130,4 +130,4 @@ def _train(args: argparse.Namespace) -> None:
         )
 
 
-main = make_main(PROG, parse_args, _train_under_folder_lock)
+main = make_main(PROG, parse_args, _train_locked_other_ranks_in_temp)

@@ -11,7 +11,7 @@ from ..json_files import read_json
 from ..loading.names import CONFIG_FILE, resolve_adapter
 from ..settings import DEFAULT_MODEL
 from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
-from .options import add_options, make_parser, reject_options, unescape_newlines
+from .options import add_options, make_parser, reject_given_options, unescape_newlines
 
 OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
                 "clip_norm", "max_length", "seed")  # fmt: skip
@@ -39,7 +39,7 @@ _NEW = {"streams": ("root_init_rank", "condition_rank"), "condition": ("conditio
 
 
 def make_training_parser(
-    module: str, description: str, epilog: str, init: str, task_lora: str
+    module: str, description: str, epilog: str, init_help: str, task_lora_help: str
 ) -> argparse.ArgumentParser:
     """Make a parser with the options that the MLX and PyTorch trainers share, each with its help.
 
@@ -47,31 +47,31 @@ def make_training_parser(
         module: what follows `python -m`.
         description: the first line of its help.
         epilog: the end of its help.
-        init: what --init takes, for its help.
-        task_lora: what --task-lora takes, for its help.
+        init_help: what --init takes.
+        task_lora_help: what --task-lora takes.
     """
     parser = make_parser(module, description, epilog)
-    add_run_options(parser)
+    add_data_out_and_run_options(parser)
     add_options(
         parser,
         (
             "--init",
             "FOLDER",
-            f"{init} whose weights this run starts from; what it lacks starts "
+            f"{init_help} whose weights this run starts from; what it lacks starts "
             "anew. With --train-only an adapter, by name or folder",
             Path,
         ),
         (
             "--task-lora",
             "FOLDER",
-            f"{task_lora}, which the model is to have on every row while "
+            f"{task_lora_help}, which the model is to have on every row while "
             "streams learn to draft for it (--adapter-scope streams): its answers stay exactly "
             "what they are",
             Path,
         ),
     )
     for title, names in _GROUPS.items():
-        add_setting_options(parser, title, names, shown=_SHOWN)
+        add_setting_options(parser, title, names, shown_default_by_name=_SHOWN)
     return parser
 
 
@@ -79,8 +79,8 @@ def add_setting_options(
     parser: argparse.ArgumentParser,
     title: str,
     names: Sequence[str],
-    defaults: Mapping[str, Any] | None = None,
-    shown: Mapping[str, str] | None = None,
+    default_by_name: Mapping[str, Any] | None = None,
+    shown_default_by_name: Mapping[str, str] | None = None,
     settings_class: Any = TrainConfig,
 ) -> None:
     """Add a group with one option for each of some fields of a settings class.
@@ -91,9 +91,9 @@ def add_setting_options(
         parser: is given the group.
         title: of the group.
         names: of the fields.
-        defaults: defaults by name, instead of the fields' own.
-        shown: for these fields the default is None, and this text is shown as the default; an empty
-            text shows none.
+        default_by_name: defaults instead of the fields' own.
+        shown_default_by_name: for these fields the default is None, and this text is shown as the
+            default; an empty text shows none.
         settings_class: has the fields.
     """
     group = parser.add_argument_group(title)
@@ -101,11 +101,11 @@ def add_setting_options(
     for name in names:
         one = known[name]
         kind = next((kind for kind in (bool, int, float) if kind.__name__ in str(one.type)), str)
-        default: Any = (defaults or {}).get(name, one.default)
+        default: Any = (default_by_name or {}).get(name, one.default)
         says = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        if shown and name in shown:
+        if shown_default_by_name and name in shown_default_by_name:
             default = None
-            says = shown[name]
+            says = shown_default_by_name[name]
         settings: dict[str, Any] = {"default": default, "help": one.metadata["help"]}
         if one.metadata.get("allowed") and one.metadata["allowed"].choices:
             settings["choices"] = one.metadata["allowed"].choices
@@ -119,7 +119,7 @@ def add_setting_options(
         group.add_argument("--" + name.replace("_", "-"), **settings)
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def add_data_out_and_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a run: --data, --out, --model, --template, and those of `RunOptions` that
     have a help.
 
@@ -173,16 +173,16 @@ def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
 def read_train_config(args: argparse.Namespace) -> TrainConfig:
     """Return the training settings that the options give.
 
-    The form of f (eq. 3 of Speculative Streaming) is that of --init, if no option sets it. With
-    --train-only, all settings of streams and LoRA are those of --init, and `args.init` becomes its
-    folder.
+    With --train-only, all settings of streams and LoRA are those of --init, but for the ranks of
+    the parts that are trained, and `args.init` becomes its folder. Else --init gives only the form
+    of f (eq. 3 of Speculative Streaming), if no option sets it.
 
     Raises:
         InputError: the options do not fit each other, or what --init has.
     """
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
     if args.train_only:
-        return TrainConfig.from_dict(values | _settings_of_init(args))
+        return TrainConfig.from_dict(values | _settings_kept_of_init(args))
     start = None if args.init is None else args.init / CONFIG_FILE
     if start and start.is_file() and all(values[name] is None for name in _F):
         found = read_json(start, "the settings of streams")
@@ -197,7 +197,7 @@ def read_train_config(args: argparse.Namespace) -> TrainConfig:
     return TrainConfig.from_dict(values)
 
 
-def _settings_of_init(args: argparse.Namespace) -> dict[str, Any]:
+def _settings_kept_of_init(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of --init, which --train-only keeps, with the ranks of parts that may be
     new.
 
@@ -225,7 +225,7 @@ def _settings_of_init(args: argparse.Namespace) -> dict[str, Any]:
     given = (name for name in sorted(names) if getattr(args, name) != defaults[name])
     own = [name for name in given if getattr(args, name) != found.get(name)]
     own += ["template"] * (args.template not in ("chat", found.get("prompt_template")))
-    reject_options(args, ("task_lora", *own), "the settings that --init has")
+    reject_given_options(args, ("task_lora", *own), "the settings that --init has")
     ranks = {name: found.get(name, 0) or getattr(args, name) for name in new}
     for name, rank in ranks.items():
         asked = getattr(args, name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..commands import options
-from ..commands.check import time_costs_before_answers
+from ..commands.check import time_unknown_costs_before_answers
 from ..commands.drafting import drafting_lines
 from ..errors import InputError, missing_package_error, require
 from ..json_files import read_text
@@ -90,8 +90,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ),
         ("--timeout", "S", "most seconds for a request (default: %(default)s)", 600.0),
     )
-    options.add_model_options(parser, list)
-    options.add_decoding_options(parser, max_tokens=16384)
+    options.add_model_adapter_dtype_options(parser, list)
+    options.add_decoding_and_drafting_options(parser, max_tokens=16384)
     return parser.parse_args(argv)
 
 
@@ -221,9 +221,9 @@ def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
     )
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
     models = adapter_of_each_served_name(name, args.adapter or ())
-    loaded = options.load_drafter(args, engine.model(models[name]), engine.tokenizer)
+    loaded = options.load_what_drafter_needs(args, engine.model(models[name]), engine.tokenizer)
     for one in models.values():
-        time_costs_before_answers(
+        time_unknown_costs_before_answers(
             engine.model(one), engine.tokenizer, config, loaded
         )  # refuses what does not fit
     handler = RequestHandler(
