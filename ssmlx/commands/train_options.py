@@ -16,13 +16,13 @@ from .options import add_options, make_parser, reject_given_options, unescape_ne
 OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
                 "clip_norm", "max_length", "seed")  # fmt: skip
 _F = {
-    "stream_init": "low_rank; identity where streams rotate, or where there are none; with --init "
-    "what that has",
+    "stream_init": "low_rank; identity for value_rotation and without streams; with --init, what "
+    "that has",
     "stream_init_rank": f"{STREAM_INIT_RANK}; 0 for identity",
 }
 _SHOWN = _F | {
-    "draft_vocab_size": f"{DRAFT_VOCAB_SIZE}; 0 of less than twice as many tokens",
-    "train_only": "all of it",
+    "draft_vocab_size": f"{DRAFT_VOCAB_SIZE}, or 0 if the model has fewer than twice as many",
+    "train_only": "everything",
 }
 _GROUPS: dict[str, tuple[str, ...]] = {
     "streams": ("num_streams", "num_msa_layers", "adapter_scope", "stream_design", "rotation_step",
@@ -57,21 +57,20 @@ def make_training_parser(
         (
             "--init",
             "FOLDER",
-            f"{init_help} whose weights this run starts from; what it lacks starts "
-            "anew. With --train-only an adapter, by name or folder",
+            f"{init_help} whose weights the run starts from; what it lacks starts anew. With "
+            "--train-only: an adapter, by its name or folder",
             Path,
         ),
         (
             "--task-lora",
             "FOLDER",
-            f"{task_lora_help}, which the model is to have on every row while "
-            "streams learn to draft for it (--adapter-scope streams): its answers stay exactly "
-            "what they are",
+            f"{task_lora_help}. The model has it on every row, and streams are trained to draft "
+            "for that model (with --adapter-scope streams); the LoRA does not change",
             Path,
         ),
     )
     for title, names in _GROUPS.items():
-        add_setting_options(parser, title, names, shown_default_by_name=_SHOWN)
+        add_setting_options(parser, title, names, shown_defaults=_SHOWN)
     return parser
 
 
@@ -79,8 +78,8 @@ def add_setting_options(
     parser: argparse.ArgumentParser,
     title: str,
     names: Sequence[str],
-    default_by_name: Mapping[str, Any] | None = None,
-    shown_default_by_name: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    shown_defaults: Mapping[str, str] | None = None,
     settings_class: Any = TrainConfig,
 ) -> None:
     """Add a group with one option for each of some fields of a settings class.
@@ -91,8 +90,8 @@ def add_setting_options(
         parser: is given the group.
         title: of the group.
         names: of the fields.
-        default_by_name: defaults instead of the fields' own.
-        shown_default_by_name: for these fields the default is None, and this text is shown as the
+        defaults: defaults instead of the fields' own.
+        shown_defaults: for these fields the default is None, and this text is shown as the
             default; an empty text shows none.
         settings_class: has the fields.
     """
@@ -101,11 +100,11 @@ def add_setting_options(
     for name in names:
         one = known[name]
         kind = next((kind for kind in (bool, int, float) if kind.__name__ in str(one.type)), str)
-        default: Any = (default_by_name or {}).get(name, one.default)
+        default: Any = (defaults or {}).get(name, one.default)
         says = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        if shown_default_by_name and name in shown_default_by_name:
+        if shown_defaults and name in shown_defaults:
             default = None
-            says = shown_default_by_name[name]
+            says = shown_defaults[name]
         settings: dict[str, Any] = {"default": default, "help": one.metadata["help"]}
         if one.metadata.get("allowed") and one.metadata["allowed"].choices:
             settings["choices"] = one.metadata["allowed"].choices
@@ -131,14 +130,14 @@ def add_data_out_and_run_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="train.jsonl and valid.jsonl, as mlx-lm's LoRA training takes them",
+        help="a folder with train.jsonl and valid.jsonl, as mlx-lm's LoRA training takes it",
     )
     group.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="where checkpoint, log and picture go; the same command again resumes a stopped run",
+        help="where the run is written; the same command continues a stopped run",
     )
     add_options(
         group,
@@ -146,8 +145,8 @@ def add_data_out_and_run_options(parser: argparse.ArgumentParser) -> None:
         (
             "--template",
             None,
-            "chat, the model's chat template; raw; or a text with {prompt}, with "
-            "\\n for a new line, by which each prompt is asked alone (default: %(default)s)",
+            "chat: the model's chat template; raw: none; or a text with {prompt} in it, \\n for a "
+            "new line (default: %(default)s)",
             "chat",
         ),
     )
@@ -165,7 +164,7 @@ def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
         group: of a parser.
         what: may take so much, for the help.
     """
-    text = f"disk that {what} may take; beyond it they are computed anew every step"
+    text = f"GB of disk for {what}; those that do not fit are computed anew at each step"
     default = float(RunOptions.cache_gb)
     add_options(group, ("--cache-gb", "X", f"{text} (default: %(default)s)", default))
 
