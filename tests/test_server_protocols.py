@@ -81,7 +81,7 @@ class Scripted:
     def first_prompt_and_seeded_config(self, ask):
         return [1] * 7, ask.config
 
-    async def merged_parts_of_choices(self, ask, user=0):
+    async def merged_parts_of_choices(self, ask, key_index=0):
         self.ask = ask
         parser = AnswerParser(TOKENIZER, ask)
         said = [one for text in self.texts for one in parser.split_into_parts(TextPart(text, 2))]

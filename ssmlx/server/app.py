@@ -89,7 +89,7 @@ class Routes:
         Raises:
             HTTPException: the host, origin or key is refused.
         """
-        self._check_access_and_find_user(request)
+        self._check_access_and_find_key_index(request)
         match request.url.path:
             case "/":
                 return _chat_page()
@@ -108,7 +108,7 @@ class Routes:
         Raises:
             HTTPException: the model is unknown (404), or the host, origin or key is refused.
         """
-        self._check_access_and_find_user(request)
+        self._check_access_and_find_key_index(request)
         name = request.path_params["name"]
         if name not in self.handler.models:
             raise self.handler.unknown_model_error(name)
@@ -152,7 +152,7 @@ class Routes:
                 is too large (413) or too slow (408), or the host, origin or key is refused.
             InputError: the body is no JSON object, or the request cannot be followed.
         """
-        user = self._check_access_and_find_user(request)
+        key_index = self._check_access_and_find_key_index(request)
         path = request.url.path
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -166,12 +166,12 @@ class Routes:
             prompt, _ = await asyncio.to_thread(self.handler.first_prompt_and_seeded_config, ask)
             reply = JSONResponse({"input_tokens": len(prompt)})
         else:
-            reply = AnswerResponse(self.handler, ask, writer(ask), user)
+            reply = AnswerResponse(self.handler, ask, writer(ask), key_index)
         if ignored:
             reply.headers[IGNORED] = _header_text(ignored)
         return reply
 
-    def _check_access_and_find_user(self, request: Request) -> int:
+    def _check_access_and_find_key_index(self, request: Request) -> int:
         """Return the index of the request's API key in `keys`; 0 where none is needed.
 
         `Host` and `Origin` have to be names of this server, so that a page of another site, whose
@@ -310,7 +310,7 @@ class AnswerResponse(StreamingResponse):
     """
 
     def __init__(
-        self, handler: RequestHandler, ask: AnswerRequest, writer: ResponseWriter, user: int
+        self, handler: RequestHandler, ask: AnswerRequest, writer: ResponseWriter, key_index: int
     ) -> None:
         """Prepare the response; the answer begins when it is sent.
 
@@ -318,10 +318,10 @@ class AnswerResponse(StreamingResponse):
             handler: answers the request.
             ask: the request; its `stream` decides the form.
             writer: writes the answer's parts in the API's form.
-            user: index of the API key.
+            key_index: index of the API key, 0 without keys.
         """
         self._limits = handler.limits
-        self._parts = handler.merged_parts_of_choices(ask, user)
+        self._parts = handler.merged_parts_of_choices(ask, key_index)
         self._writer = writer
         self._stream = ask.stream
         self._is_begun = False

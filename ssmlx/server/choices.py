@@ -31,7 +31,7 @@ class Choice:
         prompt: Prompt,
         config: GenerateConfig,
         tokenizer: TokenizerWrapper,
-        user: int,
+        key_index: int,
     ) -> None:
         """Begin a choice; nothing is decoded yet.
 
@@ -42,14 +42,14 @@ class Choice:
             config: the request's settings. The choice's seed is theirs plus its number among those
                 of its prompt.
             tokenizer: of the model.
-            user: index of the prompt cache that is used.
+            key_index: of the API key, whose prompt cache is used.
         """
         own = number % ask.choices
         self.ask = ask
         self.number = number
         self.prompt = prompt
         self.config = replace(config, seed=((config.seed or 0) + own) % 2**63)
-        self.user = user
+        self.key_index = key_index
         self.is_first = own == 0  # of its prompt
         self._tokenizer = tokenizer
         self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
@@ -107,7 +107,7 @@ class AnswerParser:
     """
 
     def __init__(
-        self, tokenizer: TokenizerWrapper, ask: AnswerRequest, prompt: Sequence[int] = ()
+        self, tokenizer: TokenizerWrapper, ask: AnswerRequest, prompt_tokens: Sequence[int] = ()
     ) -> None:
         """Begin a text, inside of reasoning where the prompt's end opens it.
 
@@ -117,7 +117,7 @@ class AnswerParser:
         Args:
             tokenizer: of the model; knows its markers and its parser of calls.
             ask: the request.
-            prompt: token ids of the prompt.
+            prompt_tokens: ids of the prompt.
         """
         self._tokenizer = tokenizer
         self._tools = ask.tools
@@ -130,7 +130,7 @@ class AnswerParser:
         if (ask.is_chat and ask.grammar is None) or ask.forced_tools:
             # A template may open reasoning at the prompt's end.
             machine = make_text_state_machine(tokenizer)
-            prompt_end = tokenizer.decode([*prompt[-16:]])
+            prompt_end = tokenizer.decode([*prompt_tokens[-16:]])
             opens = tokenizer.has_thinking and prompt_end.rstrip().endswith(tokenizer.think_start)
             begun = "reasoning" if opens else "normal"
             is_new = not ask.continues and not ask.forced_tools

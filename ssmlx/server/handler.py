@@ -83,7 +83,7 @@ class RequestHandler:
 
     engine: Engine
     models: Mapping[str, str | None]  # adapters, by what the model with each is called here
-    # processed prompts of each user, which nobody else's answers begin with
+    # processed prompts of each API key, which nobody else's answers begin with
     prompts: Sequence[PromptCache] = ()
     loaded: Sequence[Loaded] = ()  # what was loaded to draft with
     template_args: Mapping[str, Any] = field(default_factory=dict)  # a request's own go first
@@ -139,7 +139,7 @@ class RequestHandler:
         return self.reader.first_prompt_and_seeded_config(ask)
 
     async def merged_parts_of_choices(
-        self, ask: AnswerRequest, user: int = 0
+        self, ask: AnswerRequest, key_index: int = 0
     ) -> AsyncGenerator[StreamItem]:
         """Yield the parts of all choices as they come; to close the generator cancels them.
 
@@ -148,7 +148,7 @@ class RequestHandler:
 
         Args:
             ask: the request, with a known model's name.
-            user: index of the prompt cache.
+            key_index: of the API key, whose prompt cache is used.
 
         Raises:
             InputError: it cannot be followed.
@@ -165,7 +165,7 @@ class RequestHandler:
             tokenizer = self.engine.tokenizer
             own = [one for one in prompts for _ in range(ask.choices)]
             choices = [
-                Choice(ask, number, prompt, config, tokenizer, user)
+                Choice(ask, number, prompt, config, tokenizer, key_index)
                 for number, prompt in enumerate(own)
             ]
             answers = [
@@ -282,7 +282,7 @@ class RequestHandler:
             choice.prompt.tokens,
             choice.config,
             adapter=self.models[ask.model],
-            prompt_cache=self.prompts[choice.user],
+            prompt_cache=self.prompts[choice.key_index],
             drafter=self.loaded,
             mask=self.reader.make_mask_or_none(ask),
             progress=progress,
@@ -304,6 +304,6 @@ class RequestHandler:
             choice.prompt.tokens,
             top=choice.config.logprobs or 0,
             adapter=self.models[choice.ask.model],
-            prompt_cache=self.prompts[choice.user] if choice.ask.writes else None,
+            prompt_cache=self.prompts[choice.key_index] if choice.ask.writes else None,
             progress=progress,
         )

@@ -129,17 +129,21 @@ def resolved_parameters(schema: Any) -> Any:
     """
     if not isinstance(schema, Mapping):
         return schema
-    known: dict[Any, Any] = {}
+    definition_by_reference: dict[Any, Any] = {}
     for where, every in definitions(schema).items():
         names = every if isinstance(every, Mapping) else {}
-        known |= {
+        definition_by_reference |= {
             f"#/{where}/{name}": _with_type_of_listed_values(one) for name, one in names.items()
         }
-    found = {**definitions(schema), **_merge_referenced_and_infer_type(schema, known)}
+    found = {
+        **definitions(schema),
+        **_merge_referenced_and_infer_type(schema, definition_by_reference),
+    }
     properties = found.get("properties")
     if isinstance(properties, Mapping):
         found["properties"] = {
-            name: _resolve_argument_and_its_choices(one, known) for name, one in properties.items()
+            name: _resolve_argument_and_its_choices(one, definition_by_reference)
+            for name, one in properties.items()
         }
     return found
 
@@ -149,27 +153,34 @@ def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
-def _resolve_argument_and_its_choices(schema: Any, known: Mapping[str, Any]) -> Any:
+def _resolve_argument_and_its_choices(
+    schema: Any, definition_by_reference: Mapping[str, Any]
+) -> Any:
     """Return an argument's schema, and its alternatives, with references resolved in them.
 
     Args:
         schema: any value; what is no schema is returned.
-        known: definitions by reference, such as "#/$defs/name".
+        definition_by_reference: of the tool; a reference is such as "#/$defs/name".
     """
-    schema = _merge_referenced_and_infer_type(schema, known)
+    schema = _merge_referenced_and_infer_type(schema, definition_by_reference)
     if not isinstance(schema, Mapping):
         return schema
     lists = {name: schema[name] for name in _CHOICES if isinstance(schema.get(name), list)}
     return {
         **schema,
         **{
-            name: [_merge_referenced_and_infer_type(one, known) for one in lists[name]]
+            name: [
+                _merge_referenced_and_infer_type(one, definition_by_reference)
+                for one in lists[name]
+            ]
             for name in lists
         },
     }
 
 
-def _merge_referenced_and_infer_type(schema: Any, known: Mapping[str, Any]) -> Any:
+def _merge_referenced_and_infer_type(
+    schema: Any, definition_by_reference: Mapping[str, Any]
+) -> Any:
     """Return a schema with the definition that it refers to merged in, and with a type where that
     can be inferred.
 
@@ -178,12 +189,12 @@ def _merge_referenced_and_infer_type(schema: Any, known: Mapping[str, Any]) -> A
 
     Args:
         schema: any value; what is no schema is returned.
-        known: definitions by reference, such as "#/$defs/name".
+        definition_by_reference: of the tool; a reference is such as "#/$defs/name".
     """
     schema = _with_type_of_listed_values(schema)
     for _ in range(_MOST_STEPS):
         place = schema.get("$ref") if isinstance(schema, Mapping) else None
-        target = known.get(place) if isinstance(place, str) else None
+        target = definition_by_reference.get(place) if isinstance(place, str) else None
         if not isinstance(target, Mapping) or len(target) + len(schema) > _MOST_KEYWORDS:
             break
         schema = {**target, **{name: one for name, one in schema.items() if name != "$ref"}}
