@@ -3,6 +3,8 @@
 Light on purpose: `--help` must not wait for MLX.
 """
 
+from __future__ import annotations
+
 import argparse
 import codecs
 import json
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..bars import PATIENCE_SECONDS, shown
 from ..errors import InputError, check_choice, quoted, require
@@ -36,6 +38,12 @@ from ..settings import (
     TreeConfig,
     decoding_name,
 )
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..drafters.registry import Loaded
+    from ..model.streams import StreamFusedModel
 
 _DEFAULTS = GenerateConfig()
 
@@ -693,7 +701,9 @@ def _refuse_option(option: str, needs: str) -> NoReturn:
     raise InputError(f"{option} would do nothing here", expected=needs, do=f"drop {option}")
 
 
-def load_for_decoding(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
+def load_for_decoding(
+    args: argparse.Namespace,
+) -> tuple[StreamFusedModel, TokenizerWrapper, list[Loaded]]:
     """Load what the options name for decoding.
 
     Where --drafter names another drafter than streams, no adapter is looked for. `args.adapter`
@@ -743,7 +753,9 @@ def require_drafter_key(option: DrafterOption) -> None:
         registered_drafter(option.name).require_key(option.values.keys())
 
 
-def load_what_drafter_needs(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
+def load_what_drafter_needs(
+    args: argparse.Namespace, model: StreamFusedModel, tokenizer: TokenizerWrapper
+) -> list[Loaded]:
     """Load what the drafter of --drafter drafts with, such as a draft model or heads.
 
     Args:
@@ -775,7 +787,7 @@ def load_target_and_note_adapter(
     draft_head: str = DRAFT_HEADS[0],
     attention: Attention = ATTENTIONS[0],
     group: Any = None,
-) -> tuple[Any, Any]:
+) -> tuple[StreamFusedModel, TokenizerWrapper]:
     """Load the model and tokenizer that the options of `add_model_adapter_dtype_options` name.
 
     The attention of the whole process is set.
