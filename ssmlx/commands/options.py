@@ -256,8 +256,8 @@ def _parse_pairs(option: str, words: Sequence[str], known_pairs: Sequence[str]) 
     Args:
         option: for messages.
         words: the words; each key may stand once.
-        known_pairs: the known keys with what the help shows for their values, as
-            `ListedDrafter.keys` says.
+        known_pairs: the known keys with what the help shows for their values, such as "file=FILE"
+            or "tokens=4"; see `_parse_value`.
 
     Returns:
         Values by key, of the types that `known_pairs` says.
@@ -284,11 +284,13 @@ def _parse_value(option_and_word: str, placeholder: str, text: str) -> Any:
 
     Args:
         option_and_word: for messages.
-        placeholder: what the help shows for the value, as `ListedDrafter.keys` says.
-        text: the value. In a path, a leading `~` becomes the home folder.
+        placeholder: what the help shows for the value, which says its type: "a|b" one of these
+            words, capitals such as "FILE" a text or a path, "N" or digits an int, "X", "P" or a
+            decimal number a float, "N,N,..." a tuple of ints.
+        text: the value. A leading `~` of a path becomes the home folder.
 
     Returns:
-        A word or a path as a str; an int; a float; or a tuple of ints.
+        The value, of that type; words and paths as str.
 
     Raises:
         InputError: it is of the wrong type.
@@ -313,7 +315,7 @@ def _number_parser(placeholder: str) -> tuple[str, Callable[[str], Any]]:
     """Return what a message expects where the help shows a number, and the function that parses it.
 
     Args:
-        placeholder: what the help shows for the value, as `ListedDrafter.keys` says.
+        placeholder: what the help shows for the value; see `_parse_value`.
 
     Raises:
         ValueError: `placeholder` stands for no number.
@@ -922,10 +924,11 @@ def file_error(error: OSError) -> InputError:
 
 @contextmanager
 def _usable_standard_streams() -> Iterator[None]:
-    """Make standard streams usable inside the block.
+    """Make standard input, output and error usable inside the block.
 
-    Python has none where a shell closed them: they become the null device. A character that
-    standard output cannot encode is written as its number. Afterwards they are as before.
+    One that a shell closed, which Python has as None, becomes the null device. A character that
+    standard output cannot encode is written as an escape, such as \\u20ac. Afterwards they are as
+    before.
     """
     with ExitStack() as restored:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

@@ -172,7 +172,8 @@ class Routes:
         return reply
 
     def _check_access_and_find_key_index(self, request: Request) -> int:
-        """Return the index of the request's API key in `keys`; 0 where none is needed.
+        """Return the index of the request's API key in `keys`; 0 where none is needed: if there are
+        no keys, and for the page and /health.
 
         `Host` and `Origin` have to be names of this server, so that a page of another site, whose
         name may resolve to this machine, cannot use it. A request without `Origin` passes.
@@ -363,10 +364,10 @@ class AnswerResponse(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _yield_items_and_send_keep_alives(self, send: Send) -> AsyncIterator[StreamItem]:
-        """Yield all items of the answer.
+        """Yield all items of the answer, `Waiting` included.
 
-        At each `Waiting` of a stream, send the headers where nothing was sent yet, else a
-        keep-alive.
+        Before each `Waiting` of a stream is yielded, the headers are sent where nothing was sent
+        yet, else a keep-alive.
         """
         async for part in self._parts:
             if self._stream and isinstance(part, Waiting):

@@ -114,6 +114,8 @@ def read_completion(body: Body, config: GenerateConfig) -> AnswerRequest:
 def _read_one_or_many_prompts(prompt: Any) -> list[str | list[int]]:
     """Return the `prompt` field as a list of prompts, each a text or a list of token ids.
 
+    An empty list is one prompt without tokens.
+
     Raises:
         RequestError: it is neither of these nor a list of them.
     """

@@ -100,8 +100,10 @@ _INSTEAD = {
 
 
 def check_fields_and_list_unknown(route: str, body: Body) -> Sequence[str]:
-    """Check a request's fields by the rule at the head of this file; values of followed fields are
-    not looked at.
+    """Check the names of a request's fields, and list those that nobody knows.
+
+    Fields that the route follows, and those without effect, pass with any value. A known field that
+    cannot be followed passes if its value is null or asks for nothing, such as `best_of` 1.
 
     Args:
         route: its path, one of `FOLLOWED`.
@@ -111,7 +113,7 @@ def check_fields_and_list_unknown(route: str, body: Body) -> Sequence[str]:
         The names of fields that this route neither follows nor refuses; they are ignored.
 
     Raises:
-        RequestError: a field is known and cannot be followed, and its value asks for something.
+        RequestError: a known field that cannot be followed asks for something.
     """
     ignored = []
     for name, value in body.items():

@@ -72,8 +72,9 @@ _FIELDS = {
 def read_grammar(body: Body) -> str | None:
     """Return the llguidance grammar that a request asks for, or None.
 
-    The fields are `response_format`, `structured_outputs`, and those of `_FIELDS`. Whether
-    llguidance can follow the grammar is found out by `grammar_mask`.
+    The fields are `response_format`, vLLM's `structured_outputs` and `guided_...`, and llama.cpp's
+    `json_schema` and `grammar`. Whether llguidance can follow the grammar is not checked here;
+    `grammar_mask` does.
 
     Raises:
         RequestError: there are several forms, or one is of an unknown kind or broken.

@@ -208,7 +208,8 @@ class PromptReader:
 def _require_template_for_turns_and_tools(ask: AnswerRequest, tokenizer: TokenizerWrapper) -> None:
     """Raise RequestError where the model's chat template has no place for what is asked.
 
-    That is turns of a chat without a template, or tools or calls that the template does not name.
+    Without a template, only a single user turn without tools passes. With one, tools need the
+    word "tools" in it, and calls or their results the word "tool"; a template that is code passes.
     """
     turns = [one for one in ask.question if isinstance(one, Mapping)]
     is_text = len(turns) == 1 and turns[0].get("role") == "user" and not ask.tools

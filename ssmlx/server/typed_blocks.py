@@ -52,8 +52,10 @@ class Turns(list[dict[str, Any]]):
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
 
     def add_block_by_type(self, role: Any, block: Body) -> None:
-        """Add a block or item by its type, as `_BLOCKS` says; a type that is not listed there is
-        read as a text.
+        """Add a block or item by its type, to the last turn or to a new one.
+
+        Thinking becomes the turn's reasoning, but encrypted one is left out; a use of a tool
+        becomes a call, and its result a turn. A message, and any unknown type, is read as text.
 
         Args:
             role: whose text it is, for types that do not say so.
