@@ -96,8 +96,8 @@ class Routes:
             case "/health":
                 return JSONResponse({"status": "ok"})
             case "/metrics":
-                told = generate_latest(self.handler.metrics.registry)
-                return Response(told, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+                counts = generate_latest(self.handler.metrics.registry)
+                return Response(counts, media_type=CONTENT_TYPE_PLAIN_0_0_4)
         names = [*self.handler.models]
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": [*map(self._model_entry, names)], **pages})
@@ -190,7 +190,7 @@ class Routes:
             return 0
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
-        # All are compared, so that the time that it takes tells nothing.
+        # All are compared, so that the time that it takes says nothing.
         same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self.keys]
         if not any(same):
             raise HTTPException(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
@@ -249,9 +249,10 @@ class Routes:
 
     async def error_response(self, request: Request, failure: Exception) -> Response:
         """Turn an exception into an error response with its status, and count it by that."""
-        told = _as_http_error(failure)
-        self.handler.metrics.refused.labels(told.status_code).inc()
-        return JSONResponse(_error_object(told), status_code=told.status_code, headers=told.headers)
+        error = _as_http_error(failure)
+        status = error.status_code
+        self.handler.metrics.refused.labels(status).inc()
+        return JSONResponse(_error_object(error), status_code=status, headers=error.headers)
 
 
 def _header_text(names: Sequence[str]) -> str:
@@ -357,10 +358,10 @@ class AnswerResponse(StreamingResponse):
         except Exception as failure:
             if not self._is_begun or isinstance(failure, ClientDisconnect):
                 raise
-            told = _as_http_error(failure)
-            if told.status_code == 500:
+            error = _as_http_error(failure)
+            if error.status_code == 500:
                 _log.error("an answer failed", exc_info=failure)
-            await self._send_headers_then_text(send, _event("error", _error_object(told)))
+            await self._send_headers_then_text(send, _event("error", _error_object(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _yield_items_and_send_keep_alives(self, send: Send) -> AsyncIterator[StreamItem]:

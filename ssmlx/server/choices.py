@@ -54,19 +54,19 @@ class Choice:
         self._tokenizer = tokenizer
         self._parser = AnswerParser(tokenizer, ask, prompt.tokens)
 
-    def response_parts_or_empty_text(self, said: GenerationResponse) -> list[Part]:
+    def response_parts_or_empty_text(self, response: GenerationResponse) -> list[Part]:
         """Return the parts that one response adds; at least one, which may be an empty text.
 
         The first one has the response's token count and log probabilities.
 
         Args:
-            said: the next response of the answer.
+            response: the next one of the answer.
         """
-        # A text completion tells its end token, too, as OpenAI's and vLLM's do.
-        told = segment_logprobs(self._tokenizer, said, with_end=not self.ask.is_chat)
-        return self._with_number(
-            self._parser.split_into_parts(TextPart(said.text, len(said.tokens), told))
-        )
+        # A text completion reports its end token, too, as OpenAI's and vLLM's do.
+        reports_end = not self.ask.is_chat
+        logprobs = segment_logprobs(self._tokenizer, response, with_end_token=reports_end)
+        piece = TextPart(response.text, len(response.tokens), logprobs)
+        return self._with_number(self._parser.split_into_parts(piece))
 
     def held_back_parts_and_end(self, last: GenerationResponse) -> list[Part]:
         """Return the parts that were still held back, and last the `ChoiceEnd`.
@@ -148,7 +148,7 @@ class AnswerParser:
         if isinstance(part, TextPart):
             self._state, segments = TextStateMachine.split(self._state, part.text)
             first, *more = self._parts_of_segments(segments) or [TextPart("")]
-            if isinstance(first, TextPart):  # tells of the whole part
+            if isinstance(first, TextPart):  # these are of the whole part
                 first = replace(first, tokens=part.tokens, logprobs=part.logprobs)
             return [first, *more]
         self._state, text, _ = TextStateMachine.flush(self._state)
@@ -177,9 +177,9 @@ class AnswerParser:
                 self._call += text
             elif name == "reasoning":
                 found += [ReasoningPart(text)] if text else []
-            elif said := text.lstrip() if self._is_behind_marker else text:
+            elif rest := text.lstrip() if self._is_behind_marker else text:
                 self._is_behind_marker = False
-                found.append(TextPart(said))
+                found.append(TextPart(rest))
         return found
 
     def _parse_collected_calls_or_text(self, *, is_cut: bool = False) -> list[Part]:
@@ -225,5 +225,6 @@ def _checked_call_with_id(parsed: Mapping[str, Any]) -> ToolCallPart:
         arguments = parse_json(arguments)
     if not isinstance(arguments, dict) or not isinstance(name, str):
         raise ValueError("a call has a name, and an object of arguments")
-    told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return ToolCallPart(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told)
+    arguments_text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    id = str(parsed.get("id") or f"call_{secrets.token_hex(12)}")
+    return ToolCallPart(id, name, arguments_text)

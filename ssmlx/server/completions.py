@@ -5,8 +5,8 @@ decoded beside each other, and stand in the order of the prompts. With `echo` a 
 `logprobs` begin with its prompt, the first of whose tokens has null; with `max_tokens` 0 nothing
 stands behind it. So lm-eval's `local-completions` can score texts.
 
-A stream has its headers as soon as its answer is begun, and a comment whenever nothing was to be
-told for a while. What fails then is told by an event `error`.
+A stream sends its headers as soon as its answer has begun, and a comment whenever no part has come
+for a while. An error after that is sent as an event `error`.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -302,7 +302,7 @@ class TextCompletionWriter:
         """Begin an empty reply for all of a request's answers."""
         options = requests.read_typed_or_default(ask.body, "stream_options", dict, {})
         self._has_usage = options.get("include_usage")
-        self._choices_each = ask.choices  # of a prompt
+        self._choices_per_prompt = ask.choices
         self._thought = 0  # tokens of reasoning
         self._ends: dict[int, ChoiceEnd] = {}
         numbers = range(ask.num_answers)
@@ -335,7 +335,10 @@ class TextCompletionWriter:
                 chunk["ssmlx"] = {"tokens": part.tokens}
             yield None, chunk
         ends = [end for _, end in sorted(self._ends.items())]
-        totals = {"usage": _total_usage(ends, self._choices_each), "timings": ends[-1].timings}
+        totals = {
+            "usage": _total_usage(ends, self._choices_per_prompt),
+            "timings": ends[-1].timings,
+        }
         totals["usage"]["completion_tokens_details"]["reasoning_tokens"] = self._thought
         self.reply |= totals
         if self._has_usage:
@@ -365,21 +368,23 @@ class TextCompletionWriter:
         _append_in_place_return_whole(whole, more)
         return more
 
-    def _logprobs_entry(self, told: list[dict[str, Any]], offset: int) -> dict[str, Any]:
+    def _logprobs_entry(
+        self, token_entries: list[dict[str, Any]], text_offset: int
+    ) -> dict[str, Any]:
         """Return the `logprobs` object of some tokens, as vLLM's server has it.
 
         The token itself is among `top_logprobs`, whether or not it is one of the likeliest.
 
         Args:
-            told: entries of the tokens, as `segment_logprobs` returns them.
-            offset: characters of the choice's text before them.
+            token_entries: as `segment_logprobs` returns them.
+            text_offset: characters of the choice's text before them.
         """
-        sizes = [len(one["token"]) for one in told]
+        sizes = [len(one["token"]) for one in token_entries]
         return {
-            "tokens": [one["token"] for one in told],
-            "token_logprobs": [one["logprob"] for one in told],
-            "top_logprobs": [_logprobs_by_text_with_own(one) for one in told],
-            "text_offset": [offset + sum(sizes[:count]) for count in range(len(sizes))],
+            "tokens": [one["token"] for one in token_entries],
+            "token_logprobs": [one["logprob"] for one in token_entries],
+            "top_logprobs": [_logprobs_by_text_with_own(one) for one in token_entries],
+            "text_offset": [text_offset + sum(sizes[:count]) for count in range(len(sizes))],
         }
 
 
@@ -423,8 +428,10 @@ class ChatCompletionWriter(TextCompletionWriter):
         _append_in_place_return_whole(message, delta)
         return {"delta": delta}
 
-    def _logprobs_entry(self, told: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-        return {"content": told, "refusal": None}
+    def _logprobs_entry(
+        self, token_entries: list[dict[str, Any]], text_offset: int
+    ) -> dict[str, Any]:
+        return {"content": token_entries, "refusal": None}
 
 
 def _logprobs_by_text_with_own(one: dict[str, Any]) -> dict[str, float] | None:
@@ -453,16 +460,16 @@ def _append_in_place_return_whole(whole: dict[str, Any], more: dict[str, Any]) -
     return whole
 
 
-def _total_usage(ends: Sequence[ChoiceEnd], choices_each: int) -> dict[str, Any]:
+def _total_usage(ends: Sequence[ChoiceEnd], choices_per_prompt: int) -> dict[str, Any]:
     """Return the `usage` object over all choices; the tokens of each prompt count once.
 
     Cached tokens are those of the first choice of each prompt.
 
     Args:
         ends: of all choices, in order.
-        choices_each: choices of a prompt.
+        choices_per_prompt: how many there are of each.
     """
-    firsts = [end.last for end in ends[::choices_each]]
+    firsts = [end.last for end in ends[::choices_per_prompt]]
     prompt = sum(last.prompt_tokens for last in firsts)
     completion = sum(end.last.generation_tokens for end in ends)
     predicted = sum(end.num_predicted for end in ends)

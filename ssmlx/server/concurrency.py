@@ -84,19 +84,19 @@ class PromptProgress:
         self._counts: dict[int, tuple[int, int]] = {}
 
     def callback_for(self, number: int) -> Callable[[int, int], None]:
-        """Return a callback that keeps the progress of answer `number`, for `waiting`, and tells
-        nobody.
+        """Return a callback that keeps the progress of answer `number` for `waiting`, and sends
+        nothing.
 
         It is called with (tokens done, tokens in all); the newest call counts.
         """
 
-        def tell(done: int, total: int) -> None:
+        def keep(done: int, total: int) -> None:
             self._counts[number] = done, total
 
-        return tell
+        return keep
 
     def waiting(self) -> Waiting:
-        """Return a `Waiting` with the sums over all answers whose progress was told."""
+        """Return a `Waiting` with the sums over all answers whose callback was called."""
         counts = self._counts.values()
         return Waiting(sum(done for done, _ in counts), sum(total for _, total in counts))
 

@@ -4,7 +4,7 @@
 2. A field of `WITHOUT_EFFECT` changes nothing about what is answered here.
 3. A field of `REFUSED` would change the answer, and cannot be followed: it is refused by its name,
    unless its value asks for nothing.
-4. Any other field is ignored, and its name is told in the header `X-Ignored-Fields`: unknown ones,
+4. Any other field is ignored, and named in the header `X-Ignored-Fields`: unknown ones,
    and hints such as `verbosity` or `context_management`, without which an answer is right as well.
 """
 
@@ -54,7 +54,7 @@ WITHOUT_EFFECT = {
     # how fast it is found: prompts are cached anyway, and drafting leaves answers as they are
     "cache_control", "cache_prompt", "cache_salt", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "draft_model", "num_draft_tokens", "id_slot",
-    # what else is told beside the answer
+    # what else is reported beside the answer
     "timings_per_token", "diagnostics", "include", "stream_options", "max_tool_calls",
     # what would be done where another server declines to answer
     "fallbacks",

@@ -57,7 +57,7 @@ _KINDS: Mapping[str, Callable[[Any], str]] = {
     "choice": _choice_form,
     "grammar": lambda text: grammar_from("grammar", text),
 }
-"""How forms are told, by the names that vLLM has for them."""
+"""Makes the grammar of each kind of form, by the name that vLLM has for it."""
 _FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",

@@ -192,7 +192,7 @@ class RequestHandler:
         Args:
             choice: to answer.
             slots: of the request.
-            progress: is told the prompt's tokens.
+            progress: is called with the prompt's processed tokens, and all of them.
 
         Raises:
             HTTPException: the server is being stopped (503).
@@ -233,7 +233,7 @@ class RequestHandler:
 
         Args:
             choice: whose prompt it is.
-            progress: is told the prompt's tokens while it is scored.
+            progress: is called while the prompt is scored.
 
         Raises:
             HTTPException: the server is being stopped (503).

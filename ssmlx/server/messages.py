@@ -138,9 +138,9 @@ class MessagesWriter:
                     usage = _usage_or_zeros(part.last, reasoning_tokens)
                     self.reply |= {**stop, "usage": usage, "timings": part.timings}
                     end_delta: Body = {**stop, "stop_details": None, "container": None}
-                    told = {name: usage[name] for name in _DELTA_USAGE}
+                    end_usage = {name: usage[name] for name in _DELTA_USAGE}
                     yield typed_event(
-                        "message_delta", delta=end_delta, usage=told, timings=part.timings
+                        "message_delta", delta=end_delta, usage=end_usage, timings=part.timings
                     )
                     yield typed_event("message_stop")
 

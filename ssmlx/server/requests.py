@@ -38,7 +38,7 @@ class AnswerRequest:
     opens_turn: bool = True  # whether the template begins an assistant's turn for it
     ignores_end: bool = False  # whether end tokens are never chosen
     prediction: str = ""  # expected text: the settings' `prompt_lookup.reference`, as tokens
-    stream: bool = False  # whether the answer is told part by part
+    stream: bool = False  # whether the answer is sent part by part
     body: Body = field(default_factory=dict)  # the request, for what a reply repeats of it
     is_chat: bool = True
     others: Sequence[str | list[int]] = ()  # further prompts, each answered as the first one
@@ -57,7 +57,7 @@ class TextPart:
 
     text: str
     tokens: int = 0
-    logprobs: list[dict[str, Any]] | None = None  # of its tokens, as chats tell them
+    logprobs: list[dict[str, Any]] | None = None  # of its tokens, as chats have them
     choice: int = 0  # what it is a part of
 
 

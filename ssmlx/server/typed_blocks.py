@@ -81,8 +81,8 @@ class Turns(list[dict[str, Any]]):
             RequestError: a part is no text.
         """
         turn = self._turn_of("system" if role == "developer" else role)
-        said = requests.content_text(content)
-        turn["content"] = "\n\n".join(one for one in (turn["content"], said) if one)
+        text = requests.content_text(content)
+        turn["content"] = "\n\n".join(one for one in (turn["content"], text) if one)
 
     def add_reasoning(self, content: Any) -> None:
         """Set what the assistant's turn thought, in the place of what was there; nothing for empty
@@ -124,8 +124,9 @@ class Turns(list[dict[str, Any]]):
         """
         is_known = isinstance(id, str) and id in self._names
         requests.check_field(is_known, f"a result of the call {quoted(id)}", "that call before it")
-        told = {"role": "tool", "content": requests.content_text(content or "")}
-        self.append({**told, "tool_call_id": id, "name": self._names[id]})
+        text = requests.content_text(content or "")
+        turn = {"role": "tool", "content": text, "tool_call_id": id, "name": self._names[id]}
+        self.append(turn)
 
     def _turn_of(self, role: str) -> dict[str, Any]:
         """Return the last turn if it is `role`'s, else a new, empty one, which is added."""
