@@ -106,9 +106,9 @@ def checked_adapter_name(args: argparse.Namespace) -> str:
     Raises:
         InputError: it is no name that an adapter may have.
     """
-    told = args.model if Path(args.model).exists() else args.model.partition("@")[0]
+    model = args.model if Path(args.model).exists() else args.model.partition("@")[0]
     is_tuned = args.adapter not in (None, NO_ADAPTER)
-    parts = [told, *([args.adapter.partition("@")[0]] if is_tuned else [])]
+    parts = [model, *([args.adapter.partition("@")[0]] if is_tuned else [])]
     default = "-".join(Path(part).name for part in parts)
     name = args.name or re.sub(r"[^\w.-]+", "-", default.lower())
     require_allowed_adapter_name(name, "--name")

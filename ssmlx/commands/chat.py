@@ -153,7 +153,7 @@ def print_answer(session: ChatSession, text: str, screen: Screen) -> None:
     """Answer a message: print the text as it comes on standard output, then a line of figures on
     standard error.
 
-    Ctrl-C stops the answer, and what was said until then stays in the conversation. With a model
+    Ctrl-C stops the answer, and its text until then stays in the conversation. With a model
     that is split over processes, KeyboardInterrupt is raised.
 
     Args:
@@ -375,7 +375,7 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
     Raises:
         InputError: an option is wrong, or the model or the file cannot be loaded or written.
     """
-    config = options.generate_config(args)  # a bad option is told before anything else is
+    config = options.generate_config(args)  # a bad option is refused before anything is loaded
     kept = PromptFile(args.prompt_cache)
     screen = Screen()
     if not has_fast_blas:

@@ -162,8 +162,8 @@ def _faster_command_or_why_none(
     if model.is_fine_tuned:
         return _faster_command_keeping_lora(model, adapter, found)
     if found.chosen is not None and found.chosen.name != adapter:
-        told = f"made here from these weights, {found.chosen.verdict}"
-        return f"--adapter {found.chosen.name}, {told}"
+        run = found.chosen
+        return f"--adapter {run.name}, made here from these weights, {run.verdict}"
     if adapter == NO_ADAPTER and DEFAULT_ADAPTER in adapters_for(model):
         return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
     adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.name)}"

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured. What cannot be told is "unknown"."""
+"""Where and with what a figure was measured. What cannot be found out is "unknown"."""
 
 import os
 import platform
@@ -78,9 +78,9 @@ def power_source_or_unknown() -> str:
     On macOS pmset is asked, elsewhere Linux's list of power supplies.
     """
     if platform.system() == "Darwin":
-        said = command_output_or_empty("pmset", "-g", "batt")
-        on_mains = "'AC Power'" in said
-        drained = "'Battery Power'" in said
+        battery_state = command_output_or_empty("pmset", "-g", "batt")
+        on_mains = "'AC Power'" in battery_state
+        drained = "'Battery Power'" in battery_state
     else:
         supplies = list(POWER_SUPPLY.iterdir()) if POWER_SUPPLY.is_dir() else []
         on_mains = any(_read_or_empty(one / "online").strip() == "1" for one in supplies)

@@ -903,8 +903,8 @@ def run_command(main: Callable[[], int | None], prog: str) -> int:
         _discard_output()
         return 0
     except (InputError, OSError) as error:  # a full disk, a name that is too long, ...
-        told = file_error(error) if isinstance(error, OSError) else error
-        print(f"{prog}: error: {told}", file=sys.stderr)
+        shown_error = file_error(error) if isinstance(error, OSError) else error
+        print(f"{prog}: error: {shown_error}", file=sys.stderr)
         if isinstance(error, OSError):
             _discard_output()
         return 2

@@ -118,9 +118,11 @@ def _print_and_send_unless_dry_run(args: argparse.Namespace) -> None:
     adapter = load_stream_adapter(folder)
     contents = read_files_to_publish(folder)
     figures = json.loads(contents.get(FIGURES_FILE, b"{}"))
-    told = str(figures.get("base", {}).get("model") or adapter.config.base_model)
-    base = require_hub_base_of_same_weights(args.base, figures) if args.base else told or "MODEL"
-    needs_base = not args.base and is_local_name(told)
+    recorded_base = str(figures.get("base", {}).get("model") or adapter.config.base_model)
+    if args.base:
+        require_hub_base_of_same_weights(args.base, figures)
+    base = args.base or recorded_base or "MODEL"
+    needs_base = not args.base and is_local_name(recorded_base)
     needs_yes = may_hold_private_data(figures) and not args.yes_private
     require(
         args.dry_run or not needs_yes,
@@ -130,7 +132,7 @@ def _print_and_send_unless_dry_run(args: argparse.Namespace) -> None:
     )
     require(
         args.dry_run or not needs_base,
-        f"{folder} was made from {told or 'nobody knows what'}, which nobody else has",
+        f"{folder} was made from {recorded_base or 'nobody knows what'}, which nobody else has",
         expected="--base ORG/NAME, where others find these weights",
         do="see with --dry-run what would be sent",
     )
@@ -196,11 +198,11 @@ def is_local_name(base: str) -> bool:
     return is_path or not (HUB_NAME.fullmatch(base) or base in ALIASES)
 
 
-def require_hub_base_of_same_weights(name: str, figures: Mapping[str, Any]) -> str:
-    """Return `name`, if the adapter was made from its weights.
+def require_hub_base_of_same_weights(name: str, figures: Mapping[str, Any]) -> None:
+    """Raise InputError unless the adapter was made from the weights of the model `name`.
 
-    Weights are compared by digest. Where the base is not on this machine, or figures.json has no
-    digest, nothing is compared; the former is said on standard error. Nothing is downloaded.
+    Weights are compared by digest. Where the model is not on this machine, or figures.json has no
+    digest, nothing is compared; the former is printed on standard error. Nothing is downloaded.
 
     Args:
         name: of a model on the Hub, or an alias.
@@ -219,10 +221,9 @@ def require_hub_base_of_same_weights(name: str, figures: Mapping[str, Any]) -> s
         found = weights_digest(resolve_model(name, Fetch(offline=True)))
     except InputError:
         print(f"{name} is not on this machine: its weights were not compared", file=sys.stderr)
-        return name
+        return
     what = f"the adapter was made from other weights than {name} has"
     require(wanted in (None, found), what, expected="the very same", do="correct --base")
-    return name
 
 
 def set_base_name(base: str, contents: dict[str, bytes], figures: dict[str, Any]) -> None:
