@@ -41,7 +41,7 @@ from ssmlx.decoding.accept import accept, accept_typical
 from ssmlx.decoding.controller import Always, DraftShape, Never
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.drafting import DraftingText, scratch_rows
-from ssmlx.decoding.loop import CallCounts, plain_decode, prefill, speculative_decode
+from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
 from ssmlx.decoding.prune import (
     may_drop_nodes,
     nodes_over_threshold,
@@ -61,6 +61,7 @@ from ssmlx.decoding.sampling import (
     to_gumbel,
     uniform_noise,
 )
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.streams import StreamDrafter
@@ -308,15 +309,15 @@ def run_script(script, step=256, architecture="llama", **options):
     continuation = greedy_tokens(architecture)
     cache = TreeCache(model.num_layers, step=step)
     drafter = ScriptedDrafter(continuation, script, **options)
-    counts = CallCounts()
-    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter], counts=counts)
+    totals = DraftTotals()
+    steps = speculative_decode(model, PROMPT, cache, drafters=[drafter])
     count = 1 + sum(right + 1 for right, _ in script)
-    tokens, lengths = first_tokens(steps, count)
+    tokens, lengths = first_tokens(steps, count, totals)
     assert tokens == continuation[:count]
     assert lengths == [1, *(right + 1 for right, _ in script)]
     assert cache.offset - (len(PROMPT) + count - 1) in (0, 1)
     assert drafter.starts == [PROMPT]
-    assert counts.drafted_tokens >= sum(right + below for right, below in script)
+    assert totals.drafted_tokens >= sum(right + below for right, below in script)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 4])
@@ -449,7 +450,7 @@ def test_prompts_around_the_prefill_step(length):
     cache = model.make_cache()
     reports = []
     for turn in plain_decode(model, prompt, cache, prefill_step_size=4):
-        if turn:
+        if turn is not None:
             break
         reports.append(cache.offset)
     ends = list(range(0, length - 1, 4))

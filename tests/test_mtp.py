@@ -19,8 +19,9 @@ from tiny import assert_close, first_tokens, make_base, mlx_lm_tokens, slow
 
 import ssmlx
 from ssmlx.decoding.controller import DraftShape
-from ssmlx.decoding.loop import CallCounts, prefill, speculative_decode
+from ssmlx.decoding.loop import prefill, speculative_decode
 from ssmlx.decoding.sampling import Sampling
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.mtp import MtpConfig, MtpDrafter, MtpHead, load_mtp
 from ssmlx.drafters.mtp_head import MtpModule
 from ssmlx.errors import InputError
@@ -464,12 +465,12 @@ def test_a_controller_drafts_where_it_pays(cost, drafts):
                 table.learn(("mtp", nodes), 0, 1 + cost * (nodes - 1))
         source = plan.drafters[0]
         controller = Controller(table, AcceptancePrior(), [source], reads_seconds=False)
-        counts = CallCounts()
+        totals = DraftTotals()
         plan = replace(plan, drafters=[source], controller=controller)
-        steps = decode_plan(plan, model, PROMPT, model.make_cache(), counts=counts)
-        tokens, lengths = first_tokens(steps, 120)
+        steps = decode_plan(plan, model, PROMPT, model.make_cache())
+        tokens, lengths = first_tokens(steps, 120, totals)
         assert tokens == expected
-        lost = sum(cost * (one.nodes - one.calls) for one in counts.drafts.values())
+        lost = sum(cost * (one.nodes - one.calls) for one in totals.drafts.values())
         if drafts and is_right:
             assert len(lengths) < 45
         else:

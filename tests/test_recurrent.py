@@ -30,8 +30,9 @@ import ssmlx
 from ssmlx.decoding.chain import verify_chain
 from ssmlx.decoding.controller import DraftShape
 from ssmlx.decoding.drafter import Needs
-from ssmlx.decoding.loop import CallCounts, prefill, speculative_decode
+from ssmlx.decoding.loop import prefill, speculative_decode
 from ssmlx.decoding.sampling import Sampling, last_tokens
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.heads import attach_heads
@@ -189,21 +190,20 @@ def test_tokens_are_plain_decodings_and_no_row_is_fed_twice(
         return real(self, tokens, *others, **more)
 
     monkeypatch.setattr(type(base), "__call__", noted)
-    counts = CallCounts()
+    totals = DraftTotals()
     steps = speculative_decode(
         model,
         PROMPT,
         model.make_cache(),
         drafters=[Scripted(expected, host_tokens=host_tokens)],
         sampler=Sampling(GenerateConfig(**settings), VOCAB),
-        counts=counts,
     )
-    tokens, lengths = first_tokens(steps, count)
+    tokens, lengths = first_tokens(steps, count, totals)
     assert tokens == expected[:count]
     script = cycle(ORDERS)
     assert lengths == [1, *(1 + next(script) for _ in lengths[1:])]
     assert rows[: 1 + len(lengths)] == [len(PROMPT) - 1, 1, *[1 + DRAFTED] * (len(lengths) - 1)]
-    assert counts.drafts["scripted"].accepted == sum(lengths) - len(lengths)
+    assert totals.drafts["scripted"].accepted == sum(lengths) - len(lengths)
 
 
 class Follower(Scripted):
@@ -289,7 +289,7 @@ def test_an_answer_may_end_in_the_middle_and_go_on(name):
         steps = filter(
             None, speculative_decode(model, PROMPT, cache, drafters=[Scripted(expected)])
         )
-        tokens = [token for _ in range(calls) for token in next(steps)]
+        tokens = [token for _ in range(calls) for token in next(steps).tokens]
         steps.close() if hasattr(steps, "close") else None
         text = [*PROMPT, *tokens]
         assert cache.offset == len(text) - 1 == cache.longest_trim(cache.offset)
@@ -373,11 +373,11 @@ def test_drafting_heads_draft_chains(name, kind, settings):
         model, drafter=make_heads(kind, model.backbone), decoding="speculative", **settings
     )
     (drafter,) = plan.drafters
-    counts = CallCounts()
-    steps = decode_plan(plan, model, PROMPT, model.make_cache(), counts=counts)
-    assert first_tokens(steps, 40)[0] == expected
+    totals = DraftTotals()
+    steps = decode_plan(plan, model, PROMPT, model.make_cache())
+    assert first_tokens(steps, 40, totals)[0] == expected
     assert drafter.largest.levels == LEVELS and drafter.largest.nodes == 1 + LEVELS
-    assert counts.drafted_tokens >= 20 * LEVELS
+    assert totals.drafted_tokens >= 20 * LEVELS
 
 
 @pytest.mark.parametrize("name", ONE)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from tiny import VOCAB, first_tokens, make_base, make_model
 
-from ssmlx.decoding.loop import CallCounts, _SpeculativeLoop
+from ssmlx.decoding.loop import _SpeculativeLoop
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
 from ssmlx.drafters.text_index import CONTEXT_TOKENS, EARLIER_TOKENS, EarlierAnswers
 from ssmlx.generation.plan import decode_plan, make_plan, offer_source_of
@@ -42,10 +43,10 @@ def answer(model, count, *, prompt=PROMPT, row_cost=0.01, prior=None, **settings
         sources = [offer_source_of(model, one) for one in plan.drafters]
         known = table_of(row_cost), prior or AcceptancePrior()
         plan = replace(plan, controller=Controller(*known, sources, reads_seconds=False))
-    counts = CallCounts()
-    steps = decode_plan(plan, model, prompt, model.make_cache(), counts=counts)
-    tokens, lengths = first_tokens(filter(None, steps), count)
-    return tokens, lengths, counts.drafts
+    totals = DraftTotals()
+    steps = decode_plan(plan, model, prompt, model.make_cache())
+    tokens, lengths = first_tokens(steps, count, totals)
+    return tokens, lengths, totals.drafts
 
 
 @pytest.mark.parametrize("settings", SAMPLINGS, ids=str)
@@ -88,13 +89,13 @@ def test_an_expected_text_is_drafted_from_its_beginning(bare):
 def test_where_nothing_pays_no_plain_call_waits(bare, monkeypatch):
     """Each is launched before the one before it is read, as in plain decoding."""
     waited = []
-    real = _SpeculativeLoop.draft_and_launch_next_call
+    real = _SpeculativeLoop.launch_next_call
 
-    def draft_and_launch_next_call(self, *given):
+    def launch_next_call(self, *given):
         waited.append(given)
         return real(self, *given)
 
-    monkeypatch.setattr(_SpeculativeLoop, "draft_and_launch_next_call", draft_and_launch_next_call)
+    monkeypatch.setattr(_SpeculativeLoop, "launch_next_call", launch_next_call)
     _, lengths, drafts = answer(bare, 60, row_cost=3.0)
     assert lengths == [1] * 60 and not drafts and not waited
     _, _, drafts = answer(bare, 60)

@@ -20,7 +20,8 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import root_tree
 from .call import resample_full_vocab, sample
 from .loop import Stops, never_stops
-from .sampling import Sampling, TokenLogprobs, last_tokens, record_logprobs, row_positions
+from .sampling import Sampling, last_tokens, read_logprobs, row_positions
+from .step import Step
 
 MOST_UNREAD = 32
 """Tokens that a reader may be behind its row."""
@@ -43,7 +44,7 @@ class Row:
     stops: Stops = never_stops
     mask: Mask | None = None
     first: int = 0  # where in `text` the answer begins
-    unread: deque[tuple[int, list[TokenLogprobs]]] = field(default_factory=deque)
+    unread: deque[Step] = field(default_factory=deque)
     position: int = 0  # of the token that the next call of a batch decides behind
     tail: mx.array | None = None  # [C] the last tokens before it
     is_paused: bool = False  # nobody reads it, or it is over
@@ -260,7 +261,8 @@ class Batch:
         self._calls.append(([*rows], self._newest, logprobs))
 
     def _read_oldest_call(self) -> None:
-        """Wait for the oldest call, and add its tokens to the rows' texts and to `unread`.
+        """Wait for the oldest call, and add its tokens to the rows' texts, and a
+        step to the `unread` of each.
 
         Rows whose answer is over, or whose reader is `MOST_UNREAD` tokens behind, leave the batch.
         """
@@ -268,10 +270,9 @@ class Batch:
         for row, token, row_logprobs in zip(rows, to_list(tokens), logprob_rows, strict=True):
             if row is None:
                 continue
-            logprobs: list[TokenLogprobs] = []
-            record_logprobs(logprobs, [token], row_logprobs)
+            logprobs = None if row_logprobs is None else read_logprobs([token], row_logprobs)
             row.text.append(token)
-            row.unread.append((token, logprobs))
+            row.unread.append(Step((token,), logprobs))
             # Of one token alone `stops` may be asked before it is read.
             is_over = len(row.unread) == 1 and row.stops([token])
             row.is_paused = is_over or len(row.unread) >= MOST_UNREAD

@@ -4,6 +4,7 @@ The stages of `verify_tree` are those of section 3.2 and figure 7 of the Specula
 paper: lower layers, pruning, insertion of streams, upper layers, verification, commit.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -17,7 +18,15 @@ from ..settings import AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
 from .drafter import Noise, Taps, Verified, with_noise
 from .prune import may_drop_nodes, surviving_nodes, transition_logprobs
-from .sampling import GREEDY, RowPositions, Sampling, last_tokens, row_positions
+from .sampling import (
+    GREEDY,
+    RowPositions,
+    Sampling,
+    TokenLogprobs,
+    last_tokens,
+    read_logprobs,
+    row_positions,
+)
 
 EXACT = AcceptanceConfig()
 NO_PRUNING = PruneConfig()
@@ -67,6 +76,15 @@ class TargetCall:
             return to_list(self.for_host)
         num_accepted, *new_tokens = to_list(self.for_host)
         return new_tokens[: num_accepted + 1]
+
+    def read_logprobs(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
+        """Read an entry for each of `tokens`, which `read` returned; waits for the device.
+
+        None where the sampler's settings ask for no log probabilities.
+        """
+        if self.token_logprobs is None:
+            return None
+        return read_logprobs(tokens, self.token_logprobs)
 
 
 def plain_call(

@@ -116,7 +116,7 @@ class Drafter(Protocol):
     @property
     def cache_bytes(self) -> int: ...
 
-    def start(self, tokens: Sequence[int]) -> Iterator[list[int]] | None:
+    def start(self, tokens: Sequence[int]) -> Iterator[None] | None:
         """Begin an answer, and forget what the one before left.
 
         The loop calls it once an answer: where the drafter needs taps, before the prompt is
@@ -127,8 +127,8 @@ class Drafter(Protocol):
             tokens: the text so far; tokens that nobody knows are `PAD_TOKEN`.
 
         Returns:
-            None; or, where that takes calls of a model, an iterator that yields an empty list
-            before each of them, for others to go first. The loop runs it to its end.
+            None; or, where that takes calls of a model, an iterator that yields None before each of
+            them, for others to go first. The loop runs it to its end.
         """
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:

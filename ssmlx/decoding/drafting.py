@@ -67,7 +67,7 @@ class DraftingText:
                     own = {layer: taps[layer][:, : len(tokens)] for layer in drafter.needs.taps}
                 self._follow(name, len(self.tokens), own)
 
-    def bring_up_to_date(self, name: str, num_unseen: int = 0) -> Iterator[list[int]]:
+    def bring_up_to_date(self, name: str, num_unseen: int = 0) -> Iterator[None]:
         """Show a drafter what it has not seen of the text; start it if it has not started.
 
         Nothing is done before the first value is asked for.
@@ -77,7 +77,7 @@ class DraftingText:
             num_unseen: how many of the text's last tokens it is not shown.
 
         Yields:
-            What the drafter's `start` yields: an empty list before each call of a model.
+            What the drafter's `start` yields: None before each call of a model.
         """
         known = len(self.tokens) - num_unseen
         if name in self._seen:
@@ -86,11 +86,11 @@ class DraftingText:
         self._seen[name] = known
         yield from self.drafters[name].start(self.tokens[:known]) or ()
 
-    def start_text_followers(self) -> Iterator[list[int]]:
+    def start_text_followers(self) -> Iterator[None]:
         """Start the drafters whose `needs.follows_from_start` is set, if they have not started.
 
         Yields:
-            What their `start` yields: an empty list before each call of a model.
+            What their `start` yields: None before each call of a model.
         """
         for name, drafter in self.drafters.items():
             if drafter.needs.follows_from_start and name not in self._seen:
@@ -100,7 +100,7 @@ class DraftingText:
         """Whether a call has to be read before `shape` is drafted behind it."""
         return self.drafters[shape.drafter].needs.host_tokens
 
-    def start_tapping(self, known: int) -> Iterator[list[int]]:
+    def start_tapping(self, known: int) -> Iterator[None]:
         """Start the drafters that need taps, before the prompt is processed.
 
         They are given the first `known` + 1 tokens of the text.
@@ -109,7 +109,7 @@ class DraftingText:
             known: tokens of the text that the cache holds; they and the one behind have no taps.
 
         Yields:
-            What their `start` yields: an empty list before each call of a model.
+            What their `start` yields: None before each call of a model.
         """
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:

@@ -350,26 +350,21 @@ def own_and_top_logprobs(logits: mx.array, tokens: mx.array, count: int) -> mx.a
     return own
 
 
-def record_logprobs(
-    recorded: list[TokenLogprobs] | None, tokens: Sequence[int], rows: mx.array | None
-) -> None:
-    """Append an entry for each of a call's tokens to `recorded`; waits for the device.
-
-    Does nothing where `recorded` or `rows` is None.
+def read_logprobs(tokens: Sequence[int], rows: mx.array) -> tuple[TokenLogprobs, ...]:
+    """Read an entry for each of a call's tokens; waits for the device.
 
     Args:
-        recorded: the list to append to.
         tokens: ids.
         rows: [P, 1 + 2 T] as `Sampling.token_logprobs` returned them, P at least as many as tokens.
             Of the T likeliest tokens those that a bias rules out (-inf) are left out.
     """
-    if recorded is None or rows is None:
-        return
+    found = []
     for token, (logprob, *more) in zip(tokens, to_list(rows), strict=False):
         pairs = zip(more[: len(more) // 2], more[len(more) // 2 :], strict=True)
         # A bias can rule tokens out.
-        top = tuple((int(one), found) for one, found in pairs if found > -math.inf)
-        recorded.append(TokenLogprobs(token, logprob, top))
+        top = tuple((int(one), value) for one, value in pairs if value > -math.inf)
+        found.append(TokenLogprobs(token, logprob, top))
+    return tuple(found)
 
 
 GREEDY = Sampling(SamplingConfig(), 0)

@@ -25,8 +25,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.batch import Batch, Mask, Row
-from ..decoding.loop import CallCounts, Stops, never_stops, prefill
-from ..decoding.sampling import TokenLogprobs
+from ..decoding.loop import Stops, never_stops, prefill
+from ..decoding.step import Step, Steps
 from ..model.cache import TreeCache
 from ..model.cache_key import CacheKey
 from ..model.streams import StreamFusedModel
@@ -205,26 +205,23 @@ class Batches:
         *,
         context: Sequence[int] = (),
         stops: Stops = never_stops,
-        logprobs: list[TokenLogprobs] | None = None,
-        counts: CallCounts | None = None,
         mask: Mask | None = None,
         on_prompt: Callable[[], None] | None = None,
-    ) -> Iterator[list[int]]:
+    ) -> Steps:
         """Decode an answer as `decode_plan` does, in turns or in calls shared with other answers.
 
         Nothing is done before the first tokens are asked for. Then it goes on without end, until
         the iterator is closed, which takes the answer out of the batch.
 
         Args:
-            plan, model, prompt, cache, context, stops, logprobs, counts: see `decode_plan`.
-                `counts` gets nothing of calls that are shared.
+            plan, model, prompt, cache, context, stops: see `decode_plan`.
             mask: changes the logits of each token; such an answer is always batched, and never
                 drafts.
             on_prompt: called when the cache holds the prompt but for its last token, before
                 anything is decoded behind it; not where the prompt is one token.
 
         Yields:
-            The tokens of each call; empty lists between pieces of the prompt.
+            A step for each call; None between pieces of the prompt.
 
         Raises:
             RuntimeError: a call that it shared has failed; the cause is the call's error.
@@ -251,8 +248,8 @@ class Batches:
             yield from self._process_prompt_in_turns(row)
             while True:
                 # It may have joined a batch that is no longer wanted.
-                yield from self._decode_batched(row, logprobs)
-                yield from self._decode_alone(row, logprobs, counts)
+                yield from self._decode_batched(row)
+                yield from self._decode_alone(row)
         finally:
             with suppress(ValueError):
                 self._prompts.remove(row)
@@ -261,7 +258,7 @@ class Batches:
                 group.open.remove(row)
                 group.choose_mode()
 
-    def _process_prompt_in_turns(self, row: _OpenAnswer) -> Iterator[list[int]]:
+    def _process_prompt_in_turns(self, row: _OpenAnswer) -> Iterator[None]:
         """Have the prompt of `row` processed, in turns with other prompts and with calls.
 
         Its first piece goes before those of others. A turn processes the next piece in line, this
@@ -269,7 +266,7 @@ class Batches:
         a prompt of one token, whose answer begins to decode at once.
 
         Yields:
-            An empty list before each turn, and one behind the last.
+            None before each turn and behind the last.
 
         Raises:
             Exception: what processing a piece of it has raised, in whichever answer's turn.
@@ -281,7 +278,7 @@ class Batches:
         tries = READER_TRIES
         calls = self._schedule.num_calls
         while row.todo:
-            yield []
+            yield
             if row.error is not None:
                 raise row.error
             if not row.todo:  # somebody else's turn has done the rest
@@ -294,7 +291,7 @@ class Batches:
             else:
                 self._process_piece()
                 tries = READER_TRIES
-        yield []
+        yield
 
     @property
     def _must_decode_first(self) -> bool:
@@ -374,10 +371,8 @@ class Batches:
         if row.group.is_batched or row.mask is not None:
             row.group.batch.join(row)
 
-    def _decode_batched(
-        self, row: _OpenAnswer, recorded: list[TokenLogprobs] | None
-    ) -> Iterator[list[int]]:
-        """Yield the tokens of `row`, one at a time, by calls of its batch, as long as answers share
+    def _decode_batched(self, row: _OpenAnswer) -> Iterator[Step]:
+        """Yield steps of a token each of `row`, by calls of its batch, as long as answers share
         calls.
 
         An answer with a mask never stops sharing. Where the row's next token is not there yet, it
@@ -387,7 +382,6 @@ class Batches:
 
         Args:
             row: joins the batch where it is not in it.
-            recorded: is extended by the log probabilities of the tokens; None for none.
 
         Raises:
             RuntimeError: a call that it shared has failed.
@@ -404,26 +398,17 @@ class Batches:
                 while self._prompts and not self._must_decode_first:
                     self._process_piece()
                 self._schedule.record_call(group.make_and_time_call())
-            token, logprobs = row.unread.popleft()
-            if recorded is not None:
-                recorded += logprobs
-            yield [token]
+            yield row.unread.popleft()
         batch.leave(row)
 
-    def _decode_alone(
-        self,
-        row: _OpenAnswer,
-        logprobs: list[TokenLogprobs] | None,
-        counts: CallCounts | None,
-    ) -> Iterator[list[int]]:
-        """Yield the tokens of each call of `row` alone, with drafts, until answers share calls.
+    def _decode_alone(self, row: _OpenAnswer) -> Steps:
+        """Yield a step for each call of `row` alone, with drafts, until answers share calls.
 
         Then its cache holds all of its text but the last token, computed. The mode is chosen anew
         behind each call. The tokens are appended to `row.text`.
 
         Args:
             row: has no row in the batch.
-            logprobs, counts: see `decode_plan`.
         """
         steps: Any = decode_plan(
             row.plan,
@@ -432,13 +417,11 @@ class Batches:
             row.cache,
             context=row.text[:-1],
             stops=row.stops,
-            logprobs=logprobs,
-            counts=counts,
         )
         with closing(steps):
             started = time.perf_counter()
             for step in steps:
-                row.text += step
+                row.text += step.tokens if step is not None else ()
                 self._schedule.record_call(time.perf_counter() - started)
                 yield step
                 row.group.choose_mode()

@@ -1,6 +1,6 @@
 """One answer's plan: what the settings come to on a loaded model and on this machine."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -8,8 +8,9 @@ from typing import Any, Protocol
 from ..decoding.controller import Always, DraftController, Never
 from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
-from ..decoding.loop import CallCounts, Stops, never_stops, plain_decode, speculative_decode
-from ..decoding.sampling import Sampling, TokenLogprobs
+from ..decoding.loop import Stops, never_stops, plain_decode, speculative_decode
+from ..decoding.sampling import Sampling
+from ..decoding.step import Steps
 from ..drafters.lookup import NAME, PromptLookupDrafter
 from ..drafters.registry import (
     DrafterArgument,
@@ -331,10 +332,8 @@ class Decode(Protocol):
         *,
         context: Sequence[int] = (),
         stops: Stops = never_stops,
-        logprobs: list[TokenLogprobs] | None = None,
-        counts: CallCounts | None = None,
-    ) -> Iterator[list[int]]:
-        """The tokens of each call; see `decode_plan` for the arguments."""
+    ) -> Steps:
+        """The steps of an answer; see `decode_plan` for the arguments."""
         ...
 
 
@@ -346,9 +345,7 @@ def decode_plan(
     *,
     context: Sequence[int] = (),
     stops: Stops = never_stops,
-    logprobs: list[TokenLogprobs] | None = None,
-    counts: CallCounts | None = None,
-) -> Iterator[list[int]]:
+) -> Steps:
     """Decode under a plan: without end, until the iterator is closed.
 
     The check, and the room for trees, are made when this is called; tokens are computed as they are
@@ -362,11 +359,10 @@ def decode_plan(
         context: the tokens in the cache; may be left out where nothing reads them.
         stops: asked with the tokens of a call whether the answer ends with them: then no call is
             begun ahead. Not asked where nothing drafts.
-        logprobs: a list that is extended by each token's log probabilities, where it is given.
-        counts: gets what was drafted and accepted, where it is given.
 
     Returns:
-        An iterator over the tokens of each call; empty lists between pieces of the prompt.
+        An iterator over a step for each call; None between pieces of the prompt, and where a
+        drafter starts.
 
     Raises:
         InputError: `context` is needed and left out, or has another length than the cache.
@@ -381,7 +377,6 @@ def decode_plan(
         "context": context,
         "sampler": plan.sampling,
         "prefill_step_size": plan.config.prefill_step_size,
-        "logprobs": logprobs,
     }
     if not plan.drafters:
         return plain_decode(model, prompt, cache, **shared)
@@ -396,6 +391,5 @@ def decode_plan(
         acceptance=plan.config.acceptance,
         stops=stops,
         controller=plan.controller,
-        counts=counts,
         **shared,
     )

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import mlx.core as mx
 
 from ..decoding.drafter import Drafter
+from ..decoding.step import Step, Steps
 from ..errors import NoRoomError, require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
@@ -293,7 +294,7 @@ class MemoryPool:
             *,
             context: Sequence[int] = (),
             **more: Any,
-        ) -> Iterator[list[int]]:
+        ) -> Steps:
             """Count the answer, then begin it; its iterator claims memory as the text grows."""
             for one in plan.loaded:
                 if isinstance(one, Shared):
@@ -352,15 +353,13 @@ class MemoryPool:
             return oldest()
 
 
-def _claim_memory_while_decoding(
-    steps: Iterator[list[int]], holding: Holding, num_tokens: int
-) -> Iterator[list[int]]:
+def _claim_memory_while_decoding(steps: Steps, holding: Holding, num_tokens: int) -> Steps:
     """Yield `steps`, and claim memory for the text behind each, before the next is computed.
 
     In the end, whatever it is, `steps` are closed and `holding` is released.
 
     Args:
-        steps: the tokens of each call.
+        steps: of a decoding loop.
         holding: the answer's.
         num_tokens: of the text before the first step.
 
@@ -368,10 +367,10 @@ def _claim_memory_while_decoding(
         NoRoomError: there is no memory for more.
     """
     try:
-        with closing(cast("Generator[list[int]]", steps)):
+        with closing(cast("Generator[Step | None]", steps)):
             for step in steps:
                 yield step
-                num_tokens += len(step)
+                num_tokens += 0 if step is None else len(step.tokens)
                 holding.claim_memory(num_tokens)
     finally:
         holding.release()
