@@ -141,6 +141,8 @@ def test_each_call_advances_by_what_the_streams_foresaw(right, advance):
     assert [len(step.tokens) for step in taken] == [1, *[advance] * 4]
     tokens = [token for step in taken for token in step.tokens]
     assert tokens == list(range(11, 11 + len(tokens)))
+    assert taken[0].draft is None
+    assert all(step.draft.accepted == right <= step.draft.drafted for step in taken[1:])
     assert model.backend.calls == ["prefill", "prefill", *["decode"] * 5]
 
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from tiny import VOCAB, first_tokens, make_base, make_model
 
+from ssmlx.decoding.controller import DraftShape
 from ssmlx.decoding.loop import _SpeculativeLoop
 from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter
-from ssmlx.drafters.text_index import CONTEXT_TOKENS, EARLIER_TOKENS, EarlierAnswers
+from ssmlx.drafters.text_index import CONTEXT_TOKENS, EARLIER_TOKENS, EarlierAnswers, TextIndex
 from ssmlx.generation.plan import decode_plan, make_plan, offer_source_of
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
@@ -123,6 +124,27 @@ def test_asking_for_an_offer_changes_nothing_and_it_follows_the_text():
     assert first == drafter.offer() and first.match_length == 1
     drafter.follow([2], 4)
     assert drafter.offer().match_length == 2
+
+
+def test_a_chain_is_looked_up_once_for_its_offer_and_its_draft(monkeypatch):
+    drafter = PromptLookupDrafter(PromptLookupConfig(num_draft_tokens=4), is_chain=True)
+    looked_up = []
+    real = TextIndex.find_matches
+
+    def noted(self, *given):
+        looked_up.append(given)
+        return real(self, *given)
+
+    monkeypatch.setattr(TextIndex, "find_matches", noted)
+    drafter.start([1, 2, 3, 4, 5, 1, 2])
+    assert drafter.offer().following == 4
+    for levels in (4, 2):
+        tree = drafter.propose(None, DraftShape("prompt-lookup", 1 + levels, levels))
+        assert tree.tokens.tolist() == [2, 3, 4, 5, 1][: 1 + levels]
+    assert len(looked_up) == 1
+    drafter.follow([3], 7)
+    assert drafter.propose(None, drafter.largest).tokens.tolist() == [3, 4, 5, 1, 2]
+    assert len(looked_up) == 2
 
 
 def test_an_index_is_begun_once_though_a_drafter_is_started_again(bare):

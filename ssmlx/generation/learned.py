@@ -27,7 +27,7 @@ from ..loading.files import json_digest, write_whole
 from ..loading.names import cache_dir
 from ..model.streams import StreamFusedModel
 from ..policy.acceptance import AcceptancePrior
-from ..policy.costs import ROWS, CostTable
+from ..policy.costs import CostTable
 from ..policy.offers import MATCH_LENGTHS, match_ratio
 
 FORMAT = "ssmlx-costs/1"
@@ -140,9 +140,7 @@ def cost_table_rows(costs: CostTable) -> list[list[str]]:
     return [["plain calls a call, by nodes", *map(str, counts)], *rows] if rows else []
 
 
-def costs_line(
-    costs: CostTable, drafter: str, context: int, *, is_kept_as_rows: bool = False
-) -> str:
+def costs_line(costs: CostTable, drafter: str, cost_name: str, context: int) -> str:
     """A line for `--verbose`: measured costs of a drafter's calls, in plain calls by nodes.
 
     They are those of the bucket of `context` tokens, else of the next shorter one that is known,
@@ -151,14 +149,11 @@ def costs_line(
     Args:
         costs: what was measured.
         drafter: its registered name.
+        cost_name: the name under which costs of its calls are kept, see `Offer`.
         context: tokens that are committed.
-        is_kept_as_rows: whether costs under `ROWS` are the drafter's where none has its name: those
-            of all drafters that look up on the host, at no cost.
     """
     known = costs.frozen(context).known
-    has_own = any(name == drafter for name, _ in known)
-    kept_as = ROWS if is_kept_as_rows and not has_own else drafter
-    calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == kept_as}
+    calls = {count: one for (name, count), (one, _) in sorted(known.items()) if name == cost_name}
     if not calls:
         return f"costs: no call of {drafter} was timed here yet"
     shown = ", ".join(f"{count}: {one:.2f}" for count, one in calls.items())
