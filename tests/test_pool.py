@@ -410,7 +410,7 @@ def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeyp
     batches = Batches(lambda wanted: asked.append(wanted) or fits)
     asked = []
     monkeypatch.setattr(unbounded, "_batches", batches)
-    monkeypatch.setattr(Plan, "expected_call", (1.0, 1.0))
+    monkeypatch.setattr(Plan, "expected_fastest_call", (1.0, 1.0))
     monkeypatch.setattr(FrozenCosts, "calls", lambda self, kind: 1.001)
     texts = [prompt(1000, 3), prompt(5, 1), prompt(5, 2)]
     alone = [tokens_of(unbounded.stream(one, max_tokens=12, deterministic=True)) for one in texts]

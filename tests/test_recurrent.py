@@ -27,7 +27,7 @@ from tiny import (
 from tiny_heads import HEAD_KINDS, LEVELS, make_heads, random_heads
 
 import ssmlx
-from ssmlx.decoding.chain import verify_chain
+from ssmlx.decoding.chain import verify_as_chain
 from ssmlx.decoding.controller import DraftShape
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.loop import prefill, speculative_decode
@@ -158,8 +158,8 @@ def test_behind_every_call_the_state_is_plain_decodings(name, monkeypatch):
     prefill(model, PROMPT[:-1], cache)
     for right in ORDERS:
         root = cache.offset
-        call = verify_chain(model, chain_of(text, root, right), cache, tail=last_tokens((), 0))
-        assert call.read() == text[root + 1 : root + right + 2]
+        call = verify_as_chain(model, chain_of(text, root, right), cache, tail=last_tokens((), 0))
+        assert call.read_tokens() == text[root + 1 : root + right + 2]
         ran.clear()
         cache.advance(right + 1)
         for found, wanted in zip(held(cache), expected[cache.offset], strict=True):
@@ -307,7 +307,10 @@ def test_a_text_may_go_back_to_any_place_of_its_last_chain(name):
         cache = model.make_cache()
         prefill(model, PROMPT[:-1], cache)
         chain = chain_of(text, first, DRAFTED)
-        assert len(verify_chain(model, chain, cache, tail=last_tokens((), 0)).read()) == 1 + DRAFTED
+        assert (
+            len(verify_as_chain(model, chain, cache, tail=last_tokens((), 0)).read_tokens())
+            == 1 + DRAFTED
+        )
         cache.advance(1 + DRAFTED)
         assert cache.longest_trim(kept) == kept
         cache.trim(kept)
@@ -415,7 +418,7 @@ def test_drafting_heads_read_the_last_accepted_rows_hidden_state(name, monkeypat
         prefill(model, PROMPT[:-1], cache)
         chain = chain_of(text, len(PROMPT) - 1, right)
         taps = (len(model.backbone.layers),)
-        call = verify_chain(model, chain, cache, tail=last_tokens((), 0), taps=taps)
+        call = verify_as_chain(model, chain, cache, tail=last_tokens((), 0), taps=taps)
         tree = propose(drafter, call.verified, drafter.largest)
         assert set(tree.tokens.tolist()) == {expected[right]}, "the token behind the accepted ones"
 
@@ -549,7 +552,7 @@ def test_a_fork_of_a_cache_goes_on_by_itself(name):
     cache.mark()
     prefill(model, text[8:20], cache)
     root = 20
-    call = verify_chain(model, chain_of(text, root, 2), cache, tail=last_tokens((), 0))
+    call = verify_as_chain(model, chain_of(text, root, 2), cache, tail=last_tokens((), 0))
     mx.eval(call.arrays_to_read())
     cache.advance(3)
     marked = 8 if cache.longest_trim(8) == 8 else 0

@@ -73,7 +73,7 @@ def test_choices_share_their_prompt_and_their_calls(client, monkeypatch):
 
     monkeypatch.setattr(batching, "prefill", reading)
     monkeypatch.setattr(Batch, "step", lambda self: rows.append(len(self.members)) or step(self))
-    monkeypatch.setattr("ssmlx.generation.plan.Plan.expected_call", (1.0, 1.0))
+    monkeypatch.setattr("ssmlx.generation.plan.Plan.expected_fastest_call", (1.0, 1.0))
     monkeypatch.setattr("ssmlx.policy.costs.FrozenCosts.calls", lambda self, kind: 1.001)
     for prompts in ([words(50, 7)], [words(40, 3), words(45, 30)]):
         del pieces[:]

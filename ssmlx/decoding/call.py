@@ -65,7 +65,7 @@ class TargetCall:
         logprobs = [] if self.token_logprobs is None else [self.token_logprobs]
         return [self.for_host, self.tail, *logprobs]
 
-    def read(self) -> list[int]:
+    def read_tokens(self) -> list[int]:
         """Read the tokens that the call advanced by; waits for the device. May be called again.
 
         Returns:
@@ -78,7 +78,7 @@ class TargetCall:
         return new_tokens[: num_accepted + 1]
 
     def read_logprobs(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
-        """Read an entry for each of `tokens`, which `read` returned; waits for the device.
+        """Read an entry for each of `tokens`, which `read_tokens` returned; waits for the device.
 
         None where the sampler's settings ask for no log probabilities.
         """
@@ -120,8 +120,8 @@ def plain_call(
     tapped: Tapped = dict.fromkeys(taps)
     last_hidden, insertion_hidden = model.append(token, cache, tapped)
     logits = model.backbone.logits(last_hidden)
-    chosen = sample(model, logits, sampler, positions)
-    chosen = resample_full_vocab(model, chosen, logits, sampler, positions, indices(1))
+    chosen = sample_or_mark_unresolved(model, logits, sampler, positions)
+    chosen = resolve_row_over_full_vocab(model, chosen, logits, sampler, positions, indices(1))
     accepted = Acceptance(indices(1), chosen, indices(1))
     no_streams = last_hidden[:, :0]
     verified = Verified(
@@ -258,10 +258,10 @@ def prune_tree(
     return tree.select(keep), hidden[:, keep], keep
 
 
-def sample(
+def sample_or_mark_unresolved(
     model: StreamFusedModel, logits: mx.array, sampler: Sampling, positions: RowPositions
 ) -> mx.array:
-    """Decide the token after each row of a call, see `Sampling.sample`.
+    """Decide the token after each row of a call, see `Sampling.sample_or_mark_unresolved`.
 
     Args:
         model: the target; where it is split over ranks, rank 0 decides.
@@ -270,12 +270,14 @@ def sample(
         positions: of the R rows.
 
     Returns:
-        [R] int32 tokens; negative where they are left to `resample_full_vocab`.
+        [R] int32 tokens; negative where they are left to `resolve_row_over_full_vocab`.
     """
-    return model.backbone.broadcast_from_rank0(sampler.sample(logits, positions))[0]
+    return model.backbone.broadcast_from_rank0(
+        sampler.sample_or_mark_unresolved(logits, positions)
+    )[0]
 
 
-def resample_full_vocab(
+def resolve_row_over_full_vocab(
     model: StreamFusedModel,
     tokens: mx.array,
     logits: mx.array,
@@ -283,11 +285,11 @@ def resample_full_vocab(
     positions: RowPositions,
     row: mx.array,
 ) -> mx.array:
-    """Decide one row among all V tokens, where `sample` left it unresolved.
+    """Decide one row among all V tokens, where `sample_or_mark_unresolved` left it unresolved.
 
     Args:
         model: the target; where it is split over ranks, rank 0 decides.
-        tokens: [R] as `sample` returned them.
+        tokens: [R] as `sample_or_mark_unresolved` returned them.
         logits: [R, V] that it was given.
         sampler: that it was given.
         positions: that it was given.
@@ -300,7 +302,7 @@ def resample_full_vocab(
     if not sampler.may_leave_unresolved:
         return tokens
     return model.backbone.broadcast_from_rank0(
-        sampler.resample_full_vocab(tokens, logits, positions, row)
+        sampler.resolve_row_over_full_vocab(tokens, logits, positions, row)
     )[0]
 
 
@@ -329,10 +331,10 @@ def decide_and_accept(
         resolved (not negative); and the accepted path, whose `new_tokens` are resolved.
     """
     if acceptance.kind == "exact":
-        target_tokens = sample(model, logits, sampler, positions)
+        target_tokens = sample_or_mark_unresolved(model, logits, sampler, positions)
         found = accept(tree, target_tokens)
         if sampler.may_leave_unresolved:
-            target_tokens = resample_full_vocab(
+            target_tokens = resolve_row_over_full_vocab(
                 model, target_tokens, logits, sampler, positions, found.last
             )
             found = replace(found, new_tokens=target_tokens[found.path])

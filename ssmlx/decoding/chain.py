@@ -12,7 +12,7 @@ from .drafter import Verified
 from .sampling import GREEDY, Sampling, row_positions
 
 
-def verify_chain(
+def verify_as_chain(
     model: StreamFusedModel,
     tree: Tree,
     cache: StateCache,

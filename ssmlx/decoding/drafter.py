@@ -49,7 +49,7 @@ class Verified:
     """
 
     tree: Tree  # the M nodes that were verified
-    # [M] the target's token after each of them, see `Sampling.sample`
+    # [M] the target's token after each of them, see `Sampling.sample_or_mark_unresolved`
     target_tokens: mx.array
     acceptance: Acceptance  # how far the tree held
     node_hidden: mx.array  # [1, M, D] last hidden states of the nodes, before the final norm
@@ -175,7 +175,7 @@ def rank_candidates(
         [G, K] tokens, likeliest first, and [G, K] their float32 log probabilities, normalised over
         all columns.
     """
-    columns, values = top_columns(logits, count)
+    columns, values = top_columns_and_values(logits, count)
     tokens = columns if vocab is None else vocab[columns]
     return tokens, values - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
 
@@ -185,7 +185,7 @@ def with_noise(logits: mx.array, noise: Noise) -> mx.array:
     return logits if noise is None else logits.astype(mx.float32) + noise
 
 
-def top_columns(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
+def top_columns_and_values(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """The largest values of each row, without a sort of whole rows.
 
     A sort of a row takes many passes on a GPU. All that is wanted stands in the K blocks of columns

@@ -47,11 +47,13 @@ class DraftingText:
         """G, the most streams beside every node that some drafter needs in the verifying pass."""
         return max((one.needs.streams for one in self.drafters.values()), default=0)
 
-    def extend(self, tokens: list[int], taps: Taps | None = None) -> None:
+    def extend_and_let_host_drafters_follow(
+        self, tokens: list[int], taps: Taps | None = None
+    ) -> None:
         """Append tokens that were read to the text.
 
         Drafters that have started and need host tokens `follow` them here; others before they next
-        draft, see `bring_up_to_date`.
+        draft, see `start_or_catch_up`.
 
         Args:
             tokens: that a call advanced by.
@@ -65,23 +67,23 @@ class DraftingText:
                 own = None
                 if taps and drafter.needs.taps and self._seen[name] == first:
                     own = {layer: taps[layer][:, : len(tokens)] for layer in drafter.needs.taps}
-                self._follow(name, len(self.tokens), own)
+                self._follow_up_to(name, len(self.tokens), own)
 
-    def bring_up_to_date(self, name: str, num_unseen: int = 0) -> Iterator[None]:
+    def start_or_catch_up(self, name: str, num_held_back: int = 0) -> Iterator[None]:
         """Show a drafter what it has not seen of the text; start it if it has not started.
 
         Nothing is done before the first value is asked for.
 
         Args:
             name: the drafter's.
-            num_unseen: how many of the text's last tokens it is not shown.
+            num_held_back: how many of the text's last tokens it is not shown.
 
         Yields:
             What the drafter's `start` yields: None before each call of a model.
         """
-        known = len(self.tokens) - num_unseen
+        known = len(self.tokens) - num_held_back
         if name in self._seen:
-            self._follow(name, known)
+            self._follow_up_to(name, known)
             return
         self._seen[name] = known
         yield from self.drafters[name].start(self.tokens[:known]) or ()
@@ -94,13 +96,13 @@ class DraftingText:
         """
         for name, drafter in self.drafters.items():
             if drafter.needs.follows_from_start and name not in self._seen:
-                yield from self.bring_up_to_date(name)
+                yield from self.start_or_catch_up(name)
 
     def needs_host_tokens(self, shape: DraftShape) -> bool:
         """Whether a call has to be read before `shape` is drafted behind it."""
         return self.drafters[shape.drafter].needs.host_tokens
 
-    def start_tapping(self, known: int) -> Iterator[None]:
+    def start_drafters_with_taps(self, known: int) -> Iterator[None]:
         """Start the drafters that need taps, before the prompt is processed.
 
         They are given the first `known` + 1 tokens of the text.
@@ -116,7 +118,7 @@ class DraftingText:
                 self._seen[name] = known + 1
                 yield from drafter.start(self.tokens[: known + 1]) or ()
 
-    def follow_taps(self, first: int, taps: Taps) -> None:
+    def show_prompt_piece_with_taps(self, first: int, taps: Taps) -> None:
         """Show the drafters that need taps a piece of the prompt that was processed.
 
         They `follow` the R tokens from position `first` + 1 on, each with the taps of the row
@@ -158,7 +160,7 @@ class DraftingText:
         """
         self._seen[name] = len(self.tokens)
 
-    def _follow(self, name: str, known: int, taps: Taps | None = None) -> None:
+    def _follow_up_to(self, name: str, known: int, taps: Taps | None = None) -> None:
         """Let drafter `name`, which has started, follow the text up to its first `known` tokens.
 
         Only tokens that it has not seen are shown, with the `taps` before them; none where it has

@@ -35,7 +35,7 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .call import EXACT, NO_PRUNING, TargetCall, filled_taps, plain_call, verify_tree
-from .chain import verify_chain
+from .chain import verify_as_chain
 from .controller import Always, Call, DraftController, DraftShape
 from .drafter import Drafter, Taps
 from .drafting import DraftingText
@@ -79,7 +79,7 @@ def prefill_in_pieces(
     step_size: int,
     *,
     taps: tuple[int, ...] = (),
-    tapped: Callable[[int, Taps], None] | None = None,
+    on_taps: Callable[[int, Taps], None] | None = None,
 ) -> Iterator[None]:
     """Run a prompt through the model and commit it to the cache, a piece at a time.
 
@@ -92,7 +92,7 @@ def prefill_in_pieces(
         cache: holds what comes before them; gets their keys and values.
         step_size: tokens of a piece, at most.
         taps: layers whose input is wanted.
-        tapped: called behind each piece, with its first token's index in `tokens` and the taps of
+        on_taps: called behind each piece, with its first token's index in `tokens` and the taps of
             its R rows, [1, R, D] by layer; None for not.
 
     Yields:
@@ -103,8 +103,8 @@ def prefill_in_pieces(
         found: Tapped = dict.fromkeys(taps)
         model.backbone.append(mx.array(tokens[first : first + step_size]), cache, found)
         mx.eval(cache.state)
-        if tapped is not None:
-            tapped(first, filled_taps(found))
+        if on_taps is not None:
+            on_taps(first, filled_taps(found))
         mx.clear_cache()
     if tokens:
         yield
@@ -144,7 +144,7 @@ def plain_decode(
     while True:
         upcoming = plain_call(model, call.verified.root, call.tail, cache, sampler)
         mx.async_eval(upcoming.arrays_to_read())
-        tokens = call.read()
+        tokens = call.read_tokens()
         yield Step(tuple(tokens), call.read_logprobs(tokens))
         free_outgrown_buffers(cache, 1)
         call = upcoming
@@ -207,7 +207,7 @@ def speculative_decode(
         stops=stops,
     )
     cache.trim(cache.offset)
-    yield from loop.process_prompt(prompt, prefill_step_size)
+    yield from loop.process_prompt_and_start_drafters(prompt, prefill_step_size)
     yield from loop.run_calls(prompt[-1])
 
 
@@ -253,7 +253,9 @@ class _SpeculativeLoop:
         self.watch = Stopwatch()
         self.drafting: list[mx.array] = []  # the tree that was drafted last
 
-    def process_prompt(self, prompt: list[int], step_size: int) -> Iterator[None]:
+    def process_prompt_and_start_drafters(
+        self, prompt: list[int], step_size: int
+    ) -> Iterator[None]:
         """Commit the prompt but its last token to the cache, and start drafters.
 
         Those that need taps are started before, and follow each piece. Then the one that drafts
@@ -271,17 +273,21 @@ class _SpeculativeLoop:
         taps = self.text.taps
 
         def follow(first: int, found: Taps) -> None:
-            self.text.follow_taps(known + first, found)
+            self.text.show_prompt_piece_with_taps(known + first, found)
 
         if taps:
-            yield from self.text.start_tapping(known)
-        tapped = follow if taps else None
+            yield from self.text.start_drafters_with_taps(known)
         yield from prefill_in_pieces(
-            self.model, prompt[:-1], self.cache, step_size, taps=taps, tapped=tapped
+            self.model,
+            prompt[:-1],
+            self.cache,
+            step_size,
+            taps=taps,
+            on_taps=follow if taps else None,
         )
         drafts = self.controller.next()
         if drafts is not None and self.text.needs_host_tokens(drafts):
-            yield from self.text.bring_up_to_date(drafts.drafter)
+            yield from self.text.start_or_catch_up(drafts.drafter)
 
     def run_calls(self, root: int) -> Steps:
         """Run target calls, endlessly.
@@ -301,17 +307,17 @@ class _SpeculativeLoop:
             num_tokens = len(self.text.tokens)
             drafts = self.controller.next()
             if drafts is None and running.call.is_committed:
-                running = yield from self.go_on_plainly(running)
+                running = yield from self.launch_plain_then_read(running)
             elif drafts is None or self.text.needs_host_tokens(drafts):
-                running = yield from self.read_then_draft(running)
+                running = yield from self.read_then_draft_and_launch(running)
             elif running.is_prompts or self.prune.kind == "threshold" or not self.cache.takes_trees:
-                running = yield from self.draft_then_read(running, drafts)
+                running = yield from self.draft_then_read_and_launch(running, drafts)
             else:
-                running = yield from self.build_then_read(running, drafts)
+                running = yield from self.draft_and_build_then_read(running, drafts)
             metal.time_pending_shape()
             free_outgrown_buffers(self.cache, len(self.text.tokens) - num_tokens)
 
-    def go_on_plainly(self, running: _RunningCall) -> Generator[Step, None, _RunningCall]:
+    def launch_plain_then_read(self, running: _RunningCall) -> Generator[Step, None, _RunningCall]:
         """Launch a plain call behind a plain call, then read and give out that one's token.
 
         Args:
@@ -326,12 +332,14 @@ class _SpeculativeLoop:
         call = running.call
         upcoming = self.build_call(root_tree(call.verified.root), call.tail)
         following = _RunningCall(upcoming, self.launch(upcoming), None)
-        step, seconds = self.read_call(running)
-        self.report_call(running, step, seconds, drafts=None)
+        step, seconds = self.read_call_and_extend_text(running)
+        self.report_to_controller(running, step, seconds, drafts=None)
         yield from self.watch.yield_untimed(step)
         return following
 
-    def read_then_draft(self, running: _RunningCall) -> Generator[Step | None, None, _RunningCall]:
+    def read_then_draft_and_launch(
+        self, running: _RunningCall
+    ) -> Generator[Step | None, None, _RunningCall]:
         """Read a call, then draft, build and launch the next one by what its tokens say.
 
         The controller decides again what is drafted, as drafters that had to wait for the tokens
@@ -348,27 +356,27 @@ class _SpeculativeLoop:
             The call that was launched.
         """
         call = running.call
-        step, seconds = self.read_call(running)
+        step, seconds = self.read_call_and_extend_text(running)
         drafts = self.controller.next(is_read=True)
-        self.report_call(running, step, seconds, drafts)
+        self.report_to_controller(running, step, seconds, drafts)
         is_given_first = self.stops(step.tokens) or running.is_prompts
         self.commit_accepted_rows(call, step)
         if is_given_first:
             yield from self.watch.yield_untimed(step)
         if drafts is None:
-            following = self.launch_next_call(call, root_tree(call.verified.root), None)
+            following = self.build_and_launch_call(call, root_tree(call.verified.root), None)
         else:
             # What a call advanced by is shown to those that draft on the device by the call itself.
             unseen = 0 if self.text.needs_host_tokens(drafts) else len(step.tokens)
-            yield from self.watch.exclude_time(self.text.bring_up_to_date(drafts.drafter, unseen))
+            yield from self.watch.exclude_time(self.text.start_or_catch_up(drafts.drafter, unseen))
             tree = self.text.propose(call, drafts)
             self.text.mark_seen(drafts.drafter)
-            following = self.launch_next_call(call, tree, drafts)
+            following = self.build_and_launch_call(call, tree, drafts)
         if not is_given_first:
             yield from self.watch.yield_untimed(step)
         return following
 
-    def draft_then_read(
+    def draft_then_read_and_launch(
         self, running: _RunningCall, drafts: DraftShape
     ) -> Generator[Step | None, None, _RunningCall]:
         """Draft while a call is under way and read it; then build and launch the next one.
@@ -384,19 +392,19 @@ class _SpeculativeLoop:
         Returns:
             The call that was launched.
         """
-        yield from self.text.bring_up_to_date(drafts.drafter)
+        yield from self.text.start_or_catch_up(drafts.drafter)
         tree = self.text.propose(running.call, drafts)
-        step = self.read_drafted_call(running, drafts)
+        step = self.read_release_and_report_call(running, drafts)
         is_given_first = self.stops(step.tokens) or running.is_prompts
         self.commit_accepted_rows(running.call, step)
         if is_given_first:
             yield from self.watch.yield_untimed(step)
-        following = self.launch_next_call(running.call, tree, drafts)
+        following = self.build_and_launch_call(running.call, tree, drafts)
         if not is_given_first:
             yield from self.watch.yield_untimed(step)
         return following
 
-    def build_then_read(
+    def draft_and_build_then_read(
         self, running: _RunningCall, drafts: DraftShape
     ) -> Generator[Step | None, None, _RunningCall]:
         """Draft and build the next call while a call is under way; read that one and launch.
@@ -417,25 +425,25 @@ class _SpeculativeLoop:
             The call that was launched.
         """
         call = running.call
-        yield from self.text.bring_up_to_date(drafts.drafter)
+        yield from self.text.start_or_catch_up(drafts.drafter)
         tree = self.text.propose(call, drafts)
         before = self.cache.snapshot()
         upcoming = self.build_call(tree, call.tail)
         mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied
         self.drafting = tree.arrays
         mx.async_eval(self.drafting)
-        step = self.read_drafted_call(running, drafts)
+        step = self.read_release_and_report_call(running, drafts)
         if self.stops(step.tokens):
             self.cache.forget_masks()
             self.cache.restore(before)
             del before, upcoming
             self.commit_accepted_rows(call, step)
             yield from self.watch.yield_untimed(step)
-            return self.launch_next_call(call, tree, drafts)
+            return self.build_and_launch_call(call, tree, drafts)
         del before
         if call.is_committed:
             mx.eval(self.drafting)  # the first drafting may have read all that the cache holds
-        pending = self.launch(upcoming, is_first=call.is_committed)
+        pending = self.launch(upcoming, follows_unread_drafting=call.is_committed)
         self.commit_accepted_rows(call, step)
         yield from self.watch.yield_untimed(step)
         return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
@@ -458,7 +466,7 @@ class _SpeculativeLoop:
                 self.model, tree.tokens, tail, self.cache, self.sampler, self.text.taps
             )
         if isinstance(self.cache, StateCache):
-            return verify_chain(
+            return verify_as_chain(
                 self.model,
                 tree,
                 self.cache,
@@ -479,22 +487,24 @@ class _SpeculativeLoop:
             taps=self.text.taps,
         )
 
-    def launch(self, call: TargetCall, *, is_first: bool = False) -> PendingCall:
+    def launch(self, call: TargetCall, *, follows_unread_drafting: bool = False) -> PendingCall:
         """Start computing what `call` decides, without waiting for it.
 
         The cache is computed with it unless it is a plain call.
 
         Args:
             call: as `build_call` returned it.
-            is_first: whether it follows drafting of which nothing was read yet, see `Stopwatch`.
+            follows_unread_drafting: see `Stopwatch.launch`.
 
         Returns:
             What `Stopwatch.read` needs.
         """
         state = [] if call.is_committed else [self.cache.state]
-        return self.watch.launch(call.arrays_to_read(), *state, is_first=is_first)
+        return self.watch.launch(
+            call.arrays_to_read(), *state, follows_unread_drafting=follows_unread_drafting
+        )
 
-    def read_call(self, running: _RunningCall) -> tuple[Step, float | None]:
+    def read_call_and_extend_text(self, running: _RunningCall) -> tuple[Step, float | None]:
         """Wait for a call and extend the text by its tokens, which shows them to drafters that have
         started and need host tokens.
 
@@ -508,15 +518,15 @@ class _SpeculativeLoop:
             `Stopwatch.read`.
         """
         call = running.call
-        tokens, seconds = self.watch.read(running.pending, call.read)
-        self.text.extend(tokens, call.verified.accepted_taps())
+        tokens, seconds = self.watch.read(running.pending, call.read_tokens)
+        self.text.extend_and_let_host_drafters_follow(tokens, call.verified.accepted_taps())
         draft = None
         if running.shape is not None:
             drafter = running.shape.drafter
             draft = DraftResult(drafter, call.num_nodes, call.num_drafted, len(tokens) - 1)
         return Step(tuple(tokens), call.read_logprobs(tokens), draft), seconds
 
-    def read_drafted_call(self, running: _RunningCall, drafts: DraftShape) -> Step:
+    def read_release_and_report_call(self, running: _RunningCall, drafts: DraftShape) -> Step:
         """Read a call that was drafted behind, drop its hidden states, and report it.
 
         The drafter counts as having seen its tokens: `propose` was shown the call.
@@ -528,13 +538,13 @@ class _SpeculativeLoop:
         Returns:
             What it brought.
         """
-        step, seconds = self.read_call(running)
+        step, seconds = self.read_call_and_extend_text(running)
         self.text.mark_seen(drafts.drafter)
         running.call.release()
-        self.report_call(running, step, seconds, drafts)
+        self.report_to_controller(running, step, seconds, drafts)
         return step
 
-    def report_call(
+    def report_to_controller(
         self, running: _RunningCall, step: Step, seconds: float | None, drafts: DraftShape | None
     ) -> None:
         """Tell the controller of a call that was read: not its seconds if it is the prompt's.
@@ -559,7 +569,7 @@ class _SpeculativeLoop:
         if not call.is_committed:
             self.cache.advance(len(step.tokens))
 
-    def launch_next_call(
+    def build_and_launch_call(
         self, call: TargetCall, tree: Tree, drafts: DraftShape | None
     ) -> _RunningCall:
         """Build and launch the call that verifies `tree`, behind a call that was read.
@@ -578,7 +588,7 @@ class _SpeculativeLoop:
             mx.async_eval(self.drafting)
         upcoming = self.build_call(tree, call.tail)
         mx.eval(self.drafting)
-        pending = self.launch(upcoming, is_first=is_on_device and call.is_committed)
+        pending = self.launch(upcoming, follows_unread_drafting=is_on_device and call.is_committed)
         return _RunningCall(upcoming, pending, _shape_unless_bare(tree, drafts))
 
 

@@ -307,7 +307,7 @@ class DraftModelDrafter:
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])
             places = RowPositions(first, mx.zeros(1, mx.int32), 1, recent)
-            row = sampling.rank_tokens(logits, places, self._width)[0][0].astype(mx.int32)
+            row = sampling.rank_tokens(logits, places, self._width).tokens[0].astype(mx.int32)
             rows.append(row)
             tokens = row[:1]
             if size:

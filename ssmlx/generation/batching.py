@@ -70,7 +70,7 @@ class _Group:
     Attributes:
         batch: rows of answers that share calls.
         open: answers that decode, whose prompts are processed.
-        is_batched: whether answers share calls; `choose_mode` sets it.
+        is_batched: whether answers share calls; `update_is_batched` sets it.
     """
 
     def __init__(self, model: StreamFusedModel, fits: Fits = always_fits) -> None:
@@ -89,7 +89,7 @@ class _Group:
         self._seconds: list[float] = []  # of calls in a row for as many texts as the last
         self._num_texts = 0
 
-    def choose_mode(self) -> None:
+    def update_is_batched(self) -> None:
         """Set `is_batched`: whether the answers that are read share calls from now on.
 
         In turns, each with its drafts, they bring the sum of their expected tokens in the sum of
@@ -101,9 +101,9 @@ class _Group:
         if len(rows) < 2 or not self.batch.shares_calls:
             self.is_batched = False
             return
-        expected_calls = [row.plan.expected_call for row in rows]
-        in_turns = sum(tokens for tokens, _ in expected_calls) / sum(
-            cost for _, cost in expected_calls
+        expected_calls = [row.plan.expected_fastest_call for row in rows]
+        in_turns = sum(call.tokens for call in expected_calls) / sum(
+            call.plain_calls for call in expected_calls
         )
         costs = self._learned.costs.frozen(self._mean_length(rows))
         batched = len(rows) / costs.calls((BATCH, len(rows)))
@@ -129,14 +129,14 @@ class _Group:
         """
         members = self.batch.members
         started = time.perf_counter()
-        self.batch.step()
+        self.batch.step_or_note_error()
         seconds = time.perf_counter() - started
-        self._learn_cost(members, seconds)
+        self._learn_cost_every_few_calls(members, seconds)
         if any(row.is_paused for row in members):
-            self.choose_mode()
+            self.update_is_batched()
         return seconds
 
-    def _learn_cost(self, members: Sequence[Row], seconds: float) -> None:
+    def _learn_cost_every_few_calls(self, members: Sequence[Row], seconds: float) -> None:
         """Add a call's seconds to those of calls for as many texts in a row.
 
         The first call for another number of texts is not counted, and forgets the others. When
@@ -159,7 +159,7 @@ class _Group:
         plain = self._learned.costs.plain_seconds(context)
         if plain is not None:
             cost = median(self._seconds) / plain
-            self._learned.costs.learn((BATCH, len(members)), context, cost)
+            self._learned.costs.learn_cost_and_return_change((BATCH, len(members)), context, cost)
             self._learned.keep()
         self._seconds = []
 
@@ -253,10 +253,10 @@ class Batches:
         finally:
             with suppress(ValueError):
                 self._prompts.remove(row)
-            group.batch.leave(row)
+            group.batch.remove_and_restore_cache(row)
             if row in group.open:
                 group.open.remove(row)
-                group.choose_mode()
+                group.update_is_batched()
 
     def _process_prompt_in_turns(self, row: _OpenAnswer) -> Iterator[None]:
         """Have the prompt of `row` processed, in turns with other prompts and with calls.
@@ -286,10 +286,10 @@ class Batches:
             if calls != self._schedule.num_calls:
                 tries = READER_TRIES
                 calls = self._schedule.num_calls
-            if self._must_decode_first and self._run_or_await_calls(tries):
+            if self._must_decode_first and self._make_batch_calls_or_wait(tries):
                 tries -= 1
             else:
-                self._process_piece()
+                self._process_next_piece_or_note_error()
                 tries = READER_TRIES
         yield
 
@@ -308,7 +308,7 @@ class Batches:
         """Whether any answer has its prompt behind it."""
         return any(group.open for group in self._groups.values())
 
-    def _run_or_await_calls(self, tries: int) -> bool:
+    def _make_batch_calls_or_wait(self, tries: int) -> bool:
         """Make a call for every batch that has rows; without one, let readers of other answers make
         theirs.
 
@@ -333,7 +333,7 @@ class Batches:
         step_size = row.plan.config.prefill_step_size
         return self._schedule.next_piece_length(len(row.todo), step_size, is_alone=is_alone)
 
-    def _process_piece(self) -> None:
+    def _process_next_piece_or_note_error(self) -> None:
         """Process a piece of the first prompt in line, which then goes to the end of the line.
 
         When it has no more, `on_prompt` is called and its answer begins to decode. An error, of
@@ -367,9 +367,9 @@ class Batches:
         decoded.
         """
         row.group.open.append(row)
-        row.group.choose_mode()
+        row.group.update_is_batched()
         if row.group.is_batched or row.mask is not None:
-            row.group.batch.join(row)
+            row.group.batch.queue_to_join(row)
 
     def _decode_batched(self, row: _OpenAnswer) -> Iterator[Step]:
         """Yield steps of a token each of `row`, by calls of its batch, as long as answers share
@@ -393,13 +393,13 @@ class Batches:
                 if row.error is not None:
                     raise RuntimeError("a call for several answers failed") from row.error
                 if row not in batch.members:
-                    batch.join(row)
-                    group.choose_mode()
+                    batch.queue_to_join(row)
+                    group.update_is_batched()
                 while self._prompts and not self._must_decode_first:
-                    self._process_piece()
+                    self._process_next_piece_or_note_error()
                 self._schedule.record_call(group.make_and_time_call())
             yield row.unread.popleft()
-        batch.leave(row)
+        batch.remove_and_restore_cache(row)
 
     def _decode_alone(self, row: _OpenAnswer) -> Steps:
         """Yield a step for each call of `row` alone, with drafts, until answers share calls.
@@ -424,7 +424,7 @@ class Batches:
                 row.text += step.tokens if step is not None else ()
                 self._schedule.record_call(time.perf_counter() - started)
                 yield step
-                row.group.choose_mode()
+                row.group.update_is_batched()
                 if row.group.is_batched:
                     break
                 started = time.perf_counter()

@@ -58,7 +58,7 @@ class Learned:
         self._written_at = time.monotonic()
         self._is_new = False
         self._read_file()
-        atexit.register(self.write)
+        atexit.register(self.write_if_new)
 
     def prior(self, adapter: str) -> AcceptancePrior:
         """The acceptance ratios of an adapter, by its digest; new ones where there are none.
@@ -76,9 +76,9 @@ class Learned:
         """
         self._is_new = True
         if at_once or time.monotonic() - self._written_at > _SECONDS_BETWEEN_WRITES:
-            self.write()
+            self.write_if_new()
 
-    def write(self) -> None:
+    def write_if_new(self) -> None:
         """Write the file, whole or not at all, if anything is new since the last time.
 
         The folder is made. An error of the file system is logged, and is not tried again until
@@ -114,8 +114,10 @@ class Learned:
             priors = dict(values["acceptance"])
             if len(priors) > _MOST_ADAPTERS:
                 raise ValueError("it has too many adapters")
-            costs = CostTable.from_dict(values["costs"])
-            self._priors = {name: AcceptancePrior.from_dict(one) for name, one in priors.items()}
+            costs = CostTable.from_dict_or_raise(values["costs"])
+            self._priors = {
+                name: AcceptancePrior.from_dict_or_raise(one) for name, one in priors.items()
+            }
             self.costs = costs
         except (TypeError, ValueError, AttributeError, KeyError, OSError) as error:
             _log.debug("%s is ignored: %s", self.path, error)
@@ -195,7 +197,7 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     """
     if model not in _BY_MODEL:
         folder = Path(model.backbone.cache_dir or cache_dir()).expanduser() / _FOLDER
-        _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", adapter_digest(model)
+        _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", streams_or_lora_digest(model)
     path, adapter = _BY_MODEL[model]
     if path not in _BY_PATH:
         _BY_PATH[path] = Learned(path)
@@ -220,7 +222,7 @@ def geometry_digest(model: StreamFusedModel) -> str:
     return json_digest([this_machine(), shapes, layers, heads])
 
 
-def adapter_digest(model: StreamFusedModel) -> str:
+def streams_or_lora_digest(model: StreamFusedModel) -> str:
     """16 hexadecimal digits of an adapter's streams (in float32) and their settings, and draft
     head.
 

@@ -134,7 +134,7 @@ class Holding:
         self._provided = self._size.rounded(num_tokens + _MARGIN)
         self._claimed = self._size.of(self._provided, self._scratch)
         try:
-            self._pool.drop_kept_for(self)
+            self._pool.drop_kept_to_fit_or_raise(self)
         except NoRoomError:
             self._provided, self._claimed = before
             raise
@@ -237,7 +237,7 @@ class MemoryPool:
             raise
         return holding
 
-    def drop_kept_for(self, holding: Holding) -> None:
+    def drop_kept_to_fit_or_raise(self, holding: Holding) -> None:
         """Drop what is kept until there is room for what `holding`, counted here, has claimed.
 
         Raises:
@@ -263,7 +263,7 @@ class MemoryPool:
         """
         left = self.limit - self._count_running_bytes() - num_bytes
         if left < 0:
-            self._drop_idle()
+            self._make_shared_drop_idle()
             left = self.limit - self._count_running_bytes() - num_bytes
         if left < 0:
             return False
@@ -318,7 +318,7 @@ class MemoryPool:
             shared: list[Shared] = list(self._shared)
         return sum(one.count_bytes() for one in running) + sum(one.cache_bytes for one in shared)
 
-    def _drop_idle(self) -> None:
+    def _make_shared_drop_idle(self) -> None:
         """Have all that answers share drop what no running answer uses."""
         with self._lock:
             shared = list(self._shared)

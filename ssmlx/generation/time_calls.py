@@ -40,7 +40,7 @@ class CallTimings:
     plain_seconds: Sequence[float]
 
 
-class AnyChain:
+class NewestTokenRepeater:
     """A drafter of chains that repeat the newest token: to time calls that verify so many rows.
 
     Args:
@@ -123,7 +123,7 @@ def measure_call_costs(
         """
         deadline = started + first_round_seconds if is_first_round else inf
         calls = _decode_calls(model, list(tokens), cache, drafter, size)
-        took = _seconds_of_calls(calls, deadline)
+        took = _time_few_calls(calls, deadline)
         if not took:
             return False
         if size == PLAIN:
@@ -155,10 +155,10 @@ def _drafter_for(model: StreamFusedModel, nodes: int) -> Drafter:
     """A drafter of trees of up to `nodes`: of streams, or of chains where the model has none."""
     if model.num_streams:
         return StreamDrafter(model, TreeConfig(size=nodes), model.num_streams)
-    return AnyChain(nodes)
+    return NewestTokenRepeater(nodes)
 
 
-def _seconds_of_calls(calls: Iterator[Step], deadline: float) -> list[float]:
+def _time_few_calls(calls: Iterator[Step], deadline: float) -> list[float]:
     """Make `_DROPPED_CALLS` calls that are not timed and then `_TIMED_CALLS`, and return the
     seconds of each of the latter.
 

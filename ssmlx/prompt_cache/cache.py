@@ -266,14 +266,14 @@ class PromptCache:
         if self._folder is not None and model.backbone.group is None:
             path, in_file = self._folder.find_longest_match(key, tokens)
             if path is not None and in_file > count:
-                entry, count = self._read_file(path, model, key, tokens) or (entry, count)
+                entry, count = self._read_file_or_delete(path, model, key, tokens) or (entry, count)
         if entry is None:
             return model.make_cache(scratch), 0
         cache = entry.cache.fork(count)
         mx.eval(cache.state)
         return cache, count
 
-    def _read_file(
+    def _read_file_or_delete(
         self, path: Path, model: StreamFusedModel, key: CacheKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
         """Read a file of the folder into the memory, as its newest prompt, and mark the file as
