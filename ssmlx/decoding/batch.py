@@ -29,7 +29,7 @@ MOST_UNREAD = 32
 Mask = Callable[[Sequence[int], mx.array], mx.array]
 """The tokens of an answer so far, and logits [1, V], to the logits that its next one is of."""
 Chosen = tuple[mx.array, mx.array | None]
-"""A token [1], and what `Sampling.token_logprobs` has of it."""
+"""A token [1], and what `Sampling.token_logprobs_or_none` has of it."""
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class Row:
             logits: [1, V] of the target after it.
 
         Returns:
-            The next token [1], and what `Sampling.token_logprobs` has of it: None where the
+            The next token [1], and what `Sampling.token_logprobs_or_none` has of it: None where the
             settings ask for no log probabilities. Both lazy.
         """
         sampler = self.sampler
@@ -72,7 +72,7 @@ class Row:
         chosen = sample_or_mark_unresolved(self.model, logits, sampler, positions)
         chosen = resolve_row_over_full_vocab(self.model, chosen, logits, sampler, positions, only)
         self.tail = positions.tail_at(only)
-        return chosen, sampler.token_logprobs(logits, positions, only, chosen)
+        return chosen, sampler.token_logprobs_or_none(logits, positions, only, chosen)
 
     def committed_rows_as_kv_caches(self) -> list[KVCache]:
         """The row's committed keys and values, as one of mlx-lm's caches for each layer.

@@ -6,6 +6,7 @@ paper: lower layers, pruning, insertion of streams, upper layers, verification, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -41,7 +42,7 @@ class TargetCall:
     # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`; [1] the token alone
     # where no tree was verified
     for_host: mx.array
-    # [P, 1 + 2 T] log probabilities of the new tokens, see `Sampling.token_logprobs`
+    # [P, 1 + 2 T] log probabilities of the new tokens, see `Sampling.token_logprobs_or_none`
     token_logprobs: mx.array | None
     # whether the call's row is committed; rows of a tree are when the host has read how many count
     is_committed: bool
@@ -77,7 +78,7 @@ class TargetCall:
         num_accepted, *new_tokens = to_list(self.for_host)
         return new_tokens[: num_accepted + 1]
 
-    def read_logprobs(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
+    def read_logprobs_or_none(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
         """Read an entry for each of `tokens`, which `read_tokens` returned; waits for the device.
 
         None where the sampler's settings ask for no log probabilities.
@@ -135,7 +136,7 @@ def plain_call(
         cache,
         filled_taps(tapped),
     )
-    logprobs = sampler.token_logprobs(logits, positions, indices(1), chosen)
+    logprobs = sampler.token_logprobs_or_none(logits, positions, indices(1), chosen)
     return TargetCall(verified, positions.tail_at(indices(1)), chosen, logprobs, True, 1, 0)
 
 
@@ -144,7 +145,7 @@ def verify_tree(
     tree: Tree,
     cache: TreeCache,
     *,
-    num_streams: int = 0,
+    streams_per_node: int = 0,
     prune: PruneConfig = NO_PRUNING,
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
@@ -161,7 +162,7 @@ def verify_tree(
         tree: N nodes that were drafted, or a bare root.
         cache: holds the tokens before the root. It gets the accepted path's rows as a path that
             is not counted yet: `TreeCache.advance` commits it, once the host has read the call.
-        num_streams: G, streams that run beside every node, where they draft in this pass.
+        streams_per_node: G, streams that run beside each node, where they draft in this pass.
         prune: which nodes to drop at the insertion layer.
         sampler: decides the target's tokens.
         acceptance: when a drafted token counts as the target's.
@@ -178,7 +179,7 @@ def verify_tree(
     """
     split = model.insertion_layer
     tail = last_tokens((), sampler.context_size) if tail is None else tail
-    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
+    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + streams_per_node))
 
     nodes = model.node_rows(tree, cache)
     lower_taps: Tapped = {layer: None for layer in taps if layer < split}
@@ -188,9 +189,9 @@ def verify_tree(
     known = sampler if acceptance.kind == "exact" else GREEDY
     noise = known.noise(position, tree.paths.shape[1])
     kept, hidden, kept_index = prune_tree(model, tree, hidden, prune, noise)
-    rows = model.insert(hidden, num_streams)
+    rows = model.insert(hidden, streams_per_node)
     rows = model.upper(
-        rows, kept, cache, num_streams, nodes if kept is tree else None, tapped=upper_taps
+        rows, kept, cache, streams_per_node, nodes if kept is tree else None, tapped=upper_taps
     )
     node_hidden = rows[:, : kept.num_nodes]
     positions = row_positions(kept, position, tail)
@@ -198,7 +199,7 @@ def verify_tree(
     target_tokens, accepted = decide_and_accept(model, kept, logits, sampler, positions, acceptance)
     lower_path = accepted.path if kept is tree else kept_index[accepted.path]
     cache.commit(lower_path, accepted.path, split, accepted.num_accepted + 1)
-    own_streams = stream_rows_of_node(rows, accepted.last, kept.num_nodes, num_streams)
+    own_streams = stream_rows_of_node(rows, accepted.last, kept.num_nodes, streams_per_node)
     verified = Verified(
         kept,
         target_tokens,
@@ -214,7 +215,7 @@ def verify_tree(
         },
     )
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
-    logprobs = sampler.token_logprobs(logits, positions, accepted.path, accepted.new_tokens)
+    logprobs = sampler.token_logprobs_or_none(logits, positions, accepted.path, accepted.new_tokens)
     next_tail = positions.tail_at(accepted.last)
     return TargetCall(
         verified, next_tail, for_host, logprobs, False, tree.num_nodes, tree.num_drafted
@@ -227,9 +228,17 @@ def filled_taps(tapped: Tapped) -> Taps:
     return {layer: rows for layer, rows in tapped.items() if rows is not None}
 
 
+class PrunedTree(NamedTuple):
+    """What pruning left of a tree of N nodes: M nodes, all N where it dropped none."""
+
+    tree: Tree  # of the kept nodes
+    hidden: mx.array  # [1, M, D] their hidden states
+    kept_nodes: mx.array  # [M] their numbers in the tree before, ascending
+
+
 def prune_tree(
     model: StreamFusedModel, tree: Tree, hidden: mx.array, config: PruneConfig, noise: Noise = None
-) -> tuple[Tree, mx.array, mx.array]:
+) -> PrunedTree:
     """Drop improbable nodes before the upper layers (Speculative Streaming, section 3.2.3).
 
     Pruning by a threshold waits for the device. Where the model is split over ranks, rank 0
@@ -244,18 +253,17 @@ def prune_tree(
             decoding.
 
     Returns:
-        The tree of the M kept nodes, their hidden states [1, M, D], and [M] their numbers in
-        `tree`, ascending. Where pruning is off or cannot drop a node: `tree` and `hidden`
-        themselves, and all N numbers.
+        The kept nodes. Where pruning is off or cannot drop a node: `tree` and `hidden` themselves,
+        and all N numbers.
     """
     if not may_drop_nodes(tree, config):
-        return tree, hidden, indices(tree.num_nodes)
+        return PrunedTree(tree, hidden, indices(tree.num_nodes))
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
     if noise is not None:
         exit_logits = with_noise(exit_logits, noise[tree.depths[: tree.num_internal]])
     (edges,) = model.backbone.broadcast_from_rank0(transition_logprobs(tree, exit_logits))
     keep = surviving_nodes(tree, edges, config)
-    return tree.select(keep), hidden[:, keep], keep
+    return PrunedTree(tree.select(keep), hidden[:, keep], keep)
 
 
 def sample_or_mark_unresolved(

@@ -102,39 +102,43 @@ class DraftingText:
         """Whether a call has to be read before `shape` is drafted behind it."""
         return self.drafters[shape.drafter].needs.host_tokens
 
-    def start_drafters_with_taps(self, known: int) -> Iterator[None]:
+    def start_drafters_with_taps(self, num_cached: int) -> Iterator[None]:
         """Start the drafters that need taps, before the prompt is processed.
 
-        They are given the first `known` + 1 tokens of the text.
+        They are given the first `num_cached` + 1 tokens of the text.
 
         Args:
-            known: tokens of the text that the cache holds; they and the one behind have no taps.
+            num_cached: tokens of the text that the cache holds; they and the one behind have no
+                taps.
 
         Yields:
             What their `start` yields: None before each call of a model.
         """
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
-                self._seen[name] = known + 1
-                yield from drafter.start(self.tokens[: known + 1]) or ()
+                self._seen[name] = num_cached + 1
+                yield from drafter.start(self.tokens[: num_cached + 1]) or ()
 
-    def show_prompt_piece_with_taps(self, first: int, taps: Taps) -> None:
+    def show_prompt_piece_with_taps(self, first_position: int, taps: Taps) -> None:
         """Show the drafters that need taps a piece of the prompt that was processed.
 
-        They `follow` the R tokens from position `first` + 1 on, each with the taps of the row
-        before it. So they are shown one token that is not in the piece, which is tokens `first` to
-        `first` + R - 1, and not the piece's first.
+        They `follow` the R tokens from position `first_position` + 1 on, each with the taps of the
+        row before it: not the piece's first token, but the one behind its last.
 
         Args:
-            first: the position of the piece's first token in the text.
+            first_position: the position of the piece's first token in the text.
             taps: by layer, [1, R, D] its input at the piece's R rows.
         """
         rows = next(iter(taps.values())).shape[1]
         for name, drafter in self.drafters.items():
             if drafter.needs.taps:
                 own = {layer: taps[layer] for layer in drafter.needs.taps}
-                drafter.follow(self.tokens[first + 1 : first + 1 + rows], first + 1, own)
-                self._seen[name] = first + 1 + rows
+                drafter.follow(
+                    self.tokens[first_position + 1 : first_position + 1 + rows],
+                    first_position + 1,
+                    own,
+                )
+                self._seen[name] = first_position + 1 + rows
 
     def propose(self, call: TargetCall, shape: DraftShape) -> Tree:
         """Draft the tree that the next call verifies, by the drafter that `shape` names.
@@ -160,13 +164,13 @@ class DraftingText:
         """
         self._seen[name] = len(self.tokens)
 
-    def _follow_up_to(self, name: str, known: int, taps: Taps | None = None) -> None:
-        """Let drafter `name`, which has started, follow the text up to its first `known` tokens.
+    def _follow_up_to(self, name: str, num_tokens: int, taps: Taps | None = None) -> None:
+        """Let drafter `name`, which has started, follow the text's first `num_tokens` tokens.
 
         Only tokens that it has not seen are shown, with the `taps` before them; none where it has
         seen so many.
         """
-        missed = self.tokens[self._seen[name] : known]
+        missed = self.tokens[self._seen[name] : num_tokens]
         if missed:
             self.drafters[name].follow(missed, self._seen[name], taps)
-        self._seen[name] = known
+        self._seen[name] = num_tokens

@@ -145,7 +145,7 @@ def plain_decode(
         upcoming = plain_call(model, call.verified.root, call.tail, cache, sampler)
         mx.async_eval(upcoming.arrays_to_read())
         tokens = call.read_tokens()
-        yield Step(tuple(tokens), call.read_logprobs(tokens))
+        yield Step(tuple(tokens), call.read_logprobs_or_none(tokens))
         free_outgrown_buffers(cache, 1)
         call = upcoming
 
@@ -479,7 +479,7 @@ class _SpeculativeLoop:
             self.model,
             tree,
             self.cache,
-            num_streams=streams,
+            streams_per_node=streams,
             prune=self.prune,
             sampler=self.sampler,
             acceptance=self.acceptance,
@@ -524,7 +524,7 @@ class _SpeculativeLoop:
         if running.shape is not None:
             drafter = running.shape.drafter
             draft = DraftResult(drafter, call.num_nodes, call.num_drafted, len(tokens) - 1)
-        return Step(tuple(tokens), call.read_logprobs(tokens), draft), seconds
+        return Step(tuple(tokens), call.read_logprobs_or_none(tokens), draft), seconds
 
     def read_release_and_report_call(self, running: _RunningCall, drafts: DraftShape) -> Step:
         """Read a call that was drafted behind, drop its hidden states, and report it.

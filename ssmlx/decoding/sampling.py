@@ -312,7 +312,7 @@ class Sampling:
             return RankedTokens(mx.argmax(logits, axis=-1, keepdims=True), mx.array(False))
         return RankedTokens(top_columns_and_values(logits, count)[0], mx.array(False))
 
-    def token_logprobs(
+    def token_logprobs_or_none(
         self, logits: mx.array, positions: RowPositions, rows: mx.array, tokens: mx.array
     ) -> mx.array | None:
         """Log probabilities of tokens that a call decided on, where the settings ask for them.
@@ -362,8 +362,8 @@ def read_logprobs(tokens: Sequence[int], rows: mx.array) -> tuple[TokenLogprobs,
 
     Args:
         tokens: ids.
-        rows: [P, 1 + 2 T] as `Sampling.token_logprobs` returned them, P at least as many as tokens.
-            Of the T likeliest tokens those that a bias rules out (-inf) are left out.
+        rows: [P, 1 + 2 T] as `Sampling.token_logprobs_or_none` returned them, P at least as many as
+            tokens. Of the T likeliest tokens those that a bias rules out (-inf) are left out.
     """
     found = []
     for token, (logprob, *more) in zip(tokens, to_list(rows), strict=False):

@@ -308,12 +308,12 @@ class Batches:
         """Whether any answer has its prompt behind it."""
         return any(group.open for group in self._groups.values())
 
-    def _make_batch_calls_or_wait(self, tries: int) -> bool:
+    def _make_batch_calls_or_wait(self, tries_left: int) -> bool:
         """Make a call for every batch that has rows; without one, let readers of other answers make
         theirs.
 
         Args:
-            tries: how often readers are still waited for; below `READER_TRIES` it sleeps
+            tries_left: how often readers are still waited for; below `READER_TRIES` it sleeps
                 `READER_SECONDS` first, where there is no batch.
 
         Returns:
@@ -323,9 +323,9 @@ class Batches:
         running = [group for group in self._groups.values() if group.batch.members]
         for group in running:
             self._schedule.record_call(group.make_and_time_call())
-        if not running and tries < READER_TRIES:  # none came while others had the thread
+        if not running and tries_left < READER_TRIES:  # none came while others had the thread
             time.sleep(READER_SECONDS)
-        return bool(running) or tries > 0
+        return bool(running) or tries_left > 0
 
     def _next_piece_length(self, row: _OpenAnswer) -> int:
         """Tokens of a row's prompt that its next turn is to process."""

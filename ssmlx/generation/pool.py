@@ -286,7 +286,7 @@ class MemoryPool:
             until its iterator ends or is closed.
         """
 
-        def decode_counted(
+        def decode_claiming_memory(
             plan: Plan,
             model: StreamFusedModel,
             prompt: list[int],
@@ -306,7 +306,7 @@ class MemoryPool:
             steps = decode(plan, model, prompt, cache, context=context, **more)
             return _claim_memory_while_decoding(steps, holding, num_tokens)
 
-        return decode_counted
+        return decode_claiming_memory
 
     def _count_running_bytes(self) -> int:
         """Bytes of running answers and of what they share, counted anew; what is kept is left out.

@@ -355,17 +355,18 @@ class CostTable:
             return None
         return timing.seconds
 
-    def is_timing_due(self, context: int, error: float) -> bool:
+    def is_timing_due(self, context: int, tolerable_error: float) -> bool:
         """Whether an answer should time plain calls behind `context` tokens.
 
         True where they were never timed in the context's bucket, where `wait` tokens have passed
-        since, or where, timed in this process, their relative standard error is above `error` and
-        the last timing had fewer than `MAX_PLAIN_CALLS` or is `TIMING_PAUSE` tokens ago.
+        since, or where, timed in this process, their relative standard error is above
+        `tolerable_error` and the last timing had fewer than `MAX_PLAIN_CALLS` or is `TIMING_PAUSE`
+        tokens ago.
         """
         timing = self._plain.get(context_bucket(context))
         if timing is None or timing.tokens_since >= timing.wait:
             return True
-        is_poor = timing.calls > 0 and self.plain_error(context) > error
+        is_poor = timing.calls > 0 and self.plain_error(context) > tolerable_error
         has_more = timing.last_calls < MAX_PLAIN_CALLS or timing.tokens_since >= TIMING_PAUSE
         return is_poor and has_more
 

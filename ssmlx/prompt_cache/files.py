@@ -314,7 +314,7 @@ class PromptFolder:
             path.unlink(missing_ok=True)
             total -= stat.st_size
 
-    def purge(self) -> list[Path]:
+    def delete_own_files(self) -> list[Path]:
         """Delete the files that the package wrote here, unfinished ones too; others stay.
 
         Returns:
