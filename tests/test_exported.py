@@ -158,6 +158,7 @@ def test_a_cache_goes_on_where_the_last_answer_ended():
     first = list(stream_generate(model, [1, 2, 3], max_tokens=4, cache=cache))
     said = [token for response in first for token in response.tokens]
     assert said == [4, 5, 6, 7]
+    assert first[-1].drafted_tokens == first[-1].drafts["streams"].drafted > 0
     held = cache.offset
     more = list(range(held + 1, held + 4))
     second = next(stream_generate(model, more, cache=cache))

@@ -83,16 +83,16 @@ def test_the_longest_unused_goes_first_and_no_more_than_has_to():
     gone = []
     a, b, c, d, large = (Thing(gone) for _ in range(5))
     for one in (a, b, c):
-        pool.keep(one, 30)
+        pool.keep_or_free(one, 30)
     pool.mark_used(a)
     assert pool.kept == 90 and gone == []
-    pool.keep(d, 30)
+    pool.keep_or_free(d, 30)
     assert gone == [b] and pool.kept == 90
     assert pool.make_room(70) and gone == [b, c, a]
     assert not pool.make_room(101) and gone == [b, c, a], "nothing goes in vain"
-    pool.keep(large, 101)
+    pool.keep_or_free(large, 101)
     assert gone == [b, c, a, large] and pool.kept == 30
-    pool.keep(d, 50)
+    pool.keep_or_free(d, 50)
     assert pool.kept == 50, "counted anew"
     pool.mark_used(a), pool.forget(a), pool.forget(d)
     assert pool.kept == 0 and pool.make_room(100)
@@ -103,11 +103,11 @@ def test_what_nobody_has_any_more_does_not_count():
     gone = []
     things = [Thing(gone) for _ in range(3)]
     for one in things:
-        pool.keep(one, 30)
+        pool.keep_or_free(one, 30)
     del one
     things.clear()
     last = Thing(gone)
-    pool.keep(last, 100)
+    pool.keep_or_free(last, 100)
     assert gone == [] and pool.kept == 100
 
 

@@ -185,7 +185,7 @@ class MemoryPool:
 
     # --- what is kept ---
 
-    def keep(self, one: Kept, num_bytes: int) -> None:
+    def keep_or_free(self, one: Kept, num_bytes: int) -> None:
         """Count `one` as the newest of what is kept; the longest unused are dropped until it fits.
 
         Where it does not fit beside running answers at all, it is dropped itself (`free_memory`),

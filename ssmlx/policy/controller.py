@@ -256,7 +256,7 @@ class Controller:
         self._count_tokens_and_acceptance(call)
         self._continue_end_or_begin_probe(call, decision)
         if self._reads_seconds:
-            self._record_seconds(call)
+            self._collect_seconds_in_runs(call)
         self._pending = call.drafted
         self._pending_candidate = decision.candidate
 
@@ -560,7 +560,7 @@ class Controller:
         self._write_costs_to_table()
         self._costs = self._table.frozen(self._context).scaled(self._costs.scale)
 
-    def _record_seconds(self, call: Call) -> None:
+    def _collect_seconds_in_runs(self, call: Call) -> None:
         """Collect a call's seconds: with plain calls, or in the run of the shape that it verified.
 
         A call that drafted and verified nothing is a plain call; one that drafted without verifying
@@ -574,7 +574,7 @@ class Controller:
         if call.shape is None:
             self._is_run_open = False
             if call.drafted is None:
-                self._record_plain_seconds(call)
+                self._collect_plain_seconds_or_learn(call)
             return
         seconds = call.seconds
         if call.drafted is None and seconds is not None:
@@ -612,7 +612,7 @@ class Controller:
         self._is_run_open = not is_alone
         return found
 
-    def _record_plain_seconds(self, call: Call) -> None:
+    def _collect_plain_seconds_or_learn(self, call: Call) -> None:
         """Collect the seconds of a plain call, if it has any, and count down a timing of plain
         calls.
 

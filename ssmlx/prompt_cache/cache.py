@@ -199,7 +199,7 @@ class PromptCache:
     def _count_all(self, pool: MemoryPool) -> None:
         """Count all that is kept in `pool`, which drops what does not fit. On the MLX thread."""
         for one in self._all_kept():
-            pool.keep(one, one.nbytes)
+            pool.keep_or_free(one, one.nbytes)
 
     def _all_kept(self) -> list[_Entry | EarlierAnswers]:
         """The prompts, the longest unused first, and the answers that are in memory."""
@@ -314,7 +314,7 @@ class PromptCache:
         with self._lock:
             answers = self._answers.get(key)
         if self._pool is not None and answers is not None:
-            self._pool.keep(answers, answers.nbytes)
+            self._pool.keep_or_free(answers, answers.nbytes)
         tokens = tokens[: cache.longest_trim(min(len(tokens), cache.offset))]
         _, count = self._use_longest_match(key, tokens)
         if tokens and count < len(tokens):
@@ -359,7 +359,7 @@ class PromptCache:
         if self._pool is not None:
             for one in (*covered, *evicted):
                 self._pool.forget(one)
-            self._pool.keep(entry, entry.nbytes)
+            self._pool.keep_or_free(entry, entry.nbytes)
         for one in evicted:
             self._write_to_folder_once(one)
 
