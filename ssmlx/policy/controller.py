@@ -574,7 +574,7 @@ class Controller:
         if call.shape is None:
             self._is_run_open = False
             if call.drafted is None:
-                self._collect_plain_seconds_or_learn(call)
+                self._collect_plain_seconds_and_end_timing(call)
             return
         seconds = call.seconds
         if call.drafted is None and seconds is not None:
@@ -612,7 +612,7 @@ class Controller:
         self._is_run_open = not is_alone
         return found
 
-    def _collect_plain_seconds_or_learn(self, call: Call) -> None:
+    def _collect_plain_seconds_and_end_timing(self, call: Call) -> None:
         """Collect the seconds of a plain call, if it has any, and count down a timing of plain
         calls.
 
