@@ -7,7 +7,7 @@ from tiny import make_base, make_model, make_tokenizer
 from tiny_heads import make_heads
 
 import ssmlx
-from ssmlx.decoding.controller import Always, DraftShape, Never
+from ssmlx.decoding.controller import Always, DraftShape, ExpectedCall, Never
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.generation.plan import make_plan
@@ -64,7 +64,7 @@ def test_text_is_drafted_for_every_model():
     assert [one.largest.drafter for one in plan.drafters] == ["prompt-lookup"]
     assert (
         not plan.needs_context_tokens
-        and make_plan(bare, drafter="prompt-lookup").needs_whole_context
+        and make_plan(bare, drafter="prompt-lookup").needs_context_tokens
     )
     expected = PromptLookupConfig(reference=(1, 2, 3))
     heads = make_heads("medusa", bare.backbone)
@@ -87,7 +87,7 @@ class Steady:
         pass
 
     def expected_fastest_call(self):
-        return 3.0, 1.5
+        return ExpectedCall(3.0, 1.5)
 
     def finish(self):
         self.finished = True

@@ -503,7 +503,7 @@ def test_broken_tables_are_refused(change):
 def test_what_is_no_table_or_prior_is_refused(values):
     for kind in (CostTable, AcceptancePrior):
         with pytest.raises(ValueError):
-            kind.from_dict(values)
+            kind.from_dict_or_raise(values)
 
 
 @pytest.mark.parametrize(

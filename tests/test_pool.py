@@ -15,6 +15,7 @@ from real import refusal, tokens_of, words, write_base, write_tiny_adapter
 from tiny import make_base, make_model
 
 from ssmlx.answers import run
+from ssmlx.decoding.controller import ExpectedCall
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError, NoRoomError
@@ -410,7 +411,7 @@ def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeyp
     batches = Batches(lambda wanted: asked.append(wanted) or fits)
     asked = []
     monkeypatch.setattr(unbounded, "_batches", batches)
-    monkeypatch.setattr(Plan, "expected_fastest_call", (1.0, 1.0))
+    monkeypatch.setattr(Plan, "expected_fastest_call", ExpectedCall(1.0, 1.0))
     monkeypatch.setattr(FrozenCosts, "calls", lambda self, kind: 1.001)
     texts = [prompt(1000, 3), prompt(5, 1), prompt(5, 2)]
     alone = [tokens_of(unbounded.stream(one, max_tokens=12, deterministic=True)) for one in texts]
