@@ -123,7 +123,7 @@ def test_what_answers_taught_is_said(run, adapter, timed, kept):
     taught = known.costs.frozen(0).calls(("streams", 4))
     share = prior.ratio("streams", 0)
     known.keep()
-    known.write()
+    known.write_if_new()
     kept()
     lines = run("--adapter", adapter)[1].splitlines()
     assert f"{share:.2f} of the drafted tokens" in next(x for x in lines if "accepted" in x)
