@@ -448,7 +448,7 @@ def test_a_controller_drafts_by_the_head_and_the_text():
     for given in ({"drafter": ["mtp", head_of("qwen3_5_moe")]}, {"heads": head_of("qwen3_5_moe")}):
         plan = make_plan(model, **given)
         assert [one.largest.drafter for one in plan.drafters] == ["mtp", "prompt-lookup"]
-        assert not plan.needs_whole_context
+        assert not plan.needs_context_tokens
     offer = plan.drafters[0].offer()
     assert [shape.nodes for shape in offer.shapes] == [2, 3, 4]
 
