@@ -373,7 +373,7 @@ class ChatSession:
             self._cache.trim(self._cache.longest_trim(min(self._cache.offset, len(written))))
             self._cached_tokens = written[: self._cache.offset]
             if self._pool is not None:
-                self._pool.keep(self, self._cache.nbytes)
+                self._pool.keep_or_free(self, self._cache.nbytes)
             if self._prompts is not None:
                 self._prompts.put(self.model, self._cached_tokens, self._cache)
 

@@ -30,9 +30,10 @@ from ssmlx.api import stream_generate, token_steps
 from ssmlx.commands import generate
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
-from ssmlx.decoding.loop import CallCounts, DraftCounts, speculative_decode
+from ssmlx.decoding.loop import speculative_decode
 from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
+from ssmlx.decoding.step import DraftCounts, DraftTotals
 from ssmlx.drafters import copies as text_copies
 from ssmlx.drafters import draft_model
 from ssmlx.drafters.copies import (
@@ -195,7 +196,7 @@ def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
         expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
         cache = model.make_cache()
         steps = token_steps(model, prompt, cache, **sampling, **settings)
-        assert next(steps) == expected[:1]
+        assert [*next(steps).tokens] == expected[:1]
         room = cache.scratch
         tokens, lengths = first_tokens(steps, 17)
         assert tokens == expected[1:], prompt
@@ -239,13 +240,13 @@ def test_prompt_lookup_in_a_text_with_a_period():
     assert lengths == [1] * VOCAB + [21] * 3
     prompt = [*range(VOCAB), 0, 1]
     plan = make_plan(model, config, decoding="speculative")
-    counts = CallCounts()
-    steps = decode_plan(plan, model, prompt, model.make_cache(), counts=counts)
-    _, lengths = first_tokens(steps, 1 + 2 * 21)
+    totals = DraftTotals()
+    steps = decode_plan(plan, model, prompt, model.make_cache())
+    _, lengths = first_tokens(steps, 1 + 2 * 21, totals)
     assert lengths == [1, 21, 21]
     # A tree of 24 nodes holds the root, 20 drafted tokens and 3 nodes that fill it up.
-    assert counts.drafts == {"prompt-lookup": DraftCounts(2, drafted=40, accepted=40, nodes=48)}
-    assert counts.drafted_tokens == 40
+    assert totals.drafts == {"prompt-lookup": DraftCounts(2, drafted=40, accepted=40, nodes=48)}
+    assert totals.drafted_tokens == 40
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 4])

@@ -19,8 +19,9 @@ from tiny import assert_close, first_tokens, make_base, mlx_lm_tokens, slow
 
 import ssmlx
 from ssmlx.decoding.controller import DraftShape
-from ssmlx.decoding.loop import CallCounts, prefill, speculative_decode
-from ssmlx.decoding.sampling import Sampling
+from ssmlx.decoding.loop import prefill, speculative_decode
+from ssmlx.decoding.sampling import RankedTokens, Sampling
+from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.mtp import MtpConfig, MtpDrafter, MtpHead, load_mtp
 from ssmlx.drafters.mtp_head import MtpModule
 from ssmlx.errors import InputError
@@ -192,7 +193,8 @@ class Scripted(Sampling):
         self.logits.append(logits[0])
         self.places.append(first)
         token = self.text[first + 1]
-        return mx.array([[token if level < self.right else (token + 1) % VOCAB]]), mx.array(False)
+        ranked = mx.array([[token if level < self.right else (token + 1) % VOCAB]])
+        return RankedTokens(ranked, mx.array(False))
 
 
 def true_hidden_states(name, tokens):
@@ -446,7 +448,7 @@ def test_a_controller_drafts_by_the_head_and_the_text():
     for given in ({"drafter": ["mtp", head_of("qwen3_5_moe")]}, {"heads": head_of("qwen3_5_moe")}):
         plan = make_plan(model, **given)
         assert [one.largest.drafter for one in plan.drafters] == ["mtp", "prompt-lookup"]
-        assert not plan.needs_whole_context
+        assert not plan.needs_context_tokens
     offer = plan.drafters[0].offer()
     assert [shape.nodes for shape in offer.shapes] == [2, 3, 4]
 
@@ -461,15 +463,15 @@ def test_a_controller_drafts_where_it_pays(cost, drafts):
         table = CostTable()
         for nodes in (2, 3, 4):
             for _ in range(8):
-                table.learn(("mtp", nodes), 0, 1 + cost * (nodes - 1))
+                table.learn_cost_and_return_change(("mtp", nodes), 0, 1 + cost * (nodes - 1))
         source = plan.drafters[0]
         controller = Controller(table, AcceptancePrior(), [source], reads_seconds=False)
-        counts = CallCounts()
+        totals = DraftTotals()
         plan = replace(plan, drafters=[source], controller=controller)
-        steps = decode_plan(plan, model, PROMPT, model.make_cache(), counts=counts)
-        tokens, lengths = first_tokens(steps, 120)
+        steps = decode_plan(plan, model, PROMPT, model.make_cache())
+        tokens, lengths = first_tokens(steps, 120, totals)
         assert tokens == expected
-        lost = sum(cost * (one.nodes - one.calls) for one in counts.drafts.values())
+        lost = sum(cost * (one.nodes - one.calls) for one in totals.drafts.values())
         if drafts and is_right:
             assert len(lengths) < 45
         else:
@@ -483,7 +485,7 @@ def test_each_level_has_an_acceptance_ratio():
     def ratio_of(name, first):
         return ratios[name]
 
-    expected = [offer.expected(shape, ratio_of) for shape in offer.shapes]
+    expected = [offer.expected_accepted(shape, ratio_of) for shape in offer.shapes]
     assert expected == pytest.approx([0.9, 0.9 + 0.45, 0.9 + 0.45 + 0.045])
     counts = list(offer.acceptance_counts(offer.shapes[-1], 1))
     assert [(one.name, one.accepted, one.offered) for one in counts] == [

@@ -136,7 +136,7 @@ class DraftCache:
         """Tokens that the cache holds."""
         return self._cache.offset
 
-    def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
+    def start(self, tokens: Sequence[int]) -> Iterator[None]:
         """Set the text to `tokens`, and make the cache hold all of them but the last.
 
         Rows of the beginning that the text before shares stay, as far as the cache can be taken
@@ -150,7 +150,7 @@ class DraftCache:
         kept = self.offset
         self.text = list(tokens)
         for first in range(kept, len(tokens) - 1, PREFILL_STEP_SIZE):
-            yield []
+            yield
             last = min(first + PREFILL_STEP_SIZE, len(tokens) - 1)
             self.append_and_get_logits(mx.array(self.text[first:last]))
             mx.eval(self._cache.state)
@@ -246,7 +246,7 @@ class DraftModelDrafter:
         self.num_parameters = model.num_parameters
         self.draft_calls = 0
 
-    def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
+    def start(self, tokens: Sequence[int]) -> Iterator[None]:
         """Claim a cache, and process all of `tokens` but the last with the draft model.
 
         What the cache holds of them already is not processed again. Nothing happens before the
@@ -307,7 +307,7 @@ class DraftModelDrafter:
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])
             places = RowPositions(first, mx.zeros(1, mx.int32), 1, recent)
-            row = sampling.rank_tokens(logits, places, self._width)[0][0].astype(mx.int32)
+            row = sampling.rank_tokens(logits, places, self._width).tokens[0].astype(mx.int32)
             rows.append(row)
             tokens = row[:1]
             if size:

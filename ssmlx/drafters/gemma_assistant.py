@@ -162,7 +162,7 @@ class AssistantDrafter:
             logits, hidden = self._assistant.model(embedded, hidden, position, read)
             self.draft_calls += 1
             places = RowPositions(position + level, indices(1), 1, recent)
-            token = sampling.rank_tokens(logits, places, 1)[0][0].astype(mx.int32)
+            token = sampling.rank_tokens(logits, places, 1).tokens[0].astype(mx.int32)
             chain.append(token)
             if sampling.context_size:
                 recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)

@@ -277,7 +277,7 @@ class MtpDrafter:
             logits = self._backbone.lm_head(self._module.norm(out[:, -1:])).squeeze(0)
             first = mx.array([len(cache.text) - 1 + level])
             places = RowPositions(first, indices(1), 1, recent)
-            token = self._sampling.rank_tokens(logits, places, 1)[0][0].astype(mx.int32)
+            token = self._sampling.rank_tokens(logits, places, 1).tokens[0].astype(mx.int32)
             chain.append(token)
             if size:
                 recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
