@@ -195,7 +195,7 @@ def load_assistant(
     Raises:
         InputError: the assistant is of another target, or its settings or weights are broken.
     """
-    config = AssistantConfig.read(folder / "config.json", values)
+    config = AssistantConfig.from_config_json(folder / "config.json", values)
     layers = _layers_to_read(config, backbone, folder)
     model = load_assistant_model(folder, config, dtype)
     model.set_dtype(backbone.dtype)

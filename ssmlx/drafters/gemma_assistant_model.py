@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
 
 from ..errors import InputError, first_line, quoted, require
+from ..json_files import build_settings_ignoring_unknown
 from ..loading.files import check_tensors
 from ..loading.load import cast_model, resolve_dtype
 from ..model.lm_head import row_weights
@@ -42,7 +43,7 @@ KeysAndValues = Mapping[str, tuple[mx.array, mx.array]]
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConfig:
-    """An assistant's settings, as its folder's config.json has them; checked when made.
+    """An assistant's settings, as its config.json has them; checked by `from_config_json`.
 
     Attributes:
         backbone_hidden_size: D, the target's width.
@@ -80,12 +81,12 @@ class AssistantConfig:
     vocab_size: int = setting(262_144, least=2, most=2**24)
     sliding_window: int = setting(512, least=1, most=2**31)
     rms_norm_eps: float = setting(1e-6, above=0, most=1)
-    rope_parameters: Mapping[str, Mapping[str, Any]] = None  # type: ignore[assignment]
+    rope_parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _ROPES)
     quantization: Mapping[str, Any] | None = None
 
     @classmethod
-    def read(cls, path: Path, values: Mapping[str, Any]) -> AssistantConfig:
-        """Make settings of an assistant's config.json.
+    def from_config_json(cls, path: Path, values: Mapping[str, Any]) -> AssistantConfig:
+        """Make and check settings of an assistant's config.json, which is not read here.
 
         What the file leaves out has transformers' defaults. Settings of a model that this class
         does not describe, such as experts, are refused.
@@ -106,16 +107,7 @@ class AssistantConfig:
         )
         given: dict[str, Any] = {**text, **values}
         _refuse_other_layers(path, given)
-        known: dict[str, Any] = {
-            one.name: tuple(value) if isinstance(value, list) else value
-            for one in fields(cls)
-            if (value := given.get(one.name)) is not None
-        }
-        needed = [one.name for one in fields(cls) if one.default is MISSING]
-        missing = ", ".join(name for name in needed if name not in known)
-        require(not missing, f"{path} lacks {missing}", expected=", ".join(needed), do=_DO)
-        known.setdefault("rope_parameters", _ROPES)
-        config = cls(**known)
+        config = build_settings_ignoring_unknown(cls, given, path, do=_DO)
         check_settings(config, found=f"{path} has {{value!r}} for {{name}}", do=_DO)
         config._check_together(path)
         return config

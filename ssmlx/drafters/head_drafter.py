@@ -5,22 +5,19 @@ Heads guess the next tokens from the target's newest hidden state, behind its fi
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
 
 from ..decoding.controller import DraftShape
 from ..decoding.drafter import Needs, Noise, Taps, Verified
 from ..decoding.sampling import GREEDY, Sampling
-from ..errors import require
 from ..model.backbone import Backbone
 from ..model.tree import Tree
 from ..settings import check_settings, setting
 
 HeadKind = Literal["medusa", "mlp_speculator"]
-_Config = TypeVar("_Config", bound="HeadConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +32,6 @@ class HeadConfig:
     def __post_init__(self) -> None:
         found = "{name} is {value!r} in the settings of drafting heads"
         check_settings(self, found=found, do="check the heads, or convert them again")
-
-    @classmethod
-    def from_json_values(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
-        """Make settings of JSON `values`. No file is read: `path` is where they come from, for
-        messages.
-
-        Values of unknown names are passed over. A null is as if it were missing. Lists become
-        tuples.
-
-        Raises:
-            InputError: a value without a default is missing, or one is not allowed.
-        """
-        known: dict[str, Any] = {
-            field.name: tuple(value) if isinstance(value, list) else value
-            for field in fields(cls)
-            if (value := values.get(field.name)) is not None
-        }
-        needed = [field.name for field in fields(cls) if field.default is MISSING]
-        missing = ", ".join(name for name in needed if name not in known)
-        do = "copy or convert it again"
-        require(not missing, f"{path} lacks {missing}", expected=", ".join(needed), do=do)
-        return cls(**known)
 
     @property
     def base_width(self) -> int:

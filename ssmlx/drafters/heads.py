@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..errors import require
-from ..json_files import read_json
+from ..json_files import build_settings_ignoring_unknown, read_json
 from ..loading.adapter import cast_tensors, check_draft_vocab
 from ..loading.files import check_tensors, read_tensors, save_tensors
 from ..model.backbone import Backbone
@@ -95,7 +95,7 @@ def read_heads(folder: Path) -> Heads:
         expected=f"{FORMAT}, {' or '.join(_KINDS)}",
         do="convert the published heads with `python -m ssmlx.convert --heads` first",
     )
-    config = _KINDS[kind][0].from_json_values(folder / CONFIG_FILE, values)
+    config = build_settings_ignoring_unknown(_KINDS[kind][0], values, folder / CONFIG_FILE)
     base = BaseIdentity.from_settings(folder / CONFIG_FILE, values)
     path = folder / WEIGHTS_FILE
     tensors = read_tensors(path, "drafting heads")
