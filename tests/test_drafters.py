@@ -957,9 +957,9 @@ def test_what_the_command_refuses(run, folders, tmp_path):
 
 def offset_of(draft):
     """Tokens in the one cache of a draft model; -1 where there is none yet."""
-    caches = [*draft._caches] if draft else []
+    caches = draft._caches if draft else []
     assert len(caches) <= 1
-    return caches[0].offset if caches else -1
+    return caches[0][0].offset if caches else -1
 
 
 @pytest.mark.parametrize("kind", ["prompt-lookup", "lookahead", "draft-model", *HEAD_KINDS])

@@ -515,7 +515,7 @@ def test_a_text_goes_on_warm_as_it_would_cold(kept):
                 model, 30, rest, heads=head, decoding="speculative", **context
             )
             assert tokens == expected[:30] and {*lengths[1:]} == {1 + TOKENS}
-    caches = [*head._caches]
+    caches = head._caches
     assert len(caches) <= 3 and head.cache_bytes > 0
     head.drop_idle()
     assert head.cache_bytes == 0
@@ -534,12 +534,12 @@ def test_pairs_stay_as_far_as_the_text_is_the_same():
     cache = model.make_cache()
     prefill(model, text[:25], cache)
     decoded(model, 5, text[25:28], cache, text[:25], **asked)
-    warm = next(iter(head._caches))
+    warm = head._caches[0][0]
     assert warm.places == [*range(len(warm.places))] and len(warm.places) >= 27
     head.drop_idle()
     cold = MtpHead(head._module, model.backbone)
     decoded(model, 5, text[:28], heads=cold, decoding="speculative")
-    fresh = next(iter(cold._caches))
+    fresh = cold._caches[0][0]
     for found, wanted in zip(warm.state, fresh.state, strict=True):
         assert_close(found[..., :27, :], wanted[..., :27, :], 1e-4)
     # Another token at place 10: the pairs before it stay.

@@ -26,10 +26,10 @@ from ..model.tree import Tree, chain_with_siblings_topology
 from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
 from .registry import DrafterInputs, DrafterLoader, register_drafter
-from .text_caches import TextCaches
+from .text_caches import TextCacheOwner
 
 
-class DraftModel:
+class DraftModel(TextCacheOwner["DraftCache"]):
     """A model that drafts for another: weights, which are only read, and caches to draft with.
 
     Every drafter has a cache of its own, so answers may be open at once. Caches outlive answers: a
@@ -55,6 +55,7 @@ class DraftModel:
         InputError where a layer's cache is none from which tokens can be taken back. The target is
         taken to have the same V until `target_vocab_size` is set.
         """
+        super().__init__(lambda: DraftCache(self))
         self.model = model
         self.name = name
         mx.eval(module_arrays(model))
@@ -70,30 +71,11 @@ class DraftModel:
         # Of its logits' shape alone: nothing is computed.
         self.vocab_size = int(_call(model)(mx.array([[0]]), cache=_make_caches(model)).shape[-1])
         self.target_vocab_size = self.vocab_size
-        self._caches = TextCaches(lambda: DraftCache(self))
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in module_arrays(self.model)) + self.cache_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of its caches, those that wait for a next answer included."""
-        return self._caches.nbytes
-
-    def drop_idle(self) -> None:
-        """Drop the caches that no living drafter has."""
-        self._caches.drop_idle()
-
-    def claim_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":
-        """Give `drafter` a cache of its own for as long as it lives, see `TextCaches.claim`.
-
-        Args:
-            tokens: the text that will be drafted behind.
-            drafter: who gets the cache; only a weak reference is kept.
-        """
-        return self._caches.claim(tokens, drafter)
 
 
 def _call(model: Any) -> ModelCall:
@@ -255,7 +237,7 @@ class DraftModelDrafter:
         Yields:
             An empty list before each forward pass; each is counted in `draft_calls`, from 0 again.
         """
-        self._cache = self._model.claim_cache(tokens, self)
+        self._cache = self._model.claim_idle_or_new_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)
         self.draft_calls = 0
         for turn in self._cache.start(tokens):

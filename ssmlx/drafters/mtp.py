@@ -31,7 +31,7 @@ from .gemma_assistant import Assistant, AssistantDrafter, load_assistant
 from .gemma_assistant_model import MODEL_TYPES as ASSISTANT_TYPES
 from .mtp_head import MtpModule, Norms, load_mtp_module, with_norms
 from .registry import DrafterInputs, DrafterLoader, register_drafter
-from .text_caches import TextCaches
+from .text_caches import TextCacheOwner
 from .unaccepted import UnacceptedDrafts
 
 Hidden = Literal["after", "before"]
@@ -62,7 +62,7 @@ class MtpConfig:
         check_settings(self, found='--drafter "mtp {option}"')
 
 
-class MtpHead:
+class MtpHead(TextCacheOwner["PairCache"]):
     """An MTP head that was loaded for a model: weights, which are only read, and caches of texts.
 
     Caches outlive answers: a chat's next turn takes over what the last one left.
@@ -75,34 +75,16 @@ class MtpHead:
     drafter = "mtp"
 
     def __init__(self, module: MtpModule, backbone: Backbone) -> None:
+        super().__init__(PairCache)
         self._module = module
         self._by_norms: dict[str, MtpModule] = {}
         self._sizes = backbone.hidden_size, backbone.vocab_size
-        self._caches = TextCaches(PairCache)
         self.num_parameters: int = get_total_parameters(module)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in module_arrays(self._module)) + self.cache_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of its caches, those that wait for a next answer included."""
-        return self._caches.nbytes
-
-    def drop_idle(self) -> None:
-        """Drop the caches that no living drafter has."""
-        self._caches.drop_idle()
-
-    def claim_cache(self, tokens: Sequence[int], drafter: object) -> "PairCache":
-        """Give `drafter` a cache of its own for as long as it lives, see `TextCaches.claim`.
-
-        Args:
-            tokens: the text that will be drafted behind.
-            drafter: who gets the cache; only a weak reference is kept.
-        """
-        return self._caches.claim(tokens, drafter)
 
     def module_for(self, norms: str) -> MtpModule:
         """The head with the norms of `MtpConfig.norms`; made once for each."""
@@ -232,7 +214,7 @@ class MtpDrafter:
 
     def start(self, tokens: Sequence[int]) -> None:
         """Claim a cache, whose rows stay as far as their tokens are those of the text."""
-        self._cache = self._head.claim_cache(tokens, self)
+        self._cache = self._head.claim_idle_or_new_cache(tokens, self)
         self._cache.go_back(tokens)
         self._pending = []
         self._unaccepted = self._make_notice()
