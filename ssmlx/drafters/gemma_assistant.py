@@ -45,7 +45,7 @@ from .gemma_assistant_model import (
     KeysAndValues,
     load_assistant_model,
 )
-from .mtp_head import quantise_as
+from .mtp_head import quantise_in_place_like
 from .unaccepted import UnacceptedDrafts
 
 _PAIR = "choose the assistant that was made for this model"
@@ -200,7 +200,7 @@ def load_assistant(
     model = load_assistant_model(folder, config, dtype)
     model.set_dtype(backbone.dtype)
     if not is_quantised(model):
-        quantise_as(backbone.model, model)
+        quantise_in_place_like(backbone.model, model)
     mx.eval(module_arrays(model))
     return Assistant(config, model, layers, folder)
 

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -29,13 +29,17 @@ from ..prompts import common_prefix_length
 from ..settings import PREFILL_STEP_SIZE, check_settings, setting
 from .gemma_assistant import Assistant, AssistantDrafter, load_assistant
 from .gemma_assistant_model import MODEL_TYPES as ASSISTANT_TYPES
-from .mtp_head import MtpModule, Norms, load_mtp_module, with_norms
+from .mtp_head import (
+    MtpModule,
+    StoredNorms,
+    copy_with_one_added_to_raw_norms,
+    load_mtp_module,
+)
 from .registry import DrafterInputs, DrafterLoader, register_drafter
 from .text_caches import TextCacheOwner
 from .unaccepted import UnacceptedDrafts
 
 Hidden = Literal["after", "before"]
-_NORM_KINDS = ("auto", "raw", "shifted")
 _MOST_TOKENS = 16
 _MOST_PENDING = 32  # pairs that wait for the next draft, before they are processed without one
 
@@ -54,9 +58,7 @@ class MtpConfig:
 
     num_draft_tokens: int = setting(3, least=1, most=_MOST_TOKENS, option="tokens={}")
     hidden: Hidden = setting("after", choices=("after", "before"), option="hidden={}")
-    norms: Literal["auto", "raw", "shifted"] = setting(
-        "auto", choices=_NORM_KINDS, option="norms={}"
-    )
+    norms: StoredNorms = setting("auto", choices=get_args(StoredNorms), option="norms={}")
 
     def __post_init__(self) -> None:
         check_settings(self, found='--drafter "mtp {option}"')
@@ -69,7 +71,7 @@ class MtpHead(TextCacheOwner["PairCache"]):
 
     Args:
         module: the head, its norms' weights as they are stored.
-        backbone: the target's.
+        backbone: the target's, of which only width and vocabulary size are kept.
     """
 
     drafter = "mtp"
@@ -86,12 +88,15 @@ class MtpHead(TextCacheOwner["PairCache"]):
         """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in module_arrays(self._module)) + self.cache_bytes
 
-    def module_for(self, norms: str) -> MtpModule:
-        """The head with the norms of `MtpConfig.norms`; made once for each."""
-        if norms not in self._by_norms:
-            known: Norms | None = None if norms == "auto" else norms  # type: ignore[assignment]
-            self._by_norms[norms] = with_norms(self._module, known)
-        return self._by_norms[norms]
+    def cached_module_for(self, stored_norms: StoredNorms) -> MtpModule:
+        """The head with the weights that its norms multiply with, if they are stored so.
+
+        It is made once for each value, and kept.
+        """
+        if stored_norms not in self._by_norms:
+            made = copy_with_one_added_to_raw_norms(self._module, stored_norms)
+            self._by_norms[stored_norms] = made
+        return self._by_norms[stored_norms]
 
     def require_fits(self, backbone: Backbone) -> None:
         """Raise InputError unless `backbone` has the sizes of the model that this is for."""
@@ -130,9 +135,9 @@ class PairCache:
         """Its arrays."""
         return [one for one in (self._rows.keys, self._rows.values) if one is not None]
 
-    def go_back(self, tokens: Sequence[int]) -> None:
-        """Make `tokens` the text; rows stay of the pairs whose tokens are those of the text
-        before."""
+    def set_text_keeping_shared_pairs(self, tokens: Sequence[int]) -> None:
+        """Make `tokens` the text; of the pairs only those stay that lie in what it shares with the
+        text before, up to the first unknown token."""
         shared = common_prefix_length(self.text, tokens)
         unknown = next((n for n, one in enumerate(tokens[:shared]) if one == PAD_TOKEN), shared)
         self.places = self.places[: bisect_left(self.places, min(shared, unknown) - 1)]
@@ -199,7 +204,7 @@ class MtpDrafter:
         head.require_fits(backbone)
         self._backbone = backbone
         self._head = head
-        self._module = head.module_for(config.norms)
+        self._module = head.cached_module_for(config.norms)
         self._config = config
         self._sampling = sampling
         self._tap = len(backbone.layers)
@@ -215,7 +220,7 @@ class MtpDrafter:
     def start(self, tokens: Sequence[int]) -> None:
         """Claim a cache, whose rows stay as far as their tokens are those of the text."""
         self._cache = self._head.claim_idle_or_new_cache(tokens, self)
-        self._cache.go_back(tokens)
+        self._cache.set_text_keeping_shared_pairs(tokens)
         self._pending = []
         self._unaccepted = self._make_notice()
         self.draft_calls = 0
@@ -232,7 +237,7 @@ class MtpDrafter:
         self._pending.append(_Pairs(position - 1, taps[self._tap]))
         waiting = self._pending[-1].end - self._pending[0].first
         if waiting > _MOST_PENDING:
-            self._process_all_but_last()
+            self._process_pending_but_last_pair()
 
     def offer(self) -> LevelsOffer | None:
         """A chain of up to K tokens, at every call; None once it was told that none is accepted."""
@@ -247,7 +252,7 @@ class MtpDrafter:
         newest = len(cache.text) - 2
         if not self._pending or self._pending[-1].end != newest + 1:
             return root_tree(verified.root)
-        out = self._process(self._take_pending())
+        out = self._process_and_get_last_output(self._take_pending_as_joined_runs())
         num_rows = len(cache.places)
         chain = [verified.root]
         size = self._sampling.context_size
@@ -273,7 +278,7 @@ class MtpDrafter:
         do = f"try hidden={other} or norms=raw|shifted in --drafter mtp, or another head"
         return UnacceptedDrafts("the MTP head", do)
 
-    def _take_pending(self) -> list[_Pairs]:
+    def _take_pending_as_joined_runs(self) -> list[_Pairs]:
         """The pairs that wait, which wait no longer; those that follow each other joined."""
         joined: list[list[_Pairs]] = []
         for pairs in self._pending:
@@ -287,23 +292,23 @@ class MtpDrafter:
             for run in joined
         ]
 
-    def _process_all_but_last(self) -> None:
+    def _process_pending_but_last_pair(self) -> None:
         """Process the pairs that wait, in pieces; the last one waits on, for the next draft.
 
         Waits for the device behind each piece.
         """
-        *runs, last = self._take_pending()
+        *runs, last = self._take_pending_as_joined_runs()
         self._pending = [_Pairs(last.end - 1, evaluated(last.hidden[:, -1:]))]
         if last.hidden.shape[1] > 1:
             runs.append(_Pairs(last.first, last.hidden[:, :-1]))
         for run in runs:
             for first in range(0, run.hidden.shape[1], PREFILL_STEP_SIZE):
                 piece = run.hidden[:, first : first + PREFILL_STEP_SIZE]
-                self._process([_Pairs(run.first + first, piece)])
+                self._process_and_get_last_output([_Pairs(run.first + first, piece)])
                 # Of all but keys and values nothing is needed, and nothing is computed.
                 mx.eval(self._cache.state)
 
-    def _process(self, runs: list[_Pairs]) -> mx.array:
+    def _process_and_get_last_output(self, runs: list[_Pairs]) -> mx.array:
         """Run pairs of the text through the head, and keep their rows.
 
         Returns:
@@ -333,7 +338,7 @@ class MtpDrafter:
         """
         self.draft_calls += 1
         embedded = self._backbone.token_embeddings(tokens[None])
-        return self._module(embedded, hidden, self._cache.view(place))
+        return self._module.run_pairs_before_norm(embedded, hidden, self._cache.view(place))
 
     def _behind_own_norm(self, out: mx.array) -> mx.array:
         """[1, 1, D] what stands for the target's hidden state behind the last row of `out`."""
