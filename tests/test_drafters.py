@@ -45,7 +45,7 @@ from ssmlx.drafters.copies import (
 from ssmlx.drafters.draft_model import (
     DraftCache,
     DraftModel,
-    check_same_vocabulary,
+    require_same_vocabulary,
 )
 from ssmlx.drafters.heads import attach_heads, write_head_files
 from ssmlx.drafters.lookahead import LookaheadDrafter
@@ -773,7 +773,7 @@ def test_vocabularies_are_padded_to_sizes_of_their_own(sizes, settings):
     wide = {"draft": DraftModelConfig(num_draft_tokens=3, width=min(sizes))}
     tokens, lengths = written(model, PROMPT, 40, draft_model=draft, **wide, **settings)
     assert tokens == expected and len(lengths) < 40
-    logits = DraftCache(draft).append_and_get_logits(mx.array(PROMPT))
+    logits = DraftCache(draft).append_and_get_last_logits(mx.array(PROMPT))
     assert logits.shape == (1, sizes[0]) and mx.isfinite(logits).sum().item() == min(sizes)
 
 
@@ -795,12 +795,12 @@ def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch)
 def test_another_vocabulary_is_refused():
     draft = DraftModel(make_base(), "--draft-model x")
     tokenizer = make_tokenizer()
-    check_same_vocabulary(draft, make_tokenizer(), tokenizer, VOCAB)
-    check_same_vocabulary(draft, tokenizer, tokenizer, VOCAB + 1)
+    require_same_vocabulary(draft, make_tokenizer(), tokenizer, VOCAB)
+    require_same_vocabulary(draft, tokenizer, tokenizer, VOCAB + 1)
     with pytest.raises(InputError, match="a vocabulary of 13 tokens; expected the target's 12"):
-        check_same_vocabulary(draft, tokenizer, tokenizer, VOCAB - 1)
+        require_same_vocabulary(draft, tokenizer, tokenizer, VOCAB - 1)
     with pytest.raises(InputError, match="another token map: 1 tokens differ, such as 'w13'"):
-        check_same_vocabulary(draft, make_tokenizer(VOCAB + 1), tokenizer, VOCAB)
+        require_same_vocabulary(draft, make_tokenizer(VOCAB + 1), tokenizer, VOCAB)
 
 
 SMALL = {"num_hidden_layers": 1}  # What is tested is the drafting.
