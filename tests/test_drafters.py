@@ -39,15 +39,15 @@ from ssmlx.drafters.copies import (
     NGRAM,
     Copies,
     TextOnDevice,
-    count_copy_hits_and_trials,
-    mix_copies,
+    count_hits_and_trials_by_level,
+    mix_in_copies_unsorted,
 )
 from ssmlx.drafters.draft_model import (
     DraftCache,
     DraftModel,
     require_same_vocabulary,
 )
-from ssmlx.drafters.heads import attach_heads, write_head_files
+from ssmlx.drafters.heads import attach_heads, overwrite_head_files
 from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
@@ -159,11 +159,11 @@ def test_what_help_lists_of_a_drafter_is_what_it_registers(name):
 
 def test_settings_of_another_class_are_refused():
     mine = RegisteredDrafter(name="mine", build=None, settings=LookaheadConfig)
-    assert mine.settings_from(GenerateConfig()) == LookaheadConfig()
+    assert mine.own_settings_or_default(GenerateConfig()) == LookaheadConfig()
     given = GenerateConfig(drafter_settings=SMALL_LOOKAHEAD)
-    assert mine.settings_from(given) is SMALL_LOOKAHEAD
+    assert mine.own_settings_or_default(given) is SMALL_LOOKAHEAD
     with pytest.raises(InputError, match="expected a LookaheadConfig for the drafter mine"):
-        mine.settings_from(GenerateConfig(drafter_settings={"window": 3}))
+        mine.own_settings_or_default(GenerateConfig(drafter_settings={"window": 3}))
 
 
 def drafter_of(model, settings):
@@ -286,7 +286,8 @@ def test_a_trie_merges_what_is_equal():
     assert trie.add([1, 2, 4]) == 4
     assert trie.add([1, 2, 3]) == 3
     assert trie.add([5], 1) == 5
-    tree, index = trie.to_tree(4)
+    tree = trie.to_padded_tree(4)
+    index = trie.indices_in_tree().tolist()
     assert tree.tokens.tolist() == [9, 1, 2, 5, 3, 4, PAD_TOKEN, PAD_TOKEN]
     assert tree.depths.tolist() == [0, 1, 2, 2, 3, 3, 1, 1]
     assert tree.parents.tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
@@ -302,7 +303,7 @@ def test_a_trie_merges_what_is_equal():
 def test_padding_is_never_kept_before_a_node():
     trie = Trie(0, 8)
     trie.add([1, 2, 3, 4])
-    tree, _ = trie.to_tree(5)
+    tree = trie.to_padded_tree(5)
     assert tree.num_nodes == 8
     edges = transition_logprobs(tree, mx.zeros((4, VOCAB)))
     kept = surviving_nodes(tree, edges, PruneConfig(kind="budget", keep=5))
@@ -451,7 +452,7 @@ def test_copies_are_mixed_into_what_streams_guess():
     probs = 0.9 * rng.dirichlet(np.ones(4), (5, 3, 4)).astype(np.float32)
     copied = mx.array([[3, 1, 4], [9, 9, 9], [PAD_TOKEN] * 3, [3, PAD_TOKEN, 2], [8, 1, 9]])
     told = mx.array(rng.uniform(0.5, 1, (5, 2, 2)) * [[0.5], [1]], mx.float32)
-    found, logprobs = mix_copies(tokens, mx.log(mx.array(probs)), copied, told)
+    found, logprobs = mix_in_copies_unsorted(tokens, mx.log(mx.array(probs)), copied, told)
     for place, level in product(range(5), range(3)):
         own = tokens[place, level].tolist()
         copy = copied[place, level].item()
@@ -483,7 +484,7 @@ def test_copies_are_trusted_by_what_they_foretold():
         ([PAD_TOKEN] * 3, [3, 2, 5], [0.0] * 3, 0),
     ]
     for copied, said, shares, count in cases:
-        found = count_copy_hits_and_trials(
+        found = count_hits_and_trials_by_level(
             tokens, mx.log(mx.array(probs)), mx.array(copied), mx.array(said)
         )
         assert np.allclose(found[0], shares, atol=1e-6)
@@ -522,10 +523,12 @@ def test_replays_trust_copies_by_what_was_said_before():
         guesses = mx.array(tokens[place]), mx.array(logprobs[place]), copied
         for level, before in enumerate(shown[-2:][::-1]):
             told = told + mx.stack([before[:, n] * (n == level) for n in range(2)], axis=1)
-        for one, expected in zip(found, mix_copies(*guesses, told), strict=True):
+        for one, expected in zip(found, mix_in_copies_unsorted(*guesses, told), strict=True):
             assert np.allclose(one[place], expected, atol=1e-5)
         shown.append(
-            count_copy_hits_and_trials(*guesses, mx.array([*answer[place + 1 :], -2, -2, -2][:3]))
+            count_hits_and_trials_by_level(
+                *guesses, mx.array([*answer[place + 1 :], -2, -2, -2][:3])
+            )
         )
     assert told[1].tolist() != text_copies.initial_hits_and_trials()[1].tolist()
 
@@ -549,7 +552,7 @@ def test_heads_that_guess_as_the_target_does_foresee_what_it_draws(kind, monkeyp
     monkeypatch.setattr(MedusaHeads, "medusa_logits", lambda *_: mx.repeat(row, LEVELS, 0))
     monkeypatch.setattr(
         MlpSpeculator,
-        "run_stage",
+        "next_states_and_logits",
         lambda _, n, state, last: (state, mx.repeat(row, last.shape[0], 0)),
     )
     settings = {**CHAIN, "heads": make_heads(kind, model.backbone)}
@@ -891,7 +894,7 @@ def folders(loaded, tmp_path_factory):
     for kind in HEAD_KINDS:
         found[kind] = tmp_path_factory.mktemp("heads") / kind
         found[kind].mkdir()
-        write_head_files(found[kind], random_heads(kind, loaded[0].backbone))
+        overwrite_head_files(found[kind], random_heads(kind, loaded[0].backbone))
     return found
 
 

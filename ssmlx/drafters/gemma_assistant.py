@@ -144,7 +144,7 @@ class AssistantDrafter:
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
         """Append `tokens` to the text; neither `position` nor `taps` is looked at."""
-        self._unaccepted.note_accepted(len(tokens) - 1)
+        self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
         self._text.extend(tokens)
 
     def offer(self) -> LevelsOffer | None:

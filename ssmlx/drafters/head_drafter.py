@@ -53,19 +53,19 @@ class HeadConfig:
         """The tensors with a row for each token that may be guessed."""
         raise NotImplementedError
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def trained_weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the trained weights by name; a weight that heads share stands once."""
         raise NotImplementedError
 
-    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+    def shapes_of_all_tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name of all tensors of the folder: the weights, and `draft_vocab` if any."""
         vocab = {"draft_vocab": (self.draft_vocab_size,)} if self.draft_vocab_size else {}
-        return {**self.weight_shapes(), **vocab}
+        return {**self.trained_weight_shapes(), **vocab}
 
     @property
     def num_parameters(self) -> int:
         """Trained numbers, those that heads share counted once."""
-        return sum(math.prod(shape) for shape in self.weight_shapes().values())
+        return sum(math.prod(shape) for shape in self.trained_weight_shapes().values())
 
 
 class DraftingHeads:
@@ -73,7 +73,7 @@ class DraftingHeads:
 
     Args:
         config: their settings.
-        tensors: those of `config.expected_tensors()`, in the base model's dtype.
+        tensors: those of `config.shapes_of_all_tensors()`, in the base model's dtype.
         backbone: the base model.
 
     Attributes:

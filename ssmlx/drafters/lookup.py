@@ -202,8 +202,7 @@ class PromptLookupDrafter:
             trie.add(self._continuation_of(match, shape.levels))
             if trie.is_full:
                 break
-        tree, _ = trie.to_tree(shape.levels if len(trie.tokens) > 1 else 0)
-        return tree
+        return trie.to_padded_tree(shape.levels if len(trie.tokens) > 1 else 0)
 
     def _find_offer(self) -> ChainOffer | None:
         """The offer of the best match that any token follows; None without one, or before `start`.

@@ -230,7 +230,7 @@ class MtpDrafter:
 
         Many pairs, such as a prompt's, are processed at once, but for the last one.
         """
-        self._unaccepted.note_accepted(len(tokens) - 1)
+        self._unaccepted.note_accepted_and_warn_once(len(tokens) - 1)
         self._cache.text.extend(tokens)
         if taps is None:
             return
