@@ -201,6 +201,10 @@ class MtpDrafter:
     def __init__(
         self, backbone: Backbone, head: MtpHead, config: MtpConfig, sampling: Sampling
     ) -> None:
+        """Start on an empty text, with no cache claimed.
+
+        InputError where the head is for a model of other sizes.
+        """
         head.require_fits(backbone)
         self._backbone = backbone
         self._head = head
@@ -407,7 +411,10 @@ def _load(name: str, model: StreamFusedModel, tokenizer: object, **how: Any) -> 
     joins_text_drafts=True,
 )
 def build(inputs: DrafterInputs) -> MtpDrafter | AssistantDrafter:
-    """The drafter of an answer, on the head or the assistant that was loaded."""
+    """The drafter of an answer, on the head or the assistant that was loaded.
+
+    InputError where it does not fit the target, or settings of a head are given with an assistant.
+    """
     backbone = inputs.model.backbone
     config: MtpConfig = inputs.settings
     if not isinstance(inputs.loaded, Assistant):
