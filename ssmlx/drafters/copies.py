@@ -116,7 +116,7 @@ class Copies:
         """
         self._text.write(decided, position)
         if self._before is not None:
-            self._hits_and_trials = _add_hits_and_trials(
+            self._hits_and_trials = _add_hits_and_trials_of_call(
                 self._hits_and_trials, self._before, decided, num_accepted
             )
         copied = self._text.find_continuations(position + num_accepted, guesses[0].shape[0])[0]
@@ -196,7 +196,7 @@ def count_hits_and_trials_by_level(
 
 
 @mx.compile
-def _add_hits_and_trials(
+def _add_hits_and_trials_of_call(
     hits_and_trials: mx.array,
     before: tuple[mx.array, ...],
     decided: mx.array,

@@ -59,7 +59,7 @@ class DraftModel(TextCacheOwner["DraftCache"]):
         self.model = model
         self.name = name
         mx.eval(module_arrays(model))
-        for cache in flatten_caches(_make_caches(model)):
+        for cache in flatten_caches(_make_trimmable_caches(model)):
             require(
                 type(cache) in (KVCache, ArraysCache),
                 f"{name} keeps a {type(cache).__name__}, from which rejected tokens cannot be "
@@ -69,7 +69,9 @@ class DraftModel(TextCacheOwner["DraftCache"]):
             )
         self.num_parameters: int = get_total_parameters(model)
         # Of its logits' shape alone: nothing is computed.
-        self.vocab_size = int(_call(model)(mx.array([[0]]), cache=_make_caches(model)).shape[-1])
+        self.vocab_size = int(
+            _call(model)(mx.array([[0]]), cache=_make_trimmable_caches(model)).shape[-1]
+        )
         self.target_vocab_size = self.vocab_size
 
     @property
@@ -84,7 +86,7 @@ def _call(model: Any) -> ModelCall:
     return call
 
 
-def _make_caches(model: nn.Module) -> list[Any]:
+def _make_trimmable_caches(model: nn.Module) -> list[Any]:
     """A cache for each layer of `model`.
 
     Layers with a sliding window get a plain `KVCache` too, from which tokens can be taken back;
@@ -105,7 +107,7 @@ class DraftCache:
     def __init__(self, draft: DraftModel) -> None:
         """Begin with an empty text, and caches of the model of `draft`; no drafter has it yet."""
         self._draft = draft
-        self._cache = StateCache(lambda: _make_caches(draft.model))
+        self._cache = StateCache(lambda: _make_trimmable_caches(draft.model))
         self.text: list[int] = []
 
     @property

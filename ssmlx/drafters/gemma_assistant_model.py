@@ -113,7 +113,7 @@ class AssistantConfig:
         config._require_consistent(path)
         return config
 
-    def layer_args(self) -> gemma4_text.ModelArgs:
+    def mlx_lm_layer_args(self) -> gemma4_text.ModelArgs:
         """The settings of mlx-lm's layers: every layer is given its keys and values."""
         names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
         more = ("head_dim", "global_head_dim", "vocab_size", "sliding_window", "rms_norm_eps")
@@ -227,7 +227,7 @@ class AssistantModel(nn.Module):
         super().__init__()
         width = config.hidden_size
         target_width = config.backbone_hidden_size
-        self.model = _Body(config.layer_args())
+        self.model = _Body(config.mlx_lm_layer_args())
         self.pre_projection = nn.Linear(2 * target_width, width, bias=False)
         self.post_projection = nn.Linear(width, target_width, bias=False)
         if not config.tie_word_embeddings:

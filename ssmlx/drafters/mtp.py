@@ -141,16 +141,17 @@ class PairCache:
         shared = common_prefix_length(self.text, tokens)
         unknown = next((n for n, one in enumerate(tokens[:shared]) if one == PAD_TOKEN), shared)
         self.places = self.places[: bisect_left(self.places, min(shared, unknown) - 1)]
-        self.keep_first(len(self.places))
+        self.keep_first_rows(len(self.places))
         self.text = list(tokens)
 
-    def keep_first(self, num_rows: int) -> None:
+    def keep_first_rows(self, num_rows: int) -> None:
         """Drop all rows but the first ones."""
         self._rows.trim(self._rows.offset - num_rows)
 
-    def view(self, place: int) -> "_RowsAt":
-        """What the head's layer is given to write the rows of the pairs from number `place` on."""
-        return _RowsAt(self._rows, place)
+    def writer_from_pair(self, number: int) -> "_RowsAt":
+        """What the head's layer is given as its cache to append rows of the pairs from `number` on;
+        `places` is left to the caller."""
+        return _RowsAt(self._rows, number)
 
 
 class _RowsAt:
@@ -219,14 +220,14 @@ class MtpDrafter:
         self.draft_calls = 0
         self._cache = PairCache()
         self._pending: list[_Pairs] = []
-        self._unaccepted = self._make_notice()
+        self._unaccepted = self._new_unaccepted_drafts()
 
     def start(self, tokens: Sequence[int]) -> None:
         """Claim a cache, whose rows stay as far as their tokens are those of the text."""
         self._cache = self._head.claim_idle_or_new_cache(tokens, self)
         self._cache.set_text_keeping_shared_pairs(tokens)
         self._pending = []
-        self._unaccepted = self._make_notice()
+        self._unaccepted = self._new_unaccepted_drafts()
         self.draft_calls = 0
 
     def follow(self, tokens: Sequence[int], position: int, taps: Taps | None = None) -> None:
@@ -263,8 +264,8 @@ class MtpDrafter:
         recent = last_tokens(cache.text, size)[None]
         for level in range(shape.levels):
             if level:
-                hidden = self._behind_own_norm(out)
-                out = self._call(chain[-1], hidden, newest + level)
+                hidden = self._hidden_for_next_pair(out)
+                out = self._run_head(chain[-1], hidden, newest + level)
             logits = self._backbone.lm_head(self._module.norm(out[:, -1:])).squeeze(0)
             first = mx.array([len(cache.text) - 1 + level])
             places = RowPositions(first, indices(1), 1, recent)
@@ -272,11 +273,11 @@ class MtpDrafter:
             chain.append(token)
             if size:
                 recent = mx.concatenate([recent[:, 1:], token[None]], axis=1)
-        cache.keep_first(num_rows)
+        cache.keep_first_rows(num_rows)
         self._unaccepted.note_chain(shape.levels)
         return chain_tree(mx.concatenate(chain))
 
-    def _make_notice(self) -> UnacceptedDrafts:
+    def _new_unaccepted_drafts(self) -> UnacceptedDrafts:
         """What says that none of an answer's drafted tokens is accepted."""
         other = "before" if self._config.hidden == "after" else "after"
         do = f"try hidden={other} or norms=raw|shifted in --drafter mtp, or another head"
@@ -325,26 +326,28 @@ class MtpDrafter:
             if self._config.hidden == "after":
                 hidden = self._backbone.final_norm(hidden)
             tokens = mx.array(cache.text[run.first + 1 : run.end + 1], mx.int32)
-            out = self._call(tokens, hidden, run.first)
+            out = self._run_head(tokens, hidden, run.first)
             cache.places += range(run.first, run.end)
         return out
 
-    def _call(self, tokens: mx.array, hidden: mx.array, place: int) -> mx.array:
+    def _run_head(self, tokens: mx.array, hidden: mx.array, first_pair: int) -> mx.array:
         """Run pairs through the head, which appends their rows to the cache.
 
         Args:
             tokens: [R] behind the hidden states.
             hidden: [1, R, D] as the head reads them.
-            place: number of the first pair.
+            first_pair: its number.
 
         Returns:
             [1, R, D] the layer's output.
         """
         self.draft_calls += 1
         embedded = self._backbone.token_embeddings(tokens[None])
-        return self._module.run_pairs_before_norm(embedded, hidden, self._cache.view(place))
+        return self._module.run_pairs_before_norm(
+            embedded, hidden, self._cache.writer_from_pair(first_pair)
+        )
 
-    def _behind_own_norm(self, out: mx.array) -> mx.array:
+    def _hidden_for_next_pair(self, out: mx.array) -> mx.array:
         """[1, 1, D] what stands for the target's hidden state behind the last row of `out`."""
         newest = out[:, -1:]
         return self._module.norm(newest) if self._config.hidden == "after" else newest

@@ -207,9 +207,9 @@ def _require_settings_of_target(folder: Path, backbone: Backbone) -> None:
     settings = read_json(folder / "config.json", "settings")
     inner = settings.get("text_config")
     values = {**settings, **(inner if isinstance(inner, dict) else {})}
-    expected = _kind_name(getattr(backbone.args, "model_type", ""))
+    expected = _model_type_without_parts(getattr(backbone.args, "model_type", ""))
     # Beside a model with experts, only the inner settings say so.
-    kind = _kind_name(str(values.get("model_type", expected)))
+    kind = _model_type_without_parts(str(values.get("model_type", expected)))
     require(
         kind == expected,
         f"the MTP head in {folder} belongs to another base model: it is of the type {kind}",
@@ -227,7 +227,7 @@ def _require_settings_of_target(folder: Path, backbone: Backbone) -> None:
         )
 
 
-def _kind_name(model_type: str) -> str:
+def _model_type_without_parts(model_type: str) -> str:
     """A model type without what it says of parts and experts: "qwen3_5" of "qwen3_5_moe_text"."""
     return re.sub(r"(_(text|mtp|moe))+$", "", model_type)
 

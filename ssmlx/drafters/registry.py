@@ -83,8 +83,9 @@ class DrafterLoader:
     load: Callable[..., Loaded]
     default: str | None = None
 
-    def name_in(self, values: Mapping[str, Any]) -> str | None:
-        """What the keys of `--drafter` name it by: the key's value, or its default."""
+    def name_or_default_in(self, values: Mapping[str, Any]) -> str | None:
+        """What it is to be loaded by: the value of its key among those of `--drafter`, else its
+        default; None where it has none."""
         name: str | None = values.get(self.key.partition("=")[0], self.default)
         return name
 
@@ -146,16 +147,19 @@ class RegisteredDrafter:
         )
         return given
 
-    def require_key(self, given: Collection[str] = ()) -> None:
+    def require_key_of_loader(self, given_keys: Collection[str] = ()) -> None:
         """Refuse a drafter that needs something loaded where nothing says what.
 
         Args:
-            given: the keys of `--drafter` that have a value.
+            given_keys: the keys of `--drafter` that have a value.
 
         Raises:
             InputError: the key of `loader` is not among them.
         """
-        if self.loader is not None and self.loader.name_in(dict.fromkeys(given, "")) is None:
+        if (
+            self.loader is not None
+            and self.loader.name_or_default_in(dict.fromkeys(given_keys, "")) is None
+        ):
             self.refuse_without_loaded()
 
     def refuse_without_loaded(self) -> NoReturn:
