@@ -17,7 +17,7 @@ from .bars import Progress
 from .decoding.sampling import TokenLogprobs
 from .decoding.step import DraftCounts, DraftTotals, Step
 from .detokenizer import Detokenizer
-from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
+from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
 from .drafters.text_index import EarlierAnswers
 from .errors import ContextLengthError, InputError, quoted, require
 from .generation.memory import Memory, measure_memory
@@ -339,7 +339,7 @@ def stream_generate(
         TypeError: `GenerateConfig` has no field of such a name.
     """
     config = with_seed(replace(config or GenerateConfig(), **settings))
-    config, loaded = resolve_drafter(config, drafter, draft_model, heads)
+    config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
     opened = partial(
         answer_segments,
         model,

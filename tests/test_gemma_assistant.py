@@ -105,7 +105,7 @@ def write_assistant(folder, tensors=None, **changes):
     folder.mkdir()
     values = changed(CONFIG, **changes)
     (folder / "config.json").write_text(json.dumps(values))
-    model = AssistantModel(AssistantConfig.read(folder / "config.json", values))
+    model = AssistantModel(AssistantConfig.from_config_json(folder / "config.json", values))
     weights = random_weights(model)
     if "masked_embedding.token_ordering" in weights:
         order = np.random.default_rng(0).permutation(VOCAB)

@@ -76,30 +76,34 @@ class OtherText:
 
     Args:
         index: what is looked up in; only read, but for the expected text.
-        expected: a text that is appended to `index` at the first `start`, behind the end of the
+        expected_tokens: a text that the first `start` appends to `index`, behind the end of the
             prompt, so that a match can reach from the prompt into it.
-        overlap: tokens of the prompt's end that are put before `expected`.
+        num_prompt_tokens_before: how many of the prompt's last tokens are put before that text.
     """
 
     nbytes = 0  # of the answer's own: earlier answers are shared
 
     def __init__(
-        self, index: TextIndex, expected: Sequence[int] = (), overlap: int = CONTEXT_TOKENS
+        self,
+        index: TextIndex,
+        expected_tokens: Sequence[int] = (),
+        num_prompt_tokens_before: int = CONTEXT_TOKENS,
     ) -> None:
         """Keep `index`, which is not copied, and begin with an empty text."""
         self.index = index
-        self._expected = expected
-        self._overlap = overlap
+        self._expected_tokens = expected_tokens
+        self._num_prompt_tokens_before = num_prompt_tokens_before
         self.end: list[int] = []  # the text's newest tokens, as many as a match may have
 
     def start(self, tokens: Sequence[int]) -> None:
         """Begin with the text `tokens`, whose end will be looked up.
 
         The expected text, if there is one, is put into the index where that is empty, behind the
-        last `overlap` of `tokens`.
+        last `num_prompt_tokens_before` of `tokens`.
         """
-        if self._expected and not self.index.tokens:
-            self.index.extend([*tokens[-self._overlap :], *self._expected])
+        if self._expected_tokens and not self.index.tokens:
+            end = tokens[-self._num_prompt_tokens_before :]
+            self.index.extend([*end, *self._expected_tokens])
         self.end = list(tokens[-MAX_MATCH:])
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -161,8 +165,8 @@ class PromptLookupDrafter:
             self.source = OtherText(earlier.index)
         elif config.reference:
             self.name = EXPECTED
-            overlap = min(CONTEXT_TOKENS, config.ngram)
-            self.source = OtherText(TextIndex(), config.reference, overlap)
+            num_before = min(CONTEXT_TOKENS, config.ngram)
+            self.source = OtherText(TextIndex(), config.reference, num_before)
         self.largest = DraftShape(self.name, padded_size(config.size), config.num_draft_tokens)
         self._config = config
         self._end_tokens = frozenset(end_tokens)
@@ -210,8 +214,7 @@ class PromptLookupDrafter:
             trie.add(self._continuation_of(match, shape.levels))
             if trie.is_full:
                 break
-        tree, _ = trie.to_tree(shape.levels if len(trie.tokens) > 1 else 0)
-        return tree
+        return trie.to_padded_tree(shape.levels if len(trie.tokens) > 1 else 0)
 
     def _look_up_best_once(self) -> Continuation:
         """The continuation of the best match that any token follows, looked up at the first

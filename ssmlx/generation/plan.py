@@ -17,7 +17,7 @@ from ..drafters.registry import (
     Loaded,
     build_drafter,
     registered_drafter,
-    resolve_drafter,
+    split_drafter_arguments,
 )
 from ..drafters.text_index import MAX_MATCH, EarlierAnswers
 from ..errors import InputError, require
@@ -166,7 +166,7 @@ def make_plan(
         InputError: the settings do not fit the model or what is loaded.
     """
     config = replace(config or GenerateConfig(), **settings)
-    config, loaded = resolve_drafter(config, drafter, draft_model, heads)
+    config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
     loaded = loaded or default_drafters(model, config)
     kind = drafter_name(model, config, loaded)
     sampling = Sampling(config, model.backbone.vocab_size)

@@ -71,8 +71,7 @@ class NewestTokenRepeater:
         """
         trie = Trie(self._last, shape.nodes)
         trie.add([self._last] * shape.levels)
-        tree, _ = trie.to_tree(shape.levels)
-        return tree
+        return trie.to_padded_tree(shape.levels)
 
 
 def measure_call_costs(
