@@ -549,7 +549,7 @@ def test_turns_share_a_cache(prune):
             calls[schedule].append(len(found))
             history += tokens
             assert cache.offset >= len(history) - 1
-            cache.trim(len(history) - 1)
+            cache.keep_first(len(history) - 1)
     assert calls["fused"] == calls["second-pass"]
 
 

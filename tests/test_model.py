@@ -404,7 +404,7 @@ def test_random_sequences_equal_concatenation(seed, scratch, shapes):
     for _ in range(12):
         action = draw.choice(["append", "step", "step", "step", "trim", "fork"])
         if action == "append":
-            cache.trim(cache.offset)  # a path that nobody counted is forgotten
+            cache.keep_first(cache.offset)  # a path that nobody counted is forgotten
             naive.paths = []
             count = draw.randint(1, 6)
             cache.reserve(tokens=count)
@@ -416,13 +416,13 @@ def test_random_sequences_equal_concatenation(seed, scratch, shapes):
             fork = cache.fork(keep)
             check_committed(cache, naive, rng)  # which is not written into for the fork
             cache = fork
-            cache.trim(keep)
+            cache.keep_first(keep)
             cache.reserve(tokens=4)
             naive.committed = [rows[:keep] for rows in naive.committed]
             naive.paths = []
         else:
             keep = draw.randint(cache.offset // 2, cache.offset)
-            cache.trim(keep)
+            cache.keep_first(keep)
             naive.committed = [rows[:keep] for rows in naive.committed]
             naive.paths = []
         assert cache.offset == len(naive.committed[0])
@@ -459,9 +459,9 @@ def test_wrong_use_is_refused():
     cache.append_view(0).update_and_fetch(keys, keys)
     cache.advance(2)
     with pytest.raises(ValueError, match="cannot keep 3"):
-        cache.trim(3)
+        cache.keep_first(3)
     with pytest.raises(ValueError, match="cannot keep -1"):
-        cache.trim(-1)
+        cache.keep_first(-1)
     with pytest.raises(ValueError, match="reserve more"):
         cache.view(0, mx.arange(2)).update_and_fetch(keys, keys)
     with pytest.raises(ValueError, match="room for 4"):
@@ -497,14 +497,14 @@ def test_a_cache_of_a_model_without_stages_refuses_what_it_cannot_do():
     cache.append(lambda tokens, cache: mx.zeros((*tokens.shape, 8)), mx.array([1, 2, 3]))
     for count in (2, 4):  # a window goes back to no other place
         with pytest.raises(ValueError, match=f"cannot keep {count} tokens of 3"):
-            cache.trim(count)
-    cache.trim(3)
+            cache.keep_first(count)
+    cache.keep_first(3)
     assert cache.offset == 3
     whole = StateCache(lambda: [KVCache()])  # which goes back to any place of the text
     whole.append(lambda tokens, cache: mx.zeros((*tokens.shape, 8)), mx.array([1, 2, 3]))
     for count in (-1, 4):
         with pytest.raises(ValueError, match=f"cannot keep {count} tokens of 3"):
-            whole.trim(count)
+            whole.keep_first(count)
 
 
 # --- masks, against those drawn in docstrings and built anew ---

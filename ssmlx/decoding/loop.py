@@ -184,7 +184,7 @@ def plain_decode(
     Yields:
         Empty lists while the prompt is processed, then a list of one token for each target call.
     """
-    cache.trim(cache.offset)
+    cache.keep_first(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     yield from prefill_in_pieces(model, prompt[:-1], cache, prefill_step_size)
     call = plain_call(model, mx.array(prompt[-1:], mx.int32), tail, cache, sampler)
@@ -264,7 +264,7 @@ def speculative_decode(
         logprobs=logprobs,
         counts=counts or CallCounts(),
     )
-    cache.trim(cache.offset)
+    cache.keep_first(cache.offset)
     yield from loop.process_prompt(prompt, prefill_step_size)
     yield from loop.run_calls(prompt[-1])
 

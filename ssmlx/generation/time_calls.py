@@ -192,8 +192,8 @@ def _decode_calls(
     Returns:
         An iterator over the tokens of each call, without end.
     """
-    held = cache.longest_trim(min(cache.offset, len(text) - 1))
-    cache.trim(held)
+    held = cache.longest_keepable(min(cache.offset, len(text) - 1))
+    cache.keep_first(held)
     prompt = text[held:]
     context = text[:held]
     if size == PLAIN:

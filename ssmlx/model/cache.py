@@ -23,7 +23,6 @@ import mlx.core as mx
 
 from .layer_state import (
     AttentionState,
-    LayerState,
     LayerView,
     PathIndices,
     Rows,
@@ -76,7 +75,7 @@ class RowsCache:
         self.scratch = scratch
         self.capacity = 0
         self._offset = 0
-        self._states: dict[int, LayerState] = {n: AttentionState(scratch, 0) for n in layers}
+        self._states: dict[int, AttentionState] = {n: AttentionState(scratch, 0) for n in layers}
         self._paths: list[Path] = []
         self.lower_masks = StepMasks()
         self.upper_masks = StepMasks()
@@ -369,15 +368,11 @@ class TreeCache(RowsCache):
         fork._offset = num_tokens
         return fork
 
-    def longest_trim(self, num_tokens: int) -> int:
-        """The most of the first `num_tokens` committed tokens that `trim` can keep.
+    def longest_keepable(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` committed tokens `keep_first` can keep: all."""
+        return num_tokens
 
-        `num_tokens` itself for attention; 0 where a model's own cache cannot be cut back there.
-        """
-        found = [state.longest_trim(num_tokens, self._offset) for state in self._states.values()]
-        return min(found, default=num_tokens)
-
-    def trim(self, num_tokens: int) -> None:
+    def keep_first(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens, and every uncounted path.
 
         Raises:
@@ -385,8 +380,6 @@ class TreeCache(RowsCache):
         """
         if not 0 <= num_tokens <= self._offset:
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
-        for state in self._states.values():
-            state.trim(num_tokens, self._offset)
         self.drop_paths()
         self._offset = num_tokens
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
 
 import mlx.core as mx
 
@@ -94,72 +93,6 @@ class LayerView:
             return drop_rows(keys, first, last), drop_rows(values, first, last)
 
         return LayerView(self.offset, write)
-
-
-class LayerState(Protocol):
-    """What a cache asks of a layer's state.
-
-    In a step: `step_view` is what the decoder layer is handed, `gather_path` what an accepted path
-    leaves, and `commit` counts that as text, once the host knows how many tokens it is.
-    Paths that are taken and not committed yet are handed to the next step.
-    """
-
-    @property
-    def arrays(self) -> Sequence[mx.array]:
-        """Everything that it holds, for `mx.eval`."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything that it holds."""
-
-    def grow(self, scratch: int, capacity: int) -> None:
-        """Have room for `scratch` rows of a step and its paths, and for `capacity` committed
-        tokens; neither is less than before.
-        """
-
-    def step_view(
-        self,
-        positions: mx.array | Positions,
-        offset: int,
-        paths: Sequence[Rows],
-        map_values: ValueMap | None,
-    ) -> LayerView:
-        """The cache object for the rows of a step.
-
-        Args:
-            positions: rotary positions of the rows, as `rope.PositionedRope` takes them.
-            offset: L, committed tokens.
-            paths: what each path that is not committed yet left, the oldest first.
-            map_values: changes the rows' values before attention reads them.
-        """
-
-    def append_view(self, offset: int) -> LayerView:
-        """The cache object for tokens that follow `offset` committed ones; it commits their
-        rows."""
-
-    def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
-        """The rows that an accepted path leaves.
-
-        Args:
-            path: [P] row numbers in the step in hand.
-            count: [1] how many of them count.
-            known: indices by buffer shape, shared by the layers of a step, which fill it.
-        """
-
-    def commit(self, left: Rows, offset: int) -> None:
-        """Write the rows `left` of a path behind `offset` committed tokens."""
-
-    def committed(self, num_tokens: int) -> Rows:
-        """The rows of the first `num_tokens` committed tokens."""
-
-    def copy(self) -> Self:
-        """A copy on the same arrays; what becomes of the one is not seen by the other."""
-
-    def longest_trim(self, num_tokens: int, offset: int) -> int:
-        """The most of the first `num_tokens` of `offset` committed tokens that `trim` can keep."""
-
-    def trim(self, num_tokens: int, offset: int) -> None:
-        """Forget all but the first `num_tokens` of `offset` committed tokens."""
 
 
 class AttentionState:
@@ -317,13 +250,6 @@ class AttentionState:
         # Arrays of their own, for `_write` changes the array objects.
         twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])
         return twin
-
-    def longest_trim(self, num_tokens: int, offset: int) -> int:
-        """`num_tokens`: any number of tokens can be kept."""
-        return num_tokens
-
-    def trim(self, num_tokens: int, offset: int) -> None:
-        """Nothing is done: rows behind the committed ones are free room."""
 
     def _write(self, first: int, rows: Rows) -> None:
         """Write `rows` into the buffers from row number `first` on.

@@ -127,7 +127,7 @@ class StateCache(TreeCache):
     """A text's cache of a model without stages: mlx-lm's own caches, by layer.
 
     Behind `verify` these hold rejected tokens too. They are taken back when the caches are used
-    next: until then `trim` may still go back to any place in the chain.
+    next: until then `keep_first` may still go back to any place in the chain.
 
     Args:
         make_caches: makes empty ones, one for each layer.
@@ -214,7 +214,7 @@ class StateCache(TreeCache):
         self._offset += num_tokens
 
     def mark(self) -> None:
-        """Let `trim` come back to where the text ends now, until `forget_marks`.
+        """Let `keep_first` come back to where the text ends now, until `forget_marks`.
 
         Does nothing where a layer keeps a window: its rows are overwritten.
         """
@@ -226,8 +226,8 @@ class StateCache(TreeCache):
         """Free the states that `mark` keeps."""
         self._marks.clear()
 
-    def longest_trim(self, num_tokens: int) -> int:
-        """The most of the first `num_tokens` committed tokens that `trim` can keep.
+    def longest_keepable(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` committed tokens `keep_first` can keep at most.
 
         `num_tokens` itself within the chain that was verified last, and where every layer keeps
         the rows of the whole text; else the last mark before it, the text's end, or 0.
@@ -237,14 +237,14 @@ class StateCache(TreeCache):
         places = (0, self._offset, *self._marks)
         return max(place for place in places if place <= num_tokens)
 
-    def trim(self, num_tokens: int) -> None:
+    def keep_first(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens, and the marks behind them.
 
         Raises:
-            ValueError: `longest_trim` says that it cannot.
+            ValueError: `longest_keepable` says that it cannot.
         """
         is_within = 0 <= num_tokens <= self._offset
-        if not is_within or num_tokens != self.longest_trim(num_tokens):
+        if not is_within or num_tokens != self.longest_keepable(num_tokens):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         self._marks = {place: kept for place, kept in self._marks.items() if place <= num_tokens}
         if num_tokens != self._offset and not self._is_in_chain(num_tokens):
@@ -287,14 +287,14 @@ class StateCache(TreeCache):
 
         Raises:
             ValueError: `num_tokens` is below 0 or above the committed ones, or no place that this
-                cache can go back to, see `longest_trim`.
+                cache can go back to, see `longest_keepable`.
         """
         fork = StateCache(self._make_caches)
         # In one go, so that the chain's way back leads to the copies.
         fork._caches, fork._chain = copy.deepcopy((self._caches, self._chain))
         fork._offset = self._offset
         fork._marks = dict(self._marks)
-        fork.trim(num_tokens)
+        fork.keep_first(num_tokens)
         fork._take_back_rejected()
         return fork
 

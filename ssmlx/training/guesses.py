@@ -53,7 +53,7 @@ def compute_guesses(
     """
     cache = cache or model.make_cache()
     streams = model.num_streams
-    cache.trim(min(cache.offset, len(prompt) - 1))
+    cache.keep_first(min(cache.offset, len(prompt) - 1))
     prefill(model, prompt[cache.offset : -1], cache)
     topology = full_topology(1, len(answer) - 1)
     nodes = mx.array([prompt[-1], *answer[:-1]], mx.int32)
