@@ -341,7 +341,8 @@ class ChatSession:
         question: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, question])
         # At least one token is left to process.
-        reused = self._cache.longest_keepable(common_prefix_length(self._cached_tokens, prompt[:-1]))
+        shared = common_prefix_length(self._cached_tokens, prompt[:-1])
+        reused = self._cache.longest_keepable(shared)
         if self._prompts is not None and not config.deterministic:
             cache, known = self._prompts.take(self.model, prompt, self._cache.scratch)
             if known > reused:
@@ -370,7 +371,8 @@ class ChatSession:
                 self.messages.pop()
             # What was written is in the cache, as far as it got.
             written = [*prompt, *given.tokens]
-            self._cache.keep_first(self._cache.longest_keepable(min(self._cache.offset, len(written))))
+            of_text = min(self._cache.offset, len(written))
+            self._cache.keep_first(self._cache.longest_keepable(of_text))
             self._cached_tokens = written[: self._cache.offset]
             if self._pool is not None:
                 self._pool.keep(self, self._cache.nbytes)

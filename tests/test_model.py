@@ -351,7 +351,7 @@ def append(cache, naive, rng, count):
         found = cache.append_view(layer).update_and_fetch(*as_arrays(rows, naive.shapes))
         naive.append(layer, rows)
         assert np.array_equal(as_rows(*found), naive.committed[layer])
-    cache.advance(count)
+    cache.commit_appended(count)
 
 
 def write_tree(cache, naive, rng, lower_rows, upper_rows, split):
@@ -381,10 +381,10 @@ def one_step(cache, naive, rng, draw):
     cache.reserve(tokens=path_length, scratch=nodes * (1 + streams))
     write_tree(cache, naive, rng, nodes, upper_rows, split)
     lower = [kept[node] for node in padded]
-    cache.commit(mx.array(lower), mx.array(padded), split, mx.array([accepted]))
+    cache.hold_accepted_path(mx.array(lower), mx.array(padded), split, mx.array([accepted]))
     naive.commit(lower, padded, split, accepted)
     for _ in range(draw.randint(max(len(naive.paths) - 1, 0), len(naive.paths))):
-        cache.advance(naive.count())
+        cache.commit_accepted(naive.count())
 
 
 def check_committed(cache, naive, rng):
@@ -437,18 +437,18 @@ def test_a_step_that_is_not_run_is_taken_back():
     cache.reserve(tokens=3, scratch=4)
     append(cache, naive, rng, 3)
     write_tree(cache, naive, rng, 4, 4, 1)
-    cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
+    cache.hold_accepted_path(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
     naive.commit([0, 2], [0, 2], 1, 2)
     before = cache.snapshot()
     cache.reserve(tokens=2, scratch=9)  # grows, and writes over the rows of the step before
     for layer in range(DEPTH):
         view = cache.view(layer, mx.arange(9))
         view.update_and_fetch(*as_arrays(random_rows(rng, 9)))
-    cache.commit(mx.array([0]), mx.array([0]), 1, mx.array([1]))
+    cache.hold_accepted_path(mx.array([0]), mx.array([0]), 1, mx.array([1]))
     cache.restore(before)
     assert len(cache.paths) == 1 and cache.capacity == 4
     cache.reserve(tokens=0)
-    cache.advance(naive.count())
+    cache.commit_accepted(naive.count())
     check_committed(cache, naive, rng)
 
 
@@ -457,7 +457,7 @@ def test_wrong_use_is_refused():
     cache.reserve(tokens=2)
     keys = mx.zeros((1, 2, 2, 3))
     cache.append_view(0).update_and_fetch(keys, keys)
-    cache.advance(2)
+    cache.commit_appended(2)
     with pytest.raises(ValueError, match="cannot keep 3"):
         cache.keep_first(3)
     with pytest.raises(ValueError, match="cannot keep -1"):
@@ -465,18 +465,20 @@ def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match="reserve more"):
         cache.view(0, mx.arange(2)).update_and_fetch(keys, keys)
     with pytest.raises(ValueError, match="room for 4"):
-        cache.advance(3)
+        cache.commit_appended(3)
+    with pytest.raises(ValueError, match="no accepted path"):
+        cache.commit_accepted(1)
 
 
 def test_tokens_are_not_appended_before_a_path_that_is_not_counted():
-    """The path is advanced by, or dropped by a call; asking for a view changes nothing."""
+    """The path is committed, or dropped by a call; asking for a view changes nothing."""
     rng = np.random.default_rng(0)
     naive = NaiveCache()
     cache = TreeCache(DEPTH, scratch=4, step=4)
     cache.reserve(tokens=2, scratch=4)
     append(cache, naive, rng, 2)
     write_tree(cache, naive, rng, 3, 3, 1)
-    cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
+    cache.hold_accepted_path(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
     with pytest.raises(ValueError, match="uncounted paths"):
         cache.append_view(0)
     assert len(cache.paths) == 1
@@ -488,7 +490,7 @@ def test_tokens_are_not_appended_before_a_path_that_is_not_counted():
 def test_a_cache_of_a_model_without_stages_refuses_what_it_cannot_do():
     cache = StateCache(lambda: [RotatingKVCache(4)])
     with pytest.raises(ValueError, match="no chain waits"):
-        cache.advance(3)
+        cache.commit_accepted(3)
     for call in (lambda: cache.rows(2), cache.snapshot):
         with pytest.raises(TypeError, match="without stages"):
             call()

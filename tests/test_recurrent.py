@@ -160,7 +160,7 @@ def test_behind_every_call_the_state_is_plain_decodings(name, monkeypatch):
         call = verify_chain(model, chain_of(text, root, right), cache, tail=last_tokens((), 0))
         assert call.read() == text[root + 1 : root + right + 2]
         ran.clear()
-        cache.advance(right + 1)
+        cache.commit_accepted(right + 1)
         for found, wanted in zip(held(cache), expected[cache.offset], strict=True):
             assert_close(found, wanted, 1e-4)
         assert not ran
@@ -308,7 +308,7 @@ def test_a_text_may_go_back_to_any_place_of_its_last_chain(name):
         prefill(model, PROMPT[:-1], cache)
         chain = chain_of(text, first, DRAFTED)
         assert len(verify_chain(model, chain, cache, tail=last_tokens((), 0)).read()) == 1 + DRAFTED
-        cache.advance(1 + DRAFTED)
+        cache.commit_accepted(1 + DRAFTED)
         assert cache.longest_keepable(kept) == kept
         cache.keep_first(kept)
         rest = text[kept:]
@@ -551,7 +551,7 @@ def test_a_fork_of_a_cache_goes_on_by_itself(name):
     root = 20
     call = verify_chain(model, chain_of(text, root, 2), cache, tail=last_tokens((), 0))
     mx.eval(call.arrays_to_read())
-    cache.advance(3)
+    cache.commit_accepted(3)
     marked = 8 if cache.longest_keepable(8) == 8 else 0
     forks = {place: cache.fork(place) for place in (23, 22, *([8] if marked else []))}
     with pytest.raises(ValueError, match="cannot keep 24 tokens of 23"):

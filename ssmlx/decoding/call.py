@@ -142,7 +142,8 @@ def verify_tree(
         model: the target.
         tree: N nodes that were drafted, or a bare root.
         cache: holds the tokens before the root. It gets the accepted path's rows as a path that
-            is not counted yet: `TreeCache.advance` commits it, once the host has read the call.
+            is not counted yet: `TreeCache.commit_accepted` commits it, once the host has read the
+            call.
         num_streams: G, streams that run beside every node, where they draft in this pass.
         prune: which nodes to drop at the insertion layer.
         sampler: decides the target's tokens.
@@ -179,7 +180,7 @@ def verify_tree(
     logits = model.backbone.logits(node_hidden)
     target_tokens, accepted = decide_and_accept(model, kept, logits, sampler, positions, acceptance)
     lower_path = accepted.path if kept is tree else kept_index[accepted.path]
-    cache.commit(lower_path, accepted.path, split, accepted.num_accepted + 1)
+    cache.hold_accepted_path(lower_path, accepted.path, split, accepted.num_accepted + 1)
     own_streams = stream_rows_of_node(rows, accepted.last, kept.num_nodes, num_streams)
     verified = Verified(
         kept,

@@ -30,7 +30,7 @@ def verify_chain(
     Args:
         model: the target.
         tree: what was drafted, two nodes or more.
-        cache: holds the tokens before the root; `StateCache.advance` says how many nodes join.
+        cache: holds the tokens before the root; `commit_accepted` says how many nodes join.
         tail: [C] the last tokens before the root, for samplers that need them.
         sampler: decides the target's tokens.
         acceptance: when a drafted token counts as the target's.

@@ -13,7 +13,7 @@ call is the root, row t the drafted token ~y[t]:
         y[t + 1] = argmax H(M[t])                  # the target's own token behind row t
         delta = the most for which ~y[1 .. delta] = y[1 .. delta]    # accept (A.1)
         yield y[1 .. delta + 1]                    # the accepted tokens, and the correction
-        the cache keeps rows 0 .. delta            # commit, advance
+        the cache keeps rows 0 .. delta            # hold, commit
         root = y[delta + 1]
         ~y[j] = argmax H(S[delta, j]), j = 1 .. gamma                # propose
 
@@ -547,7 +547,7 @@ class _SpeculativeLoop:
             mx.eval(self.drafting)  # the first drafting may have read all that the cache holds
         following.pending = self.launch(following.call, is_first=call.is_committed)
         if not call.is_committed:
-            self.cache.advance(num_tokens)
+            self.cache.commit_accepted(num_tokens)
 
     def drop_prepared_call(self, call: TargetCall, following: _NextCall, num_tokens: int) -> None:
         """Commit the rows of `call`; drop the call that was built before it was read, if one was.
@@ -565,7 +565,7 @@ class _SpeculativeLoop:
             following.before = None
             following.call = None
         if not call.is_committed:
-            self.cache.advance(num_tokens)
+            self.cache.commit_accepted(num_tokens)
 
     def draft_and_launch_next_call(
         self, call: TargetCall, following: _NextCall, num_tokens: int

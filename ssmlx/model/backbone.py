@@ -241,7 +241,8 @@ class Backbone(Stages):
 
         Args:
             tokens: [R], two or more: the newest token and what was drafted behind it.
-            cache: of the tokens before them. `StateCache.advance` says how many of them stay.
+            cache: of the tokens before them. `StateCache.commit_accepted` says how many of them
+            stay.
             tapped: as `append` takes it.
 
         Returns:

@@ -2,9 +2,9 @@
 
 Each layer keeps its state itself (`layer_state`); a cache knows which tokens are committed, and
 which paths are not counted yet. A step's rows (tree nodes, and in the upper layers the streams)
-are written before the committed tokens. `commit` takes the accepted path's rows, a handful, and
-`advance` writes them behind the committed ones. Nothing else is ever moved: the rows that were
-not accepted, and all stream rows, are simply overwritten by the next step.
+are written before the committed tokens. `hold_accepted_path` copies the accepted path's rows, a
+handful, and `commit_accepted` writes them behind the committed ones. Nothing else is ever moved:
+the rows that were not accepted, and all stream rows, are simply overwritten by the next step.
 
 How many rows of a path count is known to the device at once and to the host when it has read the
 result. A step may be built before that: it sees the path's rows between its own and the committed
@@ -242,15 +242,15 @@ class TreeCache(RowsCache):
             ValueError: there are paths that are not counted yet, which would come before them.
         """
         if self._paths:
-            raise ValueError("there are uncounted paths: advance, or drop_paths first")
+            raise ValueError("there are uncounted paths: commit_accepted, or drop_paths first")
         return self._states[layer].append_view(self._offset)
 
-    def commit(
+    def hold_accepted_path(
         self, lower_path: mx.array, upper_path: mx.array, split: int, count: mx.array
     ) -> None:
-        """Keep the rows of an accepted path, which `advance` writes behind the committed tokens.
+        """Copy the rows of an accepted path aside, until `commit_accepted` makes them text.
 
-        The path is the newest of `paths` then; `offset` stays as it is.
+        The path is the newest of `paths` then; `offset` stays as it is. Nothing is computed yet.
 
         Pruning numbers the nodes anew half-way up, so the same path has two sets of indices.
 
@@ -271,27 +271,30 @@ class TreeCache(RowsCache):
         ]
         self._paths.append(Path(rows, count, lower_path.shape[0]))
 
-    def advance(self, num_tokens: int) -> None:
+    def commit_accepted(self, num_tokens: int) -> None:
         """Commit the first `num_tokens` rows of the oldest path, and take it off `paths`.
-
-        Where there is no path, those that were written through `append_view` are committed.
 
         What it writes must not be evaluated together with a step that was built before: that
         one still reads the buffers. The next step's evaluation does it.
 
         Raises:
-            ValueError: there is no room for so many tokens; nothing is changed then.
+            ValueError: there is no path, or no room for so many tokens; nothing is changed then.
         """
-        if self._offset + num_tokens > self.capacity:
-            raise ValueError(
-                f"{self._offset + num_tokens} tokens in a cache with room for {self.capacity}"
-            )
-        if self._paths:
-            path = self._paths.pop(0)
-            path.num_tokens = num_tokens
-            self._append_path(path)
-        else:
-            self._offset += num_tokens
+        if not self._paths:
+            raise ValueError("no accepted path waits to be committed")
+        self._require_room(num_tokens)
+        path = self._paths.pop(0)
+        path.num_tokens = num_tokens
+        self._append_path(path)
+
+    def commit_appended(self, num_tokens: int) -> None:
+        """Commit `num_tokens` tokens that every layer wrote through its `append_view`.
+
+        Raises:
+            ValueError: there is no room for so many; nothing is changed then.
+        """
+        self._require_room(num_tokens)
+        self._offset += num_tokens
 
     def snapshot(self) -> TreeCache:
         """Make a copy of what the cache holds now, to `restore` should the next step not be run.
@@ -383,6 +386,12 @@ class TreeCache(RowsCache):
         self.drop_paths()
         self._offset = num_tokens
 
+    def _require_room(self, num_tokens: int) -> None:
+        """Raise ValueError where `num_tokens` more would be more tokens than `capacity`."""
+        total = self._offset + num_tokens
+        if total > self.capacity:
+            raise ValueError(f"{total} tokens in a cache with room for {self.capacity}")
+
 
 class StreamCache(RowsCache):
     """Keys and values of the upper layers for a second pass, that of one node's streams.
@@ -406,8 +415,8 @@ class StreamCache(RowsCache):
         `SINKS` up to `first`.
 
         Args:
-            cache: of the same text, after `commit` of a step: its newest path ends with the
-                streams' node. It stays as it is.
+            cache: of the same text, after `hold_accepted_path` of a step: its newest path ends with
+                the streams' node. It stays as it is.
             num_streams: G, the stream rows that the second pass will have.
             first: number of the first token behind the sinks that the streams see.
         """

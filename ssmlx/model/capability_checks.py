@@ -147,7 +147,7 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
             right = tokens[cache.offset : cache.offset + num_accepted]
             chain = mx.concatenate([right, wrong])[:num_rows]
             found.append(cache.verify(tried, chain)[:, :num_accepted])
-            cache.advance(num_accepted)
+            cache.commit_accepted(num_accepted)
         found.append(cache.append(tried, tokens[cache.offset :]))
         logits = mx.concatenate(found, axis=1)
         # A model may rule tokens out: minus infinity in both.

@@ -228,7 +228,7 @@ class Stages:
         mask = CausalMasks(count, cache.offset, dense=not self._takes_named_masks)
         embedded = self.embed(tokens, mx.arange(count) + cache.offset)
         hidden = self.run(embedded, 0, num_layers, mask, views, tapped)
-        cache.advance(count)
+        cache.commit_appended(count)
         return hidden
 
     def _embed_one_token(self) -> mx.array:

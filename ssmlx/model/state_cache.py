@@ -171,10 +171,11 @@ class StateCache(TreeCache):
         return logits
 
     def verify(self, model: ModelCall, tokens: mx.array) -> mx.array:
-        """Run a chain through the model; `advance` commits those of its tokens that are accepted.
+        """Run a chain through the model; `commit_accepted` commits those of its tokens that are
+        accepted.
 
-        The caches hold the whole chain from now on. A chain before it that was not advanced is
-        rejected whole.
+        The caches hold the whole chain from now on. A chain before it of which nothing was
+        committed is rejected whole.
 
         Args:
             model: of these caches; `recurrent.hook_recurrences` has seen it.
@@ -199,7 +200,7 @@ class StateCache(TreeCache):
         self._chain = chain
         return logits
 
-    def advance(self, num_tokens: int) -> None:
+    def commit_accepted(self, num_tokens: int) -> None:
         """Commit the first `num_tokens` of the chain that was verified last; reject the others.
 
         The caches still hold the rejected ones until they are used next.

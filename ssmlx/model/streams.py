@@ -543,8 +543,8 @@ class StreamFusedModel:
             last: [1] the number of the last accepted node.
             position: [1] its position in the text.
             cache: of the layers from `insertion_layer` on, after its `follow_tree_cache` behind
-                this step's `commit`, from `window_start` on; gets the streams' keys and values as
-                scratch rows.
+                this step's `hold_accepted_path`, from `window_start` on; gets the streams' keys and
+                values as scratch rows.
             num_streams: G, at most as many as were trained.
             known: [1, 1, 2 D] that node's `root_states`, where streams start from the root too.
 
