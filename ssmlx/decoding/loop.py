@@ -458,7 +458,7 @@ class _SpeculativeLoop:
 
         Where nothing is to be drafted behind a plain call, the next plain call is built and
         launched. A draft that needs no host tokens is made. With `may_launch`, unless pruning is
-        by a threshold or the cache takes no trees, the drafting is launched too, and the call that
+        by a threshold or the model has no stages, the drafting is launched too, and the call that
         verifies the draft is built on the cache, but not launched.
 
         Args:
@@ -480,7 +480,8 @@ class _SpeculativeLoop:
         elif drafts is not None and not self.text.needs_host_tokens(drafts):
             yield from self.text.bring_up_to_date(drafts.drafter)
             following.tree = self.text.propose(call, drafts)
-            if may_launch and self.prune.kind != "threshold" and self.cache.takes_trees:
+            is_tree = not isinstance(self.cache, StateCache)
+            if may_launch and self.prune.kind != "threshold" and is_tree:
                 following.before = self.cache.snapshot()
                 following.call = self.build_call(following.tree, call.tail)
                 mx.eval(self.drafting)  # done, mostly; else what the tree is drafted with is copied

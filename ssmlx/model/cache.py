@@ -185,13 +185,7 @@ class TreeCache(RowsCache):
         scratch: S, the most rows that a step will have, paths of the step before included; it grows
             when a step needs more.
         step: how many tokens the room for committed ones grows by.
-
-    Attributes:
-        takes_trees: whether a step's rows may be a tree, and a step be built behind a path that
-            the host has not read; else they are a chain behind committed tokens.
     """
-
-    takes_trees = True
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
         super().__init__(range(num_layers), scratch)

@@ -126,14 +126,14 @@ class _StateSources:
 class StateCache(TreeCache):
     """A text's cache of a model without stages: mlx-lm's own caches, by layer.
 
-    Behind `verify` these hold rejected tokens too. They are taken back when the caches are used
-    next: until then `keep_first` may still go back to any place in the chain.
+    It takes chains alone, and none behind a call that the host has not read: who would give it a
+    tree, or a call built ahead, asks whether a cache is of this class. Behind `verify` these hold
+    rejected tokens too. They are taken back when the caches are used next: until then `keep_first`
+    may still go back to any place in the chain.
 
     Args:
         make_caches: makes empty ones, one for each layer.
     """
-
-    takes_trees = False
 
     def __init__(self, make_caches: Callable[[], list[Any]]) -> None:
         """Begin with an empty text, and the caches that `make_caches` makes."""
