@@ -281,7 +281,7 @@ def test_training_sees_what_decoding_sees(name, tied):
     cache = model.make_cache()
     root = root_tree(mx.array(PROMPT[-1:]))
     prefill(model, PROMPT[:-1], cache)
-    cache.reserve(tokens=1, scratch=1 + streams)
+    cache.reserve(more_tokens=1, step_rows=1 + streams)
     inserted = model.insert(model.lower(root, cache), streams)
     found = model.upper(inserted, root, cache, streams, starts=mx.zeros(1, mx.int32))
     expected = mx.concatenate([nodes[:, count - 1 : count], rows], axis=1)

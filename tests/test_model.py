@@ -149,7 +149,7 @@ def test_scope_streams_leaves_node_rows_untouched(quantised):
             if isinstance(module, RowLora):
                 module.scale = factor
         cache = model.make_cache()
-        cache.reserve(tokens=1, scratch=12)
+        cache.reserve(more_tokens=1, step_rows=12)
         rows.append(model.upper(model.insert(hidden, 3), tree, cache, 3))
     assert mx.array_equal(rows[0][:, :3], rows[1][:, :3])
     apart = mx.abs(rows[0][:, 3:] - rows[1][:, 3:]).max()
@@ -357,7 +357,7 @@ def append(cache, naive, rng, count):
 def write_tree(cache, naive, rng, lower_rows, upper_rows, split):
     for layer in range(DEPTH):
         rows = random_rows(rng, lower_rows if layer < split else upper_rows, naive.shapes)
-        view = cache.view(layer, mx.arange(len(rows)) + cache.length)
+        view = cache.view(layer, mx.arange(len(rows)) + cache.root_position)
         assert view.offset.tolist() == list(range(naive.length, naive.length + len(rows)))
         found = view.update_and_fetch(*as_arrays(rows, naive.shapes))
         naive.step[layer] = rows
@@ -378,7 +378,7 @@ def one_step(cache, naive, rng, draw):
     accepted = draw.randint(1, min(path_length, len(kept)))
     path = sorted(draw.sample(range(len(kept)), accepted))
     padded = path + [path[-1]] * (path_length - accepted)
-    cache.reserve(tokens=path_length, scratch=nodes * (1 + streams))
+    cache.reserve(more_tokens=path_length, step_rows=nodes * (1 + streams))
     write_tree(cache, naive, rng, nodes, upper_rows, split)
     lower = [kept[node] for node in padded]
     cache.hold_accepted_path(mx.array(lower), mx.array(padded), split, mx.array([accepted]))
@@ -389,7 +389,7 @@ def one_step(cache, naive, rng, draw):
 
 def check_committed(cache, naive, rng):
     """What a next tree would read."""
-    cache.reserve(tokens=1, scratch=1)
+    cache.reserve(more_tokens=1, step_rows=1)
     write_tree(cache, naive, rng, 1, 1, DEPTH)
 
 
@@ -407,7 +407,7 @@ def test_random_sequences_equal_concatenation(seed, scratch, shapes):
             cache.keep_first(cache.offset)  # a path that nobody counted is forgotten
             naive.paths = []
             count = draw.randint(1, 6)
-            cache.reserve(tokens=count)
+            cache.reserve(more_tokens=count)
             append(cache, naive, rng, count)
         elif action == "step":
             one_step(cache, naive, rng, draw)
@@ -417,7 +417,7 @@ def test_random_sequences_equal_concatenation(seed, scratch, shapes):
             check_committed(cache, naive, rng)  # which is not written into for the fork
             cache = fork
             cache.keep_first(keep)
-            cache.reserve(tokens=4)
+            cache.reserve(more_tokens=4)
             naive.committed = [rows[:keep] for rows in naive.committed]
             naive.paths = []
         else:
@@ -434,27 +434,27 @@ def test_a_step_that_is_not_run_is_taken_back():
     rng = np.random.default_rng(0)
     naive = NaiveCache()
     cache = TreeCache(DEPTH, scratch=4, step=4)
-    cache.reserve(tokens=3, scratch=4)
+    cache.reserve(more_tokens=3, step_rows=4)
     append(cache, naive, rng, 3)
     write_tree(cache, naive, rng, 4, 4, 1)
     cache.hold_accepted_path(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
     naive.commit([0, 2], [0, 2], 1, 2)
     before = cache.snapshot()
-    cache.reserve(tokens=2, scratch=9)  # grows, and writes over the rows of the step before
+    cache.reserve(more_tokens=2, step_rows=9)  # grows, and writes over the rows of the step before
     for layer in range(DEPTH):
         view = cache.view(layer, mx.arange(9))
         view.update_and_fetch(*as_arrays(random_rows(rng, 9)))
     cache.hold_accepted_path(mx.array([0]), mx.array([0]), 1, mx.array([1]))
     cache.restore(before)
     assert len(cache.paths) == 1 and cache.capacity == 4
-    cache.reserve(tokens=0)
+    cache.reserve(more_tokens=0)
     cache.commit_accepted(naive.count())
     check_committed(cache, naive, rng)
 
 
 def test_wrong_use_is_refused():
     cache = TreeCache(1, step=4)
-    cache.reserve(tokens=2)
+    cache.reserve(more_tokens=2)
     keys = mx.zeros((1, 2, 2, 3))
     cache.append_view(0).update_and_fetch(keys, keys)
     cache.commit_appended(2)
@@ -475,7 +475,7 @@ def test_tokens_are_not_appended_before_a_path_that_is_not_counted():
     rng = np.random.default_rng(0)
     naive = NaiveCache()
     cache = TreeCache(DEPTH, scratch=4, step=4)
-    cache.reserve(tokens=2, scratch=4)
+    cache.reserve(more_tokens=2, step_rows=4)
     append(cache, naive, rng, 2)
     write_tree(cache, naive, rng, 3, 3, 1)
     cache.hold_accepted_path(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))

@@ -97,7 +97,7 @@ def plain_call(
         InputError: taps are asked of a model without stages.
     """
     tree = root_tree(token)
-    position = cache.length
+    position = cache.root_position
     positions = row_positions(tree, position, tail)
     tapped: Tapped = dict.fromkeys(taps)
     last_hidden, insertion_hidden = model.append(token, cache, tapped)
@@ -161,13 +161,13 @@ def verify_tree(
     """
     split = model.insertion_layer
     tail = last_tokens((), sampler.context_size) if tail is None else tail
-    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
+    cache.reserve(more_tokens=tree.paths.shape[1], step_rows=tree.num_nodes * (1 + num_streams))
 
     nodes = model.node_rows(tree, cache)
     lower_taps: Tapped = {layer: None for layer in taps if layer < split}
     upper_taps: Tapped = {layer: None for layer in taps if layer >= split}
     hidden = model.lower(tree, cache, nodes, lower_taps)
-    position = cache.length
+    position = cache.root_position
     known = sampler if acceptance.kind == "exact" else GREEDY
     noise = known.noise(position, tree.paths.shape[1])
     kept, hidden, kept_index = prune_tree(model, tree, hidden, prune, noise)

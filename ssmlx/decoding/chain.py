@@ -47,7 +47,7 @@ def verify_chain(
             `StateCache.verify`.
     """
     chain = chain_tree(tree.tokens)
-    position = cache.length
+    position = cache.root_position
     positions = row_positions(chain, position, tail)
     tapped: Tapped = dict.fromkeys(taps)
     hidden = model.backbone.verify_chain(chain.tokens, cache, tapped)

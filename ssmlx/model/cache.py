@@ -31,7 +31,7 @@ from .layer_state import (
     drop_rows,
     split_key_values,
 )
-from .masks import SINKS, StepMasks
+from .masks import SINKS, StepMasks, WindowKeys
 from .rope import Positions
 from .shapes import expect_shape, indices
 
@@ -102,28 +102,28 @@ class RowsCache:
         """The position behind the committed tokens."""
         return self._skipped + self._offset
 
-    def key_positions(self, own: mx.array, window: int) -> tuple[mx.array, int]:
+    def keys_in_window(self, row_positions: mx.array, window: int) -> WindowKeys:
         """The positions in the text of the keys that attention reads in a layer with a window.
 
         Args:
-            own: [R] positions of the step's rows, none before `end`.
+            row_positions: [R] of the step's rows, none before `end`.
             window: W, tokens that the layer sees, a row's own among them.
 
         Returns:
-            [keys] int positions: of the step's rows, of all rows of each uncounted path, and of the
-            committed tokens that are not left out. And how many of the first committed tokens that
-            the cache holds are left out, because the window hides them from every row.
+            The positions of the step's rows, of all rows of each uncounted path, and of the
+            committed tokens that are not left out, in this order; and how many of the first
+            committed tokens are left out, because the window hides them from every row.
         """
         first = max(0, self.end + 1 - window)
         start = mx.array([self.end])
-        columns = [own]
+        columns = [row_positions]
         dropped = first if first <= SINKS else max(SINKS, first - self._skipped)
         for path in self._paths:
             columns.append(start + indices(path.length))
             start = start + path.count
         held = mx.arange(dropped, self._offset)
         columns.append(mx.where(held < SINKS, held, held + self._skipped))
-        return mx.concatenate(columns), dropped
+        return WindowKeys(mx.concatenate(columns), dropped)
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +155,7 @@ class RowsCache:
             positions, self._offset, [path.rows[layer] for path in self._paths], map_values
         )
 
-    def _grow(self, scratch: int, capacity: int) -> None:
+    def _grow_buffers(self, scratch: int, capacity: int) -> None:
         """Give every layer room for `scratch` rows of a step and `capacity` committed tokens.
 
         Neither may become less. Does nothing where both are as they were.
@@ -167,13 +167,13 @@ class RowsCache:
         self.scratch = scratch
         self.capacity = capacity
 
-    def _append_path(self, path: Path) -> None:
+    def _write_path(self, path: Path) -> None:
         """Write all rows of a path behind the committed tokens, in every layer.
 
         `offset` grows by the path's `num_tokens`, and not at all where that is None.
         """
         for layer, state in self._states.items():
-            state.commit(path.rows[layer], self._offset)
+            state.write_path(path.rows[layer], self._offset)
         self._offset += path.num_tokens or 0
 
 
@@ -192,12 +192,14 @@ class TreeCache(RowsCache):
         self._step = step
 
     @property
-    def length(self) -> mx.array:
-        """[1] tokens before the next step's root: the committed ones and those of `paths`."""
-        length = mx.array([self._offset], mx.int32)
+    def root_position(self) -> mx.array:
+        """[1] int, not waited for: tokens before the next step's root, the committed ones and
+        those of `paths` that count.
+        """
+        position = mx.array([self._offset], mx.int32)
         for path in self._paths:
-            length = length + path.count
-        return length
+            position = position + path.count
+        return position
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -210,8 +212,8 @@ class TreeCache(RowsCache):
         kept = [array for state in self._states.values() for array in state.arrays]
         return kept + [array for path in self._paths for rows in path.rows for array in rows]
 
-    def reserve(self, *, tokens: int, scratch: int = 0) -> None:
-        """Make room for `tokens` more committed tokens and a step of `scratch` rows.
+    def reserve(self, *, more_tokens: int, step_rows: int = 0) -> None:
+        """Make room for `more_tokens` beside the committed ones, and a step of `step_rows` rows.
 
         Room for all rows of paths that are not counted yet is made beside both. The room for
         committed tokens grows to a multiple of `step`, that for a step to what is needed; neither
@@ -219,10 +221,10 @@ class TreeCache(RowsCache):
         """
         uncounted = sum(path.length for path in self._paths)
         capacity = self.capacity
-        needed = self._offset + tokens + uncounted
+        needed = self._offset + more_tokens + uncounted
         if needed > capacity:
             capacity = -(-needed // self._step) * self._step
-        self._grow(max(scratch + uncounted, self.scratch), capacity)
+        self._grow_buffers(max(step_rows + uncounted, self.scratch), capacity)
 
     def drop_paths(self) -> None:
         """Forget the accepted paths that are not counted yet: they are of a step that was
@@ -260,7 +262,7 @@ class TreeCache(RowsCache):
         expect_shape("upper path", upper_path, lower_path.shape[0])
         known: PathIndices = {}
         rows = [
-            state.gather_path(lower_path if layer < split else upper_path, count, known)
+            state.copy_path_rows(lower_path if layer < split else upper_path, known)
             for layer, state in self._states.items()
         ]
         self._paths.append(Path(rows, count, lower_path.shape[0]))
@@ -279,7 +281,7 @@ class TreeCache(RowsCache):
         self._require_room(num_tokens)
         path = self._paths.pop(0)
         path.num_tokens = num_tokens
-        self._append_path(path)
+        self._write_path(path)
 
     def commit_appended(self, num_tokens: int) -> None:
         """Commit `num_tokens` tokens that every layer wrote through its `append_view`.
@@ -328,7 +330,7 @@ class TreeCache(RowsCache):
         Returns:
             By layer, for all layers or those given: slices of the cache's buffers.
         """
-        return [self._states[layer].committed(num_tokens) for layer in layers or self.layers]
+        return [self._states[layer].first_rows(num_tokens) for layer in layers or self.layers]
 
     def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
         """What one layer's attention keeps of the committed tokens, for others to read.
@@ -400,23 +402,25 @@ class StreamCache(RowsCache):
     when it begins to follow, when the window moves, or when it has not followed for a while.
     """
 
-    def follow_tree_cache(self, cache: TreeCache, num_streams: int, first: int = 0) -> None:
+    def catch_up_with_tree_cache(
+        self, cache: TreeCache, num_streams: int, first_visible: int = 0
+    ) -> None:
         """Take over the committed tokens of `cache`, and its uncounted paths.
 
         Where all that `cache` has committed is held here, or in the paths of the call before, only
-        those paths are written. Else, and where `first` has moved or more scratch rows are needed,
-        the committed rows of this cache's layers are copied anew, but for those from the first
-        `SINKS` up to `first`.
+        those paths are written. Else, and where `first_visible` has moved or more scratch rows are
+        needed, the committed rows of this cache's layers are copied anew, but for those from the
+        first `SINKS` up to `first_visible`.
 
         Args:
             cache: of the same text, after `hold_accepted_path` of a step: its newest path ends with
                 the streams' node. It stays as it is.
             num_streams: G, the stream rows that the second pass will have.
-            first: number of the first token behind the sinks that the streams see.
+            first_visible: number of the first token behind the sinks that the streams see.
         """
         known = [path for path in self._paths if path.num_tokens is not None]
         held = self._skipped + self._offset + sum(path.num_tokens or 0 for path in known)
-        skipped = max(0, first - SINKS)
+        skipped = max(0, first_visible - SINKS)
         scratch = num_streams + sum(path.length for path in cache.paths)
         as_before = held == cache.offset and skipped == self._skipped and self.capacity > 0
         if not as_before or scratch > self.scratch:
@@ -430,7 +434,7 @@ class StreamCache(RowsCache):
                 self._states[layer] = AttentionState.of(kept)
                 self._states[layer].grow(self.scratch, self.capacity)
         else:
-            self._grow(self.scratch, max(self.capacity, cache.capacity - skipped))
+            self._grow_buffers(self.scratch, max(self.capacity, cache.capacity - skipped))
             for path in known:
-                self._append_path(path)
+                self._write_path(path)
         self._paths = list(cache.paths)

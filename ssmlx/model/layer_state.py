@@ -104,7 +104,8 @@ class AttentionState:
 
     A step's rows are written at the end of the scratch, directly before the committed tokens, so
     attention reads [R rows | P of each path | L tokens] as one strided slice; keys are stored
-    after rotary, so their order does not matter.
+    after rotary, so their order does not matter. `copy_path_rows` takes what an accepted path left,
+    and `write_path` writes it behind the committed tokens, once the host knows how many it is.
 
     Buffers are made when the first rows are written, and are written in place where nothing that
     is evaluated later reads what they held before.
@@ -160,7 +161,7 @@ class AttentionState:
     def step_view(
         self,
         positions: mx.array | Positions,
-        offset: int,
+        num_committed: int,
         paths: Sequence[Rows],
         map_values: ValueMap | None,
     ) -> LayerView:
@@ -172,7 +173,7 @@ class AttentionState:
 
         Args:
             positions: rotary positions of the rows, as `rope.PositionedRope` takes them.
-            offset: L, committed tokens.
+            num_committed: L, committed tokens.
             paths: what each path that is not committed yet left, the oldest first.
             map_values: changes the rows' values, not those of paths, before they are written; None
                 for as they are.
@@ -190,12 +191,12 @@ class AttentionState:
                 rows = tuple([mx.concatenate(list(parts), axis=2) for parts in each])
             self._step_first = self._scratch - count_rows(rows)
             self._write(self._step_first, rows)
-            return self._read(self._step_first, self._scratch + offset)
+            return self._read(self._step_first, self._scratch + num_committed)
 
         return LayerView(positions, write)
 
-    def append_view(self, offset: int) -> LayerView:
-        """The cache object for tokens that follow `offset` committed ones.
+    def append_view(self, num_committed: int) -> LayerView:
+        """The cache object for tokens that follow `num_committed` committed ones.
 
         When the layer runs, they are written behind these, and attention reads the committed tokens
         and them, no scratch rows. The layer's call raises ValueError where there is no room for
@@ -203,20 +204,20 @@ class AttentionState:
         """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-            first = self._scratch + offset
+            first = self._scratch + num_committed
             self._write(first, join_key_values(keys, values))
             return self._read(self._scratch, first + keys.shape[2])
 
-        return LayerView(offset, write)
+        return LayerView(num_committed, write)
 
-    def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
+    def copy_path_rows(self, path: mx.array, known: PathIndices) -> Rows:
         """Copy all P rows of `path` out of the buffers, those that do not count too: a mask hides
         these.
 
         Args:
             path: [P] numbers among the rows of the step that ran last.
-            count: not used.
-            known: indices by path and buffer shape, read and filled in.
+            known: indices by path and buffer shape, shared by the layers of a step; read and filled
+                in.
 
         Returns:
             The keys and values of the P rows.
@@ -230,16 +231,17 @@ class AttentionState:
             rows.append(mx.take_along_axis(buffer, known[key], axis=2))
         return tuple(rows)
 
-    def commit(self, left: Rows, offset: int) -> None:
-        """Write the rows `left` of a path behind `offset` committed tokens.
+    def write_path(self, rows: Rows, num_committed: int) -> None:
+        """Write a path's rows behind the `num_committed` committed tokens.
 
         Rows that do not fit are dropped. Rows of the path behind those that count, repetitions of
         its last node, are written too: they stand beyond the committed tokens, in free room.
         """
-        room = self._capacity - offset
-        self._write(self._scratch + offset, tuple([array[:, :, :room] for array in left]))
+        room = self._capacity - num_committed
+        fitting = tuple([array[:, :, :room] for array in rows])
+        self._write(self._scratch + num_committed, fitting)
 
-    def committed(self, num_tokens: int) -> Rows:
+    def first_rows(self, num_tokens: int) -> Rows:
         """Slices of the buffers: the rows of the first `num_tokens` committed tokens."""
         last = self._scratch + num_tokens
         return tuple([buffer[:, :, self._scratch : last] for buffer in self._buffers])

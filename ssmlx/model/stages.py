@@ -172,8 +172,9 @@ class Stages:
         layer_mask: Any = mask
         for number, view in enumerate(views, first):
             if isinstance(mask, WindowMasks | CausalMasks):
-                layer_mask, *hidden_keys = mask.for_window(self.windows[number])
-                view = view.hide_keys(*hidden_keys)
+                seen = mask.for_window(self.windows[number])
+                layer_mask = seen.mask
+                view = view.hide_keys(seen.first_left_out, seen.end_left_out)
             if tapped is not None and number in tapped:
                 tapped[number] = hidden
             hidden = self.layers[number](hidden, mask=layer_mask, cache=view, **more)
@@ -223,7 +224,7 @@ class Stages:
         if tapped and not all(0 <= layer <= num_layers for layer in tapped):
             raise ValueError(f"taps at layers {list(tapped)} of {num_layers}")
         cache.drop_paths()
-        cache.reserve(tokens=count)
+        cache.reserve(more_tokens=count)
         views = [cache.append_view(layer) for layer in range(num_layers)]
         mask = CausalMasks(count, cache.offset, dense=not self._takes_named_masks)
         embedded = self.embed(tokens, mx.arange(count) + cache.offset)

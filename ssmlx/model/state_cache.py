@@ -152,7 +152,7 @@ class StateCache(TreeCache):
         kept = [cache.state for cache in self._caches], list(self._marks.values())
         return list({id(array): array for array in arrays_in(kept)}.values())
 
-    def reserve(self, *, tokens: int, scratch: int = 0) -> None:
+    def reserve(self, *, more_tokens: int, step_rows: int = 0) -> None:
         """Does nothing: mlx-lm's caches grow by themselves."""
 
     def append(self, model: ModelCall, tokens: mx.array) -> mx.array:

@@ -274,7 +274,7 @@ class StreamFusedModel:
         key = tree.topology
         takes_bits = self._takes_bits
         mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)
-        positions = Positions(tree.depths + cache.length)
+        positions = Positions(tree.depths + cache.root_position)
         return NodeRows(positions, self._mask_by_layer(mask, positions, tree.num_nodes, cache))
 
     def append(
@@ -481,7 +481,7 @@ class StreamFusedModel:
             nodes = nodes or self.node_rows(tree, cache)
             views = [cache.view(n, nodes.positions) for n in self._upper_layers]
             return self._run_upper_layers(rows, nodes.mask, views, None, tapped)
-        positions = Positions(stream_positions(tree.depths + cache.length, num_streams))
+        positions = Positions(stream_positions(tree.depths + cache.root_position, num_streams))
         rotate = None
         if self.rotation is not None:
             rotate = partial(self.rotation, num_nodes=num_nodes, num_streams=num_streams)
@@ -490,7 +490,7 @@ class StreamFusedModel:
         if starts is None and self.window_start(cache, most) > SINKS:
             # The device knows where the root stands, the host perhaps not yet.
             assert self.config is not None
-            start = window_start(cache.length, self.config.stream_window)
+            start = window_start(cache.root_position, self.config.stream_window)
             starts = mx.broadcast_to(start, (num_nodes,))
         if starts is None:
             mask = cache.upper_masks.step_mask(visible, cache, tree.topology, self._takes_bits)
@@ -542,9 +542,9 @@ class StreamFusedModel:
             hidden: [1, M, D] the nodes' rows, as they entered the insertion layer.
             last: [1] the number of the last accepted node.
             position: [1] its position in the text.
-            cache: of the layers from `insertion_layer` on, after its `follow_tree_cache` behind
-                this step's `hold_accepted_path`, from `window_start` on; gets the streams' keys and
-                values as scratch rows.
+            cache: of the layers from `insertion_layer` on, after its `catch_up_with_tree_cache`
+                behind this step's `hold_accepted_path`, from `window_start` on; gets the streams'
+                keys and values as scratch rows.
             num_streams: G, at most as many as were trained.
             known: [1, 1, 2 D] that node's `root_states`, where streams start from the root too.
 
