@@ -124,7 +124,7 @@ class Engine:
         )
         self._merge_lora = merge_lora
         self._fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
-        self._base = own.backbone.base()
+        self._base = own.backbone.without_adapter()
         alone = _LoadedAdapter(NO_ADAPTER, StreamFusedModel(self._base))
         self._loaded: dict[Path | None, _LoadedAdapter] = {None: alone}  # by resolved folder
         self._folders: dict[str | Path, Path | None] = {}  # by name: what it was found to be

@@ -23,7 +23,7 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
     """
     from ..loading.found import find_runs
 
-    found = find_runs(model.backbone.folder, model.backbone.name)
+    found = find_runs(model.backbone.origin.folder, model.backbone.origin.name)
     return (
         f"{_drafting_source(model, plan, adapter, found)}: {plan.decision_line()}",
         f"faster: {_faster_head(model, plan) or _faster_option(model, adapter, found)}",
@@ -123,7 +123,7 @@ def _faster_head(model: StreamFusedModel, plan: Plan) -> str | None:
         return f"{head.found.name} drafts where no --drafter and no --decoding is given"
     rows = known_heads(backbone)
     commands = [
-        f"python -m ssmlx.chat --model {shlex.quote(backbone.name)} "
+        f"python -m ssmlx.chat --model {shlex.quote(backbone.origin.name)} "
         f'--drafter "mtp model={row.repositories[0]}"'
         for row in rows
     ]
@@ -160,7 +160,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
         return f"--adapter {found.chosen.name}, {told}"
     if adapter == NO_ADAPTER and DEFAULT_ADAPTER in adapters_for(model):
         return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
-    adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.name)}"
+    adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.origin.name)}"
     begun = next((run for run in found.fitting if not run.is_finished), None)
     if begun is not None:
         return f"{adapt} --name {begun.name}{_hours_option(begun.hours)} {_progress_text(begun)}"
@@ -194,14 +194,14 @@ def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found:
     backbone = model.backbone
     if model.num_streams or adapter is None:
         return "nothing that is here and answers alike"
-    fetch = Fetch(cache_dir=backbone.cache_dir, offline=True)  # it was fetched to load it
+    fetch = Fetch(cache_dir=backbone.origin.cache_dir, offline=True)  # it was fetched to load it
     digests = [folder_digest(resolve_adapter(adapter, fetch))]
     made = next(
         (run for run in found.tuned if run.has_adapter and run.settings["adapter"] == digests), None
     )
     if made is not None:
         return f"--adapter {made.name}, made here of this adapter, {made.verdict}"
-    asked = f"--model {shlex.quote(backbone.name)} --adapter {shlex.quote(adapter)}"
+    asked = f"--model {shlex.quote(backbone.origin.name)} --adapter {shlex.quote(adapter)}"
     return f"python -m ssmlx.adapt {asked}, which says within minutes what that would bring here"
 
 

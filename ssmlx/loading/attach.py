@@ -35,10 +35,11 @@ def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     """
     config = adapter.config
     base = adapter.base
+    wanted = config.base_model or "the model it was converted for"
     base.require_same(
         backbone.identity,
         "the adapter belongs",
-        expected=f"{config.base_model or 'the model it was converted for'}, not {backbone.name}",
+        expected=f"{wanted}, not {backbone.origin.name}",
         do="choose that model with --model, or another --adapter",
     )
     own = (config.num_layers, config.hidden_size)
@@ -77,7 +78,7 @@ def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
         trained_on = f", which was trained on {adapter.base_model}" if adapter.base_model else ""
         raise InputError(
             f"{error.found}{trained_on}",
-            expected=f"LoRA of {backbone.name}'s layers, and of their sizes",
+            expected=f"LoRA of {backbone.origin.name}'s layers, and of their sizes",
             do="choose the model that it was trained on with --model, or another --adapter",
         ) from error
     is_plain = all(
@@ -164,7 +165,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     streams = adapter if isinstance(adapter, StreamAdapter) else None
     if streams is not None:
         check_base(streams, backbone)
-    base = backbone.base()
+    base = backbone.without_adapter()
     lora = match_lora_to_model(adapter, base)
     if streams is not None:
         check_lora(base.model, streams.stream_lora, Path("the adapter"), LINEARS)
@@ -175,7 +176,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     every_row = RowScope(0)
     replaced = attach_lora(model, lora, every_row, merge=merge_lora, dtype=dtype)
     dropped = []
-    if merge_lora and backbone.reload is not None:
+    if merge_lora and backbone.origin.reload is not None:
         dropped = [path for path, layer in replaced.items() if is_mergeable(layer, lora[path])]
     scope = every_row
     if streams is not None and streams.config.adapter_scope == "streams":
@@ -223,11 +224,11 @@ def swap_adapter(
     if adapter == AUTO_ADAPTER:
         _, adapter = default_adapter(model) or ("", None)
     if isinstance(adapter, str | Path):
-        own = model.backbone
+        own = model.backbone.origin
         folder = resolve_adapter(adapter, Fetch(cache_dir=own.cache_dir, offline=own.offline))
         adapter = None if folder is None else load_adapter(folder)
     if adapter is None:
-        return StreamFusedModel(model.backbone.base())
+        return StreamFusedModel(model.backbone.without_adapter())
     return attach_adapter(model.backbone, adapter, merge_lora=merge_lora)
 
 
@@ -264,8 +265,8 @@ def default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
         Its name and its folder, which is not loaded; None where there is none.
     """
     backbone = model.backbone
-    found = find_runs(backbone.folder, backbone.name)
-    log_outdated_adapter(found, backbone.name)
+    found = find_runs(backbone.origin.folder, backbone.origin.name)
+    log_outdated_adapter(found, backbone.origin.name)
     names = [found.chosen.name] if found.chosen else []
     fitting = adapters_for(model)
     return next(

@@ -11,6 +11,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,26 @@ Reload = Callable[[Collection[str]], dict[str, nn.Module]]
 """Reads modules from the base model's files: their paths, to the modules by path."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a base model came from, and what is fetched or read for it later.
+
+    Attributes:
+        name: what the model is called: a name or a folder, as it was given.
+        folder: where its weights were read; None where they were read from no folder.
+        reload: reads modules once more as the model was loaded. Where it is None, weights that an
+            adapter is merged into are kept beside the merged ones.
+        cache_dir: the folder that was given to keep things in; None for the user's cache folder.
+        offline: whether nothing may be fetched.
+    """
+
+    name: str = "this model"
+    folder: Path | None = None
+    reload: Reload | None = None
+    cache_dir: str | Path | None = None
+    offline: bool = False
+
+
 class Backbone(Stages):
     """The base model: an mlx-lm model whose stages were checked, or that runs by its own call.
 
@@ -57,8 +78,7 @@ class Backbone(Stages):
     Args:
         model: as `mlx_lm.load` returns it. Its layers' rotary embeddings are wrapped in place; the
             model itself works as before.
-        reload: reads modules, given by path, once more as the model was loaded. Without it,
-            weights that an adapter is merged into are kept beside the merged ones.
+        origin: where it came from; unknown unless given.
         draft_bits: bits to quantise the weights of `draft_head` to, where the head's own are not
             quantised; None leaves them as they are.
         group: the ranks that the model is split over, as `ranks.shard_over_ranks` does it.
@@ -68,19 +88,11 @@ class Backbone(Stages):
 
     Attributes:
         replaced: the base model's modules that an attached adapter's LoRA stands in for, by path;
-            None for those that `reload` gives.
-        name: what the model is called: a name or a folder, as it was given.
-        cache_dir: the folder that was given to keep things in; None for the user's cache folder.
-        offline: whether nothing may be fetched.
-        folder: where its weights were read, if they were.
+            None for those that `origin.reload` gives.
         kept_with_weights: what others keep for as long as these weights are in memory, by name,
             such as a head that drafts; shared by all copies of the backbone.
     """
 
-    name: str = "this model"
-    cache_dir: str | Path | None = None
-    offline: bool = False
-    folder: Path | None = None
     _no_stages: Reason = None
     _no_chains: Reason = None
     _no_last_hidden: Reason = None
@@ -90,7 +102,7 @@ class Backbone(Stages):
     def __init__(
         self,
         model: nn.Module,
-        reload: Reload | None = None,
+        origin: Origin | None = None,
         draft_bits: int | None = None,
         group: Group | None = None,
     ) -> None:
@@ -100,7 +112,7 @@ class Backbone(Stages):
         Computes the model's arrays. Rotary embeddings are wrapped, and left as they were where the
         stages fail. InputError where the model does not run by its own call either.
         """
-        self.reload = reload
+        self.origin = origin or Origin()
         self.draft_bits = draft_bits
         self.group = group
         self.replaced: Mapping[str, nn.Module | None] = {}
@@ -145,10 +157,10 @@ class Backbone(Stages):
         else:
             self.parts = find_parts_without_stages(self.model, self.vocab_size)
 
-    def base(self) -> Backbone:
+    def without_adapter(self) -> Backbone:
         """The base model, without the LoRA of the adapter that is attached.
 
-        Modules that are not in memory any more are read from the model's files, by `reload`.
+        Modules that are not in memory any more are read from the model's files.
 
         Returns:
             A copy on the same arrays that has the replaced modules again, and `replaced` empty;
@@ -160,7 +172,8 @@ class Backbone(Stages):
         if not self.replaced:
             return self
         dropped = [path for path, module in self.replaced.items() if module is None]
-        read = self.reload(dropped) if dropped and self.reload is not None else {}
+        reload = self.origin.reload
+        read = reload(dropped) if dropped and reload is not None else {}
         base = self.clone_sharing_weights()
         base.model.update_modules(tree_unflatten([*self.replaced_in_memory.items(), *read.items()]))
         base.refresh_parts()
@@ -169,7 +182,9 @@ class Backbone(Stages):
 
     @property
     def replaced_in_memory(self) -> dict[str, nn.Module]:
-        """Those of `replaced` that are kept in memory, by path; `reload` reads the others."""
+        """Those of `replaced` that are kept in memory, by path; `origin.reload` reads the
+        others.
+        """
         return {path: module for path, module in self.replaced.items() if module is not None}
 
     @property
