@@ -20,7 +20,7 @@ from ssmlx.drafters.streams import DraftVocab
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
-from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merge_lora
+from ssmlx.model.lora import LoraWeights, RowLora, RowScope, copy_with_merged_lora
 from ssmlx.model.masks import StepMasks, stream_visibility
 from ssmlx.model.rope import PositionedRope, Positions
 from ssmlx.model.state_cache import StateCache
@@ -133,7 +133,7 @@ def test_row_lora_acts_on_its_rows_alone(quantised):
         assert scope.first == 3
     assert mx.array_equal(layer(x), plain)
     if not quantised:
-        tiny.assert_close(merge_lora(linear, lora)(x), added)
+        tiny.assert_close(copy_with_merged_lora(linear, lora)(x), added)
 
 
 @pytest.mark.parametrize("quantised", [False, True])

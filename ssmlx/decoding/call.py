@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
-from ..model.stages import Tapped
+from ..model.stages import LayerInputs
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig
@@ -99,7 +99,7 @@ def plain_call(
     tree = root_tree(token)
     position = cache.root_position
     positions = row_positions(tree, position, tail)
-    tapped: Tapped = dict.fromkeys(taps)
+    tapped: LayerInputs = dict.fromkeys(taps)
     last_hidden, insertion_hidden = model.append(token, cache, tapped)
     logits = model.backbone.logits(last_hidden)
     chosen = sample(model, logits, sampler, positions)
@@ -164,8 +164,8 @@ def verify_tree(
     cache.reserve(more_tokens=tree.paths.shape[1], step_rows=tree.num_nodes * (1 + num_streams))
 
     nodes = model.node_rows(tree, cache)
-    lower_taps: Tapped = {layer: None for layer in taps if layer < split}
-    upper_taps: Tapped = {layer: None for layer in taps if layer >= split}
+    lower_taps: LayerInputs = {layer: None for layer in taps if layer < split}
+    upper_taps: LayerInputs = {layer: None for layer in taps if layer >= split}
     hidden = model.lower(tree, cache, nodes, lower_taps)
     position = cache.root_position
     known = sampler if acceptance.kind == "exact" else GREEDY
@@ -204,7 +204,7 @@ def verify_tree(
     )
 
 
-def filled_taps(tapped: Tapped) -> Taps:
+def filled_taps(tapped: LayerInputs) -> Taps:
     """The entries of `tapped` that a run of layers has set; layers that did not run are left
     out."""
     return {layer: rows for layer, rows in tapped.items() if rows is not None}

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from ..model.stages import Tapped
+from ..model.stages import LayerInputs
 from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, chain_tree
@@ -49,7 +49,7 @@ def verify_chain(
     chain = chain_tree(tree.tokens)
     position = cache.root_position
     positions = row_positions(chain, position, tail)
-    tapped: Tapped = dict.fromkeys(taps)
+    tapped: LayerInputs = dict.fromkeys(taps)
     hidden = model.backbone.verify_chain(chain.tokens, cache, tapped)
     logits = model.backbone.logits(hidden)
     target_tokens, accepted = decide_and_accept(

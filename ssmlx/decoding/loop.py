@@ -29,7 +29,7 @@ import mlx.core as mx
 
 from ..model import metal
 from ..model.cache import TreeCache
-from ..model.stages import Tapped
+from ..model.stages import LayerInputs
 from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, root_tree
@@ -145,7 +145,7 @@ def prefill_in_pieces(
     """
     for first in range(0, len(tokens), step_size):
         yield []
-        found: Tapped = dict.fromkeys(taps)
+        found: LayerInputs = dict.fromkeys(taps)
         model.backbone.append(mx.array(tokens[first : first + step_size]), cache, found)
         mx.eval(cache.state)
         if tapped is not None:

@@ -9,8 +9,15 @@ import mlx.nn as nn
 
 from ..errors import InputError, require
 from ..model.backbone import Backbone
-from ..model.identity import digest_tensors
-from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
+from ..model.identity import digest_sampled_values
+from ..model.lora import (
+    EXPERTS,
+    LORA_KINDS,
+    RowScope,
+    attach_lora,
+    expected_lora_shapes,
+    is_mergeable,
+)
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
@@ -123,7 +130,7 @@ def check_lora(
     expected = {
         f"{path}.{leaf}": shape
         for path, weights in lora.items()
-        for leaf, shape in lora_shapes(modules.get(path), weights).items()
+        for leaf, shape in expected_lora_shapes(modules.get(path), weights).items()
     }
     check_tensors(lora_tensors(lora), expected, source)
 
@@ -131,16 +138,16 @@ def check_lora(
 def lora_digest(lora: Loras) -> str | None:
     """Return 32 hexadecimal digits that tell a LoRA from others; None where there is no LoRA.
 
-    They are a digest, see `digest_tensors`, of module paths, scales, shapes and some values of the
-    weights, and of whether that of an embedding acts on the LM head too. The order of modules
-    counts. It waits for the device to compute these values.
+    They are a digest, see `digest_sampled_values`, of module paths, scales, shapes and some values
+    of the weights, and of whether that of an embedding acts on the LM head too. The order of
+    modules counts. It waits for the device to compute these values.
     """
     pairs = (
         (f"{path} {one.scale}" + ("" if one.acts_on_head else " embeds"), array)
         for path, one in lora.items()
         for array in one.arrays
     )
-    return digest_tensors(pairs) if lora else None
+    return digest_sampled_values(pairs) if lora else None
 
 
 def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:

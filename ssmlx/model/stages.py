@@ -21,11 +21,11 @@ from .latent import run_rows_as_texts
 from .layer_state import LayerView
 from .lm_head import LMHead, ScaledHead, return_input
 from .masks import CausalMasks, WindowMasks
-from .metal import TreeMask, calls_attention
+from .metal import TreeMask, all_call_mlx_attention
 from .modules import copy_with_parts
 from .rope import PositionedRope, Positions
 
-Tapped = dict[int, mx.array | None]
+LayerInputs = dict[int, mx.array | None]
 """Hidden states [1, R, D] by the layer that they enter; None until a run fills them in.
 
 Of a model of N layers number N is the final norm's input."""
@@ -68,7 +68,7 @@ class Stages:
         """
         self.parts = find_parts(self.model)
         run_rows_as_texts(self.parts.layers)
-        self._takes_named_masks = calls_attention(self.parts.layers)
+        self._takes_named_masks = all_call_mlx_attention(self.parts.layers)
         self._probe_embedder_and_head()
 
     @property
@@ -148,7 +148,7 @@ class Stages:
         last: int,
         mask: Mask,
         views: list[LayerView],
-        tapped: Tapped | None = None,
+        tapped: LayerInputs | None = None,
     ) -> mx.array:
         """Run the decoder layers from number `first` up to, not including, `last`.
 
@@ -202,7 +202,9 @@ class Stages:
         """Normed hidden states [..., D] to logits [..., V], scaled and capped as the model does."""
         return self._head_with_layer(None)
 
-    def append(self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None) -> mx.array:
+    def append(
+        self, tokens: mx.array, cache: TreeCache, tapped: LayerInputs | None = None
+    ) -> mx.array:
         """Run tokens through all layers and commit them to the cache.
 
         Each sees the tokens before it, as its layers' windows allow.

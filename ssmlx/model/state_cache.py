@@ -71,19 +71,19 @@ class _WindowRollback:
             cache.update_and_fetch(keys, values)
 
 
-StateBehind = Callable[[int], mx.array | None]
+StateAfterFirst = Callable[[int], mx.array | None]
 """Gives the state behind the first so many rows of a call; None where there is none."""
 
 
 class _StatesRollback:
     """Of a recurrent layer: each of its states can be had behind any row of the call."""
 
-    def __init__(self, cache: ArraysCache, states_behind: list[StateBehind]) -> None:
+    def __init__(self, cache: ArraysCache, states_after_first: list[StateAfterFirst]) -> None:
         self._cache = cache
-        self._states_behind = states_behind
+        self._states_after_first = states_after_first
 
     def keep_first(self, count: int) -> None:
-        self._cache.cache = [behind(count) for behind in self._states_behind]
+        self._cache.cache = [behind(count) for behind in self._states_after_first]
 
 
 class _StateSources:
@@ -98,7 +98,7 @@ class _StateSources:
         self._convolutions = list(recorded.convolutions)
         self._num_rows = num_rows
 
-    def find(self, state: mx.array | None) -> StateBehind:
+    def find(self, state: mx.array | None) -> StateAfterFirst:
         """Say how to get a state behind fewer rows; asked once for each, in the caches' order.
 
         Args:
@@ -114,7 +114,7 @@ class _StateSources:
             return lambda count: None
         recurrence = self._recurrences.get(id(state))
         if recurrence is not None:
-            return recurrence.state_behind
+            return recurrence.state_after_first
         given = self._convolutions.pop(0) if self._convolutions else state
         width = int(state.shape[1])
         if state.ndim != 3 or given.shape[1:] != (width + self._num_rows, state.shape[2]):
@@ -387,8 +387,8 @@ class _PendingChain:
         """
         sources = _StateSources(recorded, self.num_rows)
         for cache in self._state_caches:
-            states_behind = [sources.find(state) for state in cache.cache]
-            self._rollbacks.append(_StatesRollback(cache, states_behind))
+            states_after_first = [sources.find(state) for state in cache.cache]
+            self._rollbacks.append(_StatesRollback(cache, states_after_first))
 
     def keep_first(self, count: int) -> None:
         """Set every cache to what the first `count` rows leave."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -31,7 +31,7 @@ from .masks import (
 from .metal import TreeMask
 from .rope import Positions
 from .shapes import evaluated, expect_shape, indices
-from .stages import Mask, Tapped
+from .stages import LayerInputs, Mask
 from .state_cache import StateCache
 from .tree import Tree
 
@@ -141,6 +141,13 @@ class NodeRows:
 
     positions: Positions  # [N]
     mask: Mask  # whom they see
+
+
+class AppendedHidden(NamedTuple):
+    """Hidden states of tokens that were appended."""
+
+    last: mx.array  # [1, R, D] before the final norm
+    inserted: mx.array  # [1, R, D] the input of the insertion layer
 
 
 class StreamFusedModel:
@@ -278,8 +285,8 @@ class StreamFusedModel:
         return NodeRows(positions, self._mask_by_layer(mask, positions, tree.num_nodes, cache))
 
     def append(
-        self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None
-    ) -> tuple[mx.array, mx.array]:
+        self, tokens: mx.array, cache: TreeCache, tapped: LayerInputs | None = None
+    ) -> AppendedHidden:
         """Run tokens through all layers and commit them to the cache.
 
         Args:
@@ -289,9 +296,9 @@ class StreamFusedModel:
                 The number of all layers stands for the final norm.
 
         Returns:
-            [1, R, D] last hidden states before the final norm, and [1, R, D] the input of the
-            insertion layer; the last ones twice without streams, or where that is the first layer.
-            Of a model without stages twice its logits [1, R, V].
+            The last hidden states and the input of the insertion layer; the last ones twice without
+            streams, or where that is the first layer. Of a model without stages twice its logits
+            [1, R, V].
 
         Raises:
             InputError: taps are asked of a model without stages, which gives the final norm's
@@ -302,20 +309,20 @@ class StreamFusedModel:
         tapped = {} if tapped is None else tapped
         if not 0 < split < self.num_layers:  # no streams
             hidden = self.backbone.append(tokens, cache, tapped)
-            return hidden, hidden
-        found: Tapped = {split: None, **tapped}
+            return AppendedHidden(hidden, hidden)
+        found: LayerInputs = {split: None, **tapped}
         hidden = self.backbone.append(tokens, cache, found)
         tapped.update({layer: found[layer] for layer in tapped})
         inserted = found[split]
         assert inserted is not None
-        return hidden, inserted
+        return AppendedHidden(hidden, inserted)
 
     def lower(
         self,
         tree: Tree,
         cache: TreeCache,
         nodes: NodeRows | None = None,
-        tapped: Tapped | None = None,
+        tapped: LayerInputs | None = None,
     ) -> mx.array:
         """Run a tree's nodes through the layers before the insertion layer (section 3.2.2, eq. 4).
 
@@ -453,7 +460,7 @@ class StreamFusedModel:
         num_streams: int,
         nodes: NodeRows | None = None,
         starts: mx.array | None = None,
-        tapped: Tapped | None = None,
+        tapped: LayerInputs | None = None,
     ) -> mx.array:
         """Run nodes and their streams through the layers from the insertion layer on (eqs. 1 and
         2).
@@ -586,8 +593,8 @@ class StreamFusedModel:
         rows: mx.array,
         mask: Mask,
         views: list[Any],
-        first_stream: int | None,
-        tapped: Tapped | None = None,
+        first_lora_row: int | None,
+        tapped: LayerInputs | None = None,
     ) -> mx.array:
         """Run rows through the layers from the insertion layer on.
 
@@ -595,8 +602,8 @@ class StreamFusedModel:
             rows: [1, R, D].
             mask: which of them sees which key.
             views: the cache objects of these layers.
-            first_stream: number of the first row that LoRA of scope "streams" acts on; None for no
-                row. LoRA of scope "all" acts on every row anyway.
+            first_lora_row: number of the first row that LoRA of scope "streams" acts on; None for
+                no row. LoRA of scope "all" acts on every row anyway.
             tapped: by layer, set to the input [1, R, D] of that layer.
 
         Returns:
@@ -605,5 +612,5 @@ class StreamFusedModel:
         layers = self._upper_layers
         if self._scope.first == 0:  # LoRA acts on every row
             return self.backbone.run(rows, layers.start, layers.stop, mask, views, tapped)
-        with self._scope.starting_at(first_stream):
+        with self._scope.starting_at(first_lora_row):
             return self.backbone.run(rows, layers.start, layers.stop, mask, views, tapped)
