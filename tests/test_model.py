@@ -584,15 +584,15 @@ def test_mask_buffer_equals_a_mask_built_anew():
         capacity = max(capacity, -(-committed // 4) * 4)
         lengths = [rng.randint(1, 3) for _ in range(rng.choice([0, 0, 1, 2]))]
         paths = tuple((rng.randint(1, length), length) for length in lengths)
-        found = masks.mask(mx.array(visible), Seen(committed, capacity, paths), key)
+        found = masks.dense_mask(mx.array(visible), Seen(committed, capacity, paths), key)
         assert np.array_equal(np.array(found), scratch_mask(visible, committed, paths))
 
 
 def test_a_mask_in_hand_outlives_the_next_write():
     """A step may still be running when the next one's mask is written."""
     masks = StepMasks()
-    before = masks.mask(mx.array(np.eye(3, dtype=bool)), Seen(2, 8), None)
-    masks.mask(mx.zeros((3, 3), mx.bool_), Seen(2, 8), None)
+    before = masks.dense_mask(mx.array(np.eye(3, dtype=bool)), Seen(2, 8), None)
+    masks.dense_mask(mx.zeros((3, 3), mx.bool_), Seen(2, 8), None)
     assert np.array_equal(np.array(before), scratch_mask(np.eye(3, dtype=bool), 2))
 
 

@@ -37,7 +37,7 @@ from .shapes import expect_shape, indices
 
 
 @dataclass(eq=False)
-class Path:
+class AcceptedPath:
     """The rows of an accepted path in every layer: kept, and not yet written behind the committed
     tokens.
     """
@@ -76,7 +76,7 @@ class RowsCache:
         self.capacity = 0
         self._offset = 0
         self._states: dict[int, AttentionState] = {n: AttentionState(scratch, 0) for n in layers}
-        self._paths: list[Path] = []
+        self._paths: list[AcceptedPath] = []
         self.lower_masks = StepMasks()
         self.upper_masks = StepMasks()
 
@@ -167,7 +167,7 @@ class RowsCache:
         self.scratch = scratch
         self.capacity = capacity
 
-    def _write_path(self, path: Path) -> None:
+    def _write_path(self, path: AcceptedPath) -> None:
         """Write all rows of a path behind the committed tokens, in every layer.
 
         `offset` grows by the path's `num_tokens`, and not at all where that is None.
@@ -202,7 +202,7 @@ class TreeCache(RowsCache):
         return position
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[AcceptedPath, ...]:
         """Accepted paths that are not counted yet, the oldest first."""
         return tuple(self._paths)
 
@@ -265,7 +265,7 @@ class TreeCache(RowsCache):
             state.copy_path_rows(lower_path if layer < split else upper_path, known)
             for layer, state in self._states.items()
         ]
-        self._paths.append(Path(rows, count, lower_path.shape[0]))
+        self._paths.append(AcceptedPath(rows, count, lower_path.shape[0]))
 
     def commit_accepted(self, num_tokens: int) -> None:
         """Commit the first `num_tokens` rows of the oldest path, and take it off `paths`.

@@ -88,7 +88,7 @@ def find_parts(model: nn.Module) -> Parts:
 
 
 def find_available_parts(model: nn.Module, vocab_size: int) -> Parts:
-    """Find what is needed of a model that runs by its own call alone; refuses none.
+    """Find the parts that a model which runs by its own call has; what it lacks is None or empty.
 
     Args:
         model: as `mlx_lm.load` returns it.

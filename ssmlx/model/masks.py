@@ -185,8 +185,8 @@ class WindowMasks:
             window: tokens that a row sees, itself among them; None for all.
 
         Returns:
-            See `LayerMask`: the whole mask and no such keys (0, 0) where the window hides nothing;
-            else as `_make_mask`, made once for each window.
+            The whole mask, with no keys left out, where the window hides nothing; else what
+            `_make_mask` returns, made once for each window.
         """
         if window is None:
             return LayerMask(self._whole)
@@ -289,8 +289,8 @@ class StepMasks:
                 kernel is on.
 
         Returns:
-            A `TreeMask` where the fused kernel is on and the layers take it; else what `mask`
-            returns.
+            A `TreeMask` where the fused kernel is on and the layers take it; else what
+            `dense_mask` returns.
 
         Raises:
             InputError: attention=fused was chosen, and the kernel is off or the layers do not take
@@ -304,11 +304,11 @@ class StepMasks:
             do="use attention=auto",
         )
         if not takes_bits_here:
-            return self.mask(visible, cache, key)
+            return self.dense_mask(visible, cache, key)
         columns = mx.concatenate([visible, *cache.path_masks(visible.shape[0])], axis=1)
-        return TreeMask(columns, lambda: self.mask(visible, cache, key))
+        return TreeMask(columns, lambda: self.dense_mask(visible, cache, key))
 
-    def mask(self, visible: mx.array, cache: Columns, key: object) -> mx.array:
+    def dense_mask(self, visible: mx.array, cache: Columns, key: object) -> mx.array:
         """The mask of a step as a bool array, whatever the kernel.
 
         Its first columns are written into a kept buffer, but not where `key` is the object that the

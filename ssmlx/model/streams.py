@@ -394,46 +394,50 @@ class StreamFusedModel:
         embedded = scale_to_unit_rms(self.backbone.token_embeddings(roots))
         return mx.concatenate([embedded.astype(normed.dtype), normed], axis=-1)
 
-    def insert(self, hidden: mx.array, num_streams: int, known: mx.array | None = None) -> mx.array:
+    def insert(
+        self, hidden: mx.array, num_streams: int, root_states: mx.array | None = None
+    ) -> mx.array:
         """Put the streams' rows behind the nodes' rows (Speculative Streaming, eq. 3).
 
         Args:
             hidden: [1, M, D] the nodes' rows, as they enter the insertion layer.
             num_streams: G, at most as many as were trained; with 0, `hidden` is returned.
-            known: [1, M, 2 D] the nodes' `root_states`, where streams start from the root too; else
-                not used.
+            root_states: [1, M, 2 D] as the method of this name gives it, where streams start from
+                the root too; else not used.
 
         Returns:
             [1, M * (1 + G), D] the nodes' rows, then what `start_streams` returns.
 
         Raises:
-            ValueError: the streams start from the root too, and `known` is None.
+            ValueError: the streams start from the root too, and `root_states` is None.
         """
         if num_streams == 0:
             return hidden
-        return mx.concatenate([hidden, self.start_streams(hidden, num_streams, known)], axis=1)
+        return mx.concatenate(
+            [hidden, self.start_streams(hidden, num_streams, root_states)], axis=1
+        )
 
     def start_streams(
-        self, hidden: mx.array, num_streams: int, known: mx.array | None = None
+        self, hidden: mx.array, num_streams: int, root_states: mx.array | None = None
     ) -> mx.array:
         """The streams' rows as they enter the insertion layer (Speculative Streaming, eq. 3).
 
         Stream j of a node starts as f(h) + P_j, h the node's row. f is the identity where none was
         trained; else a low-rank map, to which h is added if `stream_init` is "residual". Without
         stream embeddings P, as where values are rotated, all streams of a node start alike.
-        `root_init` of `known` is added where streams start from the root too.
+        `root_init` of `root_states` is added where streams start from the root too.
 
         Args:
             hidden: [B, M, D] the nodes' rows, as they enter the insertion layer.
             num_streams: G, at most as many as were trained.
-            known: [B, M, 2 D] the nodes' `root_states`, where streams start from the root too; else
-                not used.
+            root_states: [B, M, 2 D] as the method of this name gives it, where streams start from
+                the root too; else not used.
 
         Returns:
             [B, M * G, D] in the dtype of `hidden`, node by node.
 
         Raises:
-            ValueError: the streams start from the root too, and `known` is None.
+            ValueError: the streams start from the root too, and `root_states` is None.
         """
         assert self.streams is not None and self.config is not None
         batch, num_nodes, size = hidden.shape
@@ -443,9 +447,9 @@ class StreamFusedModel:
             if self.config.stream_init == "residual":
                 start = hidden + start
         if self.streams.root_init is not None:
-            if known is None:
+            if root_states is None:
                 raise ValueError("these streams start from the root too, which is not known here")
-            start = start + self.streams.root_init(known)
+            start = start + self.streams.root_init(root_states)
         if self.streams.embeddings is None:
             rows = mx.repeat(start, num_streams, axis=1)
         else:
@@ -510,7 +514,7 @@ class StreamFusedModel:
                 later.append(position + indices(path.length))
                 position = position + path.count
             columns = mx.concatenate([own, *later, committed])
-            dense = cache.upper_masks.mask(visible, cache, tree.topology)
+            dense = cache.upper_masks.dense_mask(visible, cache, tree.topology)
             firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
             mask = hide_outside_window(dense, columns, firsts)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
@@ -538,7 +542,7 @@ class StreamFusedModel:
         position: mx.array,
         cache: StreamCache,
         num_streams: int,
-        known: mx.array | None = None,
+        root_states: mx.array | None = None,
     ) -> mx.array:
         """Run the streams of the last accepted node alone through the upper layers (eq. 2).
 
@@ -553,16 +557,17 @@ class StreamFusedModel:
                 behind this step's `hold_accepted_path`, from `window_start` on; gets the streams'
                 keys and values as scratch rows.
             num_streams: G, at most as many as were trained.
-            known: [1, 1, 2 D] that node's `root_states`, where streams start from the root too.
+            root_states: [1, 1, 2 D] that node's, as the method of this name gives it, where streams
+                start from the root too.
 
         Returns:
             [1, G, D] last hidden states of its streams, before the final norm.
 
         Raises:
-            ValueError: the streams start from the root too, and `known` is None.
+            ValueError: the streams start from the root too, and `root_states` is None.
             InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
         """
-        rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams, known)
+        rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams, root_states)
         positions = Positions(position + indices(1, 2))
         visible = earlier_streams_mask(num_streams)
         mask = cache.upper_masks.step_mask(visible, cache, num_streams, self._takes_bits)
