@@ -323,7 +323,7 @@ def stream_generate(
         draft_model, heads: older names of it.
         cache: holds what comes before the prompt; a fresh one unless given. It is left holding
             prompt and answer but for the last token, and maybe rows of tokens behind the answer,
-            which `trim` takes back.
+            which `keep_first` takes back.
         context: the tokens that `cache` holds; penalties read them, and drafters that look tokens
             up or have a cache of their own (prompt lookup, lookahead, a draft model).
         progress: called with (tokens processed, tokens in all) while the prompt is processed.

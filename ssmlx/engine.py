@@ -36,6 +36,7 @@ from .loading.load import load
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, resolve_adapter
 from .model.cache import TreeCache
 from .model.ranks import Group
+from .model.state_cache import StateCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, adapter_template, encode_turns_or_last, prompt_tokens
@@ -123,7 +124,7 @@ class Engine:
         )
         self._merge_lora = merge_lora
         self._fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
-        self._base = own.backbone.base()
+        self._base = own.backbone.without_adapter()
         alone = _LoadedAdapter(NO_ADAPTER, StreamFusedModel(self._base))
         self._loaded: dict[Path | None, _LoadedAdapter] = {None: alone}  # by resolved folder
         self._folders: dict[str | Path, Path | None] = {}  # by name: what it was found to be
@@ -354,8 +355,8 @@ class Engine:
         known = 0
         if not config.deterministic:
             cache, known = kept.take(model, prompt)
-        # A cache that takes no trees may not go back from the answer's end to the prompt's.
-        keeps_prompt = shares_prompt or not cache.takes_trees
+        # A state cache may not go back from the answer's end to the prompt's.
+        keeps_prompt = shares_prompt or isinstance(cache, StateCache)
         keep = partial(kept.put, model, prompt, cache) if keeps_prompt else None
 
         def done(given: GivenAnswer) -> None:

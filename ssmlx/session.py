@@ -341,14 +341,15 @@ class ChatSession:
         question: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, question])
         # At least one token is left to process.
-        reused = self._cache.longest_trim(common_prefix_length(self._cached_tokens, prompt[:-1]))
+        shared = common_prefix_length(self._cached_tokens, prompt[:-1])
+        reused = self._cache.longest_keepable(shared)
         if self._prompts is not None and not config.deterministic:
             cache, known = self._prompts.take(self.model, prompt, self._cache.scratch)
             if known > reused:
                 self._cache = cache
                 self._cached_tokens = prompt[:known]
                 reused = known
-        self._cache.trim(reused)
+        self._cache.keep_first(reused)
         del self._cached_tokens[reused:]
         decode: Decode = decode_plan
         if self._pool is not None:
@@ -370,7 +371,8 @@ class ChatSession:
                 self.messages.pop()
             # What was written is in the cache, as far as it got.
             written = [*prompt, *given.tokens]
-            self._cache.trim(self._cache.longest_trim(min(self._cache.offset, len(written))))
+            of_text = min(self._cache.offset, len(written))
+            self._cache.keep_first(self._cache.longest_keepable(of_text))
             self._cached_tokens = written[: self._cache.offset]
             if self._pool is not None:
                 self._pool.keep_or_free(self, self._cache.nbytes)

@@ -101,7 +101,7 @@ def mlx_step(model, prompt, tokens, parents):
     tree = tree_from_parents(tokens, parents)
     cache = model.make_cache()
     prefill(model, prompt, cache)
-    cache.reserve(tokens=1, scratch=tree.num_nodes * (1 + STREAMS))
+    cache.reserve(more_tokens=1, step_rows=tree.num_nodes * (1 + STREAMS))
     hidden = model.lower(tree, cache)
     early = model.early_exit_logits(hidden)
     rows = model.upper(model.insert(hidden, STREAMS), tree, cache, STREAMS)

@@ -582,7 +582,7 @@ def test_names_of_models_become_names_of_adapters():
 def test_families_draft_for_themselves(name, tmp_path):
     folder = write_family(tmp_path / name, name)
     model, tokenizer = ssmlx.load(folder, adapter=adapted(folder)[0], dtype="float32")
-    assert model.num_streams > 0 and model.backbone.base().model.model_type == name
+    assert model.num_streams > 0 and model.backbone.without_adapter().model.model_type == name
     prompt = ssmlx.prompt_tokens(words(40), model, tokenizer)
     plain, _ = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="plain")
     assert answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="speculative")[0] == plain

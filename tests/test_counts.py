@@ -326,13 +326,13 @@ def test_bytes_of_a_call(monkeypatch):
     model, _ = load("smollm2-135m", adapter="chat", dtype="float32")
     drafter = StreamDrafter(model, TreeConfig(kind="best", size=6), 4, "second-pass")
     cache = model.make_cache(scratch_rows([drafter]))
-    cache.reserve(tokens=136)
+    cache.reserve(more_tokens=136)
     model.backbone.append(mx.zeros((127,), mx.int32), cache)
     tail = last_tokens((), 0)
     first = plain_call(model, mx.array([5], mx.int32), tail, cache)
     tree = drafter.propose(first.verified, drafter.largest)
     fork = cache.fork(128)
-    fork.reserve(tokens=1)
+    fork.reserve(more_tokens=1)
     mx.eval(first.arrays_to_read(), tree.arrays, cache.state, fork.state)
 
     def plain(token):

@@ -391,7 +391,7 @@ def test_rows_of_latent_attention_are_those_of_plain_decoding(architecture):
     model = StreamFusedModel(Backbone(base))
     cache = model.make_cache()
     model.backbone.append(text, cache)
-    cache.reserve(tokens=1, scratch=len(tokens))
+    cache.reserve(more_tokens=1, step_rows=len(tokens))
     found = model.backbone.logits(model.lower(tree_from_parents(tokens, parents), cache))
     assert_close(found, mx.stack(expected), 3e-6)
 
@@ -550,7 +550,7 @@ def test_turns_share_a_cache(prune):
             calls[schedule].append(len(found))
             history += tokens
             assert cache.offset >= len(history) - 1
-            cache.trim(len(history) - 1)
+            cache.keep_first(len(history) - 1)
     assert calls["fused"] == calls["second-pass"]
 
 
@@ -560,7 +560,7 @@ def test_neither_loop_copies_the_cache(decoding):
     mx.eval(model.backbone.model.parameters())
     cache = model.make_cache(64)
     drafter = None
-    cache.reserve(tokens=100_000)
+    cache.reserve(more_tokens=100_000)
     without = mx.get_active_memory()
     if decoding == "plain":
         steps = plain_decode(model, [1, 2, 3], cache)
@@ -833,7 +833,7 @@ def test_caches_are_written_in_place(schedule, someone_holds_it):
     model = make_model()
     drafter = StreamDrafter(model, PAIR[1], model.num_streams, schedule)
     cache = model.make_cache(scratch_rows([drafter]))
-    cache.reserve(tokens=20_000)
+    cache.reserve(more_tokens=20_000)
     steps = speculative_decode(model, PROMPT, cache, drafters=[drafter])
     first_tokens(steps, 12)
     mx.synchronize()

@@ -171,7 +171,7 @@ def test_a_cache_goes_on_where_texts_part(name, tied):
         cache = model.make_cache()
         decoded(model, cache=cache, **draft)
         fork = cache.fork(len(PROMPT) - 2)
-        cache.trim(len(PROMPT) - 2)
+        cache.keep_first(len(PROMPT) - 2)
         known = other[: cache.offset]
         rest = other[cache.offset :]
         for one in (fork, cache):
@@ -233,10 +233,10 @@ def test_what_has_states_drafts_chains(name, bits):
         assert found == tokens and (bits or {*lengths[1:]} == {4})
     text = [*PROMPT, *expected]
     held = cache.offset
-    assert cache.longest_trim(held) == held >= len(text) - 1 and cache.nbytes > 0
+    assert cache.longest_keepable(held) == held >= len(text) - 1 and cache.nbytes > 0
     more = mlx_lm_tokens(base, [*text, 9, 8], LENGTH)
     assert decoded(model, [*text, 9, 8][held:], cache, text[:held])[0] == more
-    cache.trim(cache.longest_trim(5))
+    cache.keep_first(cache.longest_keepable(5))
     assert decoded(model, cache=cache)[0] == expected
     with pytest.raises(InputError, match="for hidden states between layers; decode plainly"):
         model.backbone.append(mx.array(PROMPT), model.make_cache(), [0])
@@ -281,7 +281,7 @@ def test_training_sees_what_decoding_sees(name, tied):
     cache = model.make_cache()
     root = root_tree(mx.array(PROMPT[-1:]))
     prefill(model, PROMPT[:-1], cache)
-    cache.reserve(tokens=1, scratch=1 + streams)
+    cache.reserve(more_tokens=1, step_rows=1 + streams)
     inserted = model.insert(model.lower(root, cache), streams)
     found = model.upper(inserted, root, cache, streams, starts=mx.zeros(1, mx.int32))
     expected = mx.concatenate([nodes[:, count - 1 : count], rows], axis=1)

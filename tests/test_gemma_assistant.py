@@ -546,7 +546,7 @@ def test_keys_and_values_of_committed_tokens(base, layer):
     expected = model.backbone.make_model_cache()
     model.backbone.model(mx.array([PROMPT]), cache=expected)
     cache = model.make_cache()
-    cache.reserve(tokens=4, scratch=9)
+    cache.reserve(more_tokens=4, step_rows=9)
     prefill(model, PROMPT, cache)
     for found, own in zip(
         cache.keys_and_values(layer), expected[layer].keys_and_values(), strict=True

@@ -538,7 +538,7 @@ def test_changing_between_plain_calls_and_drafts_copies_no_cache():
     drafters = drafters_of(model, "second-pass")[1:]
     shapes = [None, drafters[0].largest, drafters[3].largest, None, None, drafters[3].largest] * 20
     cache = model.make_cache(scratch_rows(drafters))
-    cache.reserve(tokens=20_000)
+    cache.reserve(more_tokens=20_000)
     steps = filter(
         None,
         speculative_decode(model, PROMPT, cache, drafters=drafters, controller=Turns(shapes)),

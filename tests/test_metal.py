@@ -268,7 +268,7 @@ def test_both_forms_of_a_mask_say_the_same(monkeypatch):
     masks = StepMasks()
     mask = masks.step_mask(visible, Seen(), None, lambda: True)
     assert isinstance(mask, TreeMask) and masks.nbytes == 0
-    expected = np.array(StepMasks().mask(visible, Seen(), None))
+    expected = np.array(StepMasks().dense_mask(visible, Seen(), None))
     np.testing.assert_array_equal(np.array(mask.dense), expected)
     assert mask.dense is mask.dense and masks.nbytes > 0  # made once a layer wants it
     np.testing.assert_array_equal(np.array(mask.visible), expected[:, :7])

@@ -20,7 +20,7 @@ from ssmlx.drafters.streams import DraftVocab
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
-from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merge_lora
+from ssmlx.model.lora import LoraWeights, RowLora, RowScope, copy_with_merged_lora
 from ssmlx.model.masks import StepMasks, stream_visibility
 from ssmlx.model.rope import PositionedRope, Positions
 from ssmlx.model.state_cache import StateCache
@@ -133,7 +133,7 @@ def test_row_lora_acts_on_its_rows_alone(quantised):
         assert scope.first == 3
     assert mx.array_equal(layer(x), plain)
     if not quantised:
-        tiny.assert_close(merge_lora(linear, lora)(x), added)
+        tiny.assert_close(copy_with_merged_lora(linear, lora)(x), added)
 
 
 @pytest.mark.parametrize("quantised", [False, True])
@@ -149,7 +149,7 @@ def test_scope_streams_leaves_node_rows_untouched(quantised):
             if isinstance(module, RowLora):
                 module.scale = factor
         cache = model.make_cache()
-        cache.reserve(tokens=1, scratch=12)
+        cache.reserve(more_tokens=1, step_rows=12)
         rows.append(model.upper(model.insert(hidden, 3), tree, cache, 3))
     assert mx.array_equal(rows[0][:, :3], rows[1][:, :3])
     apart = mx.abs(rows[0][:, 3:] - rows[1][:, 3:]).max()
@@ -351,13 +351,13 @@ def append(cache, naive, rng, count):
         found = cache.append_view(layer).update_and_fetch(*as_arrays(rows, naive.shapes))
         naive.append(layer, rows)
         assert np.array_equal(as_rows(*found), naive.committed[layer])
-    cache.advance(count)
+    cache.commit_appended(count)
 
 
 def write_tree(cache, naive, rng, lower_rows, upper_rows, split):
     for layer in range(DEPTH):
         rows = random_rows(rng, lower_rows if layer < split else upper_rows, naive.shapes)
-        view = cache.view(layer, mx.arange(len(rows)) + cache.length)
+        view = cache.view(layer, mx.arange(len(rows)) + cache.root_position)
         assert view.offset.tolist() == list(range(naive.length, naive.length + len(rows)))
         found = view.update_and_fetch(*as_arrays(rows, naive.shapes))
         naive.step[layer] = rows
@@ -378,18 +378,18 @@ def one_step(cache, naive, rng, draw):
     accepted = draw.randint(1, min(path_length, len(kept)))
     path = sorted(draw.sample(range(len(kept)), accepted))
     padded = path + [path[-1]] * (path_length - accepted)
-    cache.reserve(tokens=path_length, scratch=nodes * (1 + streams))
+    cache.reserve(more_tokens=path_length, step_rows=nodes * (1 + streams))
     write_tree(cache, naive, rng, nodes, upper_rows, split)
     lower = [kept[node] for node in padded]
-    cache.commit(mx.array(lower), mx.array(padded), split, mx.array([accepted]))
+    cache.hold_accepted_path(mx.array(lower), mx.array(padded), split, mx.array([accepted]))
     naive.commit(lower, padded, split, accepted)
     for _ in range(draw.randint(max(len(naive.paths) - 1, 0), len(naive.paths))):
-        cache.advance(naive.count())
+        cache.commit_accepted(naive.count())
 
 
 def check_committed(cache, naive, rng):
     """What a next tree would read."""
-    cache.reserve(tokens=1, scratch=1)
+    cache.reserve(more_tokens=1, step_rows=1)
     write_tree(cache, naive, rng, 1, 1, DEPTH)
 
 
@@ -404,10 +404,10 @@ def test_random_sequences_equal_concatenation(seed, scratch, shapes):
     for _ in range(12):
         action = draw.choice(["append", "step", "step", "step", "trim", "fork"])
         if action == "append":
-            cache.trim(cache.offset)  # a path that nobody counted is forgotten
+            cache.keep_first(cache.offset)  # a path that nobody counted is forgotten
             naive.paths = []
             count = draw.randint(1, 6)
-            cache.reserve(tokens=count)
+            cache.reserve(more_tokens=count)
             append(cache, naive, rng, count)
         elif action == "step":
             one_step(cache, naive, rng, draw)
@@ -416,13 +416,13 @@ def test_random_sequences_equal_concatenation(seed, scratch, shapes):
             fork = cache.fork(keep)
             check_committed(cache, naive, rng)  # which is not written into for the fork
             cache = fork
-            cache.trim(keep)
-            cache.reserve(tokens=4)
+            cache.keep_first(keep)
+            cache.reserve(more_tokens=4)
             naive.committed = [rows[:keep] for rows in naive.committed]
             naive.paths = []
         else:
             keep = draw.randint(cache.offset // 2, cache.offset)
-            cache.trim(keep)
+            cache.keep_first(keep)
             naive.committed = [rows[:keep] for rows in naive.committed]
             naive.paths = []
         assert cache.offset == len(naive.committed[0])
@@ -434,49 +434,51 @@ def test_a_step_that_is_not_run_is_taken_back():
     rng = np.random.default_rng(0)
     naive = NaiveCache()
     cache = TreeCache(DEPTH, scratch=4, step=4)
-    cache.reserve(tokens=3, scratch=4)
+    cache.reserve(more_tokens=3, step_rows=4)
     append(cache, naive, rng, 3)
     write_tree(cache, naive, rng, 4, 4, 1)
-    cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
+    cache.hold_accepted_path(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
     naive.commit([0, 2], [0, 2], 1, 2)
     before = cache.snapshot()
-    cache.reserve(tokens=2, scratch=9)  # grows, and writes over the rows of the step before
+    cache.reserve(more_tokens=2, step_rows=9)  # grows, and writes over the rows of the step before
     for layer in range(DEPTH):
         view = cache.view(layer, mx.arange(9))
         view.update_and_fetch(*as_arrays(random_rows(rng, 9)))
-    cache.commit(mx.array([0]), mx.array([0]), 1, mx.array([1]))
+    cache.hold_accepted_path(mx.array([0]), mx.array([0]), 1, mx.array([1]))
     cache.restore(before)
     assert len(cache.paths) == 1 and cache.capacity == 4
-    cache.reserve(tokens=0)
-    cache.advance(naive.count())
+    cache.reserve(more_tokens=0)
+    cache.commit_accepted(naive.count())
     check_committed(cache, naive, rng)
 
 
 def test_wrong_use_is_refused():
     cache = TreeCache(1, step=4)
-    cache.reserve(tokens=2)
+    cache.reserve(more_tokens=2)
     keys = mx.zeros((1, 2, 2, 3))
     cache.append_view(0).update_and_fetch(keys, keys)
-    cache.advance(2)
+    cache.commit_appended(2)
     with pytest.raises(ValueError, match="cannot keep 3"):
-        cache.trim(3)
+        cache.keep_first(3)
     with pytest.raises(ValueError, match="cannot keep -1"):
-        cache.trim(-1)
+        cache.keep_first(-1)
     with pytest.raises(ValueError, match="reserve more"):
         cache.view(0, mx.arange(2)).update_and_fetch(keys, keys)
     with pytest.raises(ValueError, match="room for 4"):
-        cache.advance(3)
+        cache.commit_appended(3)
+    with pytest.raises(ValueError, match="no accepted path"):
+        cache.commit_accepted(1)
 
 
 def test_tokens_are_not_appended_before_a_path_that_is_not_counted():
-    """The path is advanced by, or dropped by a call; asking for a view changes nothing."""
+    """The path is committed, or dropped by a call; asking for a view changes nothing."""
     rng = np.random.default_rng(0)
     naive = NaiveCache()
     cache = TreeCache(DEPTH, scratch=4, step=4)
-    cache.reserve(tokens=2, scratch=4)
+    cache.reserve(more_tokens=2, step_rows=4)
     append(cache, naive, rng, 2)
     write_tree(cache, naive, rng, 3, 3, 1)
-    cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
+    cache.hold_accepted_path(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
     with pytest.raises(ValueError, match="uncounted paths"):
         cache.append_view(0)
     assert len(cache.paths) == 1
@@ -488,7 +490,7 @@ def test_tokens_are_not_appended_before_a_path_that_is_not_counted():
 def test_a_cache_of_a_model_without_stages_refuses_what_it_cannot_do():
     cache = StateCache(lambda: [RotatingKVCache(4)])
     with pytest.raises(ValueError, match="no chain waits"):
-        cache.advance(3)
+        cache.commit_accepted(3)
     for call in (lambda: cache.rows(2), cache.snapshot):
         with pytest.raises(TypeError, match="without stages"):
             call()
@@ -497,14 +499,14 @@ def test_a_cache_of_a_model_without_stages_refuses_what_it_cannot_do():
     cache.append(lambda tokens, cache: mx.zeros((*tokens.shape, 8)), mx.array([1, 2, 3]))
     for count in (2, 4):  # a window goes back to no other place
         with pytest.raises(ValueError, match=f"cannot keep {count} tokens of 3"):
-            cache.trim(count)
-    cache.trim(3)
+            cache.keep_first(count)
+    cache.keep_first(3)
     assert cache.offset == 3
     whole = StateCache(lambda: [KVCache()])  # which goes back to any place of the text
     whole.append(lambda tokens, cache: mx.zeros((*tokens.shape, 8)), mx.array([1, 2, 3]))
     for count in (-1, 4):
         with pytest.raises(ValueError, match=f"cannot keep {count} tokens of 3"):
-            whole.trim(count)
+            whole.keep_first(count)
 
 
 # --- masks, against those drawn in docstrings and built anew ---
@@ -582,15 +584,15 @@ def test_mask_buffer_equals_a_mask_built_anew():
         capacity = max(capacity, -(-committed // 4) * 4)
         lengths = [rng.randint(1, 3) for _ in range(rng.choice([0, 0, 1, 2]))]
         paths = tuple((rng.randint(1, length), length) for length in lengths)
-        found = masks.mask(mx.array(visible), Seen(committed, capacity, paths), key)
+        found = masks.dense_mask(mx.array(visible), Seen(committed, capacity, paths), key)
         assert np.array_equal(np.array(found), scratch_mask(visible, committed, paths))
 
 
 def test_a_mask_in_hand_outlives_the_next_write():
     """A step may still be running when the next one's mask is written."""
     masks = StepMasks()
-    before = masks.mask(mx.array(np.eye(3, dtype=bool)), Seen(2, 8), None)
-    masks.mask(mx.zeros((3, 3), mx.bool_), Seen(2, 8), None)
+    before = masks.dense_mask(mx.array(np.eye(3, dtype=bool)), Seen(2, 8), None)
+    masks.dense_mask(mx.zeros((3, 3), mx.bool_), Seen(2, 8), None)
     assert np.array_equal(np.array(before), scratch_mask(np.eye(3, dtype=bool), 2))
 
 

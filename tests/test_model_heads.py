@@ -31,7 +31,7 @@ from ssmlx.loading.known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES
 from ssmlx.loading.load import load_base
 from ssmlx.loading.model_heads import OWN_HEAD, known_heads, local_head
 from ssmlx.loading.names import HUB_NAME
-from ssmlx.model.backbone import Backbone
+from ssmlx.model.backbone import Backbone, Origin
 from ssmlx.model.streams import StreamFusedModel
 
 FIRST = "a" * 40
@@ -95,7 +95,8 @@ def named(name, folder=None, **sizes):
     layers = [None] * found.pop("num_layers", row.num_layers)
     family = found.pop("family", "qwen3_5")
     model = type("Model", (), {"__module__": f"mlx_lm.models.{family}"})()
-    return SimpleNamespace(model=model, name=name, folder=folder, layers=layers, **found)
+    origin = Origin(name=name, folder=folder)
+    return SimpleNamespace(model=model, origin=origin, layers=layers, **found)
 
 
 # --- whose head it is ---
@@ -161,7 +162,7 @@ def test_a_head_is_taken_from_the_cache_where_it_is_whole(hub, backbone, tmp_pat
     first = keep(hub, ROW.repositories[0], WHOLE)
     assert local_head(backbone).folder == first
     # The app's own folder, where the model was loaded with one.
-    backbone.cache_dir = tmp_path / "app"
+    backbone.origin = replace(backbone.origin, cache_dir=tmp_path / "app")
     assert local_head(backbone) is None
     own = keep(tmp_path / "app" / "hub", second, WHOLE)
     assert local_head(backbone).folder == own
@@ -206,14 +207,15 @@ def test_which_of_several_models_it_is_must_be_known(hub, backbone, monkeypatch)
     for row in rows:
         keep(hub, row.repositories[0], WHOLE)
     assert local_head(backbone) is None
-    backbone.name = "org/Qwen3.6-Tiny"
+    backbone.origin = replace(backbone.origin, name="org/Qwen3.6-Tiny")
     assert local_head(backbone).name == "org/qwen3.6"
 
 
 @pytest.mark.parametrize("prefix", ["mtp.", "model.mtp.", "language_model.mtp."])
 def test_tensors_among_the_model_s_own_come_first(hub, backbone, tmp_path, prefix):
     keep(hub, ROW.repositories[0], WHOLE)
-    backbone.folder = folder = tmp_path / "own"
+    folder = tmp_path / "own"
+    backbone.origin = replace(backbone.origin, folder=folder)
     folder.mkdir()
     file = str(folder / "model-00001-of-00002.safetensors")
     mx.save_safetensors(file, {"model.layers.0.mtps.weight": mx.zeros(1)})

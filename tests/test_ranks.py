@@ -23,7 +23,7 @@ from ssmlx.api import token_steps
 from ssmlx.commands import train
 from ssmlx.loading.attach import attach_adapter, swap_adapter
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_shape
+from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_out_and_in
 from ssmlx.model.ranks import Group, partial_product, shard_over_ranks
 from ssmlx.settings import AcceptanceConfig, PruneConfig
 from ssmlx.training.record import LOG_FILE, read_record
@@ -104,13 +104,13 @@ def test_the_parts_of_a_layer_with_lora_are_the_whole_one(is_packed, how, merge)
         return model.layers[0]
 
     layers = [shard_linear(whole, how, group=FakeGroup(rank, 2)) for rank in range(2)]
-    assert all(linear_shape(layer) == (6, 128) for layer in layers)
+    assert all(linear_out_and_in(layer) == (6, 128) for layer in layers)
     if how == "all-to-sharded":
         found = mx.concatenate([attached(layer)(x) for layer in layers], axis=-1)
     else:
         parts = zip((attached(layer) for layer in layers), mx.split(x, 2, axis=-1), strict=True)
         found = sum(
-            one.summand(x) if isinstance(one, SummedLora) else partial_product(one, x)
+            one.product_with_lora(x) if isinstance(one, SummedLora) else partial_product(one, x)
             for one, x in parts
         )
     tiny.assert_close(found, attached(whole)(x), 1e-5)

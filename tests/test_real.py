@@ -220,7 +220,7 @@ def fused_step(model, prompt, tokens, parents):
     cache = model.make_cache()
     count = len(tokens)
     streams = model.num_streams
-    cache.reserve(tokens=len(prompt) + 8, scratch=count * (1 + streams))
+    cache.reserve(more_tokens=len(prompt) + 8, step_rows=count * (1 + streams))
     model.backbone.append(mx.array(prompt), cache)
     depths, paths = paths_of(parents)
     tree = Tree(mx.array(tokens), mx.array(depths), mx.array(paths), count)

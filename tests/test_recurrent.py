@@ -161,7 +161,7 @@ def test_behind_every_call_the_state_is_plain_decodings(name, monkeypatch):
         call = verify_as_chain(model, chain_of(text, root, right), cache, tail=last_tokens((), 0))
         assert call.read_tokens() == text[root + 1 : root + right + 2]
         ran.clear()
-        cache.advance(right + 1)
+        cache.commit_accepted(right + 1)
         for found, wanted in zip(held(cache), expected[cache.offset], strict=True):
             assert_close(found, wanted, 1e-4)
         assert not ran
@@ -292,7 +292,7 @@ def test_an_answer_may_end_in_the_middle_and_go_on(name):
         tokens = [token for _ in range(calls) for token in next(steps).tokens]
         steps.close() if hasattr(steps, "close") else None
         text = [*PROMPT, *tokens]
-        assert cache.offset == len(text) - 1 == cache.longest_trim(cache.offset)
+        assert cache.offset == len(text) - 1 == cache.longest_keepable(cache.offset)
         more, _ = decoded(model, 8, text[-1:], cache, text[:-1], decoding="plain")
         assert [*tokens, *more] == expected[: len(tokens) + 8]
 
@@ -311,14 +311,14 @@ def test_a_text_may_go_back_to_any_place_of_its_last_chain(name):
             len(verify_as_chain(model, chain, cache, tail=last_tokens((), 0)).read_tokens())
             == 1 + DRAFTED
         )
-        cache.advance(1 + DRAFTED)
-        assert cache.longest_trim(kept) == kept
-        cache.trim(kept)
+        cache.commit_accepted(1 + DRAFTED)
+        assert cache.longest_keepable(kept) == kept
+        cache.keep_first(kept)
         rest = text[kept:]
         more, _ = decoded(model, 8, rest[:1], cache, text[:kept], decoding="plain")
         assert more == rest[1:9]
-    assert cache.longest_trim(first) in (0, first)  # not behind it, where there are states
-    cache.trim(cache.longest_trim(first))
+    assert cache.longest_keepable(first) in (0, first)  # not behind it, where there are states
+    cache.keep_first(cache.longest_keepable(first))
     assert (
         decoded(model, 8, text[cache.offset : len(PROMPT)], cache, text[: cache.offset])[0]
         == (answer[:8])
@@ -334,15 +334,15 @@ def test_a_text_may_go_back_to_what_was_marked():
         model.append(mx.array([token]), cache)
         if cache.offset in (8, 20):
             marked[cache.offset] = held(cache)
-    assert [cache.longest_trim(n) for n in (5, 8, 19, 22, 32)] == [0, 8, 8, 20, 32]
+    assert [cache.longest_keepable(n) for n in (5, 8, 19, 22, 32)] == [0, 8, 8, 20, 32]
     assert cache.nbytes > model.make_cache().nbytes
     with pytest.raises(ValueError, match="cannot keep 19 tokens of 32"):
-        cache.trim(19)
+        cache.keep_first(19)
     for place in (20, 8):
-        cache.trim(place)
+        cache.keep_first(place)
         for found, wanted in zip(held(cache), marked[place], strict=True):
             assert_close(found, wanted, 1e-6)
-    assert cache.longest_trim(20) == cache.offset == 8
+    assert cache.longest_keepable(20) == cache.offset == 8
     rest = text[8 : len(PROMPT)]
     assert decoded(model, 8, rest, cache, text[:8])[0] == text[len(PROMPT) : len(PROMPT) + 8]
 
@@ -554,8 +554,8 @@ def test_a_fork_of_a_cache_goes_on_by_itself(name):
     root = 20
     call = verify_as_chain(model, chain_of(text, root, 2), cache, tail=last_tokens((), 0))
     mx.eval(call.arrays_to_read())
-    cache.advance(3)
-    marked = 8 if cache.longest_trim(8) == 8 else 0
+    cache.commit_accepted(3)
+    marked = 8 if cache.longest_keepable(8) == 8 else 0
     forks = {place: cache.fork(place) for place in (23, 22, *([8] if marked else []))}
     with pytest.raises(ValueError, match="cannot keep 24 tokens of 23"):
         cache.fork(24)

@@ -21,7 +21,7 @@ from ssmlx.loading.files import check_tensors
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.lora_files import Loras
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_paths, linear_shape
+from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_out_and_in, linear_paths
 from ssmlx.settings import AdapterScope, StreamConfig
 
 from ..reference import format as layout
@@ -45,7 +45,7 @@ def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str,
     paths = linear_paths(model, settings.layers, settings.modules, layout.CHECK_MODULES)
     expected: dict[str, tuple[int, ...]] = {}
     for module in paths:
-        out_size, in_size = linear_shape(modules[module])
+        out_size, in_size = linear_out_and_in(modules[module])
         expected[f"{layout.PEFT_PREFIX}{module}.lora_A.weight"] = (settings.rank, in_size)
         expected[f"{layout.PEFT_PREFIX}{module}.lora_B.weight"] = (out_size, settings.rank)
     check_tensors(tensors, expected, path)

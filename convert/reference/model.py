@@ -25,7 +25,7 @@ from torch import nn
 from ssmlx.errors import require
 from ssmlx.loading.adapter import check_draft_vocab
 from ssmlx.model.condition import EPSILON
-from ssmlx.model.lora import select_modules
+from ssmlx.model.lora import select_paths_by_name
 from ssmlx.settings import StreamConfig
 
 from ..typed_torch import Module, without_gradients
@@ -668,7 +668,9 @@ class StreamFusedReference(Module):
             )
             layer: Any = self.decoder.layers[index]
             linears = [p for p, module in layer.named_modules() if isinstance(module, nn.Linear)]
-            for path in select_modules(linears, lora.modules, f"layer {index}", CHECK_MODULES):
+            for path in select_paths_by_name(
+                linears, lora.modules, f"layer {index}", CHECK_MODULES
+            ):
                 linear = layer.get_submodule(path)
                 wrapped = LoraLinear(linear, lora.rank, lora.scale, on_nodes=scope == "all")
                 parent, _, name = path.rpartition(".")

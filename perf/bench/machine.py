@@ -93,7 +93,7 @@ def make_filled_cache(
     cache = model.make_cache(scratch)
     text = [tokens[index % len(tokens)] for index in range(context)]
     # Room beforehand: a buffer that grows is copied, which would be timed.
-    cache.reserve(tokens=context, scratch=scratch)
+    cache.reserve(more_tokens=context, step_rows=scratch)
     prefill(model, text, cache)
     return cache
 
@@ -234,7 +234,7 @@ def time_decoding_steps(model: StreamFusedModel, prompt: list[int]) -> dict[str,
     found: dict[str, float] = {}
     for name, pause in [("straight", 0.0), ("paused", PAUSE)] * 2:
         cache = model.make_cache()
-        cache.reserve(tokens=LAUNCH_ROOM)
+        cache.reserve(more_tokens=LAUNCH_ROOM)
         stops = partial(pause_and_go_on, pause)
         steps = speculative_decode(model, prompt, cache, drafters=drafters, stops=stops)
         calls = filter(None, steps)

@@ -339,7 +339,7 @@ def _time_chain(model: StreamFusedModel, cache: Any, text: Sequence[int], kept: 
     count = len(call.read_tokens())
     mx.eval(cache.state)
     seconds = time.perf_counter() - started
-    cache.advance(count)
+    cache.commit_accepted(count)
     return seconds
 
 

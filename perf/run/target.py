@@ -31,7 +31,7 @@ from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_stream_adapter
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
-from ssmlx.model.backbone import Backbone
+from ssmlx.model.backbone import Backbone, Origin
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.modules import clone_sharing_arrays
 from ssmlx.model.streams import StreamFusedModel
@@ -261,9 +261,8 @@ class Target:
         the weights name.
         """
         bits = resolve_draft_bits(self.weights.draft_head)
-        backbone = Backbone(clone_sharing_arrays(self.mlx_model), None, bits)
-        backbone.cache_dir = self.weights.costs
-        return backbone
+        origin = Origin(cache_dir=self.weights.costs)
+        return Backbone(clone_sharing_arrays(self.mlx_model), origin, bits)
 
     def _load_drafting(self, kind: str) -> Drafting:
         """Load the model that systems of a kind decode with, and their draft model or heads.

@@ -157,10 +157,11 @@ def adapter_format_and_size_line(adapter: str | None, model: StreamFusedModel) -
     from ..loading.adapter import load_adapter
     from ..loading.names import Fetch, resolve_adapter
 
-    fetch = Fetch(cache_dir=model.backbone.cache_dir, offline=True)  # it was fetched to load it
+    origin = model.backbone.origin
+    fetch = Fetch(cache_dir=origin.cache_dir, offline=True)  # it was fetched to load it
     folder = resolve_adapter(adapter, fetch) if adapter else None
     if adapter is None and model.num_streams:
-        folder = model.backbone.folder
+        folder = origin.folder
     return None if folder is None else load_adapter(folder).describe()
 
 
@@ -301,13 +302,14 @@ def time_streams_that_adapt_could_train(
     from ..training.job import read_base_settings
     from ..training.sizing import candidate_layers, time_candidate_layers
 
-    backbone = model.backbone.base()
+    backbone = model.backbone.without_adapter()
     can_have = backbone.capabilities.has("trees") and backbone.capabilities.has("stages")
-    if backbone.folder is None or backbone.group is not None or not can_have or len(text) < 2:
+    folder = backbone.origin.folder
+    if folder is None or backbone.group is not None or not can_have or len(text) < 2:
         return
-    base = read_base_settings(backbone.folder)
+    base = read_base_settings(folder)
     each = seconds / len(candidate_layers(base["num_hidden_layers"]))
-    options = RunOptions(data=backbone.folder, out=backbone.folder, model=name, template=None)
+    options = RunOptions(data=folder, out=folder, model=name, template=None)
     time_candidate_layers(backbone, base, options, text, seconds=each)
 
 

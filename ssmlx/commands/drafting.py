@@ -23,7 +23,7 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
     """
     from ..loading.found import find_runs
 
-    found = find_runs(model.backbone.folder, model.backbone.name)
+    found = find_runs(model.backbone.origin.folder, model.backbone.origin.name)
     source = _describe_what_drafts_and_why(model, plan, adapter, found)
     faster = _faster_head_command_or_none(model, plan)
     faster = faster or _faster_command_or_why_none(model, adapter, found)
@@ -127,7 +127,7 @@ def _faster_head_command_or_none(model: StreamFusedModel, plan: Plan) -> str | N
         return f"{head.found.name} drafts where no --drafter and no --decoding is given"
     rows = known_heads(backbone)
     commands = [
-        f"python -m ssmlx.chat --model {shlex.quote(backbone.name)} "
+        f"python -m ssmlx.chat --model {shlex.quote(backbone.origin.name)} "
         f'--drafter "mtp model={row.repositories[0]}"'
         for row in rows
     ]
@@ -166,7 +166,7 @@ def _faster_command_or_why_none(
         return f"--adapter {run.name}, made here from these weights, {run.verdict}"
     if adapter == NO_ADAPTER and DEFAULT_ADAPTER in adapters_for(model):
         return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
-    adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.name)}"
+    adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.origin.name)}"
     begun = next((run for run in found.fitting if not run.is_finished), None)
     if begun is not None:
         speed_so_far = _speed_so_far_of_unfinished_run(begun)
@@ -205,14 +205,14 @@ def _faster_command_keeping_lora(
     backbone = model.backbone
     if model.num_streams or adapter is None:
         return "nothing that is here and answers alike"
-    fetch = Fetch(cache_dir=backbone.cache_dir, offline=True)  # it was fetched to load it
+    fetch = Fetch(cache_dir=backbone.origin.cache_dir, offline=True)  # it was fetched to load it
     digests = [folder_digest(resolve_adapter(adapter, fetch))]
     made = next(
         (run for run in found.tuned if run.has_adapter and run.settings["adapter"] == digests), None
     )
     if made is not None:
         return f"--adapter {made.name}, made here of this adapter, {made.verdict}"
-    asked = f"--model {shlex.quote(backbone.name)} --adapter {shlex.quote(adapter)}"
+    asked = f"--model {shlex.quote(backbone.origin.name)} --adapter {shlex.quote(adapter)}"
     return f"python -m ssmlx.adapt {asked}, which says within minutes what that would bring here"
 
 

@@ -163,7 +163,7 @@ class Batch:
             found = [cache.extract(number) for cache in self._caches]
             own = TreeCache.of_rows([join_key_values(one.keys, one.values) for one in found])
             row.cache.restore(own)
-        row.cache.trim(len(row.text) - 1)
+        row.cache.keep_first(len(row.text) - 1)
         mx.eval(row.cache.state)
         self._rows.remove(row)
         if not self._rows:

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
-from ..model.stages import Tapped
+from ..model.stages import LayerInputs
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, root_tree
 from ..settings import AcceptanceConfig, PruneConfig
@@ -116,9 +116,9 @@ def plain_call(
         InputError: taps are asked of a model without stages.
     """
     tree = root_tree(token)
-    position = cache.length
+    position = cache.root_position
     positions = row_positions(tree, position, tail)
-    tapped: Tapped = dict.fromkeys(taps)
+    tapped: LayerInputs = dict.fromkeys(taps)
     last_hidden, insertion_hidden = model.append(token, cache, tapped)
     logits = model.backbone.logits(last_hidden)
     chosen = sample_or_mark_unresolved(model, logits, sampler, positions)
@@ -161,7 +161,8 @@ def verify_tree(
         model: the target.
         tree: N nodes that were drafted, or a bare root.
         cache: holds the tokens before the root. It gets the accepted path's rows as a path that
-            is not counted yet: `TreeCache.advance` commits it, once the host has read the call.
+            is not counted yet: `TreeCache.commit_accepted` commits it, once the host has read the
+            call.
         streams_per_node: G, streams that run beside each node, where they draft in this pass.
         prune: which nodes to drop at the insertion layer.
         sampler: decides the target's tokens.
@@ -179,13 +180,15 @@ def verify_tree(
     """
     split = model.insertion_layer
     tail = last_tokens((), sampler.context_size) if tail is None else tail
-    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + streams_per_node))
+    cache.reserve(
+        more_tokens=tree.paths.shape[1], step_rows=tree.num_nodes * (1 + streams_per_node)
+    )
 
     nodes = model.node_rows(tree, cache)
-    lower_taps: Tapped = {layer: None for layer in taps if layer < split}
-    upper_taps: Tapped = {layer: None for layer in taps if layer >= split}
+    lower_taps: LayerInputs = {layer: None for layer in taps if layer < split}
+    upper_taps: LayerInputs = {layer: None for layer in taps if layer >= split}
     hidden = model.lower(tree, cache, nodes, lower_taps)
-    position = cache.length
+    position = cache.root_position
     known = sampler if acceptance.kind == "exact" else GREEDY
     noise = known.noise(position, tree.paths.shape[1])
     kept, hidden, kept_index = prune_tree(model, tree, hidden, prune, noise)
@@ -198,7 +201,7 @@ def verify_tree(
     logits = model.backbone.logits(node_hidden)
     target_tokens, accepted = decide_and_accept(model, kept, logits, sampler, positions, acceptance)
     lower_path = accepted.path if kept is tree else kept_index[accepted.path]
-    cache.commit(lower_path, accepted.path, split, accepted.num_accepted + 1)
+    cache.hold_accepted_path(lower_path, accepted.path, split, accepted.num_accepted + 1)
     own_streams = stream_rows_of_node(rows, accepted.last, kept.num_nodes, streams_per_node)
     verified = Verified(
         kept,
@@ -222,7 +225,7 @@ def verify_tree(
     )
 
 
-def filled_taps(tapped: Tapped) -> Taps:
+def filled_taps(tapped: LayerInputs) -> Taps:
     """The entries of `tapped` that a run of layers has set; layers that did not run are left
     out."""
     return {layer: rows for layer, rows in tapped.items() if rows is not None}

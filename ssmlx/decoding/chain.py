@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from ..model.stages import Tapped
+from ..model.stages import LayerInputs
 from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, chain_tree
@@ -30,7 +30,7 @@ def verify_as_chain(
     Args:
         model: the target.
         tree: what was drafted, two nodes or more.
-        cache: holds the tokens before the root; `StateCache.advance` says how many nodes join.
+        cache: holds the tokens before the root; `commit_accepted` says how many nodes join.
         tail: [C] the last tokens before the root, for samplers that need them.
         sampler: decides the target's tokens.
         acceptance: when a drafted token counts as the target's.
@@ -47,9 +47,9 @@ def verify_as_chain(
             `StateCache.verify`.
     """
     chain = chain_tree(tree.tokens)
-    position = cache.length
+    position = cache.root_position
     positions = row_positions(chain, position, tail)
-    tapped: Tapped = dict.fromkeys(taps)
+    tapped: LayerInputs = dict.fromkeys(taps)
     hidden = model.backbone.verify_chain(chain.tokens, cache, tapped)
     logits = model.backbone.logits(hidden)
     target_tokens, accepted = decide_and_accept(

@@ -13,7 +13,7 @@ call is the root, row t the drafted token ~y[t]:
         y[t + 1] = argmax H(M[t])                  # the target's own token behind row t
         delta = the most for which ~y[1 .. delta] = y[1 .. delta]    # accept (A.1)
         yield y[1 .. delta + 1]                    # the accepted tokens, and the correction
-        the cache keeps rows 0 .. delta            # commit, advance
+        the cache keeps rows 0 .. delta            # hold, commit
         root = y[delta + 1]
         ~y[j] = argmax H(S[delta, j]), j = 1 .. gamma                # propose
 
@@ -29,7 +29,7 @@ import mlx.core as mx
 
 from ..model import metal
 from ..model.cache import TreeCache
-from ..model.stages import Tapped
+from ..model.stages import LayerInputs
 from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, root_tree
@@ -100,7 +100,7 @@ def prefill_in_pieces(
     """
     for first in range(0, len(tokens), step_size):
         yield
-        found: Tapped = dict.fromkeys(taps)
+        found: LayerInputs = dict.fromkeys(taps)
         model.backbone.append(mx.array(tokens[first : first + step_size]), cache, found)
         mx.eval(cache.state)
         if on_taps is not None:
@@ -136,7 +136,7 @@ def plain_decode(
     Yields:
         None while the prompt is processed, then a step of one token for each target call.
     """
-    cache.trim(cache.offset)
+    cache.keep_first(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     yield from prefill_in_pieces(model, prompt[:-1], cache, prefill_step_size)
     call = plain_call(model, mx.array(prompt[-1:], mx.int32), tail, cache, sampler)
@@ -206,7 +206,7 @@ def speculative_decode(
         acceptance=acceptance,
         stops=stops,
     )
-    cache.trim(cache.offset)
+    cache.keep_first(cache.offset)
     yield from loop.process_prompt_and_start_drafters(prompt, prefill_step_size)
     yield from loop.run_calls(prompt[-1])
 
@@ -302,6 +302,7 @@ class _SpeculativeLoop:
         first = self.build_call(root_tree(mx.array([root], mx.int32)), tail)
         running = _RunningCall(first, self.launch(first), None, is_prompts=True)
         yield from self.text.start_text_followers()
+        takes_chains = isinstance(self.cache, StateCache)
         while True:
             # `running` is under way; all before it are read.
             num_tokens = len(self.text.tokens)
@@ -310,7 +311,7 @@ class _SpeculativeLoop:
                 running = yield from self.launch_plain_then_read(running)
             elif drafts is None or self.text.needs_host_tokens(drafts):
                 running = yield from self.read_then_draft_and_launch(running)
-            elif running.is_prompts or self.prune.kind == "threshold" or not self.cache.takes_trees:
+            elif running.is_prompts or self.prune.kind == "threshold" or takes_chains:
                 running = yield from self.draft_then_read_and_launch(running, drafts)
             else:
                 running = yield from self.draft_and_build_then_read(running, drafts)
@@ -567,7 +568,7 @@ class _SpeculativeLoop:
             step: what it brought.
         """
         if not call.is_committed:
-            self.cache.advance(len(step.tokens))
+            self.cache.commit_accepted(len(step.tokens))
 
     def build_and_launch_call(
         self, call: TargetCall, tree: Tree, drafts: DraftShape | None

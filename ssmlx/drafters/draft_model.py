@@ -177,7 +177,7 @@ class DraftCache:
 
     def _go_back(self, num_tokens: int) -> None:
         """Hold the first `num_tokens` of the text, or as many of them as can be gone back to."""
-        self._cache.trim(self._cache.longest_trim(num_tokens))
+        self._cache.keep_first(self._cache.longest_keepable(num_tokens))
 
     def process_all_but_last_piece(self) -> mx.array:
         """Process the text's tokens that the cache lacks, in pieces of `PREFILL_STEP_SIZE`, but the

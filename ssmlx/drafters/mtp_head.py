@@ -132,13 +132,13 @@ def load_mtp_module(
         folder = resolve_model(name, fetch)
     else:
         require(
-            backbone.folder is not None,
+            backbone.origin.folder is not None,
             "an MTP head of a model that was not read from a folder",
             expected="the folder that holds the head",
             do='give --drafter "mtp model=FOLDER"',
         )
-        assert backbone.folder is not None
-        folder = backbone.folder
+        assert backbone.origin.folder is not None
+        folder = backbone.origin.folder
     with explain_load_errors(
         folder,
         f"{folder} cannot be read as an MTP head",

@@ -239,7 +239,7 @@ class StreamDrafter:
         # The root's position, as far as the host knows: a plain call has committed the root's row.
         known_position = verified.cache.offset - (0 if verified.cache.paths else 1)
         window_start = self._model.window_start(verified.cache, known_position)
-        cache.follow_tree_cache(verified.cache, num_streams, window_start)
+        cache.catch_up_with_tree_cache(verified.cache, num_streams, window_start)
         last = verified.acceptance.last
         known = None
         if self._model.starts_from_root:

@@ -227,7 +227,7 @@ class Batches:
             RuntimeError: a call that it shared has failed; the cause is the call's error.
             Exception: what processing its prompt or `on_prompt` has raised.
         """
-        cache.trim(cache.offset)
+        cache.keep_first(cache.offset)
         key = CacheKey.of(model)
         text = [*context, *prompt]
         group = self._groups.get(key) or self._groups.setdefault(key, _Group(model, self._fits))
@@ -428,5 +428,5 @@ class Batches:
                 if row.group.is_batched:
                     break
                 started = time.perf_counter()
-        row.cache.trim(len(row.text) - 1)
+        row.cache.keep_first(len(row.text) - 1)
         mx.eval(row.cache.state)

@@ -78,7 +78,7 @@ def _find_head(model: StreamFusedModel) -> DefaultHead:
     except (InputError, OSError) as error:
         _log.info("%s drafts nothing: %s", found.name, error)
         return DefaultHead(found, None, str(error))
-    _log.debug("%s drafts (%s)", found.name, found.folder or model.backbone.folder)
+    _log.debug("%s drafts (%s)", found.name, found.folder or model.backbone.origin.folder)
     return DefaultHead(found, loaded)
 
 

@@ -112,7 +112,7 @@ def find_divergence(
     cache = model.make_cache()
     prefill(model, text[:-1], cache)
     token = mx.array(text[-1:], mx.int32)
-    first = cache.length
+    first = cache.root_position
     hidden, _ = model.append(token, cache, {})
     places = row_positions(root_tree(token), first, last_tokens(text[:-1], sampling.context_size))
     logits = sampling.apply_bias_and_penalties(model.backbone.logits(hidden), places)[0]

@@ -196,7 +196,7 @@ def learned_of(model: StreamFusedModel) -> tuple[Learned, AcceptancePrior]:
     geometry reads the file.
     """
     if model not in _BY_MODEL:
-        folder = Path(model.backbone.cache_dir or cache_dir()).expanduser() / _FOLDER
+        folder = Path(model.backbone.origin.cache_dir or cache_dir()).expanduser() / _FOLDER
         _BY_MODEL[model] = folder / f"{geometry_digest(model)}.json", streams_or_lora_digest(model)
     path, adapter = _BY_MODEL[model]
     if path not in _BY_PATH:

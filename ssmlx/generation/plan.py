@@ -381,7 +381,7 @@ def decode_plan(
     if not plan.drafters:
         return plain_decode(model, prompt, cache, **shared)
     # Now, while the cache may be empty: its buffers would be copied as trees grow.
-    cache.reserve(tokens=0, scratch=plan.scratch)
+    cache.reserve(more_tokens=0, step_rows=plan.scratch)
     return speculative_decode(
         model,
         prompt,

@@ -107,7 +107,7 @@ def measure_call_costs(
     drafter = _drafter_for(model, ascending[-1])
     cache = model.make_cache()
     # At once, while the cache is empty: buffers that grow later are copied.
-    cache.reserve(tokens=0, scratch=scratch_rows([drafter]))
+    cache.reserve(more_tokens=0, step_rows=scratch_rows([drafter]))
     least: dict[int, float] = {}
     plain_seconds: list[float] = []
     most_tokens = 1 + drafter.largest.levels  # of a call
@@ -192,8 +192,8 @@ def _decode_calls(
     Returns:
         An iterator over the steps of an answer, without end.
     """
-    held = cache.longest_trim(min(cache.offset, len(text) - 1))
-    cache.trim(held)
+    held = cache.longest_keepable(min(cache.offset, len(text) - 1))
+    cache.keep_first(held)
     prompt = text[held:]
     context = text[:held]
     if size == PLAIN:

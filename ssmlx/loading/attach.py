@@ -9,8 +9,15 @@ import mlx.nn as nn
 
 from ..errors import InputError, require
 from ..model.backbone import Backbone
-from ..model.identity import digest_tensors
-from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
+from ..model.identity import digest_sampled_values
+from ..model.lora import (
+    EXPERTS,
+    LORA_KINDS,
+    RowScope,
+    attach_lora,
+    expected_lora_shapes,
+    is_mergeable,
+)
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
@@ -35,10 +42,11 @@ def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     """
     config = adapter.config
     base = adapter.base
+    wanted = config.base_model or "the model it was converted for"
     base.require_same(
         backbone.identity,
         "the adapter belongs",
-        expected=f"{config.base_model or 'the model it was converted for'}, not {backbone.name}",
+        expected=f"{wanted}, not {backbone.origin.name}",
         do="choose that model with --model, or another --adapter",
     )
     own = (config.num_layers, config.hidden_size)
@@ -77,7 +85,7 @@ def match_lora_to_model(adapter: Adapter, backbone: Backbone) -> Loras:
         trained_on = f", which was trained on {adapter.base_model}" if adapter.base_model else ""
         raise InputError(
             f"{error.found}{trained_on}",
-            expected=f"LoRA of {backbone.name}'s layers, and of their sizes",
+            expected=f"LoRA of {backbone.origin.name}'s layers, and of their sizes",
             do="choose the model that it was trained on with --model, or another --adapter",
         ) from error
     is_plain = all(
@@ -122,7 +130,7 @@ def check_lora(
     expected = {
         f"{path}.{leaf}": shape
         for path, weights in lora.items()
-        for leaf, shape in lora_shapes(modules.get(path), weights).items()
+        for leaf, shape in expected_lora_shapes(modules.get(path), weights).items()
     }
     check_tensors(lora_tensors(lora), expected, source)
 
@@ -130,16 +138,16 @@ def check_lora(
 def lora_digest(lora: Loras) -> str | None:
     """Return 32 hexadecimal digits that tell a LoRA from others; None where there is no LoRA.
 
-    They are a digest, see `digest_tensors`, of module paths, scales, shapes and some values of the
-    weights, and of whether that of an embedding acts on the LM head too. The order of modules
-    counts. It waits for the device to compute these values.
+    They are a digest, see `digest_sampled_values`, of module paths, scales, shapes and some values
+    of the weights, and of whether that of an embedding acts on the LM head too. The order of
+    modules counts. It waits for the device to compute these values.
     """
     pairs = (
         (f"{path} {one.scale}" + ("" if one.acts_on_head else " embeds"), array)
         for path, one in lora.items()
         for array in one.arrays
     )
-    return digest_tensors(pairs) if lora else None
+    return digest_sampled_values(pairs) if lora else None
 
 
 def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
@@ -164,7 +172,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     streams = adapter if isinstance(adapter, StreamAdapter) else None
     if streams is not None:
         check_base(streams, backbone)
-    base = backbone.base()
+    base = backbone.without_adapter()
     lora = match_lora_to_model(adapter, base)
     if streams is not None:
         check_lora(base.model, streams.stream_lora, Path("the adapter"), LINEARS)
@@ -175,7 +183,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     every_row = RowScope(0)
     replaced = attach_lora(model, lora, every_row, merge=merge_lora, dtype=dtype)
     dropped = []
-    if merge_lora and backbone.reload is not None:
+    if merge_lora and backbone.origin.reload is not None:
         dropped = [path for path, layer in replaced.items() if is_mergeable(layer, lora[path])]
     scope = every_row
     if streams is not None and streams.config.adapter_scope == "streams":
@@ -223,11 +231,11 @@ def swap_adapter(
     if adapter == AUTO_ADAPTER:
         _, adapter = default_adapter(model) or ("", None)
     if isinstance(adapter, str | Path):
-        own = model.backbone
+        own = model.backbone.origin
         folder = resolve_adapter(adapter, Fetch(cache_dir=own.cache_dir, offline=own.offline))
         adapter = None if folder is None else load_adapter(folder)
     if adapter is None:
-        return StreamFusedModel(model.backbone.base())
+        return StreamFusedModel(model.backbone.without_adapter())
     return attach_adapter(model.backbone, adapter, merge_lora=merge_lora)
 
 
@@ -264,8 +272,8 @@ def default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
         Its name and its folder, which is not loaded; None where there is none.
     """
     backbone = model.backbone
-    found = find_runs(backbone.folder, backbone.name)
-    log_outdated_adapter(found, backbone.name)
+    found = find_runs(backbone.origin.folder, backbone.origin.name)
+    log_outdated_adapter(found, backbone.origin.name)
     names = [found.chosen.name] if found.chosen else []
     fitting = adapters_for(model)
     return next(

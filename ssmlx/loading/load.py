@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, quoted, require
 from ..json_files import read_json
 from ..model import opt
-from ..model.backbone import Backbone
+from ..model.backbone import Backbone, Origin
 from ..model.lm_head import PACKED_KINDS
 from ..model.ranks import Group, shard_over_ranks
 from ..model.streams import StreamFusedModel
@@ -243,7 +244,11 @@ def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
 
 
 def load_base(
-    path: Path, dtype: str = "auto", draft_head: str = "stored", group: Group | None = None
+    path: Path,
+    dtype: str = "auto",
+    draft_head: str = "stored",
+    group: Group | None = None,
+    origin: Origin | None = None,
 ) -> tuple[Backbone, dict[str, Any]]:
     """Load a model folder of mlx-lm's or Hugging Face's layout, without an adapter.
 
@@ -252,6 +257,7 @@ def load_base(
         dtype: of the weights, one of `DTYPES`.
         draft_head: weights of the draft head, one of `DRAFT_HEADS`.
         group: processes that share the model; None, or one process, for no sharing.
+        origin: the model's name, and what is known of fetching; folder and `reload` are set here.
 
     Returns:
         The backbone, its weights evaluated, and the folder's config.json. The backbone can read its
@@ -265,9 +271,8 @@ def load_base(
     failure = f"{path} cannot be loaded as a model"
     model, config = load_weights(path, dtype, failure, group=group)
     reload = partial(reload_modules, path, dtype, group)
-    backbone = Backbone(model, reload, draft_bits, group)
-    backbone.folder = path
-    return backbone, config
+    origin = replace(origin or Origin(), folder=path, reload=reload)
+    return Backbone(model, origin, draft_bits, group), config
 
 
 def reload_modules(
@@ -415,10 +420,8 @@ def load(
     if not is_named and (path / CONFIG_FILE).exists():
         folder = path
     loaded = load_adapter(folder) if folder is not None else None
-    backbone, config = load_base(path, dtype, draft_head, group)
-    backbone.name = str(model)
-    backbone.cache_dir = cache_dir
-    backbone.offline = offline
+    origin = Origin(name=str(model), cache_dir=cache_dir, offline=offline)
+    backbone, config = load_base(path, dtype, draft_head, group, origin)
     tokenizer = load_tokenizer(path, config)
     if loaded is None:
         base = StreamFusedModel(backbone)

@@ -74,9 +74,9 @@ def _family(backbone: Backbone) -> str:
 
 def _names_of(backbone: Backbone) -> list[str]:
     """What a model is called: as it was loaded, by its folder, and by a Hub cache's repository."""
-    names = [Path(backbone.name).name]
-    if backbone.folder is not None:
-        folder = backbone.folder.resolve()
+    names = [Path(backbone.origin.name).name]
+    if backbone.origin.folder is not None:
+        folder = backbone.origin.folder.resolve()
         names.append(folder.name)
         if folder.parent.name == "snapshots":
             names.append(folder.parent.parent.name)
@@ -93,12 +93,12 @@ def local_head(backbone: Backbone) -> LocalHead | None:
     Args:
         backbone: as `load_base` returns it; it says where the Hub's cache is.
     """
-    if _family(backbone) in OWN_HEAD_FAMILIES and _has_own_head(backbone.folder):
+    if _family(backbone) in OWN_HEAD_FAMILIES and _has_own_head(backbone.origin.folder):
         return LocalHead(OWN_HEAD, None)
     rows = known_heads(backbone)
     if len(rows) != 1:
         return None
-    fetch = Fetch(cache_dir=backbone.cache_dir, offline=True)
+    fetch = Fetch(cache_dir=backbone.origin.cache_dir, offline=True)
     for name in rows[0].repositories:
         folder = find_in_hub_cache(name, fetch)
         if folder is not None:

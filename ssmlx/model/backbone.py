@@ -11,6 +11,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,26 +27,46 @@ from .capabilities import Capabilities, Reason
 from .capability_checks import (
     CHECK_TOKENS,
     check_stages,
+    hook_and_try_tree_masks,
     try_batches,
     try_chains,
     try_last_hidden,
-    try_tree_masks,
 )
-from .family import cannot_draft_error, find_parts_without_stages, model_type
+from .family import cannot_draft_error, find_available_parts, model_type
 from .final_norm import hook_final_norm, noting_norm_inputs
-from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_tensors
-from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_weights, row_weights, select_rows
+from .identity import NORM_PROBE_LENGTH, BaseIdentity, digest_sampled_values
+from .lm_head import HEAD_KINDS, LMHead, head_layer, quantise_if_possible, row_weights, select_rows
 from .modules import clone_sharing_arrays, module_arrays
 from .ranks import Group, from_rank0
 from .recurrent import hook_recurrences
 from .shapes import to_float, to_list
-from .stages import Stages, Tapped, make_ropes_take_positions
+from .stages import LayerInputs, Stages, make_ropes_take_positions
 from .state_cache import StateCache
 
 _log = logging.getLogger("ssmlx")
 
 Reload = Callable[[Collection[str]], dict[str, nn.Module]]
 """Reads modules from the base model's files: their paths, to the modules by path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a base model came from, and what is fetched or read for it later.
+
+    Attributes:
+        name: what the model is called: a name or a folder, as it was given.
+        folder: where its weights were read; None where they were read from no folder.
+        reload: reads modules once more as the model was loaded. Where it is None, weights that an
+            adapter is merged into are kept beside the merged ones.
+        cache_dir: the folder that was given to keep things in; None for the user's cache folder.
+        offline: whether nothing may be fetched.
+    """
+
+    name: str = "this model"
+    folder: Path | None = None
+    reload: Reload | None = None
+    cache_dir: str | Path | None = None
+    offline: bool = False
 
 
 class Backbone(Stages):
@@ -57,8 +78,7 @@ class Backbone(Stages):
     Args:
         model: as `mlx_lm.load` returns it. Its layers' rotary embeddings are wrapped in place; the
             model itself works as before.
-        reload: reads modules, given by path, once more as the model was loaded. Without it,
-            weights that an adapter is merged into are kept beside the merged ones.
+        origin: where it came from; unknown unless given.
         draft_bits: bits to quantise the weights of `draft_head` to, where the head's own are not
             quantised; None leaves them as they are.
         group: the ranks that the model is split over, as `ranks.shard_over_ranks` does it.
@@ -68,19 +88,11 @@ class Backbone(Stages):
 
     Attributes:
         replaced: the base model's modules that an attached adapter's LoRA stands in for, by path;
-            None for those that `reload` gives.
-        name: what the model is called: a name or a folder, as it was given.
-        cache_dir: the folder that was given to keep things in; None for the user's cache folder.
-        offline: whether nothing may be fetched.
-        folder: where its weights were read, if they were.
+            None for those that `origin.reload` gives.
         kept_with_weights: what others keep for as long as these weights are in memory, by name,
             such as a head that drafts; shared by all copies of the backbone.
     """
 
-    name: str = "this model"
-    cache_dir: str | Path | None = None
-    offline: bool = False
-    folder: Path | None = None
     _no_stages: Reason = None
     _no_chains: Reason = None
     _no_last_hidden: Reason = None
@@ -90,7 +102,7 @@ class Backbone(Stages):
     def __init__(
         self,
         model: nn.Module,
-        reload: Reload | None = None,
+        origin: Origin | None = None,
         draft_bits: int | None = None,
         group: Group | None = None,
     ) -> None:
@@ -100,7 +112,7 @@ class Backbone(Stages):
         Computes the model's arrays. Rotary embeddings are wrapped, and left as they were where the
         stages fail. InputError where the model does not run by its own call either.
         """
-        self.reload = reload
+        self.origin = origin or Origin()
         self.draft_bits = draft_bits
         self.group = group
         self.replaced: Mapping[str, nn.Module | None] = {}
@@ -119,7 +131,7 @@ class Backbone(Stages):
                 error = cannot_draft_error(
                     model, f"its layers cannot be run one by one ({first_line(error)})"
                 )
-            self._run_whole(error.found)
+            self._switch_to_own_call(error.found)
 
     def clone_sharing_weights(self) -> Backbone:
         """A backbone with copies of the model's modules, on the very same arrays.
@@ -134,7 +146,7 @@ class Backbone(Stages):
     def refresh_parts(self) -> None:
         """Find the parts of `model` again, after some of its modules were exchanged.
 
-        As `Stages.refresh_parts`; of a model without stages, what `find_parts_without_stages`
+        As `Stages.refresh_parts`; of a model without stages, what `find_available_parts`
         finds.
 
         Raises:
@@ -143,12 +155,12 @@ class Backbone(Stages):
         if self._no_stages is None:
             super().refresh_parts()
         else:
-            self.parts = find_parts_without_stages(self.model, self.vocab_size)
+            self.parts = find_available_parts(self.model, self.vocab_size)
 
-    def base(self) -> Backbone:
+    def without_adapter(self) -> Backbone:
         """The base model, without the LoRA of the adapter that is attached.
 
-        Modules that are not in memory any more are read from the model's files, by `reload`.
+        Modules that are not in memory any more are read from the model's files.
 
         Returns:
             A copy on the same arrays that has the replaced modules again, and `replaced` empty;
@@ -160,7 +172,8 @@ class Backbone(Stages):
         if not self.replaced:
             return self
         dropped = [path for path, module in self.replaced.items() if module is None]
-        read = self.reload(dropped) if dropped and self.reload is not None else {}
+        reload = self.origin.reload
+        read = reload(dropped) if dropped and reload is not None else {}
         base = self.clone_sharing_weights()
         base.model.update_modules(tree_unflatten([*self.replaced_in_memory.items(), *read.items()]))
         base.refresh_parts()
@@ -169,7 +182,9 @@ class Backbone(Stages):
 
     @property
     def replaced_in_memory(self) -> dict[str, nn.Module]:
-        """Those of `replaced` that are kept in memory, by path; `reload` reads the others."""
+        """Those of `replaced` that are kept in memory, by path; `origin.reload` reads the
+        others.
+        """
         return {path: module for path, module in self.replaced.items() if module is not None}
 
     @property
@@ -191,13 +206,15 @@ class Backbone(Stages):
 
     @cached_property
     def digest(self) -> str:
-        """32 hexadecimal digits of the model's settings and weights, see `digest_tensors`.
+        """32 hexadecimal digits of the model's settings and weights, see `digest_sampled_values`.
 
         Keys and values are reused under it, computed once and kept. Ask for it before an adapter
         changes layers: it is to be the base model's.
         """
         settings = json.dumps(getattr(self.args, "__dict__", {}), sort_keys=True, default=str)
-        return digest_tensors([(settings, mx.array(0)), *tree_flatten(self.model.parameters())])
+        return digest_sampled_values(
+            [(settings, mx.array(0)), *tree_flatten(self.model.parameters())]
+        )
 
     @property
     def context_length(self) -> int | None:
@@ -210,7 +227,9 @@ class Backbone(Stages):
         weight: mx.array = getattr(self.final_norm, "weight", mx.zeros(0))
         return weight
 
-    def append(self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None) -> mx.array:
+    def append(
+        self, tokens: mx.array, cache: TreeCache, tapped: LayerInputs | None = None
+    ) -> mx.array:
         """Run tokens through the model and commit them to the cache, as `Stages.append`.
 
         Of a model without stages the cache is a `StateCache`, and what is returned are logits
@@ -232,16 +251,17 @@ class Backbone(Stages):
         """
         if not isinstance(cache, StateCache):
             return super().append(tokens, cache, tapped)
-        return self._call_whole(cache.append, tokens, tapped)
+        return self._logits_of_own_call(cache.append, tokens, tapped)
 
     def verify_chain(
-        self, tokens: mx.array, cache: StateCache, tapped: Tapped | None = None
+        self, tokens: mx.array, cache: StateCache, tapped: LayerInputs | None = None
     ) -> mx.array:
         """Run drafted tokens through a model without stages, one behind the other.
 
         Args:
             tokens: [R], two or more: the newest token and what was drafted behind it.
-            cache: of the tokens before them. `StateCache.advance` says how many of them stay.
+            cache: of the tokens before them. `StateCache.commit_accepted` says how many of them
+            stay.
             tapped: as `append` takes it.
 
         Returns:
@@ -250,18 +270,18 @@ class Backbone(Stages):
         Raises:
             InputError: as `append`.
         """
-        return self._call_whole(cache.verify, tokens, tapped)
+        return self._logits_of_own_call(cache.verify, tokens, tapped)
 
-    def _call_whole(
+    def _logits_of_own_call(
         self,
-        run: Callable[[Any, mx.array], mx.array],
+        append_or_verify: Callable[[Any, mx.array], mx.array],
         tokens: mx.array,
-        tapped: Tapped | None,
+        tapped: LayerInputs | None,
     ) -> mx.array:
         """Run tokens through a model without stages, and note what enters its final norm.
 
         Args:
-            run: a cache's `append` or `verify`.
+            append_or_verify: that method of the cache, which runs the model.
             tokens: [R].
             tapped: as `append` takes it.
 
@@ -269,14 +289,14 @@ class Backbone(Stages):
             [1, R, V] logits.
         """
         if not tapped:
-            return run(self.parts.outer, tokens)
+            return append_or_verify(self.parts.outer, tokens)
         last = len(self.layers)
         if set(tapped) == {last}:
             self.capabilities.require("last_hidden", "hidden states before the final norm")
         else:
             self.capabilities.require("taps", "hidden states between layers")
         with noting_norm_inputs() as found:
-            logits = run(self.parts.outer, tokens)
+            logits = append_or_verify(self.parts.outer, tokens)
         tapped[last] = found[0]
         return logits
 
@@ -312,10 +332,10 @@ class Backbone(Stages):
             InputError: the model's LM head has no row for each token.
         """
         layer = head_layer(self.lm_head)
-        self._require_rows(layer, "a draft vocabulary")
+        self._require_row_per_token(layer, "a draft vocabulary")
         rows = select_rows(layer, tokens)
         if self.draft_bits is not None:
-            rows = quantise_weights(rows, self.draft_bits)
+            rows = quantise_if_possible(rows, self.draft_bits)
         mx.eval(rows.parameters())
         return self._head_with_layer(rows)
 
@@ -332,7 +352,7 @@ class Backbone(Stages):
             InputError: the model's LM head has no row for each token.
         """
         layer = head_layer(self.lm_head)
-        self._require_rows(layer, "a condition")
+        self._require_row_per_token(layer, "a condition")
         return row_weights(layer, tokens)
 
     @cached_property
@@ -380,9 +400,10 @@ class Backbone(Stages):
     def takes_tree_masks(self) -> bool:
         """Whether every layer's attention takes a `metal.TreeMask`; tried when first asked for.
 
-        The attention function of the layers' modules is replaced for it, see `try_tree_masks`.
+        The attention function of the layers' modules is replaced for it, see
+        `hook_and_try_tree_masks`.
         """
-        return try_tree_masks(self)
+        return hook_and_try_tree_masks(self)
 
     @cached_property
     def _no_batches(self) -> Reason:
@@ -393,19 +414,19 @@ class Backbone(Stages):
         """[1, 1, D] of the shape and type of hidden states; zeros of a model without stages."""
         return super()._embed_one_token() if self._no_stages is None else self._hidden_like
 
-    def _run_whole(self, why: str) -> None:
+    def _switch_to_own_call(self, why_no_stages: str) -> None:
         """Make this a backbone without stages, which runs the model by its own call alone.
 
         The call is tried on a few tokens. Sets `parts`, the shape and dtype of hidden states, and
         the reasons that `capabilities` gives.
 
         Args:
-            why: what keeps the model's layers from running one by one.
+            why_no_stages: what keeps the model's layers from running one by one.
 
         Raises:
             InputError: the model does not run by its own call either.
         """
-        self.parts = find_parts_without_stages(self.model, 0)
+        self.parts = find_available_parts(self.model, 0)
         outer = self.parts.outer
         if self.final_norm is not None:
             hook_final_norm(self.final_norm)
@@ -422,13 +443,13 @@ class Backbone(Stages):
                 do="compare its config.json with the original's, mend MLX's installation where it "
                 "could not compile a kernel, or use another model",
             ) from error
-        self.parts = find_parts_without_stages(self.model, int(logits.shape[-1]))
-        self._no_stages = why
+        self.parts = find_available_parts(self.model, int(logits.shape[-1]))
+        self._no_stages = why_no_stages
         self._no_last_hidden = try_last_hidden(self, norm_inputs, logits)
         hook_recurrences(self.model)
         self._no_chains = try_chains(self.model, self.make_model_cache, logits.dtype)
 
-    def _require_rows(self, layer: Any, user: str) -> None:
+    def _require_row_per_token(self, layer: Any, user: str) -> None:
         """Check that an LM head's layer is of `HEAD_KINDS`, which have a row for each token.
 
         Args:

@@ -2,9 +2,9 @@
 
 Each layer keeps its state itself (`layer_state`); a cache knows which tokens are committed, and
 which paths are not counted yet. A step's rows (tree nodes, and in the upper layers the streams)
-are written before the committed tokens. `commit` takes the accepted path's rows, a handful, and
-`advance` writes them behind the committed ones. Nothing else is ever moved: the rows that were
-not accepted, and all stream rows, are simply overwritten by the next step.
+are written before the committed tokens. `hold_accepted_path` copies the accepted path's rows, a
+handful, and `commit_accepted` writes them behind the committed ones. Nothing else is ever moved:
+the rows that were not accepted, and all stream rows, are simply overwritten by the next step.
 
 How many rows of a path count is known to the device at once and to the host when it has read the
 result. A step may be built before that: it sees the path's rows between its own and the committed
@@ -23,7 +23,6 @@ import mlx.core as mx
 
 from .layer_state import (
     AttentionState,
-    LayerState,
     LayerView,
     PathIndices,
     Rows,
@@ -32,13 +31,13 @@ from .layer_state import (
     drop_rows,
     split_key_values,
 )
-from .masks import SINKS, StepMasks
+from .masks import SINKS, StepMasks, WindowKeys
 from .rope import Positions
 from .shapes import expect_shape, indices
 
 
 @dataclass(eq=False)
-class Path:
+class AcceptedPath:
     """The rows of an accepted path in every layer: kept, and not yet written behind the committed
     tokens.
     """
@@ -76,8 +75,8 @@ class RowsCache:
         self.scratch = scratch
         self.capacity = 0
         self._offset = 0
-        self._states: dict[int, LayerState] = {n: AttentionState(scratch, 0) for n in layers}
-        self._paths: list[Path] = []
+        self._states: dict[int, AttentionState] = {n: AttentionState(scratch, 0) for n in layers}
+        self._paths: list[AcceptedPath] = []
         self.lower_masks = StepMasks()
         self.upper_masks = StepMasks()
 
@@ -103,28 +102,28 @@ class RowsCache:
         """The position behind the committed tokens."""
         return self._skipped + self._offset
 
-    def key_positions(self, own: mx.array, window: int) -> tuple[mx.array, int]:
+    def keys_in_window(self, row_positions: mx.array, window: int) -> WindowKeys:
         """The positions in the text of the keys that attention reads in a layer with a window.
 
         Args:
-            own: [R] positions of the step's rows, none before `end`.
+            row_positions: [R] of the step's rows, none before `end`.
             window: W, tokens that the layer sees, a row's own among them.
 
         Returns:
-            [keys] int positions: of the step's rows, of all rows of each uncounted path, and of the
-            committed tokens that are not left out. And how many of the first committed tokens that
-            the cache holds are left out, because the window hides them from every row.
+            The positions of the step's rows, of all rows of each uncounted path, and of the
+            committed tokens that are not left out, in this order; and how many of the first
+            committed tokens are left out, because the window hides them from every row.
         """
         first = max(0, self.end + 1 - window)
         start = mx.array([self.end])
-        columns = [own]
+        columns = [row_positions]
         dropped = first if first <= SINKS else max(SINKS, first - self._skipped)
         for path in self._paths:
             columns.append(start + indices(path.length))
             start = start + path.count
         held = mx.arange(dropped, self._offset)
         columns.append(mx.where(held < SINKS, held, held + self._skipped))
-        return mx.concatenate(columns), dropped
+        return WindowKeys(mx.concatenate(columns), dropped)
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +155,7 @@ class RowsCache:
             positions, self._offset, [path.rows[layer] for path in self._paths], map_values
         )
 
-    def _grow(self, scratch: int, capacity: int) -> None:
+    def _grow_buffers(self, scratch: int, capacity: int) -> None:
         """Give every layer room for `scratch` rows of a step and `capacity` committed tokens.
 
         Neither may become less. Does nothing where both are as they were.
@@ -168,13 +167,13 @@ class RowsCache:
         self.scratch = scratch
         self.capacity = capacity
 
-    def _append_path(self, path: Path) -> None:
+    def _write_path(self, path: AcceptedPath) -> None:
         """Write all rows of a path behind the committed tokens, in every layer.
 
         `offset` grows by the path's `num_tokens`, and not at all where that is None.
         """
         for layer, state in self._states.items():
-            state.commit(path.rows[layer], self._offset)
+            state.write_path(path.rows[layer], self._offset)
         self._offset += path.num_tokens or 0
 
 
@@ -186,28 +185,24 @@ class TreeCache(RowsCache):
         scratch: S, the most rows that a step will have, paths of the step before included; it grows
             when a step needs more.
         step: how many tokens the room for committed ones grows by.
-
-    Attributes:
-        takes_trees: whether a step's rows may be a tree, and a step be built behind a path that
-            the host has not read; else they are a chain behind committed tokens.
     """
-
-    takes_trees = True
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
         super().__init__(range(num_layers), scratch)
         self._step = step
 
     @property
-    def length(self) -> mx.array:
-        """[1] tokens before the next step's root: the committed ones and those of `paths`."""
-        length = mx.array([self._offset], mx.int32)
+    def root_position(self) -> mx.array:
+        """[1] int, not waited for: tokens before the next step's root, the committed ones and
+        those of `paths` that count.
+        """
+        position = mx.array([self._offset], mx.int32)
         for path in self._paths:
-            length = length + path.count
-        return length
+            position = position + path.count
+        return position
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[AcceptedPath, ...]:
         """Accepted paths that are not counted yet, the oldest first."""
         return tuple(self._paths)
 
@@ -217,8 +212,8 @@ class TreeCache(RowsCache):
         kept = [array for state in self._states.values() for array in state.arrays]
         return kept + [array for path in self._paths for rows in path.rows for array in rows]
 
-    def reserve(self, *, tokens: int, scratch: int = 0) -> None:
-        """Make room for `tokens` more committed tokens and a step of `scratch` rows.
+    def reserve(self, *, more_tokens: int, step_rows: int = 0) -> None:
+        """Make room for `more_tokens` beside the committed ones, and a step of `step_rows` rows.
 
         Room for all rows of paths that are not counted yet is made beside both. The room for
         committed tokens grows to a multiple of `step`, that for a step to what is needed; neither
@@ -226,10 +221,10 @@ class TreeCache(RowsCache):
         """
         uncounted = sum(path.length for path in self._paths)
         capacity = self.capacity
-        needed = self._offset + tokens + uncounted
+        needed = self._offset + more_tokens + uncounted
         if needed > capacity:
             capacity = -(-needed // self._step) * self._step
-        self._grow(max(scratch + uncounted, self.scratch), capacity)
+        self._grow_buffers(max(step_rows + uncounted, self.scratch), capacity)
 
     def drop_paths(self) -> None:
         """Forget the accepted paths that are not counted yet: they are of a step that was
@@ -243,15 +238,15 @@ class TreeCache(RowsCache):
             ValueError: there are paths that are not counted yet, which would come before them.
         """
         if self._paths:
-            raise ValueError("there are uncounted paths: advance, or drop_paths first")
+            raise ValueError("there are uncounted paths: commit_accepted, or drop_paths first")
         return self._states[layer].append_view(self._offset)
 
-    def commit(
+    def hold_accepted_path(
         self, lower_path: mx.array, upper_path: mx.array, split: int, count: mx.array
     ) -> None:
-        """Keep the rows of an accepted path, which `advance` writes behind the committed tokens.
+        """Copy the rows of an accepted path aside, until `commit_accepted` makes them text.
 
-        The path is the newest of `paths` then; `offset` stays as it is.
+        The path is the newest of `paths` then; `offset` stays as it is. Nothing is computed yet.
 
         Pruning numbers the nodes anew half-way up, so the same path has two sets of indices.
 
@@ -267,32 +262,35 @@ class TreeCache(RowsCache):
         expect_shape("upper path", upper_path, lower_path.shape[0])
         known: PathIndices = {}
         rows = [
-            state.gather_path(lower_path if layer < split else upper_path, count, known)
+            state.copy_path_rows(lower_path if layer < split else upper_path, known)
             for layer, state in self._states.items()
         ]
-        self._paths.append(Path(rows, count, lower_path.shape[0]))
+        self._paths.append(AcceptedPath(rows, count, lower_path.shape[0]))
 
-    def advance(self, num_tokens: int) -> None:
+    def commit_accepted(self, num_tokens: int) -> None:
         """Commit the first `num_tokens` rows of the oldest path, and take it off `paths`.
-
-        Where there is no path, those that were written through `append_view` are committed.
 
         What it writes must not be evaluated together with a step that was built before: that
         one still reads the buffers. The next step's evaluation does it.
 
         Raises:
-            ValueError: there is no room for so many tokens; nothing is changed then.
+            ValueError: there is no path, or no room for so many tokens; nothing is changed then.
         """
-        if self._offset + num_tokens > self.capacity:
-            raise ValueError(
-                f"{self._offset + num_tokens} tokens in a cache with room for {self.capacity}"
-            )
-        if self._paths:
-            path = self._paths.pop(0)
-            path.num_tokens = num_tokens
-            self._append_path(path)
-        else:
-            self._offset += num_tokens
+        if not self._paths:
+            raise ValueError("no accepted path waits to be committed")
+        self._require_room(num_tokens)
+        path = self._paths.pop(0)
+        path.num_tokens = num_tokens
+        self._write_path(path)
+
+    def commit_appended(self, num_tokens: int) -> None:
+        """Commit `num_tokens` tokens that every layer wrote through its `append_view`.
+
+        Raises:
+            ValueError: there is no room for so many; nothing is changed then.
+        """
+        self._require_room(num_tokens)
+        self._offset += num_tokens
 
     def snapshot(self) -> TreeCache:
         """Make a copy of what the cache holds now, to `restore` should the next step not be run.
@@ -332,7 +330,7 @@ class TreeCache(RowsCache):
         Returns:
             By layer, for all layers or those given: slices of the cache's buffers.
         """
-        return [self._states[layer].committed(num_tokens) for layer in layers or self.layers]
+        return [self._states[layer].first_rows(num_tokens) for layer in layers or self.layers]
 
     def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
         """What one layer's attention keeps of the committed tokens, for others to read.
@@ -369,15 +367,11 @@ class TreeCache(RowsCache):
         fork._offset = num_tokens
         return fork
 
-    def longest_trim(self, num_tokens: int) -> int:
-        """The most of the first `num_tokens` committed tokens that `trim` can keep.
+    def longest_keepable(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` committed tokens `keep_first` can keep: all."""
+        return num_tokens
 
-        `num_tokens` itself for attention; 0 where a model's own cache cannot be cut back there.
-        """
-        found = [state.longest_trim(num_tokens, self._offset) for state in self._states.values()]
-        return min(found, default=num_tokens)
-
-    def trim(self, num_tokens: int) -> None:
+    def keep_first(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens, and every uncounted path.
 
         Raises:
@@ -385,10 +379,14 @@ class TreeCache(RowsCache):
         """
         if not 0 <= num_tokens <= self._offset:
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
-        for state in self._states.values():
-            state.trim(num_tokens, self._offset)
         self.drop_paths()
         self._offset = num_tokens
+
+    def _require_room(self, num_tokens: int) -> None:
+        """Raise ValueError where `num_tokens` more would be more tokens than `capacity`."""
+        total = self._offset + num_tokens
+        if total > self.capacity:
+            raise ValueError(f"{total} tokens in a cache with room for {self.capacity}")
 
 
 class StreamCache(RowsCache):
@@ -404,23 +402,25 @@ class StreamCache(RowsCache):
     when it begins to follow, when the window moves, or when it has not followed for a while.
     """
 
-    def follow_tree_cache(self, cache: TreeCache, num_streams: int, first: int = 0) -> None:
+    def catch_up_with_tree_cache(
+        self, cache: TreeCache, num_streams: int, first_visible: int = 0
+    ) -> None:
         """Take over the committed tokens of `cache`, and its uncounted paths.
 
         Where all that `cache` has committed is held here, or in the paths of the call before, only
-        those paths are written. Else, and where `first` has moved or more scratch rows are needed,
-        the committed rows of this cache's layers are copied anew, but for those from the first
-        `SINKS` up to `first`.
+        those paths are written. Else, and where `first_visible` has moved or more scratch rows are
+        needed, the committed rows of this cache's layers are copied anew, but for those from the
+        first `SINKS` up to `first_visible`.
 
         Args:
-            cache: of the same text, after `commit` of a step: its newest path ends with the
-                streams' node. It stays as it is.
+            cache: of the same text, after `hold_accepted_path` of a step: its newest path ends with
+                the streams' node. It stays as it is.
             num_streams: G, the stream rows that the second pass will have.
-            first: number of the first token behind the sinks that the streams see.
+            first_visible: number of the first token behind the sinks that the streams see.
         """
         known = [path for path in self._paths if path.num_tokens is not None]
         held = self._skipped + self._offset + sum(path.num_tokens or 0 for path in known)
-        skipped = max(0, first - SINKS)
+        skipped = max(0, first_visible - SINKS)
         scratch = num_streams + sum(path.length for path in cache.paths)
         as_before = held == cache.offset and skipped == self._skipped and self.capacity > 0
         if not as_before or scratch > self.scratch:
@@ -434,7 +434,7 @@ class StreamCache(RowsCache):
                 self._states[layer] = AttentionState.of(kept)
                 self._states[layer].grow(self.scratch, self.capacity)
         else:
-            self._grow(self.scratch, max(self.capacity, cache.capacity - skipped))
+            self._grow_buffers(self.scratch, max(self.capacity, cache.capacity - skipped))
             for path in known:
-                self._append_path(path)
+                self._write_path(path)
         self._paths = list(cache.paths)

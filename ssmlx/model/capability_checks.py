@@ -39,8 +39,8 @@ def check_stages(stages: Stages) -> None:
     the other half run as the rows of one step. The model stays as it is. Waits for the device.
 
     Raises:
-        InputError: some logits differ by more than rounding in float32 explains, see `_difference`.
-            What the model's class raises is not caught.
+        InputError: some logits differ by more than rounding in float32 explains, see
+            `_unexplained_difference`. What the model's class raises is not caught.
     """
     tried = _float32_with_short_windows(stages)
     longest = max(window or 0 for window in tried.windows)
@@ -51,7 +51,7 @@ def check_stages(stages: Stages) -> None:
     calls = mx.split(tokens, range(first, tokens.size) if longest else [first])
     staged = chain_logits(tried, tokens, num_appended=first)
     own = mx.concatenate([tried.parts.outer(call[None], cache=caches)[0] for call in calls])
-    difference = _difference(staged, own, tried.dtype)
+    difference = _unexplained_difference(staged, own, tried.dtype)
     if difference is not None:
         raise cannot_draft_error(
             stages.model,
@@ -60,7 +60,7 @@ def check_stages(stages: Stages) -> None:
         )
 
 
-def try_tree_masks(stages: Stages) -> bool:
+def hook_and_try_tree_masks(stages: Stages) -> bool:
     """Find out by a few tokens whether every layer's attention takes a `metal.TreeMask`.
 
     The attention function of their modules is replaced for it, for good, where `metal.hook_layers`
@@ -84,7 +84,7 @@ def try_tree_masks(stages: Stages) -> bool:
         raise
     except (TypeError, ValueError, AttributeError):
         return False
-    return _difference(logits, expected, stages.dtype) is None
+    return _unexplained_difference(logits, expected, stages.dtype) is None
 
 
 def try_batches(stages: Stages) -> Reason:
@@ -106,7 +106,7 @@ def try_batches(stages: Stages) -> Reason:
         calls = mx.split(rows, [first, rows.shape[1] - 1], axis=1)
         both = [tried.parts.outer(call, cache=caches)[:, -1] for call in calls][-1]
         alone = [chain_logits(tried, text)[-1] for text in (tokens, tokens[first:])]
-        difference = _difference(both, mx.stack(alone), tried.dtype)
+        difference = _unexplained_difference(both, mx.stack(alone), tried.dtype)
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         return f"texts of different lengths cannot share a call ({first_line(error)})"
     if difference is None:
@@ -136,7 +136,7 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
         None where tokens can be taken back.
     """
     tried: Any = clone_sharing_arrays(model)
-    _make_embeddings_float32(tried)
+    _let_embeddings_return_float32(tried)
     tokens = mx.array(CHECK_TOKENS)
     wrong = mx.array(_WRONG_TOKENS)
     cache = StateCache(make_caches)
@@ -147,12 +147,14 @@ def try_chains(model: nn.Module, make_caches: Callable[[], list[Any]], dtype: mx
             right = tokens[cache.offset : cache.offset + num_accepted]
             chain = mx.concatenate([right, wrong])[:num_rows]
             found.append(cache.verify(tried, chain)[:, :num_accepted])
-            cache.advance(num_accepted)
+            cache.commit_accepted(num_accepted)
         found.append(cache.append(tried, tokens[cache.offset :]))
         logits = mx.concatenate(found, axis=1)
         # A model may rule tokens out: minus infinity in both.
         known = mx.isfinite(expected) | (logits != expected)
-        difference = _difference(mx.where(known, logits, 0), mx.where(known, expected, 0), dtype)
+        difference = _unexplained_difference(
+            mx.where(known, logits, 0), mx.where(known, expected, 0), dtype
+        )
     except Exception as error:  # a class of mlx-lm's raises many kinds
         return cannot_draft_error(model, first_line(error)).found
     if difference is None:
@@ -180,7 +182,7 @@ def try_last_hidden(stages: Stages, norm_inputs: list[mx.array], logits: mx.arra
             why = f"its final norm runs {len(norm_inputs)} times in a call"
         else:
             own = stages.lm_head(stages.final_norm(norm_inputs[0][:, -1:]))
-            difference = _difference(own, logits[:, -1:], logits.dtype)
+            difference = _unexplained_difference(own, logits[:, -1:], logits.dtype)
             if difference is None:
                 return None
             why = f"final norm and head give logits that differ by {difference:.3g} from its own"
@@ -243,11 +245,11 @@ def _float32_with_short_windows(stages: Stages) -> Stages:
             for name in WINDOW_NAMES:
                 if isinstance(getattr(holder, name, None), int):
                     setattr(holder, name, _CHECK_WINDOW)
-    _make_embeddings_float32(twin)
+    _let_embeddings_return_float32(twin)
     return Stages(twin)
 
 
-def _make_embeddings_float32(model: nn.Module) -> None:
+def _let_embeddings_return_float32(model: nn.Module) -> None:
     """Let all embeddings of a model return float32; each gets another class, in place."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
@@ -262,7 +264,7 @@ def _embed_in_float32(self: Any, tokens: mx.array) -> mx.array:
     return embedded.astype(mx.float32)
 
 
-def _difference(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> float | None:
+def _unexplained_difference(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> float | None:
     """The largest difference between two arrays of logits of one shape.
 
     None where rounding explains it: up to a thousandth of the largest expected logit's size (or of

@@ -68,8 +68,8 @@ def find_parts(model: nn.Module) -> Parts:
             layer keeps a state from which rejected tokens cannot be taken back.
     """
     outer = language_model(model)
-    decoder = _find_decoder(model)
-    norm_name = _find_norm_name(model, decoder)
+    decoder = _find_decoder_or_raise(model)
+    norm_name = _find_norm_name_or_raise(model, decoder)
     args = settings_of(outer)
     layers = list(model.layers)
     caches = make_prompt_cache(outer)
@@ -87,8 +87,8 @@ def find_parts(model: nn.Module) -> Parts:
     )
 
 
-def find_parts_without_stages(model: nn.Module, vocab_size: int) -> Parts:
-    """Find what is needed of a model that runs by its own call alone; refuses none.
+def find_available_parts(model: nn.Module, vocab_size: int) -> Parts:
+    """Find the parts that a model which runs by its own call has; what it lacks is None or empty.
 
     Args:
         model: as `mlx_lm.load` returns it.
@@ -105,8 +105,8 @@ def find_parts_without_stages(model: nn.Module, vocab_size: int) -> Parts:
     final_norm = None
     norm_name = ""
     try:
-        decoder = _find_decoder(model)
-        norm_name = _find_norm_name(model, decoder)
+        decoder = _find_decoder_or_raise(model)
+        norm_name = _find_norm_name_or_raise(model, decoder)
         int(args.vocab_size)
         final_norm = getattr(decoder, norm_name)
     except (InputError, AttributeError, TypeError, ValueError):
@@ -153,7 +153,7 @@ def language_model(model: nn.Module) -> Any:
     return getattr(model, "language_model", model)
 
 
-def _find_decoder(model: nn.Module) -> Any:
+def _find_decoder_or_raise(model: nn.Module) -> Any:
     """Find the module of a model that has token embedding, layers and final norm.
 
     Raises:
@@ -169,12 +169,12 @@ def _find_decoder(model: nn.Module) -> Any:
     return decoder
 
 
-def _find_norm_name(model: nn.Module, decoder: Any) -> str:
+def _find_norm_name_or_raise(model: nn.Module, decoder: Any) -> str:
     """The name of the attribute of `decoder` that is its final norm.
 
     Args:
         model: named in the error.
-        decoder: as `_find_decoder` returns it.
+        decoder: as `_find_decoder_or_raise` returns it.
 
     Raises:
         InputError: it has none of the usual names.

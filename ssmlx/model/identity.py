@@ -20,7 +20,7 @@ _PROBE_TOLERANCE = 0.02
 _DIGEST_VALUES = 64
 
 
-def digest_tensors(tensors: Iterable[tuple[str, mx.array]]) -> str:
+def digest_sampled_values(tensors: Iterable[tuple[str, mx.array]]) -> str:
     """A quick digest of named arrays: of their names, shapes, dtypes, and about 64 values each.
 
     The values stand at equal distances in the flattened array; of fewer than 128 all are taken. It

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
 
 import mlx.core as mx
 
@@ -96,72 +95,6 @@ class LayerView:
         return LayerView(self.offset, write)
 
 
-class LayerState(Protocol):
-    """What a cache asks of a layer's state.
-
-    In a step: `step_view` is what the decoder layer is handed, `gather_path` what an accepted path
-    leaves, and `commit` counts that as text, once the host knows how many tokens it is.
-    Paths that are taken and not committed yet are handed to the next step.
-    """
-
-    @property
-    def arrays(self) -> Sequence[mx.array]:
-        """Everything that it holds, for `mx.eval`."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything that it holds."""
-
-    def grow(self, scratch: int, capacity: int) -> None:
-        """Have room for `scratch` rows of a step and its paths, and for `capacity` committed
-        tokens; neither is less than before.
-        """
-
-    def step_view(
-        self,
-        positions: mx.array | Positions,
-        offset: int,
-        paths: Sequence[Rows],
-        map_values: ValueMap | None,
-    ) -> LayerView:
-        """The cache object for the rows of a step.
-
-        Args:
-            positions: rotary positions of the rows, as `rope.PositionedRope` takes them.
-            offset: L, committed tokens.
-            paths: what each path that is not committed yet left, the oldest first.
-            map_values: changes the rows' values before attention reads them.
-        """
-
-    def append_view(self, offset: int) -> LayerView:
-        """The cache object for tokens that follow `offset` committed ones; it commits their
-        rows."""
-
-    def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
-        """The rows that an accepted path leaves.
-
-        Args:
-            path: [P] row numbers in the step in hand.
-            count: [1] how many of them count.
-            known: indices by buffer shape, shared by the layers of a step, which fill it.
-        """
-
-    def commit(self, left: Rows, offset: int) -> None:
-        """Write the rows `left` of a path behind `offset` committed tokens."""
-
-    def committed(self, num_tokens: int) -> Rows:
-        """The rows of the first `num_tokens` committed tokens."""
-
-    def copy(self) -> Self:
-        """A copy on the same arrays; what becomes of the one is not seen by the other."""
-
-    def longest_trim(self, num_tokens: int, offset: int) -> int:
-        """The most of the first `num_tokens` of `offset` committed tokens that `trim` can keep."""
-
-    def trim(self, num_tokens: int, offset: int) -> None:
-        """Forget all but the first `num_tokens` of `offset` committed tokens."""
-
-
 class AttentionState:
     """Keys and values of one layer, in one buffer where both have one shape, else in two.
 
@@ -171,7 +104,8 @@ class AttentionState:
 
     A step's rows are written at the end of the scratch, directly before the committed tokens, so
     attention reads [R rows | P of each path | L tokens] as one strided slice; keys are stored
-    after rotary, so their order does not matter.
+    after rotary, so their order does not matter. `copy_path_rows` takes what an accepted path left,
+    and `write_path` writes it behind the committed tokens, once the host knows how many it is.
 
     Buffers are made when the first rows are written, and are written in place where nothing that
     is evaluated later reads what they held before.
@@ -227,7 +161,7 @@ class AttentionState:
     def step_view(
         self,
         positions: mx.array | Positions,
-        offset: int,
+        num_committed: int,
         paths: Sequence[Rows],
         map_values: ValueMap | None,
     ) -> LayerView:
@@ -239,7 +173,7 @@ class AttentionState:
 
         Args:
             positions: rotary positions of the rows, as `rope.PositionedRope` takes them.
-            offset: L, committed tokens.
+            num_committed: L, committed tokens.
             paths: what each path that is not committed yet left, the oldest first.
             map_values: changes the rows' values, not those of paths, before they are written; None
                 for as they are.
@@ -259,12 +193,12 @@ class AttentionState:
             for path in paths:
                 self._write(first, path)
                 first += count_rows(path)
-            return self._read(self._step_first, self._scratch + offset)
+            return self._read(self._step_first, self._scratch + num_committed)
 
         return LayerView(positions, write)
 
-    def append_view(self, offset: int) -> LayerView:
-        """The cache object for tokens that follow `offset` committed ones.
+    def append_view(self, num_committed: int) -> LayerView:
+        """The cache object for tokens that follow `num_committed` committed ones.
 
         When the layer runs, they are written behind these, and attention reads the committed tokens
         and them, no scratch rows. The layer's call raises ValueError where there is no room for
@@ -272,20 +206,20 @@ class AttentionState:
         """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-            first = self._scratch + offset
+            first = self._scratch + num_committed
             self._write_keys_values(first, keys, values)
             return self._read(self._scratch, first + keys.shape[2])
 
-        return LayerView(offset, write)
+        return LayerView(num_committed, write)
 
-    def gather_path(self, path: mx.array, count: mx.array, known: PathIndices) -> Rows:
+    def copy_path_rows(self, path: mx.array, known: PathIndices) -> Rows:
         """Copy all P rows of `path` out of the buffers, those that do not count too: a mask hides
         these.
 
         Args:
             path: [P] numbers among the rows of the step that ran last.
-            count: not used.
-            known: indices by path and buffer shape, read and filled in.
+            known: indices by path and buffer shape, shared by the layers of a step; read and filled
+                in.
 
         Returns:
             The keys and values of the P rows.
@@ -299,16 +233,17 @@ class AttentionState:
             rows.append(mx.take_along_axis(buffer, known[key], axis=2))
         return tuple(rows)
 
-    def commit(self, left: Rows, offset: int) -> None:
-        """Write the rows `left` of a path behind `offset` committed tokens.
+    def write_path(self, rows: Rows, num_committed: int) -> None:
+        """Write a path's rows behind the `num_committed` committed tokens.
 
         Rows that do not fit are dropped. Rows of the path behind those that count, repetitions of
         its last node, are written too: they stand beyond the committed tokens, in free room.
         """
-        room = self._capacity - offset
-        self._write(self._scratch + offset, tuple([array[:, :, :room] for array in left]))
+        room = self._capacity - num_committed
+        fitting = tuple([array[:, :, :room] for array in rows])
+        self._write(self._scratch + num_committed, fitting)
 
-    def committed(self, num_tokens: int) -> Rows:
+    def first_rows(self, num_tokens: int) -> Rows:
         """Slices of the buffers: the rows of the first `num_tokens` committed tokens."""
         last = self._scratch + num_tokens
         return tuple([buffer[:, :, self._scratch : last] for buffer in self._buffers])
@@ -319,13 +254,6 @@ class AttentionState:
         # Arrays of their own, for `_write` changes the array objects.
         twin._buffers = tuple([copy.copy(buffer) for buffer in self._buffers])
         return twin
-
-    def longest_trim(self, num_tokens: int, offset: int) -> int:
-        """`num_tokens`: any number of tokens can be kept."""
-        return num_tokens
-
-    def trim(self, num_tokens: int, offset: int) -> None:
-        """Nothing is done: rows behind the committed ones are free room."""
 
     def _write(self, first: int, rows: Rows) -> None:
         """Write `rows`, in the form of the buffers, into them from row number `first` on.

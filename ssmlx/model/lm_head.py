@@ -38,7 +38,7 @@ class ScaledHead:
         return logits
 
 
-def quantise_weights(layer: nn.Module, bits: int) -> nn.Module:
+def quantise_if_possible(layer: nn.Module, bits: int) -> nn.Module:
     """Make a linear layer or embedding whose weights are quantised, in MLX's affine mode.
 
     Groups are of 64 weights, or of 32 where 64 does not divide the layer's width.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -89,6 +89,16 @@ class LoraWeights:
         return [self.a, self.b, *([] if self.magnitude is None else [self.magnitude])]
 
 
+class RowsAndProduct(NamedTuple):
+    """The rows that a layer with LoRA is called on, and what A makes of some of them."""
+
+    rows: mx.array  # [R, in] all rows
+    product: mx.array  # [R - first, r] those from the first that LoRA acts on, times A
+
+
+ReplacedModules = dict[str, nn.Module]
+"""The modules that stood in a model before others took their places, by path."""
+
 _IN_A_LAYER = re.compile(r"\.(\d+)\.")
 """The first number in a module's path is its layer's, whatever the model calls its layers."""
 
@@ -109,13 +119,15 @@ def split_layer_path(path: str) -> tuple[int, str]:
     return int(match[1]), path[match.end() :]
 
 
-def select_modules(paths: Sequence[str], names: Sequence[str], layer: str, do: str) -> list[str]:
+def select_paths_by_name(
+    paths: Sequence[str], names: Sequence[str], layer_label: str, do: str
+) -> list[str]:
     """Choose modules by name, as PEFT does.
 
     Args:
         paths: of the linear modules of one layer.
         names: whole paths, or their ends behind a "."; where empty, all are chosen.
-        layer: its name for the error, such as "layer 3".
+        layer_label: its name for the error, such as "layer 3".
         do: what the user can do, for the error.
 
     Returns:
@@ -131,7 +143,7 @@ def select_modules(paths: Sequence[str], names: Sequence[str], layer: str, do: s
     for name in names:
         require(
             any(is_named(path, name) for path in paths),
-            f"{layer} has no linear module {name}",
+            f"{layer_label} has no linear module {name}",
             expected="one of " + ", ".join(paths),
             do=do,
         )
@@ -146,8 +158,8 @@ def linear_paths(
     Args:
         model: an mlx-lm model.
         layers: numbers of the decoder layers.
-        names: modules inside a layer, whole paths or their ends, as in `select_modules`; where
-            empty, all linear modules of these layers.
+        names: modules inside a layer, whole paths or their ends, as in `select_paths_by_name`;
+            where empty, all linear modules of these layers.
         do: what the user can do, for the error.
 
     Returns:
@@ -166,7 +178,7 @@ def linear_paths(
     return [
         inside[name]
         for layer, inside in found.items()
-        for name in select_modules(list(inside), names, f"layer {layer}", do)
+        for name in select_paths_by_name(list(inside), names, f"layer {layer}", do)
     ]
 
 
@@ -231,9 +243,9 @@ class RowLora(LoraLayer):
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., R, in] to [..., R, out]."""
-        return self.summand(x)
+        return self.product_with_lora(x)
 
-    def summand(self, x: mx.array) -> mx.array:
+    def product_with_lora(self, x: mx.array) -> mx.array:
         """The layer's output with LoRA; of a layer whose inputs are split over ranks, a summand.
 
         Where the scope's first row is None, LoRA acts on no row. Other rows than its own are
@@ -248,18 +260,18 @@ class RowLora(LoraLayer):
         """
         first = self._scope.first
         if first is None:
-            return self.base_product(x)
+            return self.product_without_lora(x)
         if x.ndim == 1:  # a single row, as some experts are given
-            return self.summand(x[None])[0]
-        rows, z = self._multiply_by_a(x, first)
-        y = self.base_product(rows)
+            return self.product_with_lora(x[None])[0]
+        rows, z = self._flatten_and_multiply_by_a(x, first)
+        y = self.product_without_lora(rows)
         # A cast only in training, where LoRA stays in float32.
         b = self.lora_b.astype(x.dtype)
         tail = mx.addmm(y[first:] if first else y, z, b, alpha=self.scale)
         y = mx.concatenate([y[:first], tail]) if first else tail
         return y if x.ndim == 2 else mx.unflatten(y, 0, x.shape[:-1])
 
-    def base_product(self, x: mx.array) -> mx.array:
+    def product_without_lora(self, x: mx.array) -> mx.array:
         """[..., out] of `x` [..., in] without LoRA; where LoRA is DoRA, with its gain."""
         y: mx.array = self.linear(x)
         if "gain" in self:
@@ -276,7 +288,7 @@ class RowLora(LoraLayer):
             An `nn.Linear` of Vd outputs in this order, with their bias where the layer has one; not
             quantised, its weights in the dtype of LoRA's factors.
         """
-        weight = unpacked_weight(self.linear, tokens)
+        weight = weight_in_float32(self.linear, tokens)
         if "gain" in self:
             weight = self.gain[tokens][:, None] * weight
         weight = weight + self.scale * (self.lora_a @ self.lora_b[:, tokens]).T
@@ -286,18 +298,16 @@ class RowLora(LoraLayer):
             layer.bias = self.linear.bias[tokens]
         return layer
 
-    def _multiply_by_a(self, x: mx.array, first: int) -> tuple[mx.array, mx.array]:
-        """Flatten `x` [..., in] to R rows, and multiply those from number `first` on by A.
+    def _flatten_and_multiply_by_a(self, x: mx.array, first_row: int) -> RowsAndProduct:
+        """Flatten `x` [..., in] to R rows, and multiply those from number `first_row` on by A.
 
-        Takes the product from `shared` where modules share one.
-
-        Returns:
-            [R, in] all rows, and [R - first, r] the products.
+        Takes both from `shared` where modules share a product.
         """
         if self.shared is not None:
-            return self.shared.take_product(x, first, self.index)
+            return self.shared.take_own_product(x, first_row, self.index)
         rows = mx.flatten(x, 0, -2)
-        return rows, (rows[first:] if first else rows) @ self.lora_a.astype(x.dtype)
+        tail = rows[first_row:] if first_row else rows
+        return RowsAndProduct(rows, tail @ self.lora_a.astype(x.dtype))
 
 
 class SummedLora(RowLora):
@@ -306,10 +316,10 @@ class SummedLora(RowLora):
     def __call__(self, x: mx.array) -> mx.array:
         """[..., R, out] of `x` [..., R, in], summed over ranks; LoRA on rows as in `RowLora`."""
         linear = self.linear
-        y = mx.distributed.all_sum(self.summand(x), group=linear.group)
+        y = mx.distributed.all_sum(self.product_with_lora(x), group=linear.group)
         return y + linear.bias if "bias" in linear else y
 
-    def base_product(self, x: mx.array) -> mx.array:
+    def product_without_lora(self, x: mx.array) -> mx.array:
         """[..., out] of `x` [..., in]: this rank's summand, without bias."""
         return partial_product(self.linear, x)
 
@@ -365,7 +375,7 @@ class EmbeddingLora(LoraLayer):
             An `nn.Embedding` of Vd rows in this order, LoRA or DoRA merged into them only if
             `acts_on_head`; not quantised, in the dtype of LoRA's factors.
         """
-        weight = unpacked_weight(self.embedding, tokens)
+        weight = weight_in_float32(self.embedding, tokens)
         if self.acts_on_head:
             weight = weight + self.scale * (self.lora_a[tokens] @ self.lora_b)
             if "gain" in self:
@@ -419,28 +429,30 @@ class SharedInput(threading.local):
         # what was given last, its rows, and the products that are still to be taken
         self._held: tuple[mx.array, int, mx.array, dict[int, mx.array]] | None = None
 
-    def take_product(self, x: mx.array, first: int, index: int) -> tuple[mx.array, mx.array]:
-        """Hand out the part of the product that belongs to module number `index`.
+    def take_own_product(self, x: mx.array, first_row: int, module_index: int) -> RowsAndProduct:
+        """Hand out the part of the product that belongs to module number `module_index`.
 
         The product of all modules is computed for the first that asks, and kept for the others.
-        It is computed anew where `x` or `first` is another, or where the module has had its part.
+        It is computed anew where `x` or `first_row` is another, or where the module has had its
+        part.
 
         Args:
             x: [..., R, in] the rows; the same array object for all modules of a call.
-            first: number of the first row that LoRA acts on.
-            index: of the module.
+            first_row: number of the first row that LoRA acts on.
+            module_index: of the module, among those that share the product.
 
         Returns:
-            [R, in] the rows of `x`, and [R - first, r] those from `first` on times A.
+            The rows of `x`, and those from `first_row` on times the module's A.
         """
         held = self._held
-        if held is None or held[0] is not x or held[1] != first or index not in held[3]:
+        is_same_call = held is not None and held[0] is x and held[1] == first_row
+        if held is None or not is_same_call or module_index not in held[3]:
             rows = mx.flatten(x, 0, -2)
-            products = (rows[first:] if first else rows) @ self._a
-            held = x, first, rows, dict(enumerate(mx.split(products, self._ends, axis=1)))
-        product = held[3].pop(index)
+            products = (rows[first_row:] if first_row else rows) @ self._a
+            held = x, first_row, rows, dict(enumerate(mx.split(products, self._ends, axis=1)))
+        product = held[3].pop(module_index)
         self._held = held if held[3] else None
-        return held[2], product
+        return RowsAndProduct(held[2], product)
 
 
 def share_products(loras: Mapping[str, RowLora]) -> None:
@@ -468,7 +480,7 @@ def share_products(loras: Mapping[str, RowLora]) -> None:
                 group[index].index = index
 
 
-def linear_shape(linear: nn.Module) -> tuple[int, int]:
+def linear_out_and_in(linear: nn.Module) -> tuple[int, int]:
     """(out, in), the numbers of a linear layer's outputs and inputs, quantised or not.
 
     Where the layer is split over ranks, those of all ranks together.
@@ -483,7 +495,9 @@ def linear_shape(linear: nn.Module) -> tuple[int, int]:
     return out_size, in_size
 
 
-def lora_shapes(layer: nn.Module | None, weights: LoraWeights) -> dict[str, tuple[int, ...]]:
+def expected_lora_shapes(
+    layer: nn.Module | None, weights: LoraWeights
+) -> dict[str, tuple[int, ...]]:
     """The shapes that LoRA has to have to fit a layer, by mlx-lm's names.
 
     Args:
@@ -502,7 +516,7 @@ def lora_shapes(layer: nn.Module | None, weights: LoraWeights) -> dict[str, tupl
     if isinstance(layer, EXPERTS):
         experts, out_size, in_size = layer.num_experts, layer.output_dims, layer.input_dims
         return {"lora_a": (experts, rank, in_size), "lora_b": (experts, out_size, rank)}
-    out_size, in_size = linear_shape(layer)
+    out_size, in_size = linear_out_and_in(layer)
     norms = {} if weights.magnitude is None else {"m": (out_size,)}
     if isinstance(layer, LINEARS):
         return {"lora_a": (in_size, rank), "lora_b": (rank, out_size), **norms}
@@ -511,7 +525,7 @@ def lora_shapes(layer: nn.Module | None, weights: LoraWeights) -> dict[str, tupl
     return {"lora_a": (out_size, rank), "lora_b": (rank, in_size), **norms}
 
 
-def unpacked_weight(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
+def weight_in_float32(layer: nn.Module, rows: mx.array | None = None) -> mx.array:
     """A layer's weight in float32, dequantised where it is quantised.
 
     Args:
@@ -542,7 +556,7 @@ def _weight_with_lora(layer: nn.Module, weights: LoraWeights) -> mx.array:
         delta = a @ b
     else:
         delta = b.T @ a.T
-    return unpacked_weight(layer) + weights.scale * delta
+    return weight_in_float32(layer) + weights.scale * delta
 
 
 def dora_gain(layer: nn.Module, weights: LoraWeights) -> mx.array | None:
@@ -584,7 +598,7 @@ def shard_lora(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
     return weights
 
 
-def merge_lora(layer: nn.Module, weights: LoraWeights) -> nn.Module:
+def copy_with_merged_lora(layer: nn.Module, weights: LoraWeights) -> nn.Module:
     """Make a copy of a layer with LoRA or DoRA merged into its weight.
 
     Args:
@@ -642,7 +656,7 @@ def attach_lora(
     merge: bool,
     dtype: mx.Dtype,
     shares_products: bool = True,
-) -> dict[str, nn.Module]:
+) -> ReplacedModules:
     """Put LoRA on modules of a model, in place. Nothing is computed, but DoRA's gains.
 
     Args:
@@ -668,7 +682,7 @@ def attach_lora(
         layer = modules[path]
         own = shard_lora(weights, layer)
         if merge and is_mergeable(layer, own):
-            updates[path] = merge_lora(layer, own)
+            updates[path] = copy_with_merged_lora(layer, own)
         else:
             updates[path] = wrap_with_lora(layer, own, scope, dtype)
     if shares_products:

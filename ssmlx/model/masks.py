@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -123,6 +123,13 @@ def hide_outside_window(visible: Any, columns: Any, firsts: Any) -> Any:
     return visible & ((columns < SINKS) | (columns >= firsts[..., None]))
 
 
+class WindowKeys(NamedTuple):
+    """The keys that attention with a window reads in a step."""
+
+    positions: mx.array  # [keys] int, where they stand in the text
+    num_left_out: int  # of the first committed tokens, which no row sees
+
+
 class Columns(Protocol):
     """What a mask needs to know of the cache that its rows stand in; `cache.RowsCache` has it."""
 
@@ -136,12 +143,15 @@ class Columns(Protocol):
 
     def path_masks(self, num_rows: int) -> list[mx.array]: ...
 
-    def key_positions(self, own: mx.array, window: int) -> tuple[mx.array, int]: ...
+    def keys_in_window(self, row_positions: mx.array, window: int) -> WindowKeys: ...
 
 
-LayerMask = tuple[mx.array | metal.TreeMask | str | None, int, int]
-"""A mask as mlx-lm's layers take it, and the first and last of the keys that it has no column for:
-those from the one number up to the other."""
+class LayerMask(NamedTuple):
+    """What one layer's attention sees: a mask, and the keys that it has no column for."""
+
+    mask: mx.array | metal.TreeMask | str | None  # as mlx-lm's layers take it
+    first_left_out: int = 0  # number of the first key that is left out
+    end_left_out: int = 0  # number behind the last one; none is left out where both are equal
 
 
 class WindowMasks:
@@ -175,11 +185,11 @@ class WindowMasks:
             window: tokens that a row sees, itself among them; None for all.
 
         Returns:
-            See `LayerMask`: the whole mask and no such keys (0, 0) where the window hides nothing;
-            else as `_make_mask`, made once for each window.
+            The whole mask, with no keys left out, where the window hides nothing; else what
+            `_make_mask` returns, made once for each window.
         """
         if window is None:
-            return self._whole, 0, 0
+            return LayerMask(self._whole)
         if window not in self._made:
             self._made[window] = self._make_mask(window)
         return self._made[window]
@@ -192,14 +202,15 @@ class WindowMasks:
             which number (not included) keys are left out, as the window hides them from all rows.
             The whole mask, 0 and 0 where the window hides nothing from any row.
         """
-        columns, dropped = self._cache.key_positions(self._rows, window)
+        columns, dropped = self._cache.keys_in_window(self._rows, window)
         first = columns.size + dropped - self._cache.offset
         if self._cache.end + first <= window:
-            return self._whole, 0, 0
+            return LayerMask(self._whole)
         dense = self._whole if isinstance(self._whole, mx.array) else self._whole.dense
         if dropped:
             dense = mx.concatenate([dense[:, :first], dense[:, first + dropped :]], axis=1)
-        return dense & (columns > self._rows[:, None] - window), first, first + dropped
+        mask = dense & (columns > self._rows[:, None] - window)
+        return LayerMask(mask, first, first + dropped)
 
 
 class CausalMasks:
@@ -230,11 +241,11 @@ class CausalMasks:
         """
         known = self._offset if window is None else min(self._offset, window - 1)
         if self._count == 1:
-            return None, 0, self._offset - known
+            return LayerMask(None, 0, self._offset - known)
         if self._dense or (window is not None and known + self._count > window):
             mask = create_causal_mask(self._count, known, window_size=window)
-            return mask, 0, self._offset - known
-        return "causal", 0, self._offset - known
+            return LayerMask(mask, 0, self._offset - known)
+        return LayerMask("causal", 0, self._offset - known)
 
 
 class StepMasks:
@@ -278,8 +289,8 @@ class StepMasks:
                 kernel is on.
 
         Returns:
-            A `TreeMask` where the fused kernel is on and the layers take it; else what `mask`
-            returns.
+            A `TreeMask` where the fused kernel is on and the layers take it; else what
+            `dense_mask` returns.
 
         Raises:
             InputError: attention=fused was chosen, and the kernel is off or the layers do not take
@@ -293,11 +304,11 @@ class StepMasks:
             do="use attention=auto",
         )
         if not takes_bits_here:
-            return self.mask(visible, cache, key)
+            return self.dense_mask(visible, cache, key)
         columns = mx.concatenate([visible, *cache.path_masks(visible.shape[0])], axis=1)
-        return TreeMask(columns, lambda: self.mask(visible, cache, key))
+        return TreeMask(columns, lambda: self.dense_mask(visible, cache, key))
 
-    def mask(self, visible: mx.array, cache: Columns, key: object) -> mx.array:
+    def dense_mask(self, visible: mx.array, cache: Columns, key: object) -> mx.array:
         """The mask of a step as a bool array, whatever the kernel.
 
         Its first columns are written into a kept buffer, but not where `key` is the object that the

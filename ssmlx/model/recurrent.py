@@ -59,7 +59,7 @@ class Recurrence:
     _arguments: Mapping[str, Any]
     _signature: _Signature
 
-    def state_behind(self, count: int) -> mx.array | None:
+    def state_after_first(self, count: int) -> mx.array | None:
         """The state behind the first `count` rows, by running the recurrence over them again.
 
         With `count` 0 the state before the call: None before a text's first token.

@@ -21,11 +21,11 @@ from .latent import run_rows_as_texts
 from .layer_state import LayerView
 from .lm_head import LMHead, ScaledHead, return_input
 from .masks import CausalMasks, WindowMasks
-from .metal import TreeMask, calls_attention
+from .metal import TreeMask, all_call_mlx_attention
 from .modules import copy_with_parts
 from .rope import PositionedRope, Positions
 
-Tapped = dict[int, mx.array | None]
+LayerInputs = dict[int, mx.array | None]
 """Hidden states [1, R, D] by the layer that they enter; None until a run fills them in.
 
 Of a model of N layers number N is the final norm's input."""
@@ -68,7 +68,7 @@ class Stages:
         """
         self.parts = find_parts(self.model)
         run_rows_as_texts(self.parts.layers)
-        self._takes_named_masks = calls_attention(self.parts.layers)
+        self._takes_named_masks = all_call_mlx_attention(self.parts.layers)
         self._probe_embedder_and_head()
 
     @property
@@ -148,7 +148,7 @@ class Stages:
         last: int,
         mask: Mask,
         views: list[LayerView],
-        tapped: Tapped | None = None,
+        tapped: LayerInputs | None = None,
     ) -> mx.array:
         """Run the decoder layers from number `first` up to, not including, `last`.
 
@@ -172,8 +172,9 @@ class Stages:
         layer_mask: Any = mask
         for number, view in enumerate(views, first):
             if isinstance(mask, WindowMasks | CausalMasks):
-                layer_mask, *hidden_keys = mask.for_window(self.windows[number])
-                view = view.hide_keys(*hidden_keys)
+                seen = mask.for_window(self.windows[number])
+                layer_mask = seen.mask
+                view = view.hide_keys(seen.first_left_out, seen.end_left_out)
             if tapped is not None and number in tapped:
                 tapped[number] = hidden
             hidden = self.layers[number](hidden, mask=layer_mask, cache=view, **more)
@@ -201,7 +202,9 @@ class Stages:
         """Normed hidden states [..., D] to logits [..., V], scaled and capped as the model does."""
         return self._head_with_layer(None)
 
-    def append(self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None) -> mx.array:
+    def append(
+        self, tokens: mx.array, cache: TreeCache, tapped: LayerInputs | None = None
+    ) -> mx.array:
         """Run tokens through all layers and commit them to the cache.
 
         Each sees the tokens before it, as its layers' windows allow.
@@ -223,12 +226,12 @@ class Stages:
         if tapped and not all(0 <= layer <= num_layers for layer in tapped):
             raise ValueError(f"taps at layers {list(tapped)} of {num_layers}")
         cache.drop_paths()
-        cache.reserve(tokens=count)
+        cache.reserve(more_tokens=count)
         views = [cache.append_view(layer) for layer in range(num_layers)]
         mask = CausalMasks(count, cache.offset, dense=not self._takes_named_masks)
         embedded = self.embed(tokens, mx.arange(count) + cache.offset)
         hidden = self.run(embedded, 0, num_layers, mask, views, tapped)
-        cache.advance(count)
+        cache.commit_appended(count)
         return hidden
 
     def _embed_one_token(self) -> mx.array:

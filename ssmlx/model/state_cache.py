@@ -71,19 +71,19 @@ class _WindowRollback:
             cache.update_and_fetch(keys, values)
 
 
-StateBehind = Callable[[int], mx.array | None]
+StateAfterFirst = Callable[[int], mx.array | None]
 """Gives the state behind the first so many rows of a call; None where there is none."""
 
 
 class _StatesRollback:
     """Of a recurrent layer: each of its states can be had behind any row of the call."""
 
-    def __init__(self, cache: ArraysCache, states_behind: list[StateBehind]) -> None:
+    def __init__(self, cache: ArraysCache, states_after_first: list[StateAfterFirst]) -> None:
         self._cache = cache
-        self._states_behind = states_behind
+        self._states_after_first = states_after_first
 
     def keep_first(self, count: int) -> None:
-        self._cache.cache = [behind(count) for behind in self._states_behind]
+        self._cache.cache = [behind(count) for behind in self._states_after_first]
 
 
 class _StateSources:
@@ -98,7 +98,7 @@ class _StateSources:
         self._convolutions = list(recorded.convolutions)
         self._num_rows = num_rows
 
-    def find(self, state: mx.array | None) -> StateBehind:
+    def find(self, state: mx.array | None) -> StateAfterFirst:
         """Say how to get a state behind fewer rows; asked once for each, in the caches' order.
 
         Args:
@@ -114,7 +114,7 @@ class _StateSources:
             return lambda count: None
         recurrence = self._recurrences.get(id(state))
         if recurrence is not None:
-            return recurrence.state_behind
+            return recurrence.state_after_first
         given = self._convolutions.pop(0) if self._convolutions else state
         width = int(state.shape[1])
         if state.ndim != 3 or given.shape[1:] != (width + self._num_rows, state.shape[2]):
@@ -126,14 +126,14 @@ class _StateSources:
 class StateCache(TreeCache):
     """A text's cache of a model without stages: mlx-lm's own caches, by layer.
 
-    Behind `verify` these hold rejected tokens too. They are taken back when the caches are used
-    next: until then `trim` may still go back to any place in the chain.
+    It takes chains alone, and none behind a call that the host has not read: who would give it a
+    tree, or a call built ahead, asks whether a cache is of this class. Behind `verify` these hold
+    rejected tokens too. They are taken back when the caches are used next: until then `keep_first`
+    may still go back to any place in the chain.
 
     Args:
         make_caches: makes empty ones, one for each layer.
     """
-
-    takes_trees = False
 
     def __init__(self, make_caches: Callable[[], list[Any]]) -> None:
         """Begin with an empty text, and the caches that `make_caches` makes."""
@@ -152,7 +152,7 @@ class StateCache(TreeCache):
         kept = [cache.state for cache in self._caches], list(self._marks.values())
         return list({id(array): array for array in arrays_in(kept)}.values())
 
-    def reserve(self, *, tokens: int, scratch: int = 0) -> None:
+    def reserve(self, *, more_tokens: int, step_rows: int = 0) -> None:
         """Does nothing: mlx-lm's caches grow by themselves."""
 
     def append(self, model: ModelCall, tokens: mx.array) -> mx.array:
@@ -171,10 +171,11 @@ class StateCache(TreeCache):
         return logits
 
     def verify(self, model: ModelCall, tokens: mx.array) -> mx.array:
-        """Run a chain through the model; `advance` commits those of its tokens that are accepted.
+        """Run a chain through the model; `commit_accepted` commits those of its tokens that are
+        accepted.
 
-        The caches hold the whole chain from now on. A chain before it that was not advanced is
-        rejected whole.
+        The caches hold the whole chain from now on. A chain before it of which nothing was
+        committed is rejected whole.
 
         Args:
             model: of these caches; `recurrent.hook_recurrences` has seen it.
@@ -199,7 +200,7 @@ class StateCache(TreeCache):
         self._chain = chain
         return logits
 
-    def advance(self, num_tokens: int) -> None:
+    def commit_accepted(self, num_tokens: int) -> None:
         """Commit the first `num_tokens` of the chain that was verified last; reject the others.
 
         The caches still hold the rejected ones until they are used next.
@@ -214,7 +215,7 @@ class StateCache(TreeCache):
         self._offset += num_tokens
 
     def mark(self) -> None:
-        """Let `trim` come back to where the text ends now, until `forget_marks`.
+        """Let `keep_first` come back to where the text ends now, until `forget_marks`.
 
         Does nothing where a layer keeps a window: its rows are overwritten.
         """
@@ -226,8 +227,8 @@ class StateCache(TreeCache):
         """Free the states that `mark` keeps."""
         self._marks.clear()
 
-    def longest_trim(self, num_tokens: int) -> int:
-        """The most of the first `num_tokens` committed tokens that `trim` can keep.
+    def longest_keepable(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` committed tokens `keep_first` can keep at most.
 
         `num_tokens` itself within the chain that was verified last, and where every layer keeps
         the rows of the whole text; else the last mark before it, the text's end, or 0.
@@ -237,14 +238,14 @@ class StateCache(TreeCache):
         places = (0, self._offset, *self._marks)
         return max(place for place in places if place <= num_tokens)
 
-    def trim(self, num_tokens: int) -> None:
+    def keep_first(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens, and the marks behind them.
 
         Raises:
-            ValueError: `longest_trim` says that it cannot.
+            ValueError: `longest_keepable` says that it cannot.
         """
         is_within = 0 <= num_tokens <= self._offset
-        if not is_within or num_tokens != self.longest_trim(num_tokens):
+        if not is_within or num_tokens != self.longest_keepable(num_tokens):
             raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
         self._marks = {place: kept for place, kept in self._marks.items() if place <= num_tokens}
         if num_tokens != self._offset and not self._is_in_chain(num_tokens):
@@ -287,14 +288,14 @@ class StateCache(TreeCache):
 
         Raises:
             ValueError: `num_tokens` is below 0 or above the committed ones, or no place that this
-                cache can go back to, see `longest_trim`.
+                cache can go back to, see `longest_keepable`.
         """
         fork = StateCache(self._make_caches)
         # In one go, so that the chain's way back leads to the copies.
         fork._caches, fork._chain = copy.deepcopy((self._caches, self._chain))
         fork._offset = self._offset
         fork._marks = dict(self._marks)
-        fork.trim(num_tokens)
+        fork.keep_first(num_tokens)
         fork._take_back_rejected()
         return fork
 
@@ -386,8 +387,8 @@ class _PendingChain:
         """
         sources = _StateSources(recorded, self.num_rows)
         for cache in self._state_caches:
-            states_behind = [sources.find(state) for state in cache.cache]
-            self._rollbacks.append(_StatesRollback(cache, states_behind))
+            states_after_first = [sources.find(state) for state in cache.cache]
+            self._rollbacks.append(_StatesRollback(cache, states_after_first))
 
     def keep_first(self, count: int) -> None:
         """Set every cache to what the first `count` rows leave."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -31,7 +31,7 @@ from .masks import (
 from .metal import TreeMask
 from .rope import Positions
 from .shapes import evaluated, expect_shape, indices
-from .stages import Mask, Tapped
+from .stages import LayerInputs, Mask
 from .state_cache import StateCache
 from .tree import Tree
 
@@ -141,6 +141,13 @@ class NodeRows:
 
     positions: Positions  # [N]
     mask: Mask  # whom they see
+
+
+class AppendedHidden(NamedTuple):
+    """Hidden states of tokens that were appended."""
+
+    last: mx.array  # [1, R, D] before the final norm
+    inserted: mx.array  # [1, R, D] the input of the insertion layer
 
 
 class StreamFusedModel:
@@ -274,12 +281,12 @@ class StreamFusedModel:
         key = tree.topology
         takes_bits = self._takes_bits
         mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)
-        positions = Positions(tree.depths + cache.length)
+        positions = Positions(tree.depths + cache.root_position)
         return NodeRows(positions, self._mask_by_layer(mask, positions, tree.num_nodes, cache))
 
     def append(
-        self, tokens: mx.array, cache: TreeCache, tapped: Tapped | None = None
-    ) -> tuple[mx.array, mx.array]:
+        self, tokens: mx.array, cache: TreeCache, tapped: LayerInputs | None = None
+    ) -> AppendedHidden:
         """Run tokens through all layers and commit them to the cache.
 
         Args:
@@ -289,9 +296,9 @@ class StreamFusedModel:
                 The number of all layers stands for the final norm.
 
         Returns:
-            [1, R, D] last hidden states before the final norm, and [1, R, D] the input of the
-            insertion layer; the last ones twice without streams, or where that is the first layer.
-            Of a model without stages twice its logits [1, R, V].
+            The last hidden states and the input of the insertion layer; the last ones twice without
+            streams, or where that is the first layer. Of a model without stages twice its logits
+            [1, R, V].
 
         Raises:
             InputError: taps are asked of a model without stages, which gives the final norm's
@@ -302,20 +309,20 @@ class StreamFusedModel:
         tapped = {} if tapped is None else tapped
         if not 0 < split < self.num_layers:  # no streams
             hidden = self.backbone.append(tokens, cache, tapped)
-            return hidden, hidden
-        found: Tapped = {split: None, **tapped}
+            return AppendedHidden(hidden, hidden)
+        found: LayerInputs = {split: None, **tapped}
         hidden = self.backbone.append(tokens, cache, found)
         tapped.update({layer: found[layer] for layer in tapped})
         inserted = found[split]
         assert inserted is not None
-        return hidden, inserted
+        return AppendedHidden(hidden, inserted)
 
     def lower(
         self,
         tree: Tree,
         cache: TreeCache,
         nodes: NodeRows | None = None,
-        tapped: Tapped | None = None,
+        tapped: LayerInputs | None = None,
     ) -> mx.array:
         """Run a tree's nodes through the layers before the insertion layer (section 3.2.2, eq. 4).
 
@@ -387,46 +394,50 @@ class StreamFusedModel:
         embedded = scale_to_unit_rms(self.backbone.token_embeddings(roots))
         return mx.concatenate([embedded.astype(normed.dtype), normed], axis=-1)
 
-    def insert(self, hidden: mx.array, num_streams: int, known: mx.array | None = None) -> mx.array:
+    def insert(
+        self, hidden: mx.array, num_streams: int, root_states: mx.array | None = None
+    ) -> mx.array:
         """Put the streams' rows behind the nodes' rows (Speculative Streaming, eq. 3).
 
         Args:
             hidden: [1, M, D] the nodes' rows, as they enter the insertion layer.
             num_streams: G, at most as many as were trained; with 0, `hidden` is returned.
-            known: [1, M, 2 D] the nodes' `root_states`, where streams start from the root too; else
-                not used.
+            root_states: [1, M, 2 D] as the method of this name gives it, where streams start from
+                the root too; else not used.
 
         Returns:
             [1, M * (1 + G), D] the nodes' rows, then what `start_streams` returns.
 
         Raises:
-            ValueError: the streams start from the root too, and `known` is None.
+            ValueError: the streams start from the root too, and `root_states` is None.
         """
         if num_streams == 0:
             return hidden
-        return mx.concatenate([hidden, self.start_streams(hidden, num_streams, known)], axis=1)
+        return mx.concatenate(
+            [hidden, self.start_streams(hidden, num_streams, root_states)], axis=1
+        )
 
     def start_streams(
-        self, hidden: mx.array, num_streams: int, known: mx.array | None = None
+        self, hidden: mx.array, num_streams: int, root_states: mx.array | None = None
     ) -> mx.array:
         """The streams' rows as they enter the insertion layer (Speculative Streaming, eq. 3).
 
         Stream j of a node starts as f(h) + P_j, h the node's row. f is the identity where none was
         trained; else a low-rank map, to which h is added if `stream_init` is "residual". Without
         stream embeddings P, as where values are rotated, all streams of a node start alike.
-        `root_init` of `known` is added where streams start from the root too.
+        `root_init` of `root_states` is added where streams start from the root too.
 
         Args:
             hidden: [B, M, D] the nodes' rows, as they enter the insertion layer.
             num_streams: G, at most as many as were trained.
-            known: [B, M, 2 D] the nodes' `root_states`, where streams start from the root too; else
-                not used.
+            root_states: [B, M, 2 D] as the method of this name gives it, where streams start from
+                the root too; else not used.
 
         Returns:
             [B, M * G, D] in the dtype of `hidden`, node by node.
 
         Raises:
-            ValueError: the streams start from the root too, and `known` is None.
+            ValueError: the streams start from the root too, and `root_states` is None.
         """
         assert self.streams is not None and self.config is not None
         batch, num_nodes, size = hidden.shape
@@ -436,9 +447,9 @@ class StreamFusedModel:
             if self.config.stream_init == "residual":
                 start = hidden + start
         if self.streams.root_init is not None:
-            if known is None:
+            if root_states is None:
                 raise ValueError("these streams start from the root too, which is not known here")
-            start = start + self.streams.root_init(known)
+            start = start + self.streams.root_init(root_states)
         if self.streams.embeddings is None:
             rows = mx.repeat(start, num_streams, axis=1)
         else:
@@ -453,7 +464,7 @@ class StreamFusedModel:
         num_streams: int,
         nodes: NodeRows | None = None,
         starts: mx.array | None = None,
-        tapped: Tapped | None = None,
+        tapped: LayerInputs | None = None,
     ) -> mx.array:
         """Run nodes and their streams through the layers from the insertion layer on (eqs. 1 and
         2).
@@ -481,7 +492,7 @@ class StreamFusedModel:
             nodes = nodes or self.node_rows(tree, cache)
             views = [cache.view(n, nodes.positions) for n in self._upper_layers]
             return self._run_upper_layers(rows, nodes.mask, views, None, tapped)
-        positions = Positions(stream_positions(tree.depths + cache.length, num_streams))
+        positions = Positions(stream_positions(tree.depths + cache.root_position, num_streams))
         rotate = None
         if self.rotation is not None:
             rotate = partial(self.rotation, num_nodes=num_nodes, num_streams=num_streams)
@@ -490,7 +501,7 @@ class StreamFusedModel:
         if starts is None and self.window_start(cache, most) > SINKS:
             # The device knows where the root stands, the host perhaps not yet.
             assert self.config is not None
-            start = window_start(cache.length, self.config.stream_window)
+            start = window_start(cache.root_position, self.config.stream_window)
             starts = mx.broadcast_to(start, (num_nodes,))
         if starts is None:
             mask = cache.upper_masks.step_mask(visible, cache, tree.topology, self._takes_bits)
@@ -503,7 +514,7 @@ class StreamFusedModel:
                 later.append(position + indices(path.length))
                 position = position + path.count
             columns = mx.concatenate([own, *later, committed])
-            dense = cache.upper_masks.mask(visible, cache, tree.topology)
+            dense = cache.upper_masks.dense_mask(visible, cache, tree.topology)
             firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
             mask = hide_outside_window(dense, columns, firsts)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
@@ -531,7 +542,7 @@ class StreamFusedModel:
         position: mx.array,
         cache: StreamCache,
         num_streams: int,
-        known: mx.array | None = None,
+        root_states: mx.array | None = None,
     ) -> mx.array:
         """Run the streams of the last accepted node alone through the upper layers (eq. 2).
 
@@ -542,20 +553,21 @@ class StreamFusedModel:
             hidden: [1, M, D] the nodes' rows, as they entered the insertion layer.
             last: [1] the number of the last accepted node.
             position: [1] its position in the text.
-            cache: of the layers from `insertion_layer` on, after its `follow_tree_cache` behind
-                this step's `commit`, from `window_start` on; gets the streams' keys and values as
-                scratch rows.
+            cache: of the layers from `insertion_layer` on, after its `catch_up_with_tree_cache`
+                behind this step's `hold_accepted_path`, from `window_start` on; gets the streams'
+                keys and values as scratch rows.
             num_streams: G, at most as many as were trained.
-            known: [1, 1, 2 D] that node's `root_states`, where streams start from the root too.
+            root_states: [1, 1, 2 D] that node's, as the method of this name gives it, where streams
+                start from the root too.
 
         Returns:
             [1, G, D] last hidden states of its streams, before the final norm.
 
         Raises:
-            ValueError: the streams start from the root too, and `known` is None.
+            ValueError: the streams start from the root too, and `root_states` is None.
             InputError: attention=fused was chosen, and the layers cannot run the fused kernel.
         """
-        rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams, known)
+        rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams, root_states)
         positions = Positions(position + indices(1, 2))
         visible = earlier_streams_mask(num_streams)
         mask = cache.upper_masks.step_mask(visible, cache, num_streams, self._takes_bits)
@@ -586,8 +598,8 @@ class StreamFusedModel:
         rows: mx.array,
         mask: Mask,
         views: list[Any],
-        first_stream: int | None,
-        tapped: Tapped | None = None,
+        first_lora_row: int | None,
+        tapped: LayerInputs | None = None,
     ) -> mx.array:
         """Run rows through the layers from the insertion layer on.
 
@@ -595,8 +607,8 @@ class StreamFusedModel:
             rows: [1, R, D].
             mask: which of them sees which key.
             views: the cache objects of these layers.
-            first_stream: number of the first row that LoRA of scope "streams" acts on; None for no
-                row. LoRA of scope "all" acts on every row anyway.
+            first_lora_row: number of the first row that LoRA of scope "streams" acts on; None for
+                no row. LoRA of scope "all" acts on every row anyway.
             tapped: by layer, set to the input [1, R, D] of that layer.
 
         Returns:
@@ -605,5 +617,5 @@ class StreamFusedModel:
         layers = self._upper_layers
         if self._scope.first == 0:  # LoRA acts on every row
             return self.backbone.run(rows, layers.start, layers.stop, mask, views, tapped)
-        with self._scope.starting_at(first_stream):
+        with self._scope.starting_at(first_lora_row):
             return self.backbone.run(rows, layers.start, layers.stop, mask, views, tapped)

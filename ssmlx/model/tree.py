@@ -1,7 +1,7 @@
 """Draft trees: their fixed topologies, and the trees that streams draft (section 3.2.2, A.1).
 
-A tree stores for every node the path from the root to it. Masks, acceptance and the cache's
-commit all read that one table. Nodes stand in breadth-first order, so the root is node 0 and a
+A tree stores for every node the path from the root to it. Masks, acceptance and the cache
+all read that one table. Nodes stand in breadth-first order, so the root is node 0 and a
 parent comes before its children. Everything that depends on the drafted tokens stays on the
 device, with shapes that the settings alone decide.
 """

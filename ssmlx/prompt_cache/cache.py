@@ -63,7 +63,7 @@ class _Entry:
         """
         if key != self.key:
             return 0
-        return self.cache.longest_trim(common_prefix_length(self.tokens, tokens))
+        return self.cache.longest_keepable(common_prefix_length(self.tokens, tokens))
 
     def covers(self, other: _Entry) -> bool:
         """Whether it begins with all of another entry's tokens, under the same key."""
@@ -315,7 +315,7 @@ class PromptCache:
             answers = self._answers.get(key)
         if self._pool is not None and answers is not None:
             self._pool.keep_or_free(answers, answers.nbytes)
-        tokens = tokens[: cache.longest_trim(min(len(tokens), cache.offset))]
+        tokens = tokens[: cache.longest_keepable(min(len(tokens), cache.offset))]
         _, count = self._use_longest_match(key, tokens)
         if tokens and count < len(tokens):
             fork = cache.fork(len(tokens))

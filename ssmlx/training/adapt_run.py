@@ -270,9 +270,8 @@ def load_model_and_prompts(run: AdaptRun) -> Source:
     base = read_base_settings(options.path)
     tokenizer = load_tokenizer(options.path, base)
     dtype = choose_frozen_dtype(options.path, base, options.memory)
-    backbone = load_base_for_training(options.path, dtype)
+    backbone = load_base_for_training(options.path, dtype, options.model)
     backbone.capabilities.require("stages", "streams")
-    backbone.name = options.model
     lora: Loras = (
         {} if options.adapter is None else read_lora_without_streams(options.adapter, backbone)
     )

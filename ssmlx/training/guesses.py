@@ -53,12 +53,12 @@ def compute_guesses(
     """
     cache = cache or model.make_cache()
     streams = model.num_streams
-    cache.trim(min(cache.offset, len(prompt) - 1))
+    cache.keep_first(min(cache.offset, len(prompt) - 1))
     prefill(model, prompt[cache.offset : -1], cache)
     topology = full_topology(1, len(answer) - 1)
     nodes = mx.array([prompt[-1], *answer[:-1]], mx.int32)
     tree = Tree(nodes, topology.depths, topology.paths, topology.num_internal, topology)
-    cache.reserve(tokens=1, scratch=tree.num_nodes * (1 + streams))
+    cache.reserve(more_tokens=1, step_rows=tree.num_nodes * (1 + streams))
     hidden = model.lower(tree, cache)
     known = None
     if model.starts_from_root:

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import require
 from ..json_files import read_json
 from ..loading.load import is_quantised, load_base, resolve_dtype
-from ..model.backbone import Backbone
+from ..model.backbone import Backbone, Origin
 from ..model.ranks import Group, from_rank0, sum_over_ranks
 from ..model.shapes import to_int, to_list
 from .config import TrainConfig
@@ -113,7 +113,7 @@ def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.a
     return (mx.log(mass) + top - chosen)[:, 0], powers / mass
 
 
-def load_base_for_training(path: Path, dtype: str) -> Backbone:
+def load_base_for_training(path: Path, dtype: str, name: str = Origin.name) -> Backbone:
     """Load the base model of a folder for training, in a type that small gradients survive.
 
     Quantised weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16, in
@@ -124,6 +124,7 @@ def load_base_for_training(path: Path, dtype: str) -> Backbone:
     Args:
         path: the model's folder.
         dtype: as `load` takes it.
+        name: what messages call the model, as the user gave it.
 
     Raises:
         InputError: the folder cannot be loaded.
@@ -131,7 +132,7 @@ def load_base_for_training(path: Path, dtype: str) -> Backbone:
     packed = read_json(path / "config.json", "a model folder").get("quantization") is not None
     if dtype == "auto" and resolve_dtype(dtype) == "stored" and not packed:
         dtype = "bfloat16"
-    backbone, _ = load_base(path, dtype)
+    backbone, _ = load_base(path, dtype, origin=Origin(name=name))
     on_cpu = mx.default_device() == mx.cpu
     if backbone.dtype == mx.float16 or (on_cpu and is_quantised(backbone.model)):
         backbone.model.set_dtype(mx.float32)

@@ -14,7 +14,7 @@ its meaning, on the CPU (`tests/metal`); it has not run on an Apple GPU yet.
 
 from .hook import (
     TreeMask,
-    calls_attention,
+    all_call_mlx_attention,
     choose_attention,
     chosen_attention,
     hook_layers,
@@ -26,7 +26,7 @@ from .hook import (
 
 __all__ = [
     "TreeMask",
-    "calls_attention",
+    "all_call_mlx_attention",
     "choose_attention",
     "chosen_attention",
     "hook_layers",

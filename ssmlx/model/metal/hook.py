@@ -85,7 +85,7 @@ class TreeMask:
         return self._dense()
 
 
-def calls_attention(layers: Iterable[Any]) -> bool:
+def all_call_mlx_attention(layers: Iterable[Any]) -> bool:
     """Whether the attention of all `layers` can be hooked, see `hook_layers`.
 
     That is so where the class of each layer's `self_attn` has a Python `__call__` that uses a
@@ -108,10 +108,10 @@ def hook_layers(layers: Iterable[Any]) -> bool:
     too. Masks of other kinds go to the original.
 
     Returns:
-        Whether all layers can, see `calls_attention`. Nothing is replaced where one cannot.
+        Whether all layers can, see `all_call_mlx_attention`. Nothing is replaced where one cannot.
     """
     layers = list(layers)
-    if not calls_attention(layers):
+    if not all_call_mlx_attention(layers):
         return False
     for layer in layers:
         call: Any = type(layer.self_attn).__call__

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -28,6 +29,13 @@ KeyValues = tuple[mx.array, mx.array]
 """Keys and values [1, Hkv, keys, Dh] of a layer."""
 AttentionFunction = Callable[[mx.array, mx.array, mx.array], mx.array]
 """Attention of queries [1, H, R, Dh] over a layer's keys and values."""
+
+
+class Attentions(NamedTuple):
+    """Both attentions under one mask, each of queries, keys and values to [1, H, R, Dh]."""
+
+    of_mlx: AttentionFunction
+    of_kernel: AttentionFunction
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,7 @@ def make_random_inputs(shape: AttentionShape) -> tuple[mx.array, KeyValues, mx.a
     return queries, (cache[:1, :, used], cache[1:, :, used]), visible
 
 
-def make_attentions(
-    shape: AttentionShape, visible: mx.array, division: Division
-) -> tuple[AttentionFunction, AttentionFunction]:
+def make_attentions(shape: AttentionShape, visible: mx.array, division: Division) -> Attentions:
     """Make MLX's attention and the kernel's, for inputs of one shape and one mask.
 
     Masks are computed here, as once for all layers of a step.
@@ -77,16 +83,13 @@ def make_attentions(
         shape: of the inputs.
         visible: [R, C] bool, which row sees which of the first C keys; all rows see the others.
         division: how the kernel divides its work.
-
-    Returns:
-        MLX's function and the kernel's, each of queries, keys and values to [1, H, R, Dh].
     """
     scale = shape.head_size**-0.5
     committed = mx.ones((shape.rows, shape.keys - visible.shape[1]), mx.bool_)
     mask = mx.concatenate([visible, committed], axis=1)
     bits = pack_bits(visible)
     mx.eval(mask, bits)
-    return (
+    return Attentions(
         partial(mx.fast.scaled_dot_product_attention, scale=scale, mask=mask),
         lambda queries, keys, values: attend(queries, keys, values, bits, scale, division),
     )
