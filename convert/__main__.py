@@ -111,9 +111,9 @@ def _is_adapter(folder: Path) -> bool:
 
     False where there is no such file.
     """
-    from ssmlx.loading import adapter, names
+    from ssmlx.loading import adapter, folders
 
-    return _has_format(folder / names.CONFIG_FILE, adapter.FORMAT)
+    return _has_format(folder / folders.CONFIG_FILE, adapter.FORMAT)
 
 
 def _check_out_is_replaceable(out: Path) -> None:

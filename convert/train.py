@@ -106,7 +106,7 @@ def train_streams(args: argparse.Namespace) -> None:
 
     from ssmlx.loading.adapter import load_stream_adapter
     from ssmlx.loading.files import folder_digest
-    from ssmlx.loading.names import TRAINED_FOLDER
+    from ssmlx.loading.folders import TRAINED_FOLDER
     from ssmlx.training.job import prepare_job, run_to_end
     from ssmlx.training.mlx_model import add_condition_and_root_init, write_validated_adapter
     from ssmlx.training.objective import Validation

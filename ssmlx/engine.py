@@ -32,8 +32,9 @@ from .generation.pool import Holding, MemoryPool, check_memory, default_limit
 from .generation.scoring import ScoredPrompt, score_in_pieces
 from .loading.adapter import load_adapter
 from .loading.attach import attach_adapter, default_adapter
+from .loading.folders import Fetch
 from .loading.load import load
-from .loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, resolve_adapter
+from .loading.names import AUTO_ADAPTER, NO_ADAPTER, resolve_adapter
 from .model.cache import TreeCache
 from .model.ranks import Group
 from .model.streams import StreamFusedModel

@@ -24,9 +24,10 @@ from ssmlx.commands.options import file_error
 from ssmlx.generation.learned import learned_of
 from ssmlx.loading.attach import adapters_for, default_adapter
 from ssmlx.loading.files import PartFile, exclusive_folder, folder_digest
+from ssmlx.loading.folders import adapters_home
 from ssmlx.loading.found import PAYS, find_runs, read_runs
 from ssmlx.loading.load import load_base
-from ssmlx.loading.names import adapters_home, adapters_made_here, resolve_adapter
+from ssmlx.loading.names import adapters_made_here, resolve_adapter
 from ssmlx.loading.weights import weights_digest
 from ssmlx.training import adapt, adapt_check, adapt_plan, adapt_run, answers, record, sizing
 from ssmlx.training.adapt_run import AdaptOptions, Amounts

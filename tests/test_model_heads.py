@@ -27,10 +27,10 @@ from ssmlx.errors import InputError
 from ssmlx.generation.default_head import default_head
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import model_heads
+from ssmlx.loading.hub import HUB_NAME
 from ssmlx.loading.known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES
 from ssmlx.loading.load import load_base
 from ssmlx.loading.model_heads import OWN_HEAD, known_heads, local_head
-from ssmlx.loading.names import HUB_NAME
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 

@@ -50,7 +50,7 @@ def test_commands_of_all_kinds_are_found():
         ("ssmlx/adapters/sql/README.md", "convert.train", True),
         ("ssmlx/commands/generate.py", "ssmlx.generate", True),
         ("ssmlx/commands/drafting.py", "ssmlx.adapt", False),
-        ("ssmlx/loading/names.py", "ssmlx.convert.base", False),
+        ("ssmlx/loading/folders.py", "ssmlx.convert.base", False),
     } <= found
     assert len(COMMANDS) > 150
 

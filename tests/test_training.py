@@ -8,7 +8,7 @@ from tokenizers import processors
 
 from ssmlx.commands.train_options import make_training_parser, read_train_config
 from ssmlx.errors import InputError
-from ssmlx.loading.names import CONFIG_FILE
+from ssmlx.loading.folders import CONFIG_FILE
 from ssmlx.prompts import ChatFrame
 from ssmlx.training import data
 from ssmlx.training.config import DRAFT_VOCAB_SIZE, TrainConfig

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from ..bars import busy
 from ..errors import require
+from ..loading.folders import Fetch, adapters_home
 from ..loading.names import (
     AUTO_ADAPTER,
     NO_ADAPTER,
-    Fetch,
-    adapters_home,
     bundled_adapters,
     resolve_adapter,
     resolve_model,

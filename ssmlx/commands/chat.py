@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from .. import has_fast_blas
 from ..blas import HINT
 from ..errors import InputError
-from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, bundled_adapters, resolve_adapter
+from ..loading.folders import Fetch
+from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, bundled_adapters, resolve_adapter
 from . import options
 from .caches import PromptFile
 from .check import time_costs_before_answers
@@ -388,7 +389,7 @@ def _chat(args: argparse.Namespace) -> None:
 
     from ..answers import run
     from ..generation.plan import make_plan
-    from ..loading.names import cache_dir
+    from ..loading.folders import cache_dir
     from ..session import ChatSession
 
     session = ChatSession(

@@ -155,7 +155,8 @@ def adapter_format_line(adapter: str | None, model: StreamFusedModel) -> str | N
         model: with that adapter.
     """
     from ..loading.adapter import load_adapter
-    from ..loading.names import Fetch, resolve_adapter
+    from ..loading.folders import Fetch
+    from ..loading.names import resolve_adapter
 
     fetch = Fetch(cache_dir=model.backbone.cache_dir, offline=True)  # it was fetched to load it
     folder = resolve_adapter(adapter, fetch) if adapter else None

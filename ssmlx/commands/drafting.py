@@ -189,7 +189,8 @@ def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found:
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
     from ..loading.files import folder_digest
-    from ..loading.names import Fetch, resolve_adapter
+    from ..loading.folders import Fetch
+    from ..loading.names import resolve_adapter
 
     backbone = model.backbone
     if model.num_streams or adapter is None:

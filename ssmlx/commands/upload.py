@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, first_line, require
 from ..json_files import read_json
-from ..loading.names import (
+from ..loading.folders import (
     ADAPTER_FILES,
-    ALIASES,
     CONFIG_FILE,
     FIGURES_FILE,
-    HUB_NAME,
     LORA_FILES,
     LORA_SETTINGS,
     Fetch,
     adapter_weight_files,
-    resolve_adapter,
-    resolve_model,
 )
+from ..loading.hub import HUB_NAME
+from ..loading.names import ALIASES, resolve_adapter, resolve_model
 from .options import add_options, make_main, make_parser
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from ..decoding.controller import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require
+from ..loading.folders import Fetch
 from ..loading.load import load_tokenizer, load_weights
-from ..loading.names import Fetch, resolve_model
+from ..loading.names import resolve_model
 from ..model.modules import module_arrays
 from ..model.shapes import to_list
 from ..model.state_cache import ModelCall, StateCache, flatten_caches

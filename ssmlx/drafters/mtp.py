@@ -16,8 +16,9 @@ from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require
 from ..json_files import read_json
+from ..loading.folders import Fetch
 from ..loading.model_heads import local_head
-from ..loading.names import Fetch, resolve_model
+from ..loading.names import resolve_model
 from ..model.backbone import Backbone
 from ..model.family import model_type
 from ..model.modules import module_arrays

@@ -27,8 +27,9 @@ from ..bars import Progress
 from ..errors import join_first, quoted, require
 from ..json_files import read_json
 from ..loading.files import check_tensors
+from ..loading.folders import Fetch
 from ..loading.load import MTP_PREFIX, explain_load_errors, is_mtp_name
-from ..loading.names import Fetch, resolve_model
+from ..loading.names import resolve_model
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS
 from ..model.modules import clone_sharing_arrays, module_arrays

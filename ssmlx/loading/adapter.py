@@ -38,6 +38,7 @@ from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig
 from .files import check_tensors, read_tensors, save_tensors
+from .folders import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora_folder
 from .lora_files import (
     SCALE,
     Loras,
@@ -49,7 +50,6 @@ from .lora_files import (
     write_lora,
     write_lora_file,
 )
-from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora_folder
 
 FORMAT = "ssmlx-adapter/1"
 _AGAIN = "convert the checkpoint again"

@@ -15,12 +15,12 @@ from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
 from .files import check_tensors
+from .folders import Fetch
 from .found import find_runs, log_outdated_adapter
 from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
     AUTO_ADAPTER,
     DEFAULT_ADAPTER,
-    Fetch,
     adapters_made_here,
     bundled_adapters,
     resolve_adapter,

@@ -10,7 +10,7 @@ from typing import Any
 from ..blas import this_machine
 from ..errors import InputError
 from ..json_files import read_json
-from .names import CONFIG_FILE, FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, adapters_home
+from .folders import CONFIG_FILE, FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, adapters_home
 from .weights import weights_digest
 
 PAYS = 1.05

@@ -23,7 +23,8 @@ from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
 from .attach import attach_adapter, swap_adapter
-from .names import AUTO_ADAPTER, CONFIG_FILE, Fetch, resolve_adapter, resolve_model
+from .folders import CONFIG_FILE, Fetch
+from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
 
 OWN_FAMILIES = {"opt": opt}
 """Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as

@@ -28,7 +28,7 @@ from ..json_files import read_json
 from ..model.lora import LoraWeights, in_layer, split_layer_path
 from ..settings import Allowed
 from .files import check_tensors, read_tensors, save_tensors
-from .names import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
+from .folders import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
 
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
 LORA_FILE = LORA_FILES["all"]

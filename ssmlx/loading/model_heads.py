@@ -12,9 +12,10 @@ from pathlib import Path
 
 from ..errors import InputError
 from ..model.backbone import Backbone
+from .folders import Fetch
+from .hub import find_in_hub_cache
 from .known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES, KnownHead
 from .load import is_mtp_name
-from .names import Fetch, find_in_hub_cache
 from .weights import stored_names
 
 OWN_HEAD = "its own MTP head"

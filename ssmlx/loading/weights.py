@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from ..errors import InputError
 from ..json_files import parse_json, read_json
 from .files import write_whole
-from .names import cache_dir
+from .folders import cache_dir
 
 PIECE_BYTES = 1024
 MOST_PIECES = 8

@@ -19,9 +19,9 @@ from ..blas import this_machine
 from ..errors import require
 from ..loading.adapter import load_stream_adapter
 from ..loading.files import json_digest, write_whole
+from ..loading.folders import FIGURES_FILE
 from ..loading.found import is_worth_using
 from ..loading.load import load
-from ..loading.names import FIGURES_FILE
 from ..model.streams import StreamFusedModel
 from ..settings import GenerateConfig
 from .adapt_run import AdaptOptions, AdaptPlan, AdaptRun, Amounts, read_round_examples

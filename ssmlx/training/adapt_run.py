@@ -17,10 +17,10 @@ from ..json_files import read_json
 from ..loading.adapter import Adapter, StreamAdapter, load_adapter
 from ..loading.attach import attach_adapter, match_lora_to_model
 from ..loading.files import folder_digest, json_digest, write_whole
+from ..loading.folders import PLAN_FILE, TRAINED_FOLDER
 from ..loading.found import read_runs
 from ..loading.load import load_tokenizer
 from ..loading.lora_files import Loras
-from ..loading.names import PLAN_FILE, TRAINED_FOLDER
 from ..loading.weights import weights_digest
 from ..model.backbone import Backbone
 from ..prompts import encode_with_template, last_user_text, read_prompts

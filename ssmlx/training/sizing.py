@@ -18,9 +18,9 @@ from ..generation.head_start import time_and_store_costs
 from ..generation.learned import learned_of
 from ..json_files import read_json
 from ..loading.attach import attach_adapter
+from ..loading.folders import CONFIG_FILE
 from ..loading.found import Run
 from ..loading.lora_files import Loras
-from ..loading.names import CONFIG_FILE
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..policy.costs import ROWS
