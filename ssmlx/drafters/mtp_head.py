@@ -27,7 +27,7 @@ from ..bars import Progress
 from ..errors import join_first, quoted, require
 from ..json_files import read_json
 from ..loading.files import check_tensors
-from ..loading.folders import Fetch
+from ..loading.folders import Fetch, files_in_weight_index
 from ..loading.load import MTP_PREFIX, explain_load_errors, is_mtp_name
 from ..loading.names import resolve_model
 from ..model.backbone import Backbone
@@ -237,11 +237,11 @@ def _find_tensors(folder: Path, *, is_beside: bool) -> dict[str, mx.array]:
         is_beside: whether it may be the head's alone, whose names have no `mtp.`.
 
     Raises:
-        InputError: it holds none, or its index names a file that is not there.
+        InputError: it holds none, or its index cannot be read.
+        RuntimeError, OSError: a file is missing or broken.
     """
-    paths = _weight_files(folder)
     found: dict[str, mx.array] = {}
-    for path in paths:
+    for path in _files_that_may_hold_head(folder):
         tensors: Any = mx.load(str(path), format="safetensors")
         found.update(tensors)
     own = {name.partition(MTP_PREFIX)[2]: one for name, one in found.items() if is_mtp_name(name)}
@@ -262,33 +262,17 @@ def _find_tensors(folder: Path, *, is_beside: bool) -> dict[str, mx.array]:
     return {name: one for name, one in own.items() if not name.startswith(_OTHERS)}
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files of weights of a folder: those that its index names, or all that are there.
+def _files_that_may_hold_head(folder: Path) -> list[Path]:
+    """The files of weights that a folder's index names, and files with "mtp" in their names; all
+    files of weights where it has no index.
 
     Raises:
-        InputError: the index is none, or names a file that is not there.
+        InputError: the index cannot be read.
     """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    names = read_json(index, "an index of weights").get("weight_map")
-    found: set[Any] = set(names.values()) if isinstance(names, dict) else {None}
-    require(
-        all(isinstance(name, str) and Path(name).name == name for name in found),
-        f"{index} names {quoted(names)}",
-        expected="a weight_map of file names",
-        do="download the model again",
-    )
-    paths = sorted(folder / name for name in found)
-    missing = [path.name for path in paths if not path.is_file()]
-    require(
-        not missing,
-        f"{folder} lacks {join_first(missing)}",
-        expected=f"the {len(paths)} files that its index names",
-        do="download the rest of it",
-    )
-    # What a file beside them adds, its index may not know.
-    return sorted({*paths, *folder.glob("*mtp*.safetensors")})
+    indexed = files_in_weight_index(folder)
+    # What a file beside them adds, the index may not know.
+    beside = folder.glob("*.safetensors" if indexed is None else "*mtp*.safetensors")
+    return sorted({*(indexed or ()), *beside})
 
 
 def _join_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
