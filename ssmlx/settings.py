@@ -70,7 +70,7 @@ class ListedDrafter(NamedTuple):
 
 
 DRAFTERS = {
-    "streams": ListedDrafter("streams", "schedule=second-pass|fused head=auto|stored|8bit"),
+    "streams": ListedDrafter("stream_drafter", "schedule=second-pass|fused head=auto|stored|8bit"),
     "prompt-lookup": ListedDrafter("lookup", "ngram=3 tokens=8 size=16"),
     "lookahead": ListedDrafter("lookahead", "window=5 ngram=4 guesses=5"),
     "draft-model": ListedDrafter("draft_model", "model=MODEL tokens=3 width=1"),

@@ -29,9 +29,17 @@ from ssmlx.loading.found import PAYS, find_runs, read_runs
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import adapters_made_here, resolve_adapter
 from ssmlx.loading.weights import weights_digest
-from ssmlx.training import adapt, adapt_check, adapt_plan, adapt_run, answers, record, sizing
+from ssmlx.training import (
+    adapt_check,
+    adapt_plan,
+    adapt_run,
+    adapt_workflow,
+    batch_responder,
+    record,
+    sizing,
+)
 from ssmlx.training.adapt_run import AdaptOptions, Amounts
-from ssmlx.training.answers import BatchResponder, NumberedPrompt
+from ssmlx.training.batch_responder import BatchResponder, NumberedPrompt
 from ssmlx.training.config import RunOptions, TrainConfig
 from ssmlx.training.job import make_stream_config, read_base_settings
 
@@ -88,7 +96,7 @@ def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
         amounts=AMOUNTS,
     )
     with exclusive_folder(out):
-        adapt.adapt(options, prog=PROG, say=lines.append)
+        adapt_workflow.adapt(options, prog=PROG, say=lines.append)
     return resolve_adapter("mine"), "\n".join(lines)
 
 
@@ -374,7 +382,7 @@ def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path,
         (PartFile, "append", 3),
         (PartFile, "append", 20),
         (sizing.MlxTrainer, "advance", 4),
-        (adapt, "check_adapter", 1),
+        (adapt_workflow, "check_adapter", 1),
     ):
         stopped(monkeypatch, owner, name, turn, packed)
     folder, _ = adapted(packed)
@@ -544,8 +552,11 @@ def test_a_model_that_asks_nothing_sensible_is_is_not_waited_for(base, tmp_path)
     part = PartFile(tmp_path / "questions.part", {})
     responder = BatchResponder(model.backbone.model, tokenizer, 2)
     assert responder.make_up_questions(2, 4, part) == []  # it never ends a text
-    assert len(part.done) == answers._TRIES * 2
-    assert responder.make_up_questions(100, 4, part) == [] and len(part.done) == answers._ROUNDS * 4
+    assert len(part.done) == batch_responder._TRIES * 2
+    assert (
+        responder.make_up_questions(100, 4, part) == []
+        and len(part.done) == batch_responder._ROUNDS * 4
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tiny import make_model, make_tokenizer
 import ssmlx
 from ssmlx import answers
 from ssmlx.decoding import loop
-from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.loading import names as naming
 
 LENGTH = 12

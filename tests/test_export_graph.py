@@ -34,7 +34,7 @@ TOKENS = 24
 @pytest.fixture(autouse=True)
 def fixed_vocabulary(monkeypatch):
     """A package cannot guess tokens of the text that its draft vocabulary lacks."""
-    monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
+    monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", 0)
 
 
 def config(**changes) -> ExportConfig:

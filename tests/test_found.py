@@ -17,7 +17,7 @@ from real import answer, exit_code, one_line, refusal, words, write_base, write_
 import ssmlx
 from ssmlx import bars
 from ssmlx.blas import this_machine
-from ssmlx.commands import adapters, chat, check, drafting, generate
+from ssmlx.commands import adapters, chat, check, drafting_lines, generate
 from ssmlx.errors import name_file_in_os_errors
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import folders, names, weights
@@ -313,7 +313,7 @@ def test_a_model_s_folder_of_that_name_is_no_adapter(base, tmp_path):
 
 def lines_of(model, adapter, **settings):
     plan = make_plan(model, ssmlx.GenerateConfig(**settings))
-    return drafting.drafting_lines(model, plan, adapter)
+    return drafting_lines.drafting_lines(model, plan, adapter)
 
 
 def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):

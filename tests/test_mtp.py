@@ -18,7 +18,7 @@ from test_every_class import OWN, PROMPT, SIZES, random_weights
 from tiny import assert_close, first_tokens, make_base, mlx_lm_tokens, slow
 
 import ssmlx
-from ssmlx.decoding.controller import DraftShape
+from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.loop import CallCounts, prefill, speculative_decode
 from ssmlx.decoding.sampling import Sampling
 from ssmlx.drafters.mtp import MtpConfig, MtpDrafter, MtpHead, load_mtp

@@ -42,7 +42,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache_key import CacheKey
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.prompt_cache.files import read_prompt
+from ssmlx.prompt_cache.prompt_files import read_prompt
 from ssmlx.settings import LookaheadConfig, TreeConfig
 
 LENGTH = 10

@@ -20,7 +20,7 @@ from tiny import make_adapter as tiny_adapter
 import ssmlx
 from ssmlx.commands import chat, generate
 from ssmlx.decoding.loop import plain_decode, speculative_decode
-from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.loading import load as loading
 from ssmlx.loading import names as naming

@@ -45,7 +45,7 @@ from convert.training.run import (
 )
 from ssmlx.commands import train as mlx_command
 from ssmlx.decoding.loop import speculative_decode
-from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import attach_adapter, read_task_lora
 from ssmlx.loading.files import read_tensors
@@ -268,7 +268,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
 ):
     """Streams of packed texts see what they see when decoding; what is copied is not learned."""
     monkeypatch.setattr("ssmlx.training.guesses.mix_copies_along", lambda *found: found[2:])
-    monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
+    monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
     train = replace(whole.objective.train, train_only="condition")

@@ -144,7 +144,7 @@ def _adapt(args: argparse.Namespace) -> None:
             works on the run.
     """
     from ..loading.files import exclusive_folder
-    from ..training.adapt import adapt
+    from ..training.adapt_workflow import adapt
     from ..training.adapt_run import AdaptOptions, find_folder_of_same_run
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):

@@ -51,7 +51,7 @@ class PromptFile:
         if path is None:
             return
         if path.exists():
-            from ..prompt_cache.files import read_header
+            from ..prompt_cache.prompt_files import read_header
 
             read_header(path)
         elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
@@ -68,7 +68,7 @@ class PromptFile:
         """
         from ..answers import run
         from ..model.cache_key import CacheKey
-        from ..prompt_cache.files import read_prompt
+        from ..prompt_cache.prompt_files import read_prompt
 
         path = self.path
         if path is None:
@@ -135,7 +135,7 @@ class PromptFile:
         from ..answers import run
         from ..loading.files import delete_unfinished_files
         from ..model.cache_key import CacheKey
-        from ..prompt_cache.files import write_prompt
+        from ..prompt_cache.prompt_files import write_prompt
 
         path = self.path
         if path is None or self.cache is None or not self._is_new:
@@ -176,7 +176,7 @@ def _list_or_purge(args: argparse.Namespace) -> None:
     Raises:
         InputError: the folder that was named is none, or a file cannot be deleted.
     """
-    from ..prompt_cache.files import PromptFolder, read_header
+    from ..prompt_cache.prompt_files import PromptFolder, read_header
 
     path: Path = args.folder
     expected = "the folder of a `PromptCache`"

@@ -15,7 +15,7 @@ from ..errors import require
 from ..loading.names import NO_ADAPTER
 from ..settings import DRAFTERS, GenerateConfig
 from . import options
-from .drafting import drafting_lines
+from .drafting_lines import drafting_lines
 
 if TYPE_CHECKING:
     from ..model.streams import StreamFusedModel
@@ -255,7 +255,7 @@ def time_stream_costs(
         "plain_calls" that such a call takes, "tokens" that it should bring, "speed_up" over plain
         decoding.
     """
-    from ..decoding.controller import DraftShape
+    from ..decoding.draft_shape import DraftShape
     from ..generation.head_start import STREAMS, time_and_store_costs
     from ..generation.learned import learned_of
     from ..generation.plan import TYPICAL_TOKENS

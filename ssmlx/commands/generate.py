@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .. import bars
 from . import options
 from .caches import PromptFile
-from .drafting import drafting_lines
+from .drafting_lines import drafting_lines
 
 if TYPE_CHECKING:
     from ..api import GenerationResponse

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
 from ..bars import Progress
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import mlx.core as mx
 
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Noise, Taps, Verified
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require

@@ -10,7 +10,7 @@ from itertools import cycle, islice
 
 import mlx.core as mx
 
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
 from ..model.tree import Tree, chain_tree
 from ..policy.offers import ChainOffer

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import get_total_parameters
 
 from ..bars import Progress
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require

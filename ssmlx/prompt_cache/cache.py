@@ -22,7 +22,7 @@ from ..model.cache_key import CacheKey
 from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..prompts import common_prefix_length
-from .files import PromptFolder, Tokens, mark_used, read_prompt
+from .prompt_files import PromptFolder, Tokens, mark_used, read_prompt
 
 _log = logging.getLogger("ssmlx")
 

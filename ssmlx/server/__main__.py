@@ -11,7 +11,7 @@ from typing import Any
 
 from ..commands import options
 from ..commands.check import time_costs_before_answers
-from ..commands.drafting import drafting_lines
+from ..commands.drafting_lines import drafting_lines
 from ..errors import InputError, missing_package_error, require
 from ..json_files import read_text
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER

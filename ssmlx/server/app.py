@@ -30,7 +30,7 @@ from ..settings import GenerateConfig
 from . import messages_responses, openai
 from .fields import check_and_list_ignored_fields
 from .handler import RequestHandler
-from .prompts import AGAIN
+from .request_prompts import AGAIN
 from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
 
 ResponseWriter = (

@@ -28,7 +28,7 @@ from .adapt_run import (
     read_round_examples,
     tokenise_fitting_prompts,
 )
-from .answers import BatchResponder, NumberedPrompt
+from .batch_responder import BatchResponder, NumberedPrompt
 from .job import STORE_FILE, prepare_job, run_to_end
 from .mlx_model import TrainedModel, add_condition_and_root_init, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer

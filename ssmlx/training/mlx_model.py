@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..drafters.streams import DraftVocab
+from ..drafters.stream_drafter import DraftVocab
 from ..loading.adapter import (
     StreamAdapter,
     stream_tensors,

@@ -25,7 +25,7 @@ from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..policy.costs import ROWS
 from ..settings import StreamConfig
-from .answers import BatchResponder, NumberedPrompt
+from .batch_responder import BatchResponder, NumberedPrompt
 from .config import RunOptions, TrainConfig
 from .data import Example, collate
 from .job import make_stream_config

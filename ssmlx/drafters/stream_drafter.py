@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Noise, Taps, Verified, rank_candidates, with_noise
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require

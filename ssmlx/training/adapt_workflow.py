@@ -34,7 +34,7 @@ from .adapt_run import (
     load_model_and_prompts,
     read_round_examples,
 )
-from .answers import BatchResponder
+from .batch_responder import BatchResponder
 from .mlx_trainer import MlxTrainer
 from .progress import ENDED_FILE, Clock, describe_round_progress, format_duration
 from .record import PICTURE_FILE, draw_curves
