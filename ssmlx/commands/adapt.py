@@ -144,8 +144,8 @@ def _adapt(args: argparse.Namespace) -> None:
             works on the run.
     """
     from ..loading.files import exclusive_folder
-    from ..training.adapt_workflow import adapt
     from ..training.adapt_run import AdaptOptions, find_folder_of_same_run
+    from ..training.adapt_workflow import adapt
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
