@@ -183,7 +183,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         InputError: a file is broken or does not fit, or --lora is an adapter already and an option
             is for checkpoints alone.
     """
-    from ssmlx.loading.adapter import load_stream_adapter, write_adapter
+    from ssmlx.loading.adapter import load_stream_adapter, write_adapter_in_place
     from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base, load_tokenizer
     from ssmlx.loading.lora_files import num_parameters
@@ -214,7 +214,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         if args.fuse:
             write_fused(folder, adapter, backbone, tokenizer, model_config)
         else:
-            write_adapter(folder, cast_adapter(adapter, args.dtype))
+            write_adapter_in_place(folder, cast_adapter(adapter, args.dtype))
     config = adapter.config
     lora = adapter.trained_lora
     size = num_parameters(lora)

@@ -31,7 +31,7 @@ from .generation.plan import Decode, decode_plan
 from .generation.pool import Holding, MemoryPool, check_memory, default_limit
 from .generation.scoring import ScoredPrompt, score_in_pieces
 from .loading.adapter import load_adapter
-from .loading.attach import attach_adapter, default_adapter
+from .loading.attach import attach_adapter, find_default_adapter
 from .loading.folders import Fetch
 from .loading.load import load
 from .loading.names import AUTO_ADAPTER, NO_ADAPTER, resolve_adapter
@@ -222,7 +222,7 @@ class Engine:
         holds the lock.
         """
         if self._automatic is None:
-            found = default_adapter(self._loaded[None].model)
+            found = find_default_adapter(self._loaded[None].model)
             self._automatic = found or (NO_ADAPTER, None)
         return self._automatic
 

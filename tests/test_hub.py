@@ -16,7 +16,7 @@ from ssmlx.commands import chat, upload
 from ssmlx.loading import hub as hub_files
 from ssmlx.loading.folders import Fetch
 from ssmlx.loading.names import resolve_adapter
-from ssmlx.loading.weights import weights_digest
+from ssmlx.loading.weights import sampled_weights_digest
 
 FIRST = "a" * 40
 SECOND = "b" * 40
@@ -347,7 +347,7 @@ def test_a_base_that_is_here_must_have_the_adapter_s_weights(hub, send, base, mo
     hub.commits[FIRST] = {}
     monkeypatch.setattr(upload, "resolve_model", lambda *_: base)
     local = {**FIGURES["base"], "model": str(base)}
-    for digest, code in ((weights_digest(base), 0), ("0f" * 16, 2), (None, 0)):
+    for digest, code in ((sampled_weights_digest(base), 0), ("0f" * 16, 2), (None, 0)):
         figures = {**FIGURES, "base": {**local, "weights": digest}}
         found, _, err = send("--base", "org/other", figures=figures)
         assert found == code

@@ -143,7 +143,7 @@ def _adapt(args: argparse.Namespace) -> None:
         InputError: an option is out of bounds, the model or LoRA cannot be had, or another process
             works on the run.
     """
-    from ..loading.files import exclusive_folder
+    from ..loading.files import locked_folder_removed_if_empty
     from ..training.adapt_run import AdaptOptions, find_folder_of_same_run
     from ..training.adapt_workflow import adapt
 
@@ -167,7 +167,7 @@ def _adapt(args: argparse.Namespace) -> None:
             options = replace(options, out=find_folder_of_same_run(options))
         if options.out != out:
             print_line(f"{options.out.name} was made from these weights")
-    with exclusive_folder(options.out):
+    with locked_folder_removed_if_empty(options.out):
         adapt(options, prog=PROG, say=print_line, wait=make_wait_while_busy(args.give_way))
 
 

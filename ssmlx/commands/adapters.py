@@ -78,10 +78,10 @@ def _base_model_status(run: Run) -> str:
         "here", "other weights are there now", or "not in FOLDER any more", also where it cannot be
         read.
     """
-    from ..loading.weights import weights_digest
+    from ..loading.weights import sampled_weights_digest
 
     try:
-        is_same = weights_digest(run.model_folder) == run.settings["weights"]
+        is_same = sampled_weights_digest(run.model_folder) == run.settings["weights"]
     except (InputError, OSError):
         return f"not in {run.model_folder} any more"
     return "here" if is_same else "other weights are there now"
@@ -110,18 +110,18 @@ def _list_or_change(args: argparse.Namespace) -> None:
         InputError: there is no such adapter, a run writes to it now, the new name is taken or not
             allowed, or the folder cannot be changed.
     """
-    from ..loading.files import exclusive_folder
-    from ..loading.found import read_runs
+    from ..loading.files import locked_folder_removed_if_empty
+    from ..loading.found import read_adapt_runs
 
     if args.act == "list":
-        found = read_runs()
+        found = read_adapt_runs()
         for run in found:
             print(describe_run(run))
         print(f"in {adapters_home()}: {len(found)} adapter{'s' * (len(found) != 1)}")
         return
     folder = _existing_run_folder(args.names[0])
     try:
-        with exclusive_folder(folder):  # refused while a run writes there
+        with locked_folder_removed_if_empty(folder):  # refused while a run writes there
             if args.act == "remove":
                 shutil.rmtree(folder)
                 print(f"removed {folder}")

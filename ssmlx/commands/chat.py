@@ -256,10 +256,10 @@ def adapter_command(rest: str, chat: Chat) -> str:
     """
     import mlx.core as mx
 
-    from ..loading.attach import adapters_for, default_adapter
+    from ..loading.attach import find_adapters_of_base, find_default_adapter
 
     if not rest:
-        fitting = adapters_for(chat.session.model)
+        fitting = find_adapters_of_base(chat.session.model)
         others = [name for name in bundled_adapters() if name not in fitting]
         names = ", ".join(fitting) or "none for this model"
         names += f" (for other models: {', '.join(others)})" if others else ""
@@ -267,7 +267,7 @@ def adapter_command(rest: str, chat: Chat) -> str:
         return f"{adapter_line(chat)}\nthat are here: {names}; {hint}"
     found: Path | None
     if rest == AUTO_ADAPTER:
-        rest, found = default_adapter(chat.session.model) or (NO_ADAPTER, None)
+        rest, found = find_default_adapter(chat.session.model) or (NO_ADAPTER, None)
     else:
         found = resolve_adapter(rest, Fetch(progress=options.DownloadBar()))
     chat.session.swap_adapter(found)

@@ -131,7 +131,7 @@ def _reason_without_head(model: StreamFusedModel) -> str | None:
     It names the option that takes a head that is known for the model.
     """
     from ..generation.default_head import default_head
-    from ..loading.model_heads import can_have_head, known_heads
+    from ..loading.model_heads import can_have_head, known_heads_by_sizes
 
     head = default_head(model)
     if head.loaded is not None:
@@ -140,7 +140,7 @@ def _reason_without_head(model: StreamFusedModel) -> str | None:
         return f"{head.found.name} is here, but {head.reason}"
     if not can_have_head(model.backbone):
         return "no heads are known for models of this class"
-    rows = known_heads(model.backbone)
+    rows = known_heads_by_sizes(model.backbone)
     names = [row.repositories[0] for row in rows] or ["MODEL"]
     options = " or ".join(f'--drafter "mtp model={name}"' for name in names)
     return f"it needs a head, which is not on this machine: {options}"

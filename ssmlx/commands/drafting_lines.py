@@ -21,9 +21,9 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
         plan: of the answers to come.
         adapter: what the model's adapter is called; None for its own streams, "none" without one.
     """
-    from ..loading.found import find_runs
+    from ..loading.found import find_runs_by_weights
 
-    found = find_runs(model.backbone.folder, model.backbone.name)
+    found = find_runs_by_weights(model.backbone.folder, model.backbone.name)
     return (
         f"{_drafting_source(model, plan, adapter, found)}: {plan.decision_line()}",
         f"faster: {_faster_head(model, plan) or _faster_option(model, adapter, found)}",
@@ -112,7 +112,7 @@ def _faster_head(model: StreamFusedModel, plan: Plan) -> str | None:
         The text; None where a head drafts already, or none is known for the model.
     """
     from ..generation.default_head import default_head
-    from ..loading.model_heads import known_heads
+    from ..loading.model_heads import known_heads_by_sizes
 
     backbone = model.backbone
     head = default_head(model)
@@ -121,7 +121,7 @@ def _faster_head(model: StreamFusedModel, plan: Plan) -> str | None:
         return None
     if head.loaded is not None and head.found is not None:
         return f"{head.found.name} drafts where no --drafter and no --decoding is given"
-    rows = known_heads(backbone)
+    rows = known_heads_by_sizes(backbone)
     commands = [
         f"python -m ssmlx.chat --model {shlex.quote(backbone.name)} "
         f'--drafter "mtp model={row.repositories[0]}"'
@@ -145,7 +145,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
         adapter: as in `drafting_lines`.
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
-    from ..loading.attach import adapters_for
+    from ..loading.attach import find_adapters_of_base
     from ..loading.found import PAYS
     from ..training.sizing import forecast_adapt_speedup
 
@@ -158,7 +158,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
     if found.chosen is not None and found.chosen.name != adapter:
         told = f"made here from these weights, {found.chosen.verdict}"
         return f"--adapter {found.chosen.name}, {told}"
-    if adapter == NO_ADAPTER and DEFAULT_ADAPTER in adapters_for(model):
+    if adapter == NO_ADAPTER and DEFAULT_ADAPTER in find_adapters_of_base(model):
         return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
     adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.name)}"
     begun = next((run for run in found.fitting if not run.is_finished), None)
@@ -188,7 +188,7 @@ def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found:
         adapter: as in `drafting_lines`.
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
-    from ..loading.files import folder_digest
+    from ..loading.files import weights_and_configs_digest
     from ..loading.folders import Fetch
     from ..loading.names import resolve_adapter
 
@@ -196,7 +196,7 @@ def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found:
     if model.num_streams or adapter is None:
         return "nothing that is here and answers alike"
     fetch = Fetch(cache_dir=backbone.cache_dir, offline=True)  # it was fetched to load it
-    digests = [folder_digest(resolve_adapter(adapter, fetch))]
+    digests = [weights_and_configs_digest(resolve_adapter(adapter, fetch))]
     made = next(
         (run for run in found.tuned if run.has_adapter and run.settings["adapter"] == digests), None
     )

@@ -793,7 +793,7 @@ def load_target(
     Raises:
         InputError: the model or the adapter cannot be loaded.
     """
-    from ..loading.attach import default_adapter, swap_adapter
+    from ..loading.attach import find_default_adapter, swap_adapter
     from ..loading.load import load
     from ..model import metal
 
@@ -811,7 +811,7 @@ def load_target(
     if args.adapter is None and model.config is None:
         args.adapter, folder = NO_ADAPTER, None
         if finds_adapter:
-            args.adapter, folder = default_adapter(model) or (NO_ADAPTER, None)
+            args.adapter, folder = find_default_adapter(model) or (NO_ADAPTER, None)
         if folder is not None:
             model = swap_adapter(model, folder)
     return model, tokenizer
@@ -974,9 +974,9 @@ def with_folder_lock(
 
     def held(args: argparse.Namespace) -> int | None:
         """Run the command's function, holding the lock; return its exit code."""
-        from ..loading.files import exclusive_folder
+        from ..loading.files import locked_folder_removed_if_empty
 
-        with exclusive_folder(args.out):
+        with locked_folder_removed_if_empty(args.out):
             return act(args)
 
     return held

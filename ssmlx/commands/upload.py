@@ -208,14 +208,14 @@ def check_base(name: str, figures: Mapping[str, Any]) -> str:
     Raises:
         InputError: it is no such name, or has other weights than the adapter's base.
     """
-    from ..loading.weights import weights_digest
+    from ..loading.weights import sampled_weights_digest
 
     require(
         not is_local_name(name), f"--base {name}", expected="org/name, or an alias", do="correct it"
     )
     wanted = figures.get("base", {}).get("weights")
     try:
-        found = weights_digest(resolve_model(name, Fetch(offline=True)))
+        found = sampled_weights_digest(resolve_model(name, Fetch(offline=True)))
     except InputError:
         print(f"{name} is not on this machine: its weights were not compared", file=sys.stderr)
         return name

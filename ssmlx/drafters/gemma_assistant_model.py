@@ -18,7 +18,7 @@ from mlx_lm.models import gemma4_text
 
 from ..errors import InputError, first_line, quoted, require
 from ..loading.files import check_tensors
-from ..loading.load import cast_model, resolve_dtype
+from ..loading.load import resolve_dtype, unpack_and_cast_model
 from ..model.lm_head import row_weights
 from ..settings import check_settings, setting
 
@@ -312,7 +312,7 @@ def load_assistant_model(folder: Path, config: AssistantConfig, dtype: str) -> A
     model = _build_model(config, tensors, folder / "config.json")
     _check_weights(tensors, dict(tree_flatten(model.parameters())), folder, config)
     model.load_weights(list(tensors.items()))
-    cast: Any = cast_model(model, resolve_dtype(dtype))
+    cast: Any = unpack_and_cast_model(model, resolve_dtype(dtype))
     return cast  # type: ignore[no-any-return]
 
 

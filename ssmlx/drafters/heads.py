@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from ..errors import require
 from ..json_files import read_json
-from ..loading.adapter import cast_tensors, check_draft_vocab
-from ..loading.files import check_tensors, read_tensors, save_tensors
+from ..loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
+from ..loading.files import check_tensors, read_tensors, write_finite_tensors_in_place
 from ..model.backbone import Backbone
 from ..model.identity import BaseIdentity
 from ..model.streams import StreamFusedModel
@@ -71,7 +71,7 @@ def write_head_files(folder: Path, heads: Heads) -> None:
         "base": heads.base.__dict__,
     }
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    save_tensors(folder / WEIGHTS_FILE, heads.tensors)
+    write_finite_tensors_in_place(folder / WEIGHTS_FILE, heads.tensors)
 
 
 def read_heads(folder: Path) -> Heads:
@@ -133,7 +133,7 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
         expected=heads.base_model or "the model they were converted for",
         do="choose that model with --model, or other heads",
     )
-    tensors = cast_tensors(heads.tensors, backbone.dtype)
+    tensors = cast_stream_tensors(heads.tensors, backbone.dtype)
     mx.eval(tensors)
     return _KINDS[heads.config.kind][1](heads.config, tensors, backbone)
 
@@ -143,7 +143,9 @@ def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Pat
     settings, and the draft vocabulary's ids are in the vocabulary."""
     check_tensors(tensors, config.expected_tensors(), source)
     if config.draft_vocab_size:
-        check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)
+        require_ascending_draft_vocab(
+            tensors["draft_vocab"], cast("Any", config), config.vocab_size, source
+        )
 
 
 def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object) -> DraftingHeads:

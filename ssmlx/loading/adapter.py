@@ -37,18 +37,18 @@ from ..model.identity import BaseIdentity
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig
-from .files import check_tensors, read_tensors, save_tensors
+from .files import check_tensors, read_tensors, write_finite_tensors_in_place
 from .folders import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora_folder
 from .lora_files import (
     SCALE,
     Loras,
     describe_lora,
-    read_lora,
     read_lora_file,
+    read_lora_folder,
     shared_scale,
     unify_rank_and_scale,
-    write_lora,
     write_lora_file,
+    write_uniform_lora,
 )
 
 FORMAT = "ssmlx-adapter/1"
@@ -127,7 +127,7 @@ class StreamAdapter(Adapter):
         return f"{size}; the answers are the model's own"
 
 
-def check_draft_vocab(
+def require_ascending_draft_vocab(
     found: Any, config: StreamConfig, vocab_size: int, source: str | Path
 ) -> None:
     """Raise InputError unless a draft vocabulary is [Vd] int32 token ids, strictly ascending, from
@@ -170,8 +170,8 @@ def read_stream_weights(path: Path, config: StreamConfig, vocab_size: int) -> St
 
     Raises:
         InputError: there is no file, it cannot be read, a tensor is missing, spare, of another
-            shape, no float or not finite; or the draft vocabulary is not as `check_draft_vocab`
-            wants it.
+            shape, no float or not finite; or the draft vocabulary is not as
+            `require_ascending_draft_vocab` wants it.
     """
     size = config.hidden_size
     expected: dict[str, tuple[int, ...]] = {}
@@ -193,7 +193,7 @@ def read_stream_weights(path: Path, config: StreamConfig, vocab_size: int) -> St
     tensors = read_tensors(path, "stream weights")
     check_tensors(tensors, expected, path)
     if config.draft_vocab_size:
-        check_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
+        require_ascending_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
     return streams_from_tensors(tensors)
 
 
@@ -247,7 +247,7 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
     return tensors
 
 
-def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+def cast_stream_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
     """Return copies of the tensors of a streams file in `dtype`; `draft_vocab` stays as it is."""
     return {
         name: array if name == "draft_vocab" else array.astype(dtype)
@@ -257,7 +257,7 @@ def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, 
 
 def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
     """Return stream weights in `dtype`; a draft vocabulary stays int32."""
-    return streams_from_tensors(cast_tensors(stream_tensors(streams), dtype))
+    return streams_from_tensors(cast_stream_tensors(stream_tensors(streams), dtype))
 
 
 def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
@@ -276,7 +276,7 @@ def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: b
             cannot be written.
         OSError: the settings file cannot be written; the streams file is there by then.
     """
-    save_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
+    write_finite_tensors_in_place(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
         "format": FORMAT,
         **adapter.config.to_dict(),
@@ -289,7 +289,7 @@ def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: b
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
+def write_adapter_in_place(folder: Path, adapter: StreamAdapter) -> None:
     """Write an adapter into a folder that is there: streams, settings, and the files of its LoRA.
 
     LoRA is written with one rank and scale, see `unify_rank_and_scale`; `adapter` itself stays as
@@ -309,7 +309,7 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
     if adapter.stream_lora:
         write_lora_file(folder / LORA_FILES["streams"], adapter.stream_lora)
     if adapter.lora:
-        write_lora(folder, adapter.lora, adapter.config.num_layers)
+        write_uniform_lora(folder, adapter.lora, adapter.config.num_layers)
 
 
 def load_adapter(folder: Path) -> Adapter:
@@ -325,7 +325,7 @@ def load_adapter(folder: Path) -> Adapter:
     """
     if not is_lora_folder(folder):
         return load_stream_adapter(folder)
-    lora, base_model = read_lora(folder)
+    lora, base_model = read_lora_folder(folder)
     return Adapter(lora=lora, base_model=base_model)
 
 

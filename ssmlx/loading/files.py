@@ -45,7 +45,7 @@ def make_folder(folder: Path) -> None:
         raise unwritable_error(folder, error) from error
 
 
-def lock_exclusively(file: int | BinaryIO, path: Path) -> None:
+def lock_without_waiting(file: int | BinaryIO, path: Path) -> None:
     """Lock an open file or folder, without waiting, until it is closed or this process ends.
 
     Where the file system has no locks, that is logged, and nothing is locked.
@@ -70,8 +70,8 @@ def lock_exclusively(file: int | BinaryIO, path: Path) -> None:
 
 
 @contextmanager
-def exclusive_folder(folder: Path) -> Iterator[None]:
-    """Make a folder where there is none, and lock it inside the block, see `lock_exclusively`.
+def locked_folder_removed_if_empty(folder: Path) -> Iterator[None]:
+    """Make a folder where there is none, and lock it inside the block, see `lock_without_waiting`.
 
     Only processes that ask for the lock are kept out. At the end of the block, also of one that
     fails, the folder is removed if it is empty.
@@ -82,7 +82,7 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
     make_folder(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        lock_exclusively(handle, folder)
+        lock_without_waiting(handle, folder)
         try:
             yield
         finally:
@@ -234,10 +234,10 @@ class PartFile:
         except OSError as error:
             raise unwritable_error(path, error) from error
         try:
-            lock_exclusively(self._file, path)
+            lock_without_waiting(self._file, path)
             if fresh:
                 self._file.truncate(0)
-            whole = self._read_lists(settings)
+            whole = self._read_lists_and_count_bytes(settings)
             self._file.truncate(whole)  # a line that a kill cut short
             self._file.seek(whole)
             if not whole:
@@ -271,7 +271,7 @@ class PartFile:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def _read_lists(self, settings: dict[str, Any]) -> int:
+    def _read_lists_and_count_bytes(self, settings: dict[str, Any]) -> int:
         """Read the file into `done`, and check its settings.
 
         Returns:
@@ -310,7 +310,7 @@ def json_digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def folder_digest(folder: Path | None) -> str:
+def weights_and_configs_digest(folder: Path | None) -> str:
     """Return the SHA-256, in hexadecimal, over names and contents of the files `*.safetensors` and
     `*config.json` in a folder.
 
@@ -326,7 +326,7 @@ def folder_digest(folder: Path | None) -> str:
     return digest.hexdigest()
 
 
-def save_tensors(
+def write_finite_tensors_in_place(
     path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str] | None = None
 ) -> None:
     """Write a safetensors file, in place over an older one; it is not replaced as a whole.

@@ -11,7 +11,7 @@ from ..blas import this_machine
 from ..errors import InputError
 from ..json_files import read_json
 from .folders import CONFIG_FILE, FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, adapters_home
-from .weights import weights_digest
+from .weights import sampled_weights_digest
 
 PAYS = 1.05
 """The speed over that without an adapter from which on it is used by itself."""
@@ -137,7 +137,7 @@ def is_worth_using(measured: Mapping[str, Any]) -> bool:
     return float(measured["speed_up"]) >= PAYS * max(1.0, float(measured["text_speed_up"]))
 
 
-def read_runs() -> list[Run]:
+def read_adapt_runs() -> list[Run]:
     """Read every run of `ssmlx.adapt` that is kept on this machine, see `adapters_home`.
 
     Returns:
@@ -187,7 +187,7 @@ class FoundRuns:
         return next((one for one in self.fitting if one.has_adapter and one.pays), None)
 
 
-def find_runs(folder: Path | None, name: str) -> FoundRuns:
+def find_runs_by_weights(folder: Path | None, name: str) -> FoundRuns:
     """Find the runs that belong to the model in a folder, by the digest of its weights.
 
     Args:
@@ -197,11 +197,11 @@ def find_runs(folder: Path | None, name: str) -> FoundRuns:
     Returns:
         The runs; none where the weights cannot be read, which is logged.
     """
-    every = read_runs() if folder is not None else []
+    every = read_adapt_runs() if folder is not None else []
     if folder is None or not every:
         return FoundRuns()
     try:
-        digest = weights_digest(folder)
+        digest = sampled_weights_digest(folder)
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
         _log.debug("no adapter is looked for: %s", error)
         return FoundRuns()
@@ -214,7 +214,7 @@ def find_runs(folder: Path | None, name: str) -> FoundRuns:
     )
 
 
-def log_outdated_adapter(found: FoundRuns, name: str) -> None:
+def log_outdated_if_none_chosen(found: FoundRuns, name: str) -> None:
     """Log, at level info, that the newest outdated adapter is not used, and the option that takes
     it all the same.
 

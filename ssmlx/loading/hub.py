@@ -133,7 +133,7 @@ def _find_or_download(
     return path
 
 
-def find_in_hub_cache(name: str, fetch: Fetch) -> Path | None:
+def find_whole_model_in_hub_cache(name: str, fetch: Fetch) -> Path | None:
     """Return the folder of a model in the Hub's cache; None where it is not there or not whole.
 
     It is the commit that its branch "main" meant when it was fetched last. Nothing is fetched.

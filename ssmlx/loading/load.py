@@ -82,7 +82,7 @@ def is_quantised(model: nn.Module) -> bool:
     return any(isinstance(module, PACKED_KINDS) for module in model.modules())
 
 
-def cast_model(model: nn.Module, dtype: str) -> nn.Module:
+def unpack_and_cast_model(model: nn.Module, dtype: str) -> nn.Module:
     """Return a model whose floating weights have `dtype`, with quantised weights unpacked.
 
     "stored" changes nothing. For other types the model given is changed, and may be the one
@@ -102,7 +102,7 @@ def cast_model(model: nn.Module, dtype: str) -> nn.Module:
     return model
 
 
-def nested_rope_settings(path: Path) -> dict[str, Any]:
+def read_nested_rope_settings(path: Path) -> dict[str, Any]:
     """Return the rotary settings that a folder's config.json nests, under the names that every
     mlx-lm model reads.
 
@@ -321,7 +321,7 @@ def load_weights(
     claim_process_for_mlx()
     dtype = resolve_dtype(dtype)
     with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        settings = nested_rope_settings(path)
+        settings = read_nested_rope_settings(path)
         model, config = utils.load_model(
             path,
             lazy=True,
@@ -329,7 +329,7 @@ def load_weights(
             trust_remote_code=False,
             **loader_overrides(path),
         )
-    model = cast_model(model, dtype)
+    model = unpack_and_cast_model(model, dtype)
     if group is not None:
         shard_over_ranks(model, group)
     modules = dict(model.named_modules())

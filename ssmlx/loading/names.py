@@ -25,7 +25,7 @@ from .hub import HUB_NAME, find_or_download_adapter, find_or_download_model
 from .wheel import Wheel, find_or_convert_wheel
 
 NO_ADAPTER = "none"
-AUTO_ADAPTER = "auto"  # the model's own streams, or what `attach.default_adapter` finds
+AUTO_ADAPTER = "auto"  # the model's own streams, or what `attach.find_default_adapter` finds
 DEFAULT_ADAPTER = "chat"  # what is found where none was made here: a bundled one, if it fits
 _PACKAGE = Path(__file__).parents[1]
 ADAPTERS_FOLDERS = (_PACKAGE / "adapters", _PACKAGE.parent / "examples/adapters")

