@@ -16,7 +16,7 @@ from ssmlx.errors import InputError, require
 from ssmlx.loading.files import PartFile, make_folder, weights_and_configs_digest, write_whole
 from ssmlx.prompts import encode_with_template, prompt_key, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
-from ssmlx.templates import frozen_date
+from ssmlx.templates import frozen_at_new_year_2026
 
 from . import check_torch
 
@@ -322,7 +322,7 @@ def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, A
     return list(first.values())
 
 
-@frozen_date()
+@frozen_at_new_year_2026()
 def encode_prompts(
     prompts: Sequence[dict[str, Any]], tokenizer: Any, longest: int, template: str | None = None
 ) -> list[list[int]]:

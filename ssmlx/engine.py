@@ -15,10 +15,10 @@ from .answers import Answer, Prefilled, is_forked, run, wired_weights
 from .api import (
     GenerationResponse,
     GivenAnswer,
-    answer_segments,
-    check_prompt,
+    check_prompt_length,
     check_tokens,
-    with_seed,
+    plan_answer_segments,
+    with_seed_if_sampling,
 )
 from .bars import Progress
 from .decoding.batch import Mask
@@ -305,7 +305,7 @@ class Engine:
             NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
         """
         model = self.model(adapter)
-        config = with_seed(replace(config or GenerateConfig(), **settings))
+        config = with_seed_if_sampling(replace(config or GenerateConfig(), **settings))
         config, loaded = resolve_drafter(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 
@@ -337,7 +337,8 @@ class Engine:
         shares_prompt: bool,
         joins_prompt: bool,
     ) -> Iterator[GenerationResponse | Prefilled]:
-        """The segments of an answer, see `answer_segments`, behind what `kept` has of the prompt.
+        """The segments of an answer behind what `kept` has of the prompt, see
+        `plan_answer_segments`.
 
         The prompt is checked, and what `kept` has of it taken, when this is called. When the answer
         is over, or given up, its prompt and what was written of it join `kept`. With
@@ -362,7 +363,8 @@ class Engine:
         def done(given: GivenAnswer) -> None:
             kept.put(model, [*prompt, *given.tokens], cache)
 
-        return answer_segments(
+        decode = self._choose_batched_or_lone_decode(model, config, mask, keep)
+        return plan_answer_segments(
             model,
             self.tokenizer,
             prompt[known:],
@@ -370,7 +372,7 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
-            decode=self.memory_pool.within_limit(self._choose_decode(model, config, mask, keep)),
+            decode=self.memory_pool.within_limit(decode),
             loaded=loaded,
             earlier=kept.answers(model),
             joins_prompt=joins_prompt,
@@ -405,7 +407,7 @@ class Engine:
             """Encode and check the prompt and claim its memory, on the MLX thread; nothing is
             scored yet."""
             prompt = self._encode_question(model, question, {})
-            check_prompt(model, len(prompt))
+            check_prompt_length(model, len(prompt))
             check_tokens(model, prompt)
             cache = model.make_cache()
             holding = Holding(self.memory_pool, cache, cache_size_of(model))
@@ -453,7 +455,7 @@ class Engine:
             kept.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
-    def _choose_decode(
+    def _choose_batched_or_lone_decode(
         self,
         model: StreamFusedModel,
         config: GenerateConfig,

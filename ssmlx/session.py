@@ -15,10 +15,10 @@ from .answers import Answer, Prefilled, is_forked, run
 from .api import (
     GenerationResponse,
     GivenAnswer,
-    answer_segments,
     end_token_ids,
+    plan_answer_segments,
     stream_generate,
-    with_seed,
+    with_seed_if_sampling,
 )
 from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, resolve_drafter
@@ -39,7 +39,7 @@ from .prompts import (
     check_text,
     common_prefix_length,
     encode_turns_or_last,
-    is_single_turn,
+    shows_last_turn_alone,
 )
 from .settings import GenerateConfig
 
@@ -264,7 +264,7 @@ class ChatSession:
             InputError: the conversation no longer fits the context, the last reply is still open,
                 or the session is closed; the turn does not count.
         """
-        config = with_seed(self.config)
+        config = with_seed_if_sampling(self.config)
 
         def open_reply() -> Answer[GenerationResponse]:
             """Check that no reply is open, then begin this one; on the MLX thread. Nothing is
@@ -377,7 +377,7 @@ class ChatSession:
             if self._prompts is not None:
                 self._prompts.put(self.model, self._cached_tokens, self._cache)
 
-        segments = answer_segments(
+        segments = plan_answer_segments(
             self.model,
             self.tokenizer,
             prompt[reused:],
@@ -404,7 +404,7 @@ class ChatSession:
         """
         others = [turn for turn in self.messages if turn["role"] != "user"]
         turns = [*others, {"role": "user", "content": ""}]
-        return is_single_turn(turns, adapter_template(self.model), **self._template)
+        return shows_last_turn_alone(turns, adapter_template(self.model), **self._template)
 
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
         """The tokens of `turns` under the chat's template."""
@@ -450,7 +450,9 @@ class ChatSession:
         do = "say something first"
         require(bool(users), found, expected="a message to answer", do=do)
         prompt = self._prompt(self.messages[: users[-1] + 1])
-        config = with_seed(self.config)  # the same for both, or two samples would be compared
+        config = with_seed_if_sampling(
+            self.config
+        )  # the same for both, or two samples would be compared
         drafting = replace(config, decoding="speculative") if config.decoding == "plain" else config
         configs = {"A": drafting, "B": replace(config, decoding="plain")}
         lasts: dict[str, list[GenerationResponse]] = {"A": [], "B": []}

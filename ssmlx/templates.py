@@ -75,7 +75,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """A bounded copy of `other`, with its globals and filters, and `strftime_now`; `other`
         stays.
 
-        `strftime_now` gives the day of `frozen_date` inside its block, else now.
+        `strftime_now` gives the day of `frozen_at_new_year_2026` inside its block, else now.
         """
         own = object.__new__(cls)
         own.__dict__.update(other.__dict__, globals={**other.globals})
@@ -125,7 +125,7 @@ chat_template_utils._compile_jinja_template = _compile
 
 
 @contextmanager
-def frozen_date() -> Iterator[None]:
+def frozen_at_new_year_2026() -> Iterator[None]:
     """Give templates that ask for the date 1 January 2026 inside the block.
 
     So that a run that goes on another day has the same prompts. Only templates that are rendered

@@ -51,7 +51,7 @@ from ssmlx.loading.attach import attach_adapter, read_every_row_lora
 from ssmlx.loading.files import read_tensors
 from ssmlx.loading.load import load_base
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
-from ssmlx.prompts import ChatFrame
+from ssmlx.prompts import TokensBetweenTurns
 from ssmlx.settings import StreamConfig, TreeConfig
 from ssmlx.training import mlx_trainer
 from ssmlx.training.config import TrainConfig
@@ -140,7 +140,7 @@ def settings(num_layers, width, draft_vocab=None, **changes):
     return train, config
 
 
-PACKING = Packing(24, ChatFrame(closing=(1, 2)), 8)
+PACKING = Packing(24, TokensBetweenTurns(closing=(1, 2)), 8)
 
 
 def some_batch(count=5, vocab=real.VOCAB, packing=None):

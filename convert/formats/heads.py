@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -106,7 +106,7 @@ def read_published_heads(
         do="use the files that belong together",
     )
     config = replace(config, draft_vocab_size=vocab.size)
-    require_ascending_draft_vocab(vocab, cast("Any", config), config.vocab_size, path)
+    require_ascending_draft_vocab(vocab, vocab.size, config.vocab_size, path)
     taken = {name: tensors[name][vocab] for name in config.matrix_names}
     return config, {**tensors, **taken, "draft_vocab": vocab}
 

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.api import check_prompt
+from ssmlx.api import check_prompt_length
 from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.generation.divergence import compare_logits, first_difference
@@ -92,7 +92,7 @@ class Experiment:
         if self.task and self.task.max_prompt_tokens:
             prompts = [leave_out_middle(one, self.task.max_prompt_tokens) for one in prompts]
         for prompt in prompts:
-            check_prompt(plain, len(prompt))
+            check_prompt_length(plain, len(prompt))
         for system in self.systems:
             target.build_drafters(system)
         return target, prompts

@@ -63,9 +63,9 @@ def describe_run(run: Run) -> str:
     if not run.is_finished:
         brings = "unfinished"
     elif nodes is None:
-        brings = run.verdict
+        brings = run.speed_up_text
     else:
-        brings = f"{curve[nodes]:.2f} tokens a call with {nodes} nodes, {run.verdict}"
+        brings = f"{curve[nodes]:.2f} tokens a call with {nodes} nodes, {run.speed_up_text}"
     tuned = "" if run.is_for_base else ", with a LoRA"
     changed = datetime.fromtimestamp(run.changed).isoformat(" ", "minutes")
     return f"{run.name}  {changed}  of {run.model}{tuned} ({_base_model_status(run)}): {brings}"

@@ -162,7 +162,7 @@ def adapter_format_line(adapter: str | None, model: StreamFusedModel) -> str | N
     folder = resolve_adapter(adapter, fetch) if adapter else None
     if adapter is None and model.num_streams:
         folder = model.backbone.folder
-    return None if folder is None else load_adapter(folder).describe()
+    return None if folder is None else load_adapter(folder).describe_parts_and_effect()
 
 
 def time_and_describe_model(

@@ -66,7 +66,7 @@ def _adapter_source(model: StreamFusedModel, adapter: str, found: FoundRuns) -> 
         outdated = [run.name for run in found.outdated]
         why = "as asked for"
         if adapter in fitting:
-            why = f"made here from these weights, {fitting[adapter].verdict}"
+            why = f"made here from these weights, {fitting[adapter].speed_up_text}"
         elif adapter in outdated:
             why = "made from other weights than the model has now"
         elif adapter in bundled_adapters():
@@ -75,7 +75,7 @@ def _adapter_source(model: StreamFusedModel, adapter: str, found: FoundRuns) -> 
         return f"adapter {adapter}{streams}, {why}"
     aside = [run for run in found.fitting if run.has_adapter and not run.pays]
     if aside:
-        why = f"brings nothing on this machine ({aside[0].verdict})"
+        why = f"brings nothing on this machine ({aside[0].speed_up_text})"
         return f"no adapter, as {aside[0].name} {why}"
     return "no adapter"
 
@@ -156,7 +156,7 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
     if model.is_fine_tuned:
         return _faster_option_as_tuned(model, adapter, found)
     if found.chosen is not None and found.chosen.name != adapter:
-        told = f"made here from these weights, {found.chosen.verdict}"
+        told = f"made here from these weights, {found.chosen.speed_up_text}"
         return f"--adapter {found.chosen.name}, {told}"
     if adapter == NO_ADAPTER and DEFAULT_ADAPTER in find_adapters_of_base(model):
         return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
@@ -201,7 +201,7 @@ def _faster_option_as_tuned(model: StreamFusedModel, adapter: str | None, found:
         (run for run in found.tuned if run.has_adapter and run.settings["adapter"] == digests), None
     )
     if made is not None:
-        return f"--adapter {made.name}, made here of this adapter, {made.verdict}"
+        return f"--adapter {made.name}, made here of this adapter, {made.speed_up_text}"
     asked = f"--model {shlex.quote(backbone.name)} --adapter {shlex.quote(adapter)}"
     return f"python -m ssmlx.adapt {asked}, which says within minutes what that would bring here"
 

@@ -396,7 +396,7 @@ def _check_weights(
     shapes = {name: tuple(array.shape) for name, array in expected.items()}
     whole = [name for name, array in expected.items() if not _is_float(array)]
     try:
-        check_tensors(tensors, shapes, folder, whole_numbers=whole)
+        check_tensors(tensors, shapes, folder, of_any_dtype=whole)
     except RuntimeError as error:
         raise _unreadable(folder, error) from error
     name = "masked_embedding.token_ordering"

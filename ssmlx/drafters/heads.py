@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -142,10 +142,8 @@ def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Pat
     """Raise InputError unless `tensors` of the file `source` have the names and shapes of the
     settings, and the draft vocabulary's ids are in the vocabulary."""
     check_tensors(tensors, config.expected_tensors(), source)
-    if config.draft_vocab_size:
-        require_ascending_draft_vocab(
-            tensors["draft_vocab"], cast("Any", config), config.vocab_size, source
-        )
+    if size := config.draft_vocab_size:
+        require_ascending_draft_vocab(tensors["draft_vocab"], size, config.vocab_size, source)
 
 
 def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object) -> DraftingHeads:

@@ -28,7 +28,7 @@ from ..errors import join_first, quoted, require
 from ..json_files import read_json
 from ..loading.files import check_tensors
 from ..loading.folders import Fetch, files_in_weight_index
-from ..loading.load import MTP_PREFIX, explain_load_errors, is_mtp_name
+from ..loading.load import MTP_PREFIX, is_mtp_name, refuse_unsafe_and_explain_errors
 from ..loading.names import resolve_model
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS
@@ -137,7 +137,7 @@ def load_mtp_module(
         )
         assert backbone.folder is not None
         folder = backbone.folder
-    with explain_load_errors(
+    with refuse_unsafe_and_explain_errors(
         folder,
         f"{folder} cannot be read as an MTP head",
         expected="whole safetensors files",

@@ -261,6 +261,6 @@ def build(inputs: DrafterInputs) -> StreamDrafter:
     model = inputs.model
     config = inputs.config
     assert model.config and config.tree and config.stream_schedule
-    streams = model.config.usable_streams(config.num_streams)
+    streams = model.config.checked_num_streams(config.num_streams)
     sampling = inputs.guess_sampling
     return StreamDrafter(model, config.tree, streams, config.stream_schedule, sampling)

@@ -22,11 +22,11 @@ files beside them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -68,7 +68,7 @@ class Adapter:
     lora: Loras = field(default_factory=dict)
     base_model: str = ""
 
-    def describe(self) -> str:
+    def describe_parts_and_effect(self) -> str:
         """Return one line on what the adapter has, and whether it changes the answers."""
         return f"{describe_lora(self.lora)}, which changes the answers; no streams"
 
@@ -112,7 +112,7 @@ class StreamAdapter(Adapter):
             return replace(self, lora=lora, **changes)
         return replace(self, stream_lora=lora, **changes)
 
-    def describe(self) -> str:
+    def describe_parts_and_effect(self) -> str:
         """Return one line for the user: how many streams in how many top layers, which LoRA on
         every row, and whether the answers change.
 
@@ -120,30 +120,41 @@ class StreamAdapter(Adapter):
         """
         config = self.config
         if not config.num_streams:
-            return super().describe()
+            return super().describe_parts_and_effect()
         size = f"{config.num_streams} streams in the top {config.num_msa_layers} layers"
         if self.lora:
             return f"{size}, and {describe_lora(self.lora)}, which changes the answers"
         return f"{size}; the answers are the model's own"
 
 
+class TokenIds(Protocol):
+    """An array of MLX, or a tensor of PyTorch."""
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def tolist(self) -> Any: ...
+
+
 def require_ascending_draft_vocab(
-    found: Any, config: StreamConfig, vocab_size: int, source: str | Path
+    draft_vocab: TokenIds, size: int, vocab_size: int, source: str | Path
 ) -> None:
     """Raise InputError unless a draft vocabulary is [Vd] int32 token ids, strictly ascending, from
     0 to below V.
 
     Args:
-        found: an array of MLX, or a tensor of PyTorch; its values are read.
-        config: `config.draft_vocab_size` is Vd, 1 or more.
+        draft_vocab: of any type and shape; its values are read where it is of int32.
+        size: Vd, 1 or more.
         vocab_size: V, of the base model.
         source: named in the message.
     """
-    dtype = str(found.dtype).rpartition(".")[2]
-    size = config.draft_vocab_size
-    tokens = found.tolist() if dtype == "int32" else []
-    if dtype != "int32" or tuple(found.shape) != (size,):
-        fault = f"a draft_vocab of {dtype} {list(found.shape)}"
+    dtype = str(draft_vocab.dtype).rpartition(".")[2]
+    tokens = draft_vocab.tolist() if dtype == "int32" else []
+    if dtype != "int32" or tuple(draft_vocab.shape) != (size,):
+        fault = f"a draft_vocab of {dtype} {list(draft_vocab.shape)}"
     elif not 0 <= min(tokens) <= max(tokens) < vocab_size:
         fault = f"tokens {min(tokens)} to {max(tokens)} in draft_vocab"
     elif any(later <= token for token, later in pairwise(tokens)):
@@ -192,8 +203,8 @@ def read_stream_weights(path: Path, config: StreamConfig, vocab_size: int) -> St
         expected |= {f"condition.{part}.weight": shape for part, shape in shapes.items()}
     tensors = read_tensors(path, "stream weights")
     check_tensors(tensors, expected, path)
-    if config.draft_vocab_size:
-        require_ascending_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
+    if size := config.draft_vocab_size:
+        require_ascending_draft_vocab(tensors["draft_vocab"], size, vocab_size, path)
     return streams_from_tensors(tensors)
 
 
@@ -260,7 +271,9 @@ def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
     return streams_from_tensors(cast_stream_tensors(stream_tensors(streams), dtype))
 
 
-def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
+def write_streams_and_settings(
+    folder: Path, adapter: StreamAdapter, *, lora_is_merged: bool
+) -> None:
     """Write the streams file and the settings file of an adapter into a folder, in place over older
     ones.
 
@@ -269,7 +282,8 @@ def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: b
     Args:
         folder: which is there.
         adapter: its LoRA has one scale, see `unify_rank_and_scale`.
-        fused: noted in the settings: whether LoRA is merged into a model in the same folder.
+        lora_is_merged: whether LoRA is merged into a model in the same folder; the settings note
+            it as "fused".
 
     Raises:
         InputError: a weight is not finite, by which time nothing is written; or the streams file
@@ -281,7 +295,7 @@ def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: b
         "format": FORMAT,
         **adapter.config.to_dict(),
         "base": adapter.base.__dict__,
-        "fused": fused,
+        "fused": lora_is_merged,
         "lora_scale": shared_scale(adapter.trained_lora),
     }
     if adapter.task_lora:
@@ -305,7 +319,7 @@ def write_adapter_in_place(folder: Path, adapter: StreamAdapter) -> None:
         lora=unify_rank_and_scale(adapter.lora),
         stream_lora=unify_rank_and_scale(adapter.stream_lora),
     )
-    write_streams_and_settings(folder, adapter, fused=False)
+    write_streams_and_settings(folder, adapter, lora_is_merged=False)
     if adapter.stream_lora:
         write_lora_file(folder / LORA_FILES["streams"], adapter.stream_lora)
     if adapter.lora:
@@ -325,8 +339,8 @@ def load_adapter(folder: Path) -> Adapter:
     """
     if not is_lora_folder(folder):
         return load_stream_adapter(folder)
-    lora, base_model = read_lora_folder(folder)
-    return Adapter(lora=lora, base_model=base_model)
+    found = read_lora_folder(folder)
+    return Adapter(lora=found.lora, base_model=found.base_model)
 
 
 def load_stream_adapter(folder: Path) -> StreamAdapter:
@@ -366,7 +380,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
         """
         scale: Any = values.get(scale_name)
         what = f"{path} has {scale_name} {scale!r}"
-        expected = f"a number, {SCALE.text()}"
+        expected = f"a number, {SCALE.in_words()}"
         require(SCALE.holds(scale, whole=False), what, expected=expected, do=_AGAIN)
         return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
 

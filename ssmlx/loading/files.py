@@ -350,13 +350,13 @@ def write_finite_tensors_in_place(
         raise unwritable_error(path, error) from error
 
 
-def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]:
-    """Read the tensors of a safetensors file whose names begin with `prefix`, evaluated.
+def read_tensors(path: Path, what: str, names_begin_with: str = "") -> dict[str, mx.array]:
+    """Read the tensors of a safetensors file, or those whose names begin so, evaluated.
 
     Args:
         path: of the file.
         what: it should hold, for messages.
-        prefix: of the names, which keep it; empty for all tensors.
+        names_begin_with: a prefix of the names, which keep it; empty for all tensors.
 
     Returns:
         The tensors by name; empty where no name begins so.
@@ -371,7 +371,7 @@ def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]
     try:
         loaded = mx.load(str(path), format="safetensors")
         assert isinstance(loaded, dict)
-        found = {name: array for name, array in loaded.items() if name.startswith(prefix)}
+        found = {name: array for name, array in loaded.items() if name.startswith(names_begin_with)}
         mx.eval(found)
     except (RuntimeError, ValueError, OSError) as error:
         raise InputError(
@@ -395,7 +395,7 @@ def check_tensors(
     found: Mapping[str, mx.array],
     expected: Mapping[str, tuple[int, ...]],
     source: Path,
-    whole_numbers: Collection[str] = ("draft_vocab",),
+    of_any_dtype: Collection[str] = ("draft_vocab",),
 ) -> None:
     """Raise InputError unless `found` has exactly the `expected` names and shapes, of finite
     floats.
@@ -404,7 +404,7 @@ def check_tensors(
         found: tensors by name.
         expected: shapes by name.
         source: named in the message, which lists the first few tensors of every fault.
-        whole_numbers: names of tensors that need not be floats.
+        of_any_dtype: names of tensors that need not be floats.
     """
     missing = [name for name in expected if name not in found]
     spare = [name for name in found if name not in expected]
@@ -420,7 +420,7 @@ def check_tensors(
     kinds["that are no floats"] = [
         name
         for name in fitting
-        if name not in whole_numbers and not mx.issubdtype(found[name].dtype, mx.floating)
+        if name not in of_any_dtype and not mx.issubdtype(found[name].dtype, mx.floating)
     ]
 
     problems = [f"{kind}: {join_first(names)}" for kind, names in kinds.items() if names]

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -78,7 +78,7 @@ def _each_value(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: not value or (isinstance(value, dict) and all(map(is_fit, value.values())))
 
 
-_A_NUMBER = f"a number, {SCALE.text()}"
+_A_NUMBER = f"a number, {SCALE.in_words()}"
 _TAKEN: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "peft_type": ("LORA", lambda kind: kind == "LORA", "'LORA'"),
     "bias": ("none", lambda kind: kind == "none", "'none'"),
@@ -290,17 +290,25 @@ def _require_all_factors(
     check_tensors(tensors, expected, path)
 
 
-def read_lora_folder(folder: Path) -> tuple[dict[str, LoraWeights], str]:
+class FolderLora(NamedTuple):
+    """What a folder of LoRA alone holds.
+
+    Attributes:
+        lora: by module path, as the files call the modules.
+        base_model: the name of the model that it is for, empty where the files have none.
+    """
+
+    lora: dict[str, LoraWeights]
+    base_model: str
+
+
+def read_lora_folder(folder: Path) -> FolderLora:
     """Read LoRA or DoRA as mlx-lm or PEFT wrote it.
 
     It is PEFT's where the settings have a "peft_type" or the folder has PEFT's file of weights.
 
     Args:
         folder: with adapter_config.json and the weights.
-
-    Returns:
-        LoRA by module path, as the files call the modules; and the name of the model that it is
-        for, empty where the files have none.
 
     Raises:
         InputError: the folder holds something else or no factors, or what cannot be put on a model
@@ -312,7 +320,7 @@ def read_lora_folder(folder: Path) -> tuple[dict[str, LoraWeights], str]:
     found = f"{folder} has no LoRA in its file of weights"
     require(bool(lora), found, expected="pairs of factors", do="use a LoRA's own file")
     name = settings.get("base_model_name_or_path" if is_pefts else "model")
-    return lora, name if isinstance(name, str) else ""
+    return FolderLora(lora, name if isinstance(name, str) else "")
 
 
 def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
@@ -461,7 +469,8 @@ def _has_unknown_leaf(name: str) -> bool:
 
 
 def _rename_lora_and_drop_base_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return PEFT's tensors by mlx-lm's names; paths of embeddings get ".embedding" behind them.
+    """Return PEFT's tensors by mlx-lm's names, as they are stored, not transposed; paths of
+    embeddings get ".embedding" behind them.
 
     PEFT writes the base's own weights of embeddings and heads beside their LoRA: these are left
     out. Tensors of other names that are unknown keep their names.

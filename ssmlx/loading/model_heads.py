@@ -107,16 +107,16 @@ def find_local_head(backbone: Backbone) -> LocalHead | None:
     return None
 
 
-def _has_own_mtp_head(folder: Path | None) -> bool:
+def _has_own_mtp_head(model_folder: Path | None) -> bool:
     """Whether a model's files have tensors of an MTP head, by the tensors' names.
 
     False where there is no folder, or where a header cannot be read, which is logged.
     """
-    if folder is None:
+    if model_folder is None:
         return False
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(model_folder.glob("*.safetensors"))
     try:
         return any(is_mtp_name(name) for file in files for name in stored_names(file))
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
-        _log.debug("no MTP head is looked for in %s: %s", folder, error)
+        _log.debug("no MTP head is looked for in %s: %s", model_folder, error)
         return False

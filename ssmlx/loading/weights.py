@@ -122,7 +122,7 @@ def _digest_sampled_tensors(files: list[Path]) -> str:
     try:
         for tensor in tensors:
             digest.update(f"{tensor.name} {tensor.kind}\n".encode())
-            for piece in _read_pieces(tensor, opened[tensor.path], pieces):
+            for piece in _read_spread_pieces(tensor, opened[tensor.path], pieces):
                 digest.update(piece)
     finally:
         for file in opened.values():
@@ -155,15 +155,15 @@ def _read_header(path: Path) -> Iterator[_StoredTensor]:
         ) from error
 
 
-def _read_pieces(tensor: _StoredTensor, file: BinaryIO, count: int) -> Iterator[bytes]:
-    """Yield `count` pieces of `PIECE_BYTES` of a tensor's bytes, evenly from the first to the last;
-    of a tensor that is no larger than these together, all bytes as one piece.
+def _read_spread_pieces(tensor: _StoredTensor, file: BinaryIO, num_pieces: int) -> Iterator[bytes]:
+    """Yield `num_pieces` pieces of `PIECE_BYTES` of a tensor's bytes, evenly from the first to the
+    last; of a tensor that is no larger than these together, all bytes as one piece.
     """
     size = tensor.end - tensor.begin
-    if size <= count * PIECE_BYTES:
+    if size <= num_pieces * PIECE_BYTES:
         yield os.pread(file.fileno(), size, tensor.begin)
         return
     room = size - PIECE_BYTES
-    for number in range(count):
-        first = room * number // max(1, count - 1)
+    for number in range(num_pieces):
+        first = room * number // max(1, num_pieces - 1)
         yield os.pread(file.fileno(), PIECE_BYTES, tensor.begin + first)

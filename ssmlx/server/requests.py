@@ -217,7 +217,7 @@ def checked_number(name: str, value: Any, allowed: Allowed, *, whole: bool) -> A
     """
     ok = value is None or allowed.holds(value, whole=whole)
     kind = "a whole number, " if whole else ""
-    check_field(ok, f"{name} is {quoted(value)}", kind + allowed.text(), name)
+    check_field(ok, f"{name} is {quoted(value)}", kind + allowed.in_words(), name)
     return value
 
 

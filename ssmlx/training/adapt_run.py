@@ -24,7 +24,7 @@ from ..loading.lora_files import Loras
 from ..loading.weights import sampled_weights_digest
 from ..model.backbone import Backbone
 from ..prompts import encode_with_template, last_user_text, read_prompts
-from ..templates import frozen_date
+from ..templates import frozen_at_new_year_2026
 from .config import RunOptions, TrainConfig
 from .job import read_base_settings
 from .mlx_trainer import load_base_for_training
@@ -324,7 +324,7 @@ def read_lora_without_streams(folder: Path, backbone: Backbone) -> Loras:
     return match_lora_to_model(adapter, backbone)
 
 
-@frozen_date()
+@frozen_at_new_year_2026()
 def tokenise_fitting_prompts(
     run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
 ) -> list[TokenisedPrompt]:

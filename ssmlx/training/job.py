@@ -22,7 +22,7 @@ from ..loading.files import make_folder, weights_and_configs_digest
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
 from ..loading.weights import sampled_weights_digest
-from ..prompts import chat_frame
+from ..prompts import find_tokens_between_turns
 from ..settings import StreamConfig
 from .config import RunOptions, TrainConfig
 from .data import (
@@ -296,7 +296,7 @@ def prepare_job(
         vocab = choose_draft_vocab(examples, train.draft_vocab_size, base["vocab_size"])
     packing = None
     if train.pack:
-        packing = Packing(train.pack, chat_frame(words), config.stream_window)
+        packing = Packing(train.pack, find_tokens_between_turns(words), config.stream_window)
     return Job(
         options, train, config, examples, valid, vocab, sampled_weights_digest(path), packing
     ), path
