@@ -111,7 +111,8 @@ class _MlxThread:
         return threading.current_thread() is self._thread
 
     def enqueue(self, task: Callable[[], Result]) -> Future[Result]:
-        """Have `task` done behind those that were asked for before; returns at once.
+        """Have `task` done behind those that were asked for before, also where the MLX thread
+        itself asks; returns at once.
 
         It is done on the default device that the calling thread has now. The first task starts the
         thread.
@@ -189,7 +190,7 @@ def _keep_open_answers_alive() -> None:
 os.register_at_fork(after_in_child=_keep_open_answers_alive)
 
 
-def run(task: Callable[[], Result]) -> Result:
+def run_on_mlx_thread(task: Callable[[], Result]) -> Result:
     """Do `task` on the thread that runs MLX, wait for it, and return its result or raise its error.
 
     On that thread itself it is done at once; elsewhere behind what was asked for before.

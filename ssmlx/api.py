@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answers import Answer, Prefilled, run, wired_weights
+from .answers import Answer, Prefilled, run_on_mlx_thread, wired_weights
 from .bars import Progress
 from .decoding.loop import CallCounts, DraftCounts
 from .decoding.sampling import TokenLogprobs
@@ -351,7 +351,7 @@ def stream_generate(
         context=context,
         earlier=earlier,
     )
-    return Answer(run(opened), progress)
+    return Answer(run_on_mlx_thread(opened), progress)
 
 
 def with_seed_if_sampling(config: GenerateConfig) -> GenerateConfig:

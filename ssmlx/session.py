@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answers import Answer, Prefilled, is_forked, run
+from .answers import Answer, Prefilled, is_forked, run_on_mlx_thread
 from .api import (
     GenerationResponse,
     GivenAnswer,
@@ -170,7 +170,7 @@ class ChatSession:
                 self.messages.append({"role": "system", "content": system})
             self._drop_cache_and_earlier_answers()
 
-        run(reset_on_mlx_thread)
+        run_on_mlx_thread(reset_on_mlx_thread)
 
     def _drop_cache_and_earlier_answers(self) -> None:
         """Drop the cache, the last answer's memory figures and earlier answers.
@@ -211,7 +211,7 @@ class ChatSession:
             InputError: there is no such adapter, it does not fit the model or the chat's settings,
                 a reply is still open, or the session is closed; everything is as it was.
         """
-        run(self._check_idle)
+        run_on_mlx_thread(self._check_idle)
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
         def take_over_on_mlx_thread() -> None:
@@ -224,7 +224,7 @@ class ChatSession:
             self.model = swapped
             self._drop_cache_and_earlier_answers()
 
-        run(take_over_on_mlx_thread)
+        run_on_mlx_thread(take_over_on_mlx_thread)
 
     @property
     def memory(self) -> Memory:
@@ -274,7 +274,7 @@ class ChatSession:
             self._reply = weakref.ref(answer)
             return answer
 
-        return run(open_reply)
+        return run_on_mlx_thread(open_reply)
 
     def close(self) -> None:
         """Cancel the reply that is open, wait for its end, and free the cache; the session answers
@@ -295,7 +295,7 @@ class ChatSession:
                 del self.model, self._loaded
 
         if not is_forked():
-            run(close_on_mlx_thread)
+            run_on_mlx_thread(close_on_mlx_thread)
 
     def _check_open(self) -> None:
         """Raise InputError where the session is closed."""
@@ -476,7 +476,9 @@ class ChatSession:
         plain = answers["B"][0]
         other = next((one for one in (*answers["A"], *answers["B"]) if one != plain), plain)
         ends = end_token_ids(self.model, self.tokenizer)
-        parting = run(lambda: find_divergence(self.model, prompt, plain, other, config, ends))
+        parting = run_on_mlx_thread(
+            lambda: find_divergence(self.model, prompt, plain, other, config, ends)
+        )
         return Comparison(parting is None, lasts["A"][-1], lasts["B"][-1], ratios, parting)
 
 

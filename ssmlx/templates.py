@@ -30,11 +30,14 @@ _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 _day: ContextVar[datetime | None] = ContextVar("day", default=None)
 
 
-def _require_within_bounds(ok: bool, what: str) -> None:
-    """Raise an InputError unless `ok`, which says that the template does `what`, and the bounds."""
+def _require_within_bounds(ok: bool, template_does: str) -> None:
+    """Raise an InputError unless `ok`.
+
+    It says what the template does, such as "makes too much text", and what the bounds are.
+    """
     require(
         ok,
-        f"the model's chat template {what}",
+        f"the model's chat template {template_does}",
         expected=f"at most {MAX_SECONDS:.0f} s and {MAX_CHARS:,} characters for a prompt",
         do="use another model, or a shorter conversation",
     )

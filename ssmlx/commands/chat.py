@@ -387,7 +387,7 @@ def _chat(args: argparse.Namespace) -> None:
 
     import mlx.core as mx
 
-    from ..answers import run
+    from ..answers import run_on_mlx_thread
     from ..generation.plan import make_plan
     from ..loading.folders import cache_dir
     from ..session import ChatSession
@@ -406,7 +406,7 @@ def _chat(args: argparse.Namespace) -> None:
         screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
     time_costs_before_answers(model, tokenizer, config, loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
-    plan = run(lambda: make_plan(model, config, drafter=loaded))
+    plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
     screen.note("\n".join(drafting_lines(model, plan, args.adapter)))
     chat = Chat(session, screen, args.adapter)
     if screen.interactive:

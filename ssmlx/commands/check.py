@@ -80,7 +80,7 @@ def time_costs_before_answers(
     Raises:
         InputError: the settings do not fit the model or what is loaded.
     """
-    from ..answers import run
+    from ..answers import run_on_mlx_thread
     from ..generation.head_start import time_calls_before_first_answer
     from ..generation.plan import make_plan
 
@@ -89,7 +89,7 @@ def time_costs_before_answers(
     note.daemon = True
     note.start()
     try:
-        run(
+        run_on_mlx_thread(
             lambda: time_calls_before_first_answer(
                 model, tokenizer, make_plan(model, config, drafter=loaded)
             )
@@ -409,9 +409,9 @@ def _check(args: argparse.Namespace) -> None:
     )
     model, tokenizer = options.load_target(args)
 
-    from ..answers import run
+    from ..answers import run_on_mlx_thread
 
-    found = run(lambda: time_and_describe_model(args, model, tokenizer))
+    found = run_on_mlx_thread(lambda: time_and_describe_model(args, model, tokenizer))
     if args.json:
         options.print_json(found)
     else:

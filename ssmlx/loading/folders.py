@@ -69,7 +69,7 @@ class Fetch:
         """Where models of the Hub are kept; None for its own cache."""
         return None if self.cache_dir is None else str(self.folder / "hub")
 
-    def require_allowed(self, missing: str, target: str | Path) -> None:
+    def require_not_offline(self, missing: str, target: str | Path) -> None:
         """Raise InputError where `offline` says that nothing may be fetched.
 
         Args:

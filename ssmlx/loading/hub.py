@@ -125,7 +125,7 @@ def _find_or_download(
             return cached
     asked = name if revision is None else f"{name} at {revision}"
     target = fetch.hub or constants.HF_HUB_CACHE
-    fetch.require_allowed(asked, target)
+    fetch.require_not_offline(asked, target)
     logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
     with _all_errors_as_input_errors(name, revision):
         path = download(name, revision, fetch.progress, snapshot)

