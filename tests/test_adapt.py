@@ -22,13 +22,13 @@ from ssmlx.commands import machine, upload
 from ssmlx.commands.adapt import PROG, main
 from ssmlx.commands.options import file_error
 from ssmlx.generation.learned import learned_of
+from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_adapters_of_base, find_default_adapter
 from ssmlx.loading.files import PartFile, locked_folder_removed_if_empty, weights_and_configs_digest
 from ssmlx.loading.folders import adapters_home
-from ssmlx.loading.found import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import adapters_made_here, resolve_adapter
-from ssmlx.loading.weights import sampled_weights_digest
+from ssmlx.loading.weights_digest import sampled_weights_digest
 from ssmlx.training import (
     adapt_check,
     adapt_plan,

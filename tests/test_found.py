@@ -20,7 +20,8 @@ from ssmlx.blas import this_machine
 from ssmlx.commands import adapters, chat, check, drafting_lines, generate
 from ssmlx.errors import name_file_in_os_errors
 from ssmlx.generation.plan import make_plan
-from ssmlx.loading import folders, names, weights
+from ssmlx.loading import folders, names, weights_digest
+from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.attach import find_default_adapter
 from ssmlx.loading.files import (
     locked_folder_removed_if_empty,
@@ -28,9 +29,8 @@ from ssmlx.loading.files import (
     write_whole,
 )
 from ssmlx.loading.folders import adapters_home
-from ssmlx.loading.found import PAYS, find_runs_by_weights, read_adapt_runs
 from ssmlx.loading.names import resolve_adapter
-from ssmlx.loading.weights import sampled_weights_digest
+from ssmlx.loading.weights_digest import sampled_weights_digest
 from ssmlx.training import sizing
 
 LENGTH = 8
@@ -121,7 +121,7 @@ def test_other_weights_have_another(base, tmp_path):
 
 def test_of_a_large_tensor_pieces_from_first_to_last_are_seen(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
-    size = 100 * weights.PIECE_BYTES
+    size = 100 * weights_digest.PIECE_BYTES
 
     def digest_with(place):
         values = mx.zeros(size, mx.uint8)
@@ -130,24 +130,24 @@ def test_of_a_large_tensor_pieces_from_first_to_last_are_seen(tmp_path, monkeypa
         mx.save_safetensors(str(path), {"a": values, "b": mx.zeros(3)})
         return sampled_weights_digest(tmp_path)
 
-    between = (size - weights.PIECE_BYTES) * 3 // (weights.MOST_PIECES - 1)
+    between = (size - weights_digest.PIECE_BYTES) * 3 // (weights_digest.MOST_PIECES - 1)
     found = [digest_with(place) for place in (None, 0, between, size - 1)]
     assert len(set(found)) == 4
     # What the docstring says that it does not see.
-    assert digest_with(weights.PIECE_BYTES + 1) == found[0]
+    assert digest_with(weights_digest.PIECE_BYTES + 1) == found[0]
     # Of very many tensors less is read, and the same everywhere.
-    monkeypatch.setattr(weights, "MOST_READS", 1)
-    one = weights._digest_sampled_tensors([path])
-    assert one == weights._digest_sampled_tensors([path]) and one not in found
+    monkeypatch.setattr(weights_digest, "MOST_READS", 1)
+    one = weights_digest._digest_sampled_tensors([path])
+    assert one == weights_digest._digest_sampled_tensors([path]) and one not in found
 
 
 def test_the_digest_is_remembered_and_a_change_is_noticed(base, tmp_path, monkeypatch):
     copy = shutil.copytree(base, tmp_path / "copy")
     before = sampled_weights_digest(copy)
     read = []
-    real = weights._digest_sampled_tensors
+    real = weights_digest._digest_sampled_tensors
     monkeypatch.setattr(
-        weights, "_digest_sampled_tensors", lambda files: read.append(1) or real(files)
+        weights_digest, "_digest_sampled_tensors", lambda files: read.append(1) or real(files)
     )
     assert sampled_weights_digest(copy) == before and read == []
     path = copy / "model.safetensors"

@@ -16,7 +16,7 @@ from ssmlx.commands import chat, upload
 from ssmlx.loading import hub as hub_files
 from ssmlx.loading.folders import Fetch
 from ssmlx.loading.names import resolve_adapter
-from ssmlx.loading.weights import sampled_weights_digest
+from ssmlx.loading.weights_digest import sampled_weights_digest
 
 FIRST = "a" * 40
 SECOND = "b" * 40

@@ -15,7 +15,7 @@ from .adapt import check_adapter_name
 from .options import make_main, make_parser
 
 if TYPE_CHECKING:
-    from ..loading.found import Run
+    from ..loading.adapt_runs import Run
 
 PROG = "ssmlx.adapters"
 EPILOG = """examples:
@@ -78,7 +78,7 @@ def _base_model_status(run: Run) -> str:
         "here", "other weights are there now", or "not in FOLDER any more", also where it cannot be
         read.
     """
-    from ..loading.weights import sampled_weights_digest
+    from ..loading.weights_digest import sampled_weights_digest
 
     try:
         is_same = sampled_weights_digest(run.model_folder) == run.settings["weights"]
@@ -110,8 +110,8 @@ def _list_or_change(args: argparse.Namespace) -> None:
         InputError: there is no such adapter, a run writes to it now, the new name is taken or not
             allowed, or the folder cannot be changed.
     """
+    from ..loading.adapt_runs import read_adapt_runs
     from ..loading.files import locked_folder_removed_if_empty
-    from ..loading.found import read_adapt_runs
 
     if args.act == "list":
         found = read_adapt_runs()

@@ -9,7 +9,7 @@ from ..loading.names import DEFAULT_ADAPTER, NO_ADAPTER, bundled_adapters
 
 if TYPE_CHECKING:
     from ..generation.plan import Plan
-    from ..loading.found import FoundRuns, Run
+    from ..loading.adapt_runs import FoundRuns, Run
     from ..model.streams import StreamFusedModel
 
 
@@ -21,7 +21,7 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
         plan: of the answers to come.
         adapter: what the model's adapter is called; None for its own streams, "none" without one.
     """
-    from ..loading.found import find_runs_by_weights
+    from ..loading.adapt_runs import find_runs_by_weights
 
     found = find_runs_by_weights(model.backbone.folder, model.backbone.name)
     return (
@@ -145,8 +145,8 @@ def _faster_option(model: StreamFusedModel, adapter: str | None, found: FoundRun
         adapter: as in `drafting_lines`.
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
+    from ..loading.adapt_runs import PAYS
     from ..loading.attach import find_adapters_of_base
-    from ..loading.found import PAYS
     from ..training.sizing import forecast_adapt_speedup
 
     backbone = model.backbone

@@ -208,7 +208,7 @@ def check_base(name: str, figures: Mapping[str, Any]) -> str:
     Raises:
         InputError: it is no such name, or has other weights than the adapter's base.
     """
-    from ..loading.weights import sampled_weights_digest
+    from ..loading.weights_digest import sampled_weights_digest
 
     require(
         not is_local_name(name), f"--base {name}", expected="org/name, or an alias", do="correct it"

@@ -11,9 +11,9 @@
 | `adapter.py` | an adapter's folder: its format, read and written; values, no model |
 | `lora_files.py` | LoRA and DoRA in mlx-lm's and PEFT's files |
 | `attach.py` | an adapter on a loaded base, off it, exchanged; what "auto" finds |
-| `found.py` | adapters that were made on this machine, by the weights they are for |
+| `adapt_runs.py` | adapters that were made on this machine, by the weights they are for |
 | `known_heads.py` | heads that were trained to draft for published models: a table |
 | `model_heads.py` | which of them are a loaded model's, and which are on this machine |
-| `weights.py` | the digest of a model's stored weights |
+| `weights_digest.py` | the digest of a model's stored weights |
 | `files.py` | tensors read strictly; files and folders written whole or not at all |
 """

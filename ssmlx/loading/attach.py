@@ -13,10 +13,10 @@ from ..model.identity import digest_tensors
 from ..model.lora import EXPERTS, LORA_KINDS, RowScope, attach_lora, is_mergeable, lora_shapes
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
+from .adapt_runs import find_runs_by_weights, log_outdated_if_none_chosen
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
 from .files import check_tensors
 from .folders import Fetch
-from .found import find_runs_by_weights, log_outdated_if_none_chosen
 from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
     AUTO_ADAPTER,

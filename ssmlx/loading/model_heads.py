@@ -16,7 +16,7 @@ from .folders import Fetch
 from .hub import find_whole_model_in_hub_cache
 from .known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES, KnownHead
 from .load import is_mtp_name
-from .weights import stored_names
+from .weights_digest import stored_names
 
 OWN_HEAD = "its own MTP head"
 _GENERATION = re.compile(r"(qwen)[-_ ]?(\d+\.\d+)")

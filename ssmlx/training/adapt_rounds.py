@@ -14,9 +14,9 @@ from typing import Any
 from mlx_lm.generate import wired_limit
 
 from ..bars import busy
+from ..loading.adapt_runs import PAYS
 from ..loading.adapter import load_stream_adapter
 from ..loading.files import PartFile, atomic_folder, make_folder, write_whole
-from ..loading.found import PAYS
 from .adapt_run import (
     DATA_FOLDER,
     FILES,

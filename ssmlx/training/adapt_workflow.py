@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from ..bars import busy
 from ..errors import name_file_in_os_errors
+from ..loading.adapt_runs import Run, read_adapt_runs
 from ..loading.folders import PLAN_FILE
-from ..loading.found import Run, read_adapt_runs
 from ..prompts import read_prompts
 from .adapt_check import check_adapter, verdict_line, write_figures
 from .adapt_plan import (

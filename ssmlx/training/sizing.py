@@ -17,9 +17,9 @@ from ..errors import InputError, require
 from ..generation.head_start import time_and_store_costs
 from ..generation.learned import learned_of
 from ..json_files import read_json
+from ..loading.adapt_runs import Run
 from ..loading.attach import attach_adapter
 from ..loading.folders import CONFIG_FILE
-from ..loading.found import Run
 from ..loading.lora_files import Loras
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel

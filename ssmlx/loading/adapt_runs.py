@@ -11,7 +11,7 @@ from ..blas import this_machine
 from ..errors import InputError
 from ..json_files import read_json
 from .folders import CONFIG_FILE, FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, adapters_home
-from .weights import sampled_weights_digest
+from .weights_digest import sampled_weights_digest
 
 PAYS = 1.05
 """The speed over that without an adapter from which on it is used by itself."""
