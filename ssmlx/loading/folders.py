@@ -105,16 +105,16 @@ def is_lora_folder(folder: Path) -> bool:
     return not (folder / CONFIG_FILE).exists() and (folder / LORA_SETTINGS).exists()
 
 
-def adapter_weight_files(values: dict[str, Any]) -> list[str]:
+def adapter_weight_files(settings: dict[str, Any]) -> list[str]:
     """Return the names of the weight files that an adapter's settings ask for, that of the streams
     first.
 
     Args:
-        values: the content of its `CONFIG_FILE`. Where it says "fused" there is no LoRA file but
+        settings: the content of its `CONFIG_FILE`. Where it says "fused" there is no LoRA file but
             that of a task.
     """
-    scopes = [] if values.get("fused") else [values.get("adapter_scope", "all")]
-    if values.get("task_lora_scale") is not None:
+    scopes = [] if settings.get("fused") else [settings.get("adapter_scope", "all")]
+    if settings.get("task_lora_scale") is not None:
         scopes.append("all")
     return [STREAMS_FILE, *(LORA_FILES[scope] for scope in scopes)]
 
@@ -136,7 +136,7 @@ def first_missing_adapter_file(folder: Path) -> str | None:
     return next((file for file in needed if not (folder / file).is_file()), None)
 
 
-def first_missing_model_file(path: Path) -> str | None:
+def first_missing_model_file(folder: Path) -> str | None:
     """Return the name of the first file that a model folder lacks; None where it is whole.
 
     It needs config.json, and the files of weights that its index names, or without an index any
@@ -145,11 +145,11 @@ def first_missing_model_file(path: Path) -> str | None:
     Raises:
         InputError: the index of its weights cannot be read.
     """
-    if not (path / "config.json").is_file():
+    if not (folder / "config.json").is_file():
         return "config.json"
-    indexed = files_in_weight_index(path)
+    indexed = files_in_weight_index(folder)
     if indexed is None:
-        is_there = any(file.is_file() for file in path.glob("model*.safetensors"))
+        is_there = any(file.is_file() for file in folder.glob("model*.safetensors"))
         return None if is_there else "model*.safetensors"
     return next((file.name for file in indexed if not file.is_file()), None)
 
@@ -175,21 +175,21 @@ def files_in_weight_index(folder: Path) -> list[Path] | None:
     return sorted({folder / name for name in found})
 
 
-def require_model_folder(path: Path) -> Path:
-    """Return `path` if it is a folder with config.json and all files of weights.
+def require_model_folder(folder: Path) -> Path:
+    """Return `folder` if it is a folder with config.json and all files of weights.
 
     Raises:
         InputError: it is missing, is a file, or lacks a file; weights that only PyTorch reads are
             pointed out.
     """
     do = "check the path, or give an alias or a Hub name (org/name)"
-    if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
-        raise InputError(f"{path} {found}", expected="a model folder", do=do)
-    if missing := first_missing_model_file(path):
-        if any(path.glob("pytorch_model*.bin")):
-            do = f"write one with safetensors: python -m ssmlx.convert.base {path} OUT"
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise InputError(f"{folder} {found}", expected="a model folder", do=do)
+    if missing := first_missing_model_file(folder):
+        if any(folder.glob("pytorch_model*.bin")):
+            do = f"write one with safetensors: python -m ssmlx.convert.base {folder} OUT"
         raise InputError(
-            f"{path} has no {missing}", expected="config.json and model*.safetensors", do=do
+            f"{folder} has no {missing}", expected="config.json and model*.safetensors", do=do
         )
-    return path
+    return folder
