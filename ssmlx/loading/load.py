@@ -179,7 +179,7 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
         """mlx-lm's model, which drops tensors of drafting heads."""
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            """Return the tensors that mlx-lm's model takes, by its names, without those of heads."""
+            """Return the tensors by the names of mlx-lm's model, without those of heads."""
             kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
             kept = super().sanitize(kept) if hasattr(model, "sanitize") else kept
             # Behind mlx-lm's own function, which may tell by these how norms are stored.
