@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import ssmlx
-from ssmlx.commands.results import print_and_save
+from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.decoding.call import plain_call
 from ssmlx.decoding.chain import verify_chain
 from ssmlx.decoding.loop import prefill
@@ -488,5 +488,5 @@ def measure(
         "times": time_going_back(model, texts),
         "bytes": byte_rows(load_reference(folder)[0].config),
     }
-    print_and_save(result, out / "hybrid", format_report(result))
+    print_and_save_json_and_txt(result, out / "hybrid", format_report(result))
     return 0 if all(one.same_as_plain == len(prompts) for one in answers) else 1
