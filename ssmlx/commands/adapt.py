@@ -168,7 +168,7 @@ def _start_or_continue_adapt(args: argparse.Namespace) -> None:
             options = replace(options, out=find_folder_of_same_run(options))
         if options.out != out:
             print_line(f"{options.out.name} was made from these weights")
-    with exclusive_folder(options.out):
+    with locked_folder_removed_if_empty(options.out):
         adapt(
             options,
             prog=PROG,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError, require, unwritable_error
-from ..loading.names import adapters_home, bundled_adapters
+from ..loading.folders import adapters_home
+from ..loading.names import bundled_adapters
 from .adapt import require_allowed_adapter_name
 from .options import make_main, make_parser
 

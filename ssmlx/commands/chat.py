@@ -21,7 +21,7 @@ from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, bundled_adapters, resolve_
 from . import options
 from .caches import PromptFile
 from .check import time_unknown_costs_before_answers
-from .drafting import drafting_lines
+from .drafting_lines import drafting_lines
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

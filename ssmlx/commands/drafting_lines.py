@@ -23,7 +23,7 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
     """
     from ..loading.adapt_runs import find_runs_by_weights
 
-    found = find_runs(model.backbone.folder, model.backbone.name)
+    found = find_runs_by_weights(model.backbone.folder, model.backbone.name)
     source = _describe_what_drafts_and_why(model, plan, adapter, found)
     faster = _faster_head_command_or_none(model, plan)
     faster = faster or _faster_command_or_why_none(model, adapter, found)
@@ -163,8 +163,8 @@ def _faster_command_or_why_none(
         return _faster_command_keeping_lora(model, adapter, found)
     if found.chosen is not None and found.chosen.name != adapter:
         run = found.chosen
-        return f"--adapter {run.name}, made here from these weights, {run.verdict}"
-    if adapter == NO_ADAPTER and DEFAULT_ADAPTER in adapters_for(model):
+        return f"--adapter {run.name}, made here from these weights, {run.speed_up_text}"
+    if adapter == NO_ADAPTER and DEFAULT_ADAPTER in find_adapters_of_base(model):
         return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
     adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.name)}"
     begun = next((run for run in found.fitting if not run.is_finished), None)

@@ -110,7 +110,7 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     how = (model, tokenizer, args.template, args.template_args)
     encoded = [encode_prompt(prompt, *how) for prompt in prompts]
     for tokens in encoded:
-        check_prompt(model, len(tokens))
+        check_prompt_length(model, len(tokens))
     kept.read_if_there_require_same_model(model)
     shared = min(common_prefix_length(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..loading.names import TRAINED_FOLDER
+from ..loading.folders import TRAINED_FOLDER
 from .options import launched_rank, make_main, with_lock_on_out_folder
 from .train_options import (
     add_cache_option,
