@@ -338,7 +338,7 @@ def stream_generate(
         InputError: the prompt is empty or too long, or the settings do not fit the model.
         TypeError: `GenerateConfig` has no field of such a name.
     """
-    config = with_seed(replace(config or GenerateConfig(), **settings))
+    config = with_seed_if_sampling(replace(config or GenerateConfig(), **settings))
     config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
     opened = partial(
         plan_answer_segments,

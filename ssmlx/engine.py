@@ -307,7 +307,7 @@ class Engine:
             NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
         """
         model = self.model(adapter)
-        config = with_seed(replace(config or GenerateConfig(), **settings))
+        config = with_seed_if_sampling(replace(config or GenerateConfig(), **settings))
         config, loaded = split_drafter_arguments(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 

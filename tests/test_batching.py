@@ -12,7 +12,7 @@ from real import tokens_of, words
 import ssmlx
 from ssmlx.answers import run_on_mlx_thread
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
-from ssmlx.decoding.controller import ExpectedCall
+from ssmlx.decoding.draft_shape import ExpectedCall
 from ssmlx.generation import batching, prompt_pieces
 from ssmlx.generation.plan import Plan
 from ssmlx.policy.costs import BATCH, FrozenCosts

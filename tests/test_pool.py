@@ -14,8 +14,8 @@ import pytest
 from real import refusal, tokens_of, words, write_base, write_tiny_adapter
 from tiny import make_base, make_model
 
-from ssmlx.answers import run
-from ssmlx.decoding.controller import ExpectedCall
+from ssmlx.answers import run_on_mlx_thread
+from ssmlx.decoding.draft_shape import ExpectedCall
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError, NoRoomError
