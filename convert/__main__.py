@@ -113,9 +113,9 @@ def _is_adapter(folder: Path) -> bool:
 
     False where there is no such file.
     """
-    from ssmlx.loading import adapter, names
+    from ssmlx.loading import adapter, folders
 
-    return _has_format(folder / names.CONFIG_FILE, adapter.FORMAT)
+    return _has_format(folder / folders.CONFIG_FILE, adapter.FORMAT)
 
 
 def _check_out_is_replaceable(out: Path) -> None:
@@ -185,7 +185,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         InputError: a file is broken or does not fit, or --lora is an adapter already and an option
             is for checkpoints alone.
     """
-    from ssmlx.loading.adapter import load_stream_adapter, write_adapter
+    from ssmlx.loading.adapter import load_stream_adapter, write_adapter_in_place
     from ssmlx.loading.files import atomic_folder
     from ssmlx.loading.load import load_base, load_tokenizer
     from ssmlx.loading.lora_files import num_parameters
@@ -218,7 +218,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         if args.fuse:
             write_fused(folder, adapter, backbone, tokenizer, model_config)
         else:
-            write_adapter(folder, cast_adapter(adapter, args.dtype))
+            write_adapter_in_place(folder, cast_adapter(adapter, args.dtype))
     config = adapter.config
     lora = adapter.trained_lora
     size = num_parameters(lora)

@@ -24,7 +24,7 @@ from ssmlx.commands.options import make_parser, run_command
 from ssmlx.errors import InputError, require
 from ssmlx.json_files import read_json
 from ssmlx.loading.files import atomic_folder, read_tensors
-from ssmlx.loading.load import explain_load_errors
+from ssmlx.loading.load import refuse_unsafe_and_explain_errors
 
 from . import check_torch
 
@@ -60,7 +60,7 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     with (
         _silence_transformers(),
-        explain_load_errors(
+        refuse_unsafe_and_explain_errors(
             folder,
             f"{folder} cannot be loaded as a model",
             expected="a whole model folder that transformers can load",

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmlx.commands.options import add_int_options, add_options, make_main, make_parser
 from ssmlx.errors import InputError, require
-from ssmlx.loading.files import PartFile, folder_digest, make_folder, write_whole
+from ssmlx.loading.files import PartFile, make_folder, weights_and_configs_digest, write_whole
 from ssmlx.prompts import encode_with_template, prompt_key, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
-from ssmlx.templates import frozen_date
+from ssmlx.templates import frozen_at_new_year_2026
 
 from . import check_torch
 
@@ -322,7 +322,7 @@ def drop_repeated_prompts(prompts: Sequence[dict[str, Any]]) -> list[dict[str, A
     return list(first.values())
 
 
-@frozen_date()
+@frozen_at_new_year_2026()
 def encode_prompts(
     prompts: Sequence[dict[str, Any]], tokenizer: Any, longest: int, template: str | None = None
 ) -> list[list[int]]:
@@ -482,8 +482,8 @@ def write_continuations(args: argparse.Namespace) -> None:
         args.out.with_name(args.out.name + ".part"),
         {
             "prompts": hashlib.sha256(json.dumps([prompts, encoded]).encode()).hexdigest(),
-            "model": folder_digest(path),
-            "lora": folder_digest(args.lora),
+            "model": weights_and_configs_digest(path),
+            "lora": weights_and_configs_digest(args.lora),
             "batch_size": args.batch_size,
             "dtype": args.dtype,
             "device": model.device.type,

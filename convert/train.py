@@ -105,8 +105,8 @@ def train_streams(args: argparse.Namespace) -> None:
     import torch
 
     from ssmlx.loading.adapter import load_stream_adapter
-    from ssmlx.loading.files import folder_digest
-    from ssmlx.loading.names import TRAINED_FOLDER
+    from ssmlx.loading.files import weights_and_configs_digest
+    from ssmlx.loading.folders import TRAINED_FOLDER
     from ssmlx.training.job import prepare_job, run_to_end
     from ssmlx.training.mlx_model import add_condition_and_root_init, write_validated_adapter
     from ssmlx.training.objective import Validation
@@ -143,13 +143,13 @@ def train_streams(args: argparse.Namespace) -> None:
     task: list[str] = []
     if args.task_lora is not None:
         tuned = load_fine_tuned(base, args.task_lora)
-        task = [folder_digest(args.task_lora)]
+        task = [weights_and_configs_digest(args.task_lora)]
         base = merge_lora(tuned)
     if start is None:
         model = build_model_with_new_streams(base, job.config, train, job.draft_vocab).to(device)
     else:
         model = build_frozen_reference(base, start).to(device)
-        task = [folder_digest(args.init)]
+        task = [weights_and_configs_digest(args.init)]
         select_trained_part(model, train.train_only)
     if args.init is not None and start is None:
         copy_checkpoint_weights(model, args.init, has_task=args.task_lora is not None)

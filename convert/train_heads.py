@@ -321,7 +321,7 @@ def train_heads(args: argparse.Namespace) -> None:
     check_torch()
     import torch
 
-    from ssmlx.loading.files import folder_digest
+    from ssmlx.loading.files import weights_and_configs_digest
     from ssmlx.training.job import run_to_end
 
     from .formats.heads import check_base_sizes, save_published_heads
@@ -333,7 +333,7 @@ def train_heads(args: argparse.Namespace) -> None:
     job, path, settings, init = _read_job_and_init_heads(args)
     out = job.options.out
     train = job.train
-    lora = folder_digest(args.lora)
+    lora = weights_and_configs_digest(args.lora)
     frozen = load_base_with_lora_merged(path, args.lora)
     lm_head = frozen.base.lm_head.weight.detach().clone()
     if init is None:
@@ -345,7 +345,9 @@ def train_heads(args: argparse.Namespace) -> None:
         check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)
     widths = settings.widths or getattr(model.config, "widths", ())
     objective = HeadObjective(model, frozen, train, widths, device, dtype)
-    identity = job.identity(args.dtype, lora, asdict(settings), folder_digest(args.init))
+    identity = job.identity(
+        args.dtype, lora, asdict(settings), weights_and_configs_digest(args.init)
+    )
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity("final norm", args.dtype, lora)
     run_to_end(

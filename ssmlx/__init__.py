@@ -17,7 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .blas import prefer_openblas
+from .blas import load_openblas_before_mlx
 
 if TYPE_CHECKING:
     from .answers import Answer as Answer
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-has_fast_blas = prefer_openblas()
+has_fast_blas = load_openblas_before_mlx()
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless an app listens
 
 # Loaded on first use, so that `--help` does not wait for MLX.

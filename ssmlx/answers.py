@@ -110,8 +110,9 @@ class _MlxThread:
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def submit(self, task: Callable[[], Result]) -> Future[Result]:
-        """Have `task` done behind those that were asked for before; returns at once.
+    def enqueue(self, task: Callable[[], Result]) -> Future[Result]:
+        """Have `task` done behind those that were asked for before, also where the MLX thread
+        itself asks; returns at once.
 
         It is done on the default device that the calling thread has now. The first task starts the
         thread.
@@ -131,10 +132,10 @@ class _MlxThread:
             return future
         self._tasks.put(_Task(future, task, mx.default_device()))
         if self._thread is None:
-            self._start()
+            self._start_thread_once()
         return future
 
-    def _start(self) -> None:
+    def _start_thread_once(self) -> None:
         """Start the thread, unless it was, and have open answers closed when Python ends."""
         with self._starting:
             if self._thread is None:
@@ -143,7 +144,7 @@ class _MlxThread:
                     target=self._run_tasks_for_ever, name="ssmlx", daemon=True
                 )
                 self._thread.start()
-                atexit.register(self._close_at_exit)
+                atexit.register(self._close_open_answers_at_exit)
 
     def _run_tasks_for_ever(self) -> None:
         """Do tasks for ever, each on the default device of whoever asked; cancelled ones are left
@@ -156,7 +157,7 @@ class _MlxThread:
                 task.run_into_future()
             del task  # or its arrays would wait for the next one
 
-    def _close_at_exit(self) -> None:
+    def _close_open_answers_at_exit(self) -> None:
         """When Python ends: close what is open, wait for that, and take no more tasks.
 
         Does nothing in a forked process. Tasks that were asked for before are still done. The
@@ -165,7 +166,7 @@ class _MlxThread:
         """
         if is_forked():
             return
-        closing = self.submit(self._close_open)
+        closing = self.enqueue(self._close_open)
         self._is_stopped = True
         closing.result()
 
@@ -189,12 +190,12 @@ def _keep_open_answers_alive() -> None:
 os.register_at_fork(after_in_child=_keep_open_answers_alive)
 
 
-def run(task: Callable[[], Result]) -> Result:
+def run_on_mlx_thread(task: Callable[[], Result]) -> Result:
     """Do `task` on the thread that runs MLX, wait for it, and return its result or raise its error.
 
     On that thread itself it is done at once; elsewhere behind what was asked for before.
     """
-    return task() if _mlx_thread.is_current else _mlx_thread.submit(task).result()
+    return task() if _mlx_thread.is_current else _mlx_thread.enqueue(task).result()
 
 
 class _SegmentSource(Generic[Segment]):
@@ -370,7 +371,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
     def _request_segment(self) -> Future[Segment | Prefilled | None]:
         """Ask the MLX thread for the next segment, unless an interrupted reader has asked."""
         if self._requested is None:
-            self._requested = _mlx_thread.submit(self._source.compute_next)
+            self._requested = _mlx_thread.enqueue(self._source.compute_next)
         return self._requested
 
     @contextmanager
@@ -417,7 +418,7 @@ def _end_and_close_source(source: _SegmentSource[Any]) -> Future[None]:
         A future that is done when it is closed.
     """
     source.is_over = True
-    return _mlx_thread.submit(source.close)
+    return _mlx_thread.enqueue(source.close)
 
 
 _num_wired = 0

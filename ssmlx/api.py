@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answers import Answer, Prefilled, run, wired_weights
+from .answers import Answer, Prefilled, run_on_mlx_thread, wired_weights
 from .bars import Progress
 from .decoding.sampling import TokenLogprobs
 from .decoding.step import DraftCounts, DraftTotals, Step
@@ -266,7 +266,7 @@ def token_steps(
     return filter(None, decode_plan(plan, model, prompt, cache, context=context))
 
 
-def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
+def check_prompt_length(model: StreamFusedModel, num_tokens: int) -> None:
     """Raise InputError where `num_tokens` is 0, and ContextLengthError where a prompt of so many
     leaves no room for a token of an answer in the model's context, if that has a limit."""
     limit = model.backbone.context_length
@@ -338,10 +338,10 @@ def stream_generate(
         InputError: the prompt is empty or too long, or the settings do not fit the model.
         TypeError: `GenerateConfig` has no field of such a name.
     """
-    config = with_seed(replace(config or GenerateConfig(), **settings))
+    config = with_seed_if_sampling(replace(config or GenerateConfig(), **settings))
     config, loaded = split_drafter_arguments(config, drafter, draft_model, heads)
     opened = partial(
-        answer_segments,
+        plan_answer_segments,
         model,
         tokenizer,
         prompt,
@@ -351,10 +351,10 @@ def stream_generate(
         context=context,
         earlier=earlier,
     )
-    return Answer(run(opened), progress)
+    return Answer(run_on_mlx_thread(opened), progress)
 
 
-def with_seed(config: GenerateConfig) -> GenerateConfig:
+def with_seed_if_sampling(config: GenerateConfig) -> GenerateConfig:
     """`config` with a seed, if it samples (`temp` above 0) and has none; else as it is.
 
     The seed is drawn from MLX's random state of the calling thread, which changes; with
@@ -367,7 +367,7 @@ def with_seed(config: GenerateConfig) -> GenerateConfig:
     return replace(config, seed=to_int(mx.random.randint(0, 2**31 - 1)))
 
 
-def answer_segments(
+def plan_answer_segments(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
     prompt: str | Sequence[int],
@@ -405,7 +405,7 @@ def answer_segments(
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
-    check_prompt(model, num_prompt if tokens else 0)
+    check_prompt_length(model, num_prompt if tokens else 0)
     check_tokens(model, [*context, *tokens, *_token_ids(config.prompt_lookup.reference)])
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt

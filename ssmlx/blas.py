@@ -10,6 +10,7 @@ import ctypes.util
 import os
 import sys
 from functools import lru_cache
+from typing import NamedTuple
 
 HINT = (
     "MLX runs on its reference BLAS here, some thirty times slower than OpenBLAS; "
@@ -20,7 +21,7 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 @lru_cache(maxsize=1)
-def prefer_openblas() -> bool:
+def load_openblas_before_mlx() -> bool:
     """Load the system's OpenBLAS before MLX, so that MLX's CPU backend uses it. On Linux alone.
 
     Returns:
@@ -40,9 +41,16 @@ def prefer_openblas() -> bool:
     return True
 
 
+class Machine(NamedTuple):
+    """What computes here."""
+
+    chip_and_cores: str  # the cores that MLX may use, of a CPU alone
+    backend: str  # "gpu", or "cpu" and its BLAS
+
+
 @lru_cache(maxsize=1)
-def this_machine() -> tuple[str, str]:
-    """(the chip, on the CPU with the number of cores that MLX may use; what computes).
+def this_machine() -> Machine:
+    """Find the chip, and what of it MLX computes on.
 
     Such as ("Apple M4", "gpu"), or ("x86_64, 2 cores", "cpu, fast BLAS"). By MLX's default device
     when it is first called; found once a process. The cores are those that the process may run on,
@@ -52,11 +60,12 @@ def this_machine() -> tuple[str, str]:
 
     name = str(mx.device_info().get("device_name", "unknown chip"))
     if mx.default_device() == mx.gpu:
-        return name, "gpu"
+        return Machine(name, "gpu")
     # Those that MLX's CPU backend may use: all that there are, or as the environment says.
     allowed = getattr(os, "sched_getaffinity", None)
     cores = len(allowed(0)) if allowed else os.cpu_count() or 1
     limits = [os.environ.get(name, "") for name in _THREADS]
     cores = min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
     counted = f"{cores} core{'s' if cores > 1 else ''}"
-    return f"{name}, {counted}", f"cpu, {'fast' if prefer_openblas() else 'reference'} BLAS"
+    blas = "fast" if load_openblas_before_mlx() else "reference"
+    return Machine(f"{name}, {counted}", f"cpu, {blas} BLAS")

@@ -11,14 +11,14 @@ from typing import Any, Self, cast
 
 import mlx.core as mx
 
-from .answers import Answer, Prefilled, is_forked, run, wired_weights
+from .answers import Answer, Prefilled, is_forked, run_on_mlx_thread, wired_weights
 from .api import (
     GenerationResponse,
     GivenAnswer,
-    answer_segments,
-    check_prompt,
+    check_prompt_length,
     check_tokens,
-    with_seed,
+    plan_answer_segments,
+    with_seed_if_sampling,
 )
 from .bars import Progress
 from .decoding.batch import Mask
@@ -31,9 +31,10 @@ from .generation.plan import Decode, decode_plan
 from .generation.pool import Holding, MemoryPool, check_memory, default_limit
 from .generation.scoring import ScoredPrompt, score_in_pieces
 from .loading.adapter import load_adapter
-from .loading.attach import attach_adapter, default_adapter
+from .loading.attach import attach_adapter, find_default_adapter
+from .loading.folders import Fetch
 from .loading.load import load
-from .loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, resolve_adapter
+from .loading.names import AUTO_ADAPTER, NO_ADAPTER, resolve_adapter
 from .model.cache import TreeCache
 from .model.ranks import Group
 from .model.state_cache import StateCache
@@ -146,7 +147,7 @@ class Engine:
         self._count_cache_in_pool(self.prompt_cache)
         self._batches = self._new_batches()
         self._wiring = wired_weights()  # at last: what is refused leaves nothing behind
-        run(self._wiring.__enter__)
+        run_on_mlx_thread(self._wiring.__enter__)
 
     def _new_batches(self) -> Batches:
         """Batches without answers, which count in the memory pool."""
@@ -154,18 +155,20 @@ class Engine:
         self.memory_pool.share(batches)
         return batches
 
-    def _count_cache_in_pool(self, kept: PromptCache) -> None:
-        """Count what `kept` has in the memory pool until `close`; nothing in a closed engine."""
+    def _count_cache_in_pool(self, prompt_cache: PromptCache) -> None:
+        """Count what a prompt cache has in the memory pool until `close`; nothing in a closed
+        engine.
+        """
 
         def count_on_mlx_thread() -> None:
-            """Count `kept` in the pool, by which it may drop some; do nothing where the engine is
+            """Count it in the pool, by which it may drop some; do nothing where the engine is
             closed. On the MLX thread.
             """
             if not self._is_closed:
-                self._counted.add(kept)
-                kept.count_in(self.memory_pool)
+                self._counted.add(prompt_cache)
+                prompt_cache.count_in(self.memory_pool)
 
-        run(count_on_mlx_thread)
+        run_on_mlx_thread(count_on_mlx_thread)
 
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.
@@ -222,7 +225,7 @@ class Engine:
         holds the lock.
         """
         if self._automatic is None:
-            found = default_adapter(self._loaded[None].model)
+            found = find_default_adapter(self._loaded[None].model)
             self._automatic = found or (NO_ADAPTER, None)
         return self._automatic
 
@@ -305,7 +308,7 @@ class Engine:
             NoRoomError: there is no memory for the prompt; or, as the answer is read, for more.
         """
         model = self.model(adapter)
-        config = with_seed(replace(config or GenerateConfig(), **settings))
+        config = with_seed_if_sampling(replace(config or GenerateConfig(), **settings))
         config, loaded = split_drafter_arguments(config, drafter)
         chat_options = {"tools": tools, "template_args": template_args}
 
@@ -324,7 +327,7 @@ class Engine:
             self._track_open(answer)
             return answer
 
-        return run(open_answer)
+        return run_on_mlx_thread(open_answer)
 
     def _begin_answer(
         self,
@@ -332,37 +335,39 @@ class Engine:
         prompt: list[int],
         config: GenerateConfig,
         loaded: Sequence[Loaded],
-        kept: PromptCache,
+        prompt_cache: PromptCache,
         mask: Mask | None,
         shares_prompt: bool,
         joins_prompt: bool,
     ) -> Iterator[GenerationResponse | Prefilled]:
-        """The segments of an answer, see `answer_segments`, behind what `kept` has of the prompt.
+        """The segments of an answer behind what `prompt_cache` has of the prompt, see
+        `plan_answer_segments`.
 
-        The prompt is checked, and what `kept` has of it taken, when this is called. When the answer
-        is over, or given up, its prompt and what was written of it join `kept`. With
-        `deterministic` nothing that is known is gone on from. On the MLX thread.
+        The prompt is checked, and what `prompt_cache` has of it taken, when this is called. When
+        the answer is over, or given up, its prompt and what was written of it join `prompt_cache`.
+        With `deterministic` nothing that is known is gone on from. On the MLX thread.
 
         Args:
             model: with the adapter.
             prompt: tokens.
             config: settings, a seed included if it samples.
             loaded: what was loaded to draft with.
-            kept: prompts that the answer may begin with.
+            prompt_cache: prompts that the answer may begin with.
             mask, shares_prompt, joins_prompt: see `stream`.
         """
         cache = model.make_cache()
         known = 0
         if not config.deterministic:
-            cache, known = kept.take(model, prompt)
+            cache, known = prompt_cache.take(model, prompt)
         # A state cache may not go back from the answer's end to the prompt's.
         keeps_prompt = shares_prompt or isinstance(cache, StateCache)
-        keep = partial(kept.put, model, prompt, cache) if keeps_prompt else None
+        keep = partial(prompt_cache.put, model, prompt, cache) if keeps_prompt else None
 
         def done(given: GivenAnswer) -> None:
-            kept.put(model, [*prompt, *given.tokens], cache)
+            prompt_cache.put(model, [*prompt, *given.tokens], cache)
 
-        return answer_segments(
+        decode = self._choose_batched_or_lone_decode(model, config, mask, keep)
+        return plan_answer_segments(
             model,
             self.tokenizer,
             prompt[known:],
@@ -370,9 +375,9 @@ class Engine:
             cache=cache,
             context=prompt[:known],
             done=done,
-            decode=self.memory_pool.within_limit(self._choose_decode(model, config, mask, keep)),
+            decode=self.memory_pool.within_limit(decode),
             loaded=loaded,
-            earlier=kept.answers(model),
+            earlier=prompt_cache.answers(model),
             joins_prompt=joins_prompt,
         )
 
@@ -405,7 +410,7 @@ class Engine:
             """Encode and check the prompt and claim its memory, on the MLX thread; nothing is
             scored yet."""
             prompt = self._encode_question(model, question, {})
-            check_prompt(model, len(prompt))
+            check_prompt_length(model, len(prompt))
             check_tokens(model, prompt)
             cache = model.make_cache()
             holding = Holding(self.memory_pool, cache, cache_size_of(model))
@@ -415,7 +420,7 @@ class Engine:
             self._track_open(answer)
             return answer
 
-        return run(open_scoring)
+        return run_on_mlx_thread(open_scoring)
 
     def _score_in_pieces(
         self,
@@ -423,21 +428,22 @@ class Engine:
         prompt: list[int],
         cache: TreeCache,
         top: int,
-        kept: PromptCache | None,
+        prompt_cache: PromptCache | None,
         holding: Holding,
     ) -> Iterator[ScoredPrompt | Prefilled]:
         """Score a prompt in pieces: a `Prefilled` before and behind each, and in the end its
         scores.
 
-        Releases `holding` when all is scored, or given up; then adds the prompt to `kept` if there
-        is one and all is scored. On the MLX thread.
+        Releases `holding` when all is scored, or given up; then adds the prompt to `prompt_cache`
+        if there is one and all is scored. On the MLX thread.
 
         Args:
             model: with the adapter.
             prompt: tokens.
             cache: an empty one, which is filled.
             top: how many of the likeliest tokens are wanted in each place.
-            kept: where the prompt is kept in the end; nothing is read from it. None for nowhere.
+            prompt_cache: where the prompt is kept in the end; nothing is read from it. None for
+                nowhere.
             holding: what counts `cache`.
         """
         found: list[TokenLogprobs] = []
@@ -448,12 +454,12 @@ class Engine:
                     yield Prefilled(cache.offset, len(prompt) - 1)
         finally:
             holding.release()
-        if kept is not None:
-            self._count_cache_in_pool(kept)
-            kept.put(model, prompt, cache)
+        if prompt_cache is not None:
+            self._count_cache_in_pool(prompt_cache)
+            prompt_cache.put(model, prompt, cache)
         yield ScoredPrompt(tuple(found))
 
-    def _choose_decode(
+    def _choose_batched_or_lone_decode(
         self,
         model: StreamFusedModel,
         config: GenerateConfig,
@@ -534,7 +540,7 @@ class Engine:
             swap=self._model_for_swap,
             memory_pool=self.memory_pool,
         )
-        run(lambda: self._track_open(chat))
+        run_on_mlx_thread(lambda: self._track_open(chat))
         return chat
 
     def _track_open(self, opened: Answer[Any] | ChatSession) -> None:
@@ -566,17 +572,17 @@ class Engine:
             self._with_own_streams = None
             self._batches = self._new_batches()  # those that there are know models
             del self._base
-        for opened in run(lambda: list(self._open)):
+        for opened in run_on_mlx_thread(lambda: list(self._open)):
             opened.close()
         if self._is_own_cache:
             self.prompt_cache.close()
-        for kept in run(lambda: list(self._counted)):
+        for kept in run_on_mlx_thread(lambda: list(self._counted)):
             kept.flush()
             kept.count_out(self.memory_pool)
-        run(lambda: self._wiring.__exit__(None, None, None))
+        run_on_mlx_thread(lambda: self._wiring.__exit__(None, None, None))
         # What transformers imports late leaves circles that hold the frames of `load`.
         gc.collect()
-        run(mx.clear_cache)
+        run_on_mlx_thread(mx.clear_cache)
 
     def __enter__(self) -> Self:
         return self

@@ -290,39 +290,46 @@ def encode_with_template(
 
 
 def encode_turns_or_last(
-    messages: Sequence[Message], tokenizer: TokenizerWrapper, template: str | None, **more: Any
+    messages: Sequence[Message],
+    tokenizer: TokenizerWrapper,
+    own_template: str | None,
+    **chat_options: Any,
 ) -> list[int]:
     """The tokens of chat turns, up to where the answer starts.
 
-    Under an adapter's own `template`, which has `{prompt}`, only the user's last turn is encoded
-    where `is_single_turn` says so: such an adapter was trained on single prompts, and answers worse
-    behind other turns. Else all turns, under the model's chat template.
+    Under an adapter's `own_template`, which has `{prompt}`, only the user's last turn is encoded
+    where `shows_last_turn_alone` says so: such an adapter was trained on single prompts, and
+    answers worse behind other turns. Else all turns, under the model's chat template.
 
     Args:
         messages: the turns.
         tokenizer: the model's.
-        template: the adapter's; None, or one without `{prompt}`, for the chat template.
-        more: other arguments of `chat_tokens`, such as `tools`.
+        own_template: the adapter's; None, or one without `{prompt}`, for the chat template.
+        chat_options: other arguments of `chat_tokens`, such as `tools`.
 
     Raises:
         InputError: a turn is none, or the chat template is missing or refuses them.
     """
-    if template is not None and is_single_turn(messages, template, **more):
+    if own_template is not None and shows_last_turn_alone(messages, own_template, **chat_options):
         asked = normalise_turns(messages[-1:])[0]["content"]
-        return encode(template.replace("{prompt}", asked), tokenizer)
-    return chat_tokens(tokenizer, messages, **more)
+        return encode(own_template.replace("{prompt}", asked), tokenizer)
+    return chat_tokens(tokenizer, messages, **chat_options)
 
 
-def is_single_turn(messages: Sequence[Message], template: str | None, **more: Any) -> bool:
+def shows_last_turn_alone(
+    messages: Sequence[Message], own_template: str | None, **chat_options: Any
+) -> bool:
     """Whether a model is shown the user's last turn alone, under an adapter's own template.
 
-    True where `template` has `{prompt}`, all turns are the user's or the assistant's, the last one
-    is the user's and alone or behind an answer, and none of `more` (tools, arguments) is given.
+    True where `own_template` has `{prompt}`, all turns are the user's or the assistant's, the last
+    one is the user's and alone or behind an answer, and none of `chat_options` (tools, arguments)
+    is given.
 
     Raises:
-        InputError: a turn is none; only where `template` has `{prompt}` and `more` is empty.
+        InputError: a turn is none; only where `own_template` has `{prompt}` and `chat_options` is
+            empty.
     """
-    if template is None or "{prompt}" not in template or any(more.values()):
+    if own_template is None or "{prompt}" not in own_template or any(chat_options.values()):
         return False
     roles = [turn["role"] for turn in normalise_turns(messages)]
     # What a user says in two turns at once is one question.
@@ -380,14 +387,14 @@ def chat_tokens(
 
 
 @dataclass(frozen=True)
-class ChatFrame:
+class TokensBetweenTurns:
     """Tokens that a chat template puts around what is said; none without a template."""
 
     closing: tuple[int, ...] = ()  # between an answer's last token and the user's next turn
     opening: tuple[int, ...] = ()  # with which a later turn of the user's begins
 
 
-def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
+def find_tokens_between_turns(tokenizer: TokenizerWrapper) -> TokensBetweenTurns:
     """Find the tokens that the chat template puts between an answer and the next user's turn.
 
     They are split behind the last end token and the blank tokens that follow it; white space at
@@ -395,7 +402,7 @@ def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
     an assistant's and a user's turn.
     """
     if not tokenizer.has_chat_template:
-        return ChatFrame()
+        return TokensBetweenTurns()
     first = "Hello"
     answer = "Welcome"
     second = "Goodbye"
@@ -407,7 +414,7 @@ def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
         with bounded_rendering("three turns"):
             text = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except InputError:
-        return ChatFrame()
+        return TokensBetweenTurns()
 
     between = text.partition(answer)[2].partition(second)[0].rstrip()
     tokens = list(tokenizer.encode(between, add_special_tokens=False))
@@ -415,7 +422,7 @@ def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
     at = max(ends, default=0)
     while at < len(tokens) and not tokenizer.decode(tokens[at : at + 1]).strip():
         at += 1
-    return ChatFrame(tuple(tokens[:at]), tuple(tokens[at:]))
+    return TokensBetweenTurns(tuple(tokens[:at]), tuple(tokens[at:]))
 
 
 def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) -> None:

@@ -40,8 +40,8 @@ def table(columns: Columns, rows: Iterable[Any], more: Sequence[Sequence[str]] =
     return align_rows([list(columns), *cells(columns, rows), *more])
 
 
-def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure of `width` by `height` inches, which opens no window.
+def new_figure(width_inches: float, height_inches: float) -> Any:
+    """An empty matplotlib figure of such a size, which opens no window.
 
     Raises:
         ImportError: there is no matplotlib.
@@ -49,12 +49,12 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def save_figure(figure: Any, caption: str, path: Path) -> None:
+def style_and_write_figure(figure: Any, caption_below: str, path: Path) -> None:
     """Write a figure to `path`, at 150 dots an inch, with light axes; an older file is written
     over.
 
@@ -63,12 +63,12 @@ def save_figure(figure: Any, caption: str, path: Path) -> None:
 
     Args:
         figure: of `new_figure`; it is changed.
-        caption: what stands below, broken into lines; "" for nothing.
+        caption_below: what stands there, broken into lines; "" for nothing.
         path: the file, in a folder that is there.
     """
-    if caption:
+    if caption_below:
         width = int(15.5 * figure.get_figwidth())
-        figure.supxlabel(fill(caption, width), x=0.01, ha="left", fontsize=8)
+        figure.supxlabel(fill(caption_below, width), x=0.01, ha="left", fontsize=8)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)

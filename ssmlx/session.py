@@ -11,14 +11,14 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answers import Answer, Prefilled, is_forked, run
+from .answers import Answer, Prefilled, is_forked, run_on_mlx_thread
 from .api import (
     GenerationResponse,
     GivenAnswer,
-    answer_segments,
     end_token_ids,
+    plan_answer_segments,
     stream_generate,
-    with_seed,
+    with_seed_if_sampling,
 )
 from .bars import Progress
 from .drafters.registry import DrafterArgument, Loaded, split_drafter_arguments
@@ -39,7 +39,7 @@ from .prompts import (
     check_text,
     common_prefix_length,
     encode_turns_or_last,
-    is_single_turn,
+    shows_last_turn_alone,
 )
 from .settings import GenerateConfig
 
@@ -170,7 +170,7 @@ class ChatSession:
                 self.messages.append({"role": "system", "content": system})
             self._drop_cache_and_earlier_answers()
 
-        run(reset_on_mlx_thread)
+        run_on_mlx_thread(reset_on_mlx_thread)
 
     def _drop_cache_and_earlier_answers(self) -> None:
         """Drop the cache, the last answer's memory figures and earlier answers.
@@ -211,7 +211,7 @@ class ChatSession:
             InputError: there is no such adapter, it does not fit the model or the chat's settings,
                 a reply is still open, or the session is closed; everything is as it was.
         """
-        run(self._check_idle)
+        run_on_mlx_thread(self._check_idle)
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
 
         def take_over_on_mlx_thread() -> None:
@@ -224,7 +224,7 @@ class ChatSession:
             self.model = swapped
             self._drop_cache_and_earlier_answers()
 
-        run(take_over_on_mlx_thread)
+        run_on_mlx_thread(take_over_on_mlx_thread)
 
     @property
     def memory(self) -> Memory:
@@ -264,7 +264,7 @@ class ChatSession:
             InputError: the conversation no longer fits the context, the last reply is still open,
                 or the session is closed; the turn does not count.
         """
-        config = with_seed(self.config)
+        config = with_seed_if_sampling(self.config)
 
         def open_reply() -> Answer[GenerationResponse]:
             """Check that no reply is open, then begin this one; on the MLX thread. Nothing is
@@ -274,7 +274,7 @@ class ChatSession:
             self._reply = weakref.ref(answer)
             return answer
 
-        return run(open_reply)
+        return run_on_mlx_thread(open_reply)
 
     def close(self) -> None:
         """Cancel the reply that is open, wait for its end, and free the cache; the session answers
@@ -295,7 +295,7 @@ class ChatSession:
                 del self.model, self._loaded
 
         if not is_forked():
-            run(close_on_mlx_thread)
+            run_on_mlx_thread(close_on_mlx_thread)
 
     def _check_open(self) -> None:
         """Raise InputError where the session is closed."""
@@ -379,7 +379,7 @@ class ChatSession:
             if self._prompts is not None:
                 self._prompts.put(self.model, self._cached_tokens, self._cache)
 
-        segments = answer_segments(
+        segments = plan_answer_segments(
             self.model,
             self.tokenizer,
             prompt[reused:],
@@ -406,7 +406,7 @@ class ChatSession:
         """
         others = [turn for turn in self.messages if turn["role"] != "user"]
         turns = [*others, {"role": "user", "content": ""}]
-        return is_single_turn(turns, adapter_template(self.model), **self._template)
+        return shows_last_turn_alone(turns, adapter_template(self.model), **self._template)
 
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
         """The tokens of `turns` under the chat's template."""
@@ -452,7 +452,9 @@ class ChatSession:
         do = "say something first"
         require(bool(users), found, expected="a message to answer", do=do)
         prompt = self._prompt(self.messages[: users[-1] + 1])
-        config = with_seed(self.config)  # the same for both, or two samples would be compared
+        config = with_seed_if_sampling(
+            self.config
+        )  # the same for both, or two samples would be compared
         drafting = replace(config, decoding="speculative") if config.decoding == "plain" else config
         configs = {"A": drafting, "B": replace(config, decoding="plain")}
         lasts: dict[str, list[GenerationResponse]] = {"A": [], "B": []}
@@ -476,7 +478,9 @@ class ChatSession:
         plain = answers["B"][0]
         other = next((one for one in (*answers["A"], *answers["B"]) if one != plain), plain)
         ends = end_token_ids(self.model, self.tokenizer)
-        parting = run(lambda: find_divergence(self.model, prompt, plain, other, config, ends))
+        parting = run_on_mlx_thread(
+            lambda: find_divergence(self.model, prompt, plain, other, config, ends)
+        )
         return Comparison(parting is None, lasts["A"][-1], lasts["B"][-1], ratios, parting)
 
 

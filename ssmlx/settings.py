@@ -70,7 +70,7 @@ class ListedDrafter(NamedTuple):
 
 
 DRAFTERS = {
-    "streams": ListedDrafter("streams", "schedule=second-pass|fused head=auto|stored|8bit"),
+    "streams": ListedDrafter("stream_drafter", "schedule=second-pass|fused head=auto|stored|8bit"),
     "prompt-lookup": ListedDrafter("lookup", "ngram=3 tokens=8 size=16"),
     "lookahead": ListedDrafter("lookahead", "window=5 ngram=4 guesses=5"),
     "draft-model": ListedDrafter("draft_model", "model=MODEL tokens=3 width=1"),
@@ -127,7 +127,7 @@ class Allowed:
         is_finite = isinstance(number, Integral) or math.isfinite(number)
         return inside and is_finite and not 0 < number < self.smallest
 
-    def text(self) -> str:
+    def in_words(self) -> str:
         """Say what is allowed, for messages and help, such as "1 to 256" or "one of a, b"."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
@@ -193,7 +193,7 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
             require(
                 allowed.holds(value, whole=whole),
                 found.format(**told),
-                expected=allowed.text(),
+                expected=allowed.in_words(),
                 do=do or default,
             )
 
@@ -276,7 +276,9 @@ class StreamConfig:
         ):
             require(ok, found, expected=expected, do=do)
         # JSON's names are texts.
-        object.__setattr__(self, "tokens_per_call", _parse_tokens_per_call(self.tokens_per_call))
+        object.__setattr__(
+            self, "tokens_per_call", _check_and_sort_tokens_per_call(self.tokens_per_call)
+        )
 
     @property
     def has_embeddings(self) -> bool:
@@ -287,7 +289,7 @@ class StreamConfig:
         """N - Ns, the layer before which streams are inserted."""
         return self.num_layers - self.num_msa_layers
 
-    def usable_streams(self, asked: int | None) -> int:
+    def checked_num_streams(self, asked: int | None) -> int:
         """Return G, the number of streams to use: `asked`, or all for None.
 
         Raises:
@@ -335,7 +337,7 @@ class StreamConfig:
         return {name: value for name, value in vars(self).items() if name not in unknown}
 
 
-def _parse_tokens_per_call(values: Any) -> dict[int, float] | None:
+def _check_and_sort_tokens_per_call(values: Any) -> dict[int, float] | None:
     """Check `tokens_per_call`, and return it sorted by nodes, with numbers for JSON's text keys.
 
     Args:

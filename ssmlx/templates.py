@@ -30,11 +30,14 @@ _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 _day: ContextVar[datetime | None] = ContextVar("day", default=None)
 
 
-def _require_within_bounds(ok: bool, what: str) -> None:
-    """Raise an InputError unless `ok`, which says that the template does `what`, and the bounds."""
+def _require_within_bounds(ok: bool, template_does: str) -> None:
+    """Raise an InputError unless `ok`.
+
+    It says what the template does, such as "makes too much text", and what the bounds are.
+    """
     require(
         ok,
-        f"the model's chat template {what}",
+        f"the model's chat template {template_does}",
         expected=f"at most {MAX_SECONDS:.0f} s and {MAX_CHARS:,} characters for a prompt",
         do="use another model, or a shorter conversation",
     )
@@ -75,7 +78,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """A bounded copy of `other`, with its globals and filters, and `strftime_now`; `other`
         stays.
 
-        `strftime_now` gives the day of `frozen_date` inside its block, else now.
+        `strftime_now` gives the day of `frozen_at_new_year_2026` inside its block, else now.
         """
         own = object.__new__(cls)
         own.__dict__.update(other.__dict__, globals={**other.globals})
@@ -125,7 +128,7 @@ chat_template_utils._compile_jinja_template = _compile
 
 
 @contextmanager
-def frozen_date() -> Iterator[None]:
+def frozen_at_new_year_2026() -> Iterator[None]:
     """Give templates that ask for the date 1 January 2026 inside the block.
 
     So that a run that goes on another day has the same prompts. Only templates that are rendered

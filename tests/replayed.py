@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ssmlx.decoding.controller import Call, DraftShape
+from ssmlx.decoding.draft_shape import Call, DraftShape
 from ssmlx.policy.acceptance import AcceptancePrior
 from ssmlx.policy.controller import Controller
 from ssmlx.policy.costs import CostTable, interpolate_flat_beyond_ends

@@ -89,14 +89,14 @@ def spell() -> None:
     """Replace the text of every answer by its token ids, in this process."""
     from ssmlx import engine
 
-    real = engine.answer_segments
+    real = engine.plan_answer_segments
 
     def spelled(*args, **more):
         for one in real(*args, **more):
             ids = "".join(f"{token} " for token in getattr(one, "tokens", ()))
             yield replace(one, text=ids) if ids else one
 
-    engine.answer_segments = spelled
+    engine.plan_answer_segments = spelled
 
 
 if __name__ == "__main__":

@@ -22,15 +22,24 @@ from ssmlx.commands import machine, upload
 from ssmlx.commands.adapt import PROG, main
 from ssmlx.commands.options import file_error
 from ssmlx.generation.learned import learned_of
-from ssmlx.loading.attach import adapters_for, default_adapter
-from ssmlx.loading.files import PartFile, exclusive_folder, folder_digest
-from ssmlx.loading.found import PAYS, find_runs, read_runs
+from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
+from ssmlx.loading.attach import find_adapters_of_base, find_default_adapter
+from ssmlx.loading.files import PartFile, locked_folder_removed_if_empty, weights_and_configs_digest
+from ssmlx.loading.folders import adapters_home
 from ssmlx.loading.load import load_base
-from ssmlx.loading.names import adapters_home, adapters_made_here, resolve_adapter
-from ssmlx.loading.weights import weights_digest
-from ssmlx.training import adapt, adapt_check, adapt_plan, adapt_run, answers, record, sizing
+from ssmlx.loading.names import adapters_made_here, resolve_adapter
+from ssmlx.loading.weights_digest import sampled_weights_digest
+from ssmlx.training import (
+    adapt_check,
+    adapt_plan,
+    adapt_run,
+    adapt_workflow,
+    batch_responder,
+    record,
+    sizing,
+)
 from ssmlx.training.adapt_run import AdaptOptions, Amounts
-from ssmlx.training.answers import BatchResponder, NumberedPrompt
+from ssmlx.training.batch_responder import BatchResponder, NumberedPrompt
 from ssmlx.training.config import RunOptions, TrainConfig
 from ssmlx.training.job import make_stream_config, read_base_settings
 
@@ -86,8 +95,8 @@ def adapted(model, *, hours=1.0, data=(), seed=0, adapter=None, lines=None):
         seed=seed,
         amounts=AMOUNTS,
     )
-    with exclusive_folder(out):
-        adapt.adapt(options, prog=PROG, say=lines.append)
+    with locked_folder_removed_if_empty(out):
+        adapt_workflow.adapt(options, prog=PROG, say=lines.append)
     return resolve_adapter("mine"), "\n".join(lines)
 
 
@@ -97,20 +106,26 @@ def test_a_packed_model_drafts_for_itself_afterwards(packed):
     assert "plan: 26 answers" in said and "of 2 answers the same" in said
     assert "GiB of memory" in said
     # By itself, and by its name; of no other model's folder.
-    (run,) = find_runs(packed, "x").fitting
+    (run,) = find_runs_by_weights(packed, "x").fitting
     assert (run.name, run.adapter, run.is_finished, run.hours) == ("mine", folder, True, 1.0)
     other = shutil.copytree(folder.parent, folder.parents[1] / "other")
-    assert list(adapters_made_here()) == [run.name for run in read_runs()] == ["mine", "other"]
+    assert (
+        list(adapters_made_here()) == [run.name for run in read_adapt_runs()] == ["mine", "other"]
+    )
     os.utime(other / "adapter" / "streams_config.json")
-    assert list(adapters_made_here()) == [run.name for run in read_runs()] == ["other", "mine"]
+    assert (
+        list(adapters_made_here()) == [run.name for run in read_adapt_runs()] == ["other", "mine"]
+    )
     (other / "plan.json").write_text("[]")  # somebody else's
-    assert list(adapters_made_here()) == [run.name for run in read_runs()] == ["mine"]
+    assert list(adapters_made_here()) == [run.name for run in read_adapt_runs()] == ["mine"]
     shutil.rmtree(other)
     figures = json.loads((folder / "figures.json").read_text())
     figures["figures"] |= {"speed_up": 1.5, "text_speed_up": 1.0}  # whatever they were here
     (folder / "figures.json").write_text(json.dumps(figures))
     plain, tokenizer = ssmlx.load(packed, dtype="float32")
-    assert default_adapter(plain) == ("mine", folder) and list(adapters_for(plain)) == ["mine"]
+    assert find_default_adapter(plain) == ("mine", folder) and list(
+        find_adapters_of_base(plain)
+    ) == ["mine"]
     with ssmlx.Engine(str(packed), dtype="float32") as engine:
         assert engine.model().config.num_streams > 0
         found = [t for one in engine.stream("w1 w2 w3", max_tokens=LENGTH) for t in one.tokens]
@@ -142,8 +157,11 @@ def test_streams_are_learned_for_the_model_as_a_lora_tunes_it(packed, tmp_path):
             asked = answer(one, tokenizer, row["prompt_tokens"], max_tokens=len(told))
             learned[one] += asked[0] == told
     assert learned[tuned] > 2 and learned[plain] == 0
-    assert find_runs(packed, str(packed)).fitting == () and default_adapter(plain) is None
-    assert adapters_made_here() == {"mine": folder} and "mine" in adapters_for(plain)
+    assert (
+        find_runs_by_weights(packed, str(packed)).fitting == ()
+        and find_default_adapter(plain) is None
+    )
+    assert adapters_made_here() == {"mine": folder} and "mine" in find_adapters_of_base(plain)
     # Nothing goes on that was made with another LoRA, or without one.
     other = write_lora(tmp_path / "other", packed, keys=keys, seed=1)
     for adapter in (other, None):
@@ -163,7 +181,7 @@ def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys)
     assert figures["figures"]["tokens_per_call"] == {str(n): one for n, one in curve.items()}
     assert figures["figures"]["untrained_tokens_per_call"] <= curve[6]
     assert figures["data"]["private"] is False
-    digest = weights_digest(packed)
+    digest = sampled_weights_digest(packed)
     assert figures["base"] == {
         "model": str(packed), "revision": None, "bits": 4, "weights": digest
     }  # fmt: skip
@@ -239,9 +257,9 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
     assert "; 3.00 times plain decoding's speed (1.50 by prompt lookup alone) on 2 prompts" in said
     use_it = f"use it: python -m ssmlx.chat --model {packed}"
     assert said.splitlines()[-1] == use_it
-    (run,) = read_runs()
-    assert run.speed_up == 3.0 and find_runs(packed, "x").chosen.name == "mine"
-    before = folder_digest(folder)
+    (run,) = read_adapt_runs()
+    assert run.speed_up == 3.0 and find_runs_by_weights(packed, "x").chosen.name == "mine"
+    before = weights_and_configs_digest(folder)
     again = adapted(packed)[1].splitlines()
     assert again[0].startswith("mine is finished, after ") and again[1:] == [use_it]
     # What is no faster than the text's own drafts brings nothing, and is not used by itself.
@@ -257,8 +275,11 @@ def test_what_was_measured_decides_and_a_finished_run_says_so(packed, monkeypatc
         "; 1.50 times plain decoding's speed (1.50 by" in said and said.splitlines()[-1] == nothing
     )
     assert "goes on with mine, where all answers and all training are kept" in said
-    assert find_runs(packed, "x").chosen is None and adapted(packed)[1].splitlines()[-1] == nothing
-    assert folder_digest(folder) == before
+    assert (
+        find_runs_by_weights(packed, "x").chosen is None
+        and adapted(packed)[1].splitlines()[-1] == nothing
+    )
+    assert weights_and_configs_digest(folder) == before
 
 
 @pytest.mark.slow
@@ -280,7 +301,7 @@ def test_a_copy_of_the_model_goes_on_with_its_run(packed, tmp_path, monkeypatch)
     assert adapt_run.find_folder_of_same_run(replace(options, seed=1)) == adapters_home() / "copy"
     folder, said = adapted(copy)
     assert "goes on with mine, where 26 answers, and step 3 of 12 of the training are" in said
-    (run,) = read_runs()
+    (run,) = read_adapt_runs()
     assert (run.model, run.model_folder, run.is_finished) == (str(copy), copy, True)
     log = record.read_record(folder.parent / "round-1" / "log.jsonl")
     assert [entry["step"] for entry in log] == list(range(13))
@@ -364,8 +385,8 @@ def stopped(monkeypatch, owner, name, turn, model, **asked):
 
 @pytest.mark.slow
 def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path, monkeypatch):
-    whole = folder_digest(adapted(packed)[0])
-    more = folder_digest(adapted(packed, hours=2)[0])
+    whole = weights_and_configs_digest(adapted(packed)[0])
+    more = weights_and_configs_digest(adapted(packed, hours=2)[0])
     assert more != whole
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "again"))
     # The candidate is chosen by the clock: the tiny model has one.
@@ -373,17 +394,17 @@ def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path,
         (PartFile, "append", 3),
         (PartFile, "append", 20),
         (sizing.MlxTrainer, "advance", 4),
-        (adapt, "check_adapter", 1),
+        (adapt_workflow, "check_adapter", 1),
     ):
         stopped(monkeypatch, owner, name, turn, packed)
     folder, _ = adapted(packed)
-    assert folder_digest(folder) == whole
+    assert weights_and_configs_digest(folder) == whole
     # More hours, stopped in what they make; what a kill leaves of the adapter is put back.
     stopped(monkeypatch, PartFile, "append", 20, packed, hours=2)
     stopped(monkeypatch, sizing.MlxTrainer, "advance", 4, packed, hours=2)
     folder.rename(folder.with_name(".adapter.x.old"))
     (folder.parent / ".adapter.x").mkdir()
-    assert folder_digest(adapted(packed, hours=2)[0]) == more
+    assert weights_and_configs_digest(adapted(packed, hours=2)[0]) == more
     assert not list(folder.parent.glob(".adapter*"))
 
 
@@ -413,18 +434,18 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, monkeypatch):
     _, said = adapted(packed, hours=2.5)
     assert "mine is finished, after " in said and "loading" not in said
     # What makes worse guesses than before does not take its place.
-    kept = folder_digest(first)
+    kept = weights_and_configs_digest(first)
     with monkeypatch.context() as patch:
         patch.setattr(TrainConfig, "rate", lambda *_: 0.5)
         adapted(packed, hours=4)
     log = record.read_record(first.parent / "round-3" / "log.jsonl")
     assert max(one.get("tokens_per_call", 0) for one in log[1:]) < log[0]["tokens_per_call"]
-    assert folder_digest(first) == kept
+    assert weights_and_configs_digest(first) == kept
     # Planned for more before the first hours were over.
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "early"))
     stopped(monkeypatch, sizing.MlxTrainer, "advance", 2, packed)
     early, _ = adapted(packed, hours=2.5)
-    assert folder_digest(early) == folder_digest(first)
+    assert weights_and_configs_digest(early) == weights_and_configs_digest(first)
 
 
 @pytest.mark.slow
@@ -543,8 +564,11 @@ def test_a_model_that_asks_nothing_sensible_is_is_not_waited_for(base, tmp_path)
     part = PartFile(tmp_path / "questions.part", {})
     responder = BatchResponder(model.backbone.model, tokenizer, 2)
     assert responder.make_up_questions(2, 4, part) == []  # it never ends a text
-    assert len(part.done) == answers._TRIES * 2
-    assert responder.make_up_questions(100, 4, part) == [] and len(part.done) == answers._ROUNDS * 4
+    assert len(part.done) == batch_responder._TRIES * 2
+    assert (
+        responder.make_up_questions(100, 4, part) == []
+        and len(part.done) == batch_responder._ROUNDS * 4
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from real import tokens_of, words
 
 import ssmlx
-from ssmlx.answers import run
+from ssmlx.answers import run_on_mlx_thread
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
-from ssmlx.decoding.controller import ExpectedCall
+from ssmlx.decoding.draft_shape import ExpectedCall
 from ssmlx.generation import batching, prompt_pieces
 from ssmlx.generation.plan import Plan
 from ssmlx.policy.costs import BATCH, FrozenCosts
@@ -245,7 +245,7 @@ def test_a_short_question_does_not_wait_out_a_long_prompt(ask, batches, monkeypa
 
 def test_a_prompt_may_be_given_up(ask, together, batches):
     answer = ask([45, 2] * 40)
-    run(lambda: [answer._source.compute_next() for _ in range(3)])
+    run_on_mlx_thread(lambda: [answer._source.compute_next() for _ in range(3)])
     answer.close()
     assert not batches._prompts
     assert next(ask([45, 2] * 40)).cached_tokens == 16
@@ -291,7 +291,7 @@ def test_a_row_that_others_began_goes_on_when_they_are_gone(ask, together):
     late = ask(unknown)
     for one in others:
         next(one)
-    run(late._source.compute_next)
+    run_on_mlx_thread(late._source.compute_next)
     for one in others:
         next(one)
     for one in others:

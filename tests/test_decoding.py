@@ -38,7 +38,7 @@ from ssmlx.api import stream_generate, summary_line, token_steps
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
-from ssmlx.decoding.controller import Always, DraftShape, Never
+from ssmlx.decoding.draft_shape import Always, DraftShape, Never
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.drafting import DraftingText, scratch_rows
 from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
@@ -64,7 +64,7 @@ from ssmlx.decoding.sampling import (
 from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice
 from ssmlx.drafters.lookup import PromptLookupDrafter
-from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.model import shapes
 from ssmlx.model.backbone import Backbone

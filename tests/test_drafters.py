@@ -54,7 +54,7 @@ from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
 from ssmlx.drafters.registry import RegisteredDrafter, registered_drafter
-from ssmlx.drafters.streams import TEXT_TOKENS, DraftVocab
+from ssmlx.drafters.stream_drafter import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.generation.plan import decode_plan, make_plan
@@ -434,7 +434,7 @@ def test_the_newest_other_tokens_of_the_text_may_be_guessed(monkeypatch):
     hidden = mx.ones((1, 3, 32))
     text = [9, 8, 4, PAD_TOKEN, 9, 2, 4]
     for most, own in {3: [4, 2, 9], 2: [4, 2], 5: [4, 2, 9, 0, 1], 0: []}.items():
-        monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", most)
+        monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", most)
         found = DraftVocab(model, text)
         assert found.tokens.tolist() == [3, 5, 8, *own]
         vocab = np.array([3, 5, 8, *own])

@@ -17,15 +17,20 @@ from real import answer, exit_code, one_line, refusal, words, write_base, write_
 import ssmlx
 from ssmlx import bars
 from ssmlx.blas import this_machine
-from ssmlx.commands import adapters, chat, check, drafting, generate
+from ssmlx.commands import adapters, chat, check, drafting_lines, generate
 from ssmlx.errors import name_file_in_os_errors
 from ssmlx.generation.plan import make_plan
-from ssmlx.loading import names, weights
-from ssmlx.loading.attach import default_adapter
-from ssmlx.loading.files import exclusive_folder, folder_digest, write_whole
-from ssmlx.loading.found import PAYS, find_runs, read_runs
-from ssmlx.loading.names import adapters_home, resolve_adapter
-from ssmlx.loading.weights import weights_digest
+from ssmlx.loading import folders, names, weights_digest
+from ssmlx.loading.adapt_runs import PAYS, find_runs_by_weights, read_adapt_runs
+from ssmlx.loading.attach import find_default_adapter
+from ssmlx.loading.files import (
+    locked_folder_removed_if_empty,
+    weights_and_configs_digest,
+    write_whole,
+)
+from ssmlx.loading.folders import adapters_home
+from ssmlx.loading.names import resolve_adapter
+from ssmlx.loading.weights_digest import sampled_weights_digest
 from ssmlx.training import sizing
 
 LENGTH = 8
@@ -45,7 +50,7 @@ def make_run(model, name="mine", *, figures=None, rounds=1, **settings):
     folder = adapters_home() / name
     write_tiny_adapter(folder / "adapter", model, scope="streams")
     plan = {
-        "settings": {"weights": weights_digest(model), "seed": 0, **settings},
+        "settings": {"weights": sampled_weights_digest(model), "seed": 0, **settings},
         "base": {"model": str(model), "folder": str(model.resolve())},
         "step_costs": {"2": 1.2, "4": 1.25},
         "rounds": [{"hours": 1.0 + n} for n in range(rounds)],
@@ -81,86 +86,91 @@ def lora_fused(base, target):
 
 
 def test_a_copy_has_the_same_digest_whatever_stands_beside_its_weights(base, tmp_path):
-    digest = weights_digest(base)
+    digest = sampled_weights_digest(base)
     assert len(digest) == 32
     copy = shutil.copytree(base, tmp_path / "copy")
     change_config(copy, a_new_field=1, max_position_embeddings=64)
     (copy / "tokenizer_config.json").unlink()
-    assert weights_digest(copy) == digest
+    assert sampled_weights_digest(copy) == digest
     # In two files, and in another order.
     tensors = mx.load(str(copy / "model.safetensors"))
     (copy / "model.safetensors").unlink()
     for n in (2, 1):
         part = {name: one for name, one in tensors.items() if len(name) % 2 == n - 1}
         mx.save_safetensors(str(copy / f"model-0000{n}-of-00002.safetensors"), part)
-    assert weights_digest(copy) == digest
+    assert sampled_weights_digest(copy) == digest
     moved = copy.rename(tmp_path / "moved")
-    assert weights_digest(moved) == digest
+    assert sampled_weights_digest(moved) == digest
 
 
 def test_other_weights_have_another(base, tmp_path):
-    digests = {weights_digest(base), weights_digest(lora_fused(base, tmp_path / "tuned"))}
+    digests = {
+        sampled_weights_digest(base),
+        sampled_weights_digest(lora_fused(base, tmp_path / "tuned")),
+    }
     half = shutil.copytree(base, tmp_path / "half")
     tensors = mx.load(str(half / "model.safetensors"))
     halved = {name: one.astype(mx.float16) for name, one in tensors.items()}
     mx.save_safetensors(str(half / "model.safetensors"), halved)
     renamed = {name.replace("q_proj", "k_proj_"): one for name, one in tensors.items()}
-    digests.add(weights_digest(half))
+    digests.add(sampled_weights_digest(half))
     mx.save_safetensors(str(half / "model.safetensors"), renamed)
-    digests.add(weights_digest(half))
+    digests.add(sampled_weights_digest(half))
     assert len(digests) == 4
 
 
 def test_of_a_large_tensor_pieces_from_first_to_last_are_seen(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
-    size = 100 * weights.PIECE_BYTES
+    size = 100 * weights_digest.PIECE_BYTES
 
     def digest_with(place):
         values = mx.zeros(size, mx.uint8)
         if place is not None:
             values[place] = 1
         mx.save_safetensors(str(path), {"a": values, "b": mx.zeros(3)})
-        return weights_digest(tmp_path)
+        return sampled_weights_digest(tmp_path)
 
-    between = (size - weights.PIECE_BYTES) * 3 // (weights.MOST_PIECES - 1)
+    between = (size - weights_digest.PIECE_BYTES) * 3 // (weights_digest.MOST_PIECES - 1)
     found = [digest_with(place) for place in (None, 0, between, size - 1)]
     assert len(set(found)) == 4
     # What the docstring says that it does not see.
-    assert digest_with(weights.PIECE_BYTES + 1) == found[0]
+    assert digest_with(weights_digest.PIECE_BYTES + 1) == found[0]
     # Of very many tensors less is read, and the same everywhere.
-    monkeypatch.setattr(weights, "MOST_READS", 1)
-    one = weights._digest_files([path])
-    assert one == weights._digest_files([path]) and one not in found
+    monkeypatch.setattr(weights_digest, "MOST_READS", 1)
+    one = weights_digest._digest_sampled_tensors([path])
+    assert one == weights_digest._digest_sampled_tensors([path]) and one not in found
 
 
 def test_the_digest_is_remembered_and_a_change_is_noticed(base, tmp_path, monkeypatch):
     copy = shutil.copytree(base, tmp_path / "copy")
-    before = weights_digest(copy)
+    before = sampled_weights_digest(copy)
     read = []
-    real = weights._digest_files
-    monkeypatch.setattr(weights, "_digest_files", lambda files: read.append(1) or real(files))
-    assert weights_digest(copy) == before and read == []
+    real = weights_digest._digest_sampled_tensors
+    monkeypatch.setattr(
+        weights_digest, "_digest_sampled_tensors", lambda files: read.append(1) or real(files)
+    )
+    assert sampled_weights_digest(copy) == before and read == []
     path = copy / "model.safetensors"
     times = path.stat()
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as some copying tools do
-    assert weights_digest(copy) != before and read == [1]
+    assert sampled_weights_digest(copy) != before and read == [1]
     for broken in ("{", "[]", json.dumps({str(copy.resolve()): 3})):
-        names.cache_dir().joinpath("weights.json").write_text(broken)
-        assert weights_digest(copy) != before
+        folders.cache_dir().joinpath("weights.json").write_text(broken)
+        assert sampled_weights_digest(copy) != before
     # Without a place to remember it in, it is made each time.
     monkeypatch.setenv("SSMLX_CACHE", str(path / "nowhere"))
-    assert weights_digest(copy) != before and len(read) == 5
+    assert sampled_weights_digest(copy) != before and len(read) == 5
 
 
 def test_what_are_no_weights_is_told_in_one_line(tmp_path):
-    assert "has no weights" in refusal(weights_digest, tmp_path)
+    assert "has no weights" in refusal(sampled_weights_digest, tmp_path)
     for content in (b"", b"\x00" * 4, b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]",
                     b"\x08" + b"\x00" * 7 + b'{"a": 1}'):  # fmt: skip
         (tmp_path / "model.safetensors").write_bytes(content)
-        assert "no header that can be read" in refusal(weights_digest, tmp_path)
+        assert "no header that can be read" in refusal(sampled_weights_digest, tmp_path)
 
 
 # --- what is found ---
@@ -177,13 +187,13 @@ def test_it_is_found_in_a_copy_and_in_every_type_and_not_for_other_weights(base,
         (copy, "stored", folder),
         (tuned, "float32", None),
     ):
-        found = default_adapter(ssmlx.load(model, dtype=dtype)[0])
+        found = find_default_adapter(ssmlx.load(model, dtype=dtype)[0])
         assert (found and found[1]) == expected
     # By its name it is to be had all the same: it fits.
     assert ssmlx.load(tuned, adapter="mine", dtype="float32")[0].num_streams > 0
     shutil.rmtree(copy)
     moved = shutil.move(shutil.copytree(base, tmp_path / "a"), tmp_path / "b")
-    assert [run.name for run in find_runs(moved, "b").fitting] == ["mine"]
+    assert [run.name for run in find_runs_by_weights(moved, "b").fitting] == ["mine"]
 
 
 def test_other_weights_in_the_same_folder_are_told_in_a_line(base, tmp_path, caplog):
@@ -204,26 +214,26 @@ def test_other_weights_in_the_same_folder_are_told_in_a_line(base, tmp_path, cap
 
 def test_the_newest_that_pays_here_is_taken(base, monkeypatch):
     plain = ssmlx.load(base, dtype="float32")[0]
-    assert default_adapter(plain) is None
+    assert find_default_adapter(plain) is None
     for number, (name, figures) in enumerate(
         {"old": None, "slow": {"speed_up": PAYS - 0.01}, "elsewhere": None}.items()
     ):
         path = make_run(base, name, figures=figures) / "streams_config.json"
         os.utime(path, (number, number))
-    assert [run.name for run in read_runs()] == ["elsewhere", "slow", "old"]
-    assert default_adapter(plain)[0] == "elsewhere"
+    assert [run.name for run in read_adapt_runs()] == ["elsewhere", "slow", "old"]
+    assert find_default_adapter(plain)[0] == "elsewhere"
     shutil.rmtree(adapters_home() / "elsewhere")
-    assert default_adapter(plain)[0] == "old"
+    assert find_default_adapter(plain)[0] == "old"
     # Nor is it taken where the text alone drafts as fast.
     make_run(base, "copied", figures={"speed_up": 1.2, "text_speed_up": 1.2})
-    assert default_adapter(plain)[0] == "old"
+    assert find_default_adapter(plain)[0] == "old"
     # What was measured on another machine decides nothing here.
     make_run(base, "moved", figures={"speed_up": 0.5, "machine": "another"})
-    assert default_adapter(plain)[0] == "moved"
+    assert find_default_adapter(plain)[0] == "moved"
     shutil.rmtree(adapters_home())
     # For the model with a LoRA on it, streams have learned other answers.
     make_run(base, "tuned", adapter=["0f"])
-    assert default_adapter(plain) is None and resolve_adapter("tuned").is_dir()
+    assert find_default_adapter(plain) is None and resolve_adapter("tuned").is_dir()
 
 
 def test_what_is_broken_is_none(base):
@@ -239,7 +249,7 @@ def test_what_is_broken_is_none(base):
         whole.replace("1.0", '"x"'),
     ):
         plan.write_text(broken)
-        assert default_adapter(plain) is None and read_runs() == []
+        assert find_default_adapter(plain) is None and read_adapt_runs() == []
     plan.write_text(whole)
     machine = ", ".join(this_machine())
     for broken in (
@@ -249,9 +259,9 @@ def test_what_is_broken_is_none(base):
         json.dumps({"figures": [1]}),
     ):
         (folder / "figures.json").write_text(broken)
-        assert default_adapter(plain) is None
+        assert find_default_adapter(plain) is None
     (folder / "figures.json").unlink()
-    assert default_adapter(plain) is not None
+    assert find_default_adapter(plain) is not None
 
 
 def test_load_engine_and_commands_find_it_as_the_chat_does(base, monkeypatch, capsys):
@@ -312,7 +322,7 @@ def test_a_model_s_folder_of_that_name_is_no_adapter(base, tmp_path):
 
 def lines_of(model, adapter, **settings):
     plan = make_plan(model, ssmlx.GenerateConfig(**settings))
-    return drafting.drafting_lines(model, plan, adapter)
+    return drafting_lines.drafting_lines(model, plan, adapter)
 
 
 def test_the_two_lines_follow_from_what_is_here(base, monkeypatch):
@@ -387,7 +397,7 @@ def test_the_lines_of_a_model_that_a_lora_tunes(base, tmp_path):
     assert first.startswith(f"adapter {lora}, without streams, as asked for: what stood in the ")
     adapt = f"python -m ssmlx.adapt --model {base} --adapter {lora}"
     assert second == f"faster: {adapt}, which says within minutes what that would bring here"
-    make_run(base, "tuned", figures={"speed_up": 1.5}, adapter=[folder_digest(lora)])
+    make_run(base, "tuned", figures={"speed_up": 1.5}, adapter=[weights_and_configs_digest(lora)])
     assert lines_of(model, str(lora))[1] == (
         "faster: --adapter tuned, made here of this adapter, 1.50 times plain decoding's speed "
         "when it was made"
@@ -486,7 +496,7 @@ def test_adapters_are_listed_renamed_and_removed(base, tmp_path, capsys):
     ):
         code, out, err = run(*argv)
         assert (code, out) == (2, "") and said in one_line(err, adapters.PROG)
-    with exclusive_folder(adapters_home() / "changed"):
+    with locked_folder_removed_if_empty(adapters_home() / "changed"):
         code, _, err = run("remove", "changed")
         assert code == 2 and "another run writes into" in err
     assert (adapters_home() / "changed" / "plan.json").exists()

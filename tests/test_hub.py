@@ -13,9 +13,10 @@ from test_lora import write_lora
 
 import ssmlx
 from ssmlx.commands import chat, upload
-from ssmlx.loading import names
-from ssmlx.loading.names import Fetch, resolve_adapter
-from ssmlx.loading.weights import weights_digest
+from ssmlx.loading import hub as hub_files
+from ssmlx.loading.folders import Fetch
+from ssmlx.loading.names import resolve_adapter
+from ssmlx.loading.weights_digest import sampled_weights_digest
 
 FIRST = "a" * 40
 SECOND = "b" * 40
@@ -178,7 +179,7 @@ def test_what_is_not_what_was_listed_is_not_kept(hub, file, monkeypatch):
         assert f"other contents of {file} came" in refusal(resolve_adapter, "org/name")
         assert "org/name is not in " in refusal(resolve_adapter, "org/name", Fetch(offline=True))
     with monkeypatch.context() as patch:
-        patch.setattr(names, "_MOST_IN_ALL", sum(map(len, hub.commits[FIRST].values())) + 1)
+        patch.setattr(hub_files, "_MOST_IN_ALL", sum(map(len, hub.commits[FIRST].values())) + 1)
         hub.sent = {file: content + bytes(2**20)}
         assert "org/name has files of " in refusal(resolve_adapter, "org/name")
     hub.sent = {}
@@ -348,7 +349,7 @@ def test_a_base_that_is_here_must_have_the_adapter_s_weights(hub, send, base, mo
     hub.commits[FIRST] = {}
     monkeypatch.setattr(upload, "resolve_model", lambda *_: base)
     local = {**FIGURES["base"], "model": str(base)}
-    for digest, code in ((weights_digest(base), 0), ("0f" * 16, 2), (None, 0)):
+    for digest, code in ((sampled_weights_digest(base), 0), ("0f" * 16, 2), (None, 0)):
         figures = {**FIGURES, "base": {**local, "weights": digest}}
         found, _, err = send("--base", "org/other", figures=figures)
         assert found == code

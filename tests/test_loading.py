@@ -18,10 +18,11 @@ from real import EXAMPLE, answering, make_adapter, refusal, snapshot, without_pr
 import ssmlx
 from ssmlx.commands.options import run_command
 from ssmlx.errors import InputError
-from ssmlx.loading import names, wheel
-from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter
+from ssmlx.loading import folders, hub, names, wheel
+from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter_in_place
 from ssmlx.loading.files import atomic_folder, check_tensors, read_tensors, write_whole
-from ssmlx.loading.names import ALIASES, Fetch, cache_dir, resolve_adapter, resolve_model
+from ssmlx.loading.folders import Fetch, cache_dir
+from ssmlx.loading.names import ALIASES, resolve_adapter, resolve_model
 
 # --- names of models; nothing uses a network but the last test ---
 
@@ -48,7 +49,7 @@ class Places:
         self.calls.append("hub cache" if local_files_only else "hub")
         self.revision = revision
         self.options = options
-        assert (name, allow_patterns) == ("org/name", names.ALLOW_PATTERNS)
+        assert (name, allow_patterns) == ("org/name", hub.ALLOW_PATTERNS)
         found = self.hub_cached if local_files_only else self.hub
         if isinstance(found, Path):
             return str(found)
@@ -102,7 +103,7 @@ def places(tmp_path, monkeypatch, index, caplog):
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(names, "ALIASES", aliases)
     monkeypatch.setattr("huggingface_hub.snapshot_download", places.snapshot_download)
-    monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", places.convert)
+    monkeypatch.setattr("ssmlx.loading.gguf.convert_trusted_gguf", places.convert)
     monkeypatch.chdir(tmp_path)
     index.places = places
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.server_port}/simple")
@@ -245,7 +246,7 @@ def test_a_cached_folder_of_something_else_is_converted_again(places, monkeypatc
     if change == "the wheel":
         (kept / "ssmlx_source").write_text((kept / "ssmlx_source").read_text().replace("0", "1"))
     elif change == "the converter":
-        monkeypatch.setattr(names, "_CONVERTER", 2)
+        monkeypatch.setattr(wheel, "_CONVERTER", 2)
     elif change == "the file":
         (kept / "model.safetensors").write_bytes(b"cut off")
     else:
@@ -375,7 +376,7 @@ def test_offline_fetches_nothing(places, name):
 
 def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
     told = []
-    bar_of = names._byte_progress_bar(lambda done, total: told.append((done, total)))
+    bar_of = hub._byte_progress_bar(lambda done, total: told.append((done, total)))
     files = bar_of(total=2, unit="it")
     sent = bar_of(unit="B", total=9, name="x.transfer")
     found = bar_of(total=0, unit="B", name="huggingface_hub.snapshot_download")
@@ -386,7 +387,7 @@ def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
     found.update(5)
     found.close()
     assert told == [(4, 9), (9, 9)] and capfd.readouterr() == ("", "")
-    names._byte_progress_bar(None)(total=9, unit="B").update(3)
+    hub._byte_progress_bar(None)(total=9, unit="B").update(3)
 
 
 @pytest.mark.parametrize(("variables", "file", "expected"), [
@@ -415,13 +416,16 @@ def test_certificates_that_pip_is_given_count(monkeypatch):
     for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     with ExitStack() as stack:
-        assert wheel._http_client(stack) is get_session()
+        assert wheel._trusting_http_client(stack) is get_session()
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", "bundle.pem")
-        assert type(wheel._http_client(stack)) is type(get_session())
+        assert type(wheel._trusting_http_client(stack)) is type(get_session())
         monkeypatch.setenv("PIP_CERT", "pip.pem")
-        assert wheel._http_client(stack) is not get_session()
+        assert wheel._trusting_http_client(stack) is not get_session()
         monkeypatch.setenv("SSL_CERT_FILE", "own.pem")  # the client reads this itself
-        assert wheel._http_client(stack) is get_session() and read == ["bundle.pem", "pip.pem"]
+        assert wheel._trusting_http_client(stack) is get_session() and read == [
+            "bundle.pem",
+            "pip.pem",
+        ]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("bug")])
@@ -430,11 +434,11 @@ def test_a_conversion_that_stops_halfway_leaves_nothing(places, monkeypatch, err
         make_model(folder)
         raise error
 
-    monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", stop)
+    monkeypatch.setattr("ssmlx.loading.gguf.convert_trusted_gguf", stop)
     with pytest.raises(type(error)):
         resolve_model("smollm2-135m-q4_1")
     assert places.models == []
-    monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", places.convert)
+    monkeypatch.setattr("ssmlx.loading.gguf.convert_trusted_gguf", places.convert)
     assert resolve_model("smollm2-135m-q4_1").is_dir()
 
 
@@ -443,7 +447,7 @@ def test_a_faster_process_wins(places, monkeypatch):
         make_model(folder)
         (make_model(cache_dir() / "models" / WHEEL.folder) / "theirs").touch()
 
-    monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", lose)
+    monkeypatch.setattr("ssmlx.loading.gguf.convert_trusted_gguf", lose)
     assert (resolve_model("smollm2-135m-q4_1") / "theirs").exists()
     assert places.models == ["smollm2-135m-q4_1"]
 
@@ -459,7 +463,7 @@ def test_the_real_wheel_becomes_a_model_folder():
     assert path == cache_dir() / "models" / WHEEL.folder
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} - {"ssmlx_source"} == expected
-    assert names._missing_model_file(path) is None
+    assert folders.first_missing_model_file(path) is None
 
 
 def test_a_new_folder_appears_whole_and_replaces_an_older_one(tmp_path):
@@ -551,7 +555,7 @@ def test_account_for_names_every_fault(tmp_path):
 def folder(base, tmp_path):
     folder = tmp_path / "adapter"
     folder.mkdir()
-    write_adapter(folder, make_adapter(base))
+    write_adapter_in_place(folder, make_adapter(base))
     return folder
 
 
@@ -562,7 +566,7 @@ def load(base: Path, folder: Path):
 @pytest.mark.parametrize("scope", ["all", "streams"])
 def test_an_adapter_is_read_as_it_was_written(base, tmp_path, scope):
     adapter = make_adapter(base, scope=scope, template="Q: {prompt}")
-    write_adapter(tmp_path, adapter)
+    write_adapter_in_place(tmp_path, adapter)
     read = load_adapter(tmp_path)
     assert (read.config, read.base) == (adapter.config, adapter.base)
     assert mx.array_equal(read.streams.embeddings, adapter.streams.embeddings)
@@ -578,7 +582,9 @@ def test_an_adapter_is_read_as_it_was_written(base, tmp_path, scope):
 
 
 def test_a_condition_and_a_root_are_read_as_they_were_written(base, tmp_path):
-    write_adapter(tmp_path, adapter := make_adapter(base, condition_rank=5, root_init_rank=2))
+    write_adapter_in_place(
+        tmp_path, adapter := make_adapter(base, condition_rank=5, root_init_rank=2)
+    )
     model = load(base, tmp_path)[0]
     root = adapter.streams.root_init
     read = model.streams.root_init
@@ -603,7 +609,7 @@ def test_a_condition_and_a_root_are_read_as_they_were_written(base, tmp_path):
     ("5", "condition_rank is '5'"),
 ])  # fmt: skip
 def test_a_condition_of_another_rank_is_told(base, tmp_path, rank, said):
-    write_adapter(tmp_path, make_adapter(base, condition_rank=5))
+    write_adapter_in_place(tmp_path, make_adapter(base, condition_rank=5))
     path = tmp_path / "streams_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "condition_rank": rank}))
     assert said in refusal(load, base, tmp_path)
@@ -658,7 +664,7 @@ def test_another_base_of_the_same_shape_is_refused(folder, tmp_path):
 
 
 def test_pruning_without_a_prune_adapter_is_refused(base, tmp_path):
-    write_adapter(tmp_path, without_prune(make_adapter(base)))
+    write_adapter_in_place(tmp_path, without_prune(make_adapter(base)))
     model, tokenizer = load(base, tmp_path)
     prune = ssmlx.PruneConfig(kind="budget")
     message = refusal(ssmlx.stream_generate, model, tokenizer, [5], prune=prune)

@@ -22,7 +22,7 @@ from tiny_heads import make_heads
 
 from ssmlx.decoding import call as target_call
 from ssmlx.decoding import stopwatch
-from ssmlx.decoding.controller import Always, DraftShape, Never
+from ssmlx.decoding.draft_shape import Always, DraftShape, Never
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.drafting import scratch_rows
 from ssmlx.decoding.loop import plain_decode, prefill, speculative_decode
@@ -33,7 +33,7 @@ from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter
 from ssmlx.drafters.head_drafter import HeadDrafter
 from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import PromptLookupDrafter
-from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel

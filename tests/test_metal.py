@@ -18,7 +18,7 @@ from mlx_lm.models import base as mlx_lm_base
 from tiny import first_tokens, make_base, make_model
 
 from ssmlx.decoding.loop import plain_decode, speculative_decode
-from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.model import metal
 from ssmlx.model.backbone import Backbone

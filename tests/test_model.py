@@ -16,7 +16,7 @@ from real import refusal
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import plain_decode
-from ssmlx.drafters.streams import DraftVocab
+from ssmlx.drafters.stream_drafter import DraftVocab
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache

@@ -21,16 +21,16 @@ from test_gemma_assistant import TARGETS, make_target, write_assistant
 from tiny import make_tokenizer
 
 import ssmlx
-from ssmlx.commands import chat, check, drafting, generate
+from ssmlx.commands import chat, check, drafting_lines, generate
 from ssmlx.drafters.mtp_head import MtpModule
 from ssmlx.errors import InputError
 from ssmlx.generation.default_head import default_head
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading import model_heads
+from ssmlx.loading.hub import HUB_NAME
 from ssmlx.loading.known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES
 from ssmlx.loading.load import load_base
-from ssmlx.loading.model_heads import OWN_HEAD, known_heads, local_head
-from ssmlx.loading.names import HUB_NAME
+from ssmlx.loading.model_heads import OWN_HEAD, find_local_head, known_heads_by_sizes
 from ssmlx.model.backbone import Backbone, Origin
 from ssmlx.model.streams import StreamFusedModel
 
@@ -89,7 +89,7 @@ WHOLE = {"config.json": b"{}", "model.safetensors": b""}
 
 
 def named(name, folder=None, **sizes):
-    """What `known_heads` asks of a backbone, with Qwen3.8-27B's sizes if none are given."""
+    """What `known_heads_by_sizes` asks of a backbone; Qwen3.8-27B's sizes unless some are given."""
     row = KNOWN_HEADS[0]
     found = {"hidden_size": row.hidden_size, "vocab_size": row.vocab_size, **sizes}
     layers = [None] * found.pop("num_layers", row.num_layers)
@@ -140,14 +140,14 @@ def test_sizes_and_the_generation_in_a_name_tell_the_row(monkeypatch, tmp_path):
             ["Gemma 4 E4B"],
         ),
     ):
-        assert [row.model for row in known_heads(backbone)] == expected
+        assert [row.model for row in known_heads_by_sizes(backbone)] == expected
 
 
 def test_a_quantised_copy_under_another_name_is_the_same_model(target):
-    assert known_heads(load_base(target, "float32")[0]) == (ROW,)
+    assert known_heads_by_sizes(load_base(target, "float32")[0]) == (ROW,)
     packed = Backbone(make_base("qwen3_5", bits=4))
     packed.name = "another"
-    assert known_heads(packed) == (ROW,)
+    assert known_heads_by_sizes(packed) == (ROW,)
 
 
 # --- what is here ---
@@ -155,47 +155,47 @@ def test_a_quantised_copy_under_another_name_is_the_same_model(target):
 
 def test_a_head_is_taken_from_the_cache_where_it_is_whole(hub, backbone, tmp_path):
     second = ROW.repositories[1]
-    assert local_head(backbone) is None
+    assert find_local_head(backbone) is None
     folder = keep(hub, second, WHOLE)
-    assert local_head(backbone) == model_heads.LocalHead(second, folder)
+    assert find_local_head(backbone) == model_heads.LocalHead(second, folder)
     # The first of the row goes before the others.
     first = keep(hub, ROW.repositories[0], WHOLE)
-    assert local_head(backbone).folder == first
+    assert find_local_head(backbone).folder == first
     # The app's own folder, where the model was loaded with one.
     backbone.origin = replace(backbone.origin, cache_dir=tmp_path / "app")
-    assert local_head(backbone) is None
+    assert find_local_head(backbone) is None
     own = keep(tmp_path / "app" / "hub", second, WHOLE)
-    assert local_head(backbone).folder == own
+    assert find_local_head(backbone).folder == own
 
 
 def test_half_a_cache_is_none(hub, backbone):
     name = ROW.repositories[0]
     folder = keep(hub, name, {"config.json": b"{}"})  # its weights are not here yet
-    assert local_head(backbone) is None
+    assert find_local_head(backbone) is None
     weights = folder / "model.safetensors"
     weights.symlink_to(hub / "gone")  # another process deletes it
-    assert local_head(backbone) is None
+    assert find_local_head(backbone) is None
     weights.unlink()
     keep(hub, name, {"model.safetensors": b""})
-    assert local_head(backbone).folder == folder
+    assert find_local_head(backbone).folder == folder
     index = {"weight_map": {"fc.weight": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert local_head(backbone) is None
+    assert find_local_head(backbone) is None
     (folder / "model.safetensors.index.json").write_text("{")
-    assert local_head(backbone) is None
+    assert find_local_head(backbone) is None
     shutil.rmtree(hub)
-    assert local_head(backbone) is None
+    assert find_local_head(backbone) is None
 
 
 def test_of_two_revisions_it_is_the_one_that_main_meant_last(hub, backbone):
     name = ROW.repositories[0]
     first = keep(hub, name, WHOLE)
     second = keep(hub, name, {"config.json": b"{}"}, SECOND, ref="v2")
-    assert local_head(backbone).folder == first
+    assert find_local_head(backbone).folder == first
     (second.parents[1] / "refs" / "main").write_text(SECOND)
-    assert local_head(backbone) is None  # half of it is here
+    assert find_local_head(backbone) is None  # half of it is here
     keep(hub, name, {"model.safetensors": b""}, SECOND)
-    assert local_head(backbone).folder == second
+    assert find_local_head(backbone).folder == second
 
 
 def test_which_of_several_models_it_is_must_be_known(hub, backbone, monkeypatch):
@@ -206,9 +206,9 @@ def test_which_of_several_models_it_is_must_be_known(hub, backbone, monkeypatch)
     monkeypatch.setattr(model_heads, "KNOWN_HEADS", tuple(rows))
     for row in rows:
         keep(hub, row.repositories[0], WHOLE)
-    assert local_head(backbone) is None
+    assert find_local_head(backbone) is None
     backbone.origin = replace(backbone.origin, name="org/Qwen3.6-Tiny")
-    assert local_head(backbone).name == "org/qwen3.6"
+    assert find_local_head(backbone).name == "org/qwen3.6"
 
 
 @pytest.mark.parametrize("prefix", ["mtp.", "model.mtp.", "language_model.mtp."])
@@ -219,11 +219,11 @@ def test_tensors_among_the_model_s_own_come_first(hub, backbone, tmp_path, prefi
     folder.mkdir()
     file = str(folder / "model-00001-of-00002.safetensors")
     mx.save_safetensors(file, {"model.layers.0.mtps.weight": mx.zeros(1)})
-    assert local_head(backbone).name == ROW.repositories[0]
+    assert find_local_head(backbone).name == ROW.repositories[0]
     mx.save_safetensors(str(folder / "mtp.safetensors"), {f"{prefix}fc.weight": mx.zeros(1)})
-    assert local_head(backbone) == model_heads.LocalHead(OWN_HEAD, None)
+    assert find_local_head(backbone) == model_heads.LocalHead(OWN_HEAD, None)
     (folder / "mtp.safetensors").write_bytes(b"12")
-    assert local_head(backbone).name == ROW.repositories[0]
+    assert find_local_head(backbone).name == ROW.repositories[0]
 
 
 # --- it drafts ---
@@ -261,7 +261,7 @@ def kept(hub, backbone, tmp_path):
 
 
 def lines_of(model, **settings):
-    return drafting.drafting_lines(model, make_plan(model, **settings), "none")
+    return drafting_lines.drafting_lines(model, make_plan(model, **settings), "none")
 
 
 def decoded(model, **settings):
@@ -469,7 +469,7 @@ def find_again_and_again(target, hub, ends, found):
     seen = set()
     found.send("ready")
     while not ends.is_set():
-        head = local_head(backbone)
+        head = find_local_head(backbone)
         seen.add(None if head is None else str(head.folder))
     found.send(seen)
 

@@ -192,7 +192,7 @@ def test_parity(name, changes, scope, tmp_path):
 
 @pytest.mark.parametrize("name, changes", PAIRS)
 def test_oracle_takes_the_same_steps(name, changes, tmp_path, monkeypatch):
-    monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
+    monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", 0)
     reference, model = load_pair(tmp_path, name, merge_lora=False, **changes)
     for width in (1, 3, 7):  # 7 children of a stream that may know 5 tokens
         oracle.assert_same_steps(reference, model, PROMPT, width)

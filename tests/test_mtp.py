@@ -18,7 +18,7 @@ from test_every_class import OWN, PROMPT, SIZES, random_weights
 from tiny import assert_close, first_tokens, make_base, mlx_lm_tokens, slow
 
 import ssmlx
-from ssmlx.decoding.controller import DraftShape
+from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.loop import prefill, speculative_decode
 from ssmlx.decoding.sampling import RankedTokens, Sampling
 from ssmlx.decoding.step import DraftTotals

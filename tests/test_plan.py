@@ -7,7 +7,7 @@ from tiny import make_base, make_model, make_tokenizer
 from tiny_heads import make_heads
 
 import ssmlx
-from ssmlx.decoding.controller import Always, DraftShape, ExpectedCall, Never
+from ssmlx.decoding.draft_shape import Always, DraftShape, ExpectedCall, Never
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.generation.plan import make_plan

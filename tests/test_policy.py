@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from ssmlx.decoding.controller import Always, Call, DraftShape, Never
+from ssmlx.decoding.draft_shape import Always, Call, DraftShape, Never
 from ssmlx.policy.acceptance import AcceptancePrior, AnswerAcceptance
 from ssmlx.policy.controller import Controller
 from ssmlx.policy.costs import (

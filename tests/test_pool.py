@@ -14,8 +14,8 @@ import pytest
 from real import refusal, tokens_of, words, write_base, write_tiny_adapter
 from tiny import make_base, make_model
 
-from ssmlx.answers import run
-from ssmlx.decoding.controller import ExpectedCall
+from ssmlx.answers import run_on_mlx_thread
+from ssmlx.decoding.draft_shape import ExpectedCall
 from ssmlx.decoding.loop import prefill
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError, NoRoomError
@@ -51,7 +51,7 @@ def unbounded(base, streams):
 @pytest.fixture(scope="module")
 def text_bytes(unbounded):
     """Bytes of the keys and values of so many tokens, without scratch rows."""
-    return run(lambda: cache_size_of(unbounded.model())).of
+    return run_on_mlx_thread(lambda: cache_size_of(unbounded.model())).of
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_the_default_is_a_share_of_what_the_machine_has_beside_weights(monkeypat
 
 def test_what_a_text_takes_is_known_before_anything_is_computed():
     model = make_model()
-    size = run(lambda: cache_size_of(model))
+    size = run_on_mlx_thread(lambda: cache_size_of(model))
     cache = model.make_cache()
 
     def filled():
@@ -144,7 +144,7 @@ def test_what_a_text_takes_is_known_before_anything_is_computed():
         mx.eval(cache.state)
         return cache.nbytes
 
-    assert run(filled) == size.of(300) == size.of(2 * STEP) == 2 * size.of(1)
+    assert run_on_mlx_thread(filled) == size.of(300) == size.of(2 * STEP) == 2 * size.of(1)
 
 
 def test_kept_prompts_go_the_oldest_first_before_an_answer_is_refused(bounded, text_bytes):
@@ -237,7 +237,7 @@ def test_an_answer_that_is_given_up_leaves_its_memory(bounded, text_bytes, how, 
                     list(answer)
         del answer
         gc.collect()
-        run(lambda: None)
+        run_on_mlx_thread(lambda: None)
         assert engine.memory_pool.running == 0
 
 
@@ -275,7 +275,7 @@ def test_earlier_answers_are_kept_and_go_as_prompts_do(bounded, text_bytes):
     engine = bounded(text_bytes(4 * STEP))
     pool = engine.memory_pool
     settings = {"adapter": "none", "max_tokens": 4}
-    answers = run(lambda: engine.prompt_cache.answers(engine.model("none")))
+    answers = run_on_mlx_thread(lambda: engine.prompt_cache.answers(engine.model("none")))
     for first in range(12):
         list(engine.stream(prompt(5, first), **settings))
         own = [entry.nbytes for entry in engine.prompt_cache._entries]
@@ -323,7 +323,7 @@ def test_an_answer_of_a_closing_engine_counts_nowhere(base):
     half = engine.stream(prompt(9), prompt_cache=mine, max_tokens=9, **PLAIN)
     next(half)
     with ThreadPoolExecutor(2) as threads:
-        threads.submit(run, lambda: time.sleep(0.5))
+        threads.submit(run_on_mlx_thread, lambda: time.sleep(0.5))
         asked = threads.submit(engine.stream, prompt(9), prompt_cache=mine, **PLAIN)
         engine.close()
         assert list(half) == [] == list(asked.result())
@@ -334,7 +334,7 @@ def test_prompts_that_were_kept_before_count_from_an_engine_on(bounded, text_byt
     kept = ssmlx.PromptCache()
     model = unbounded.model()
     cache = model.make_cache()
-    run(lambda: prefill(model, prompt(200), cache))
+    run_on_mlx_thread(lambda: prefill(model, prompt(200), cache))
     kept.put(model, prompt(200), cache)
     engine = bounded(text_bytes(2 * STEP), prompt_cache=kept)
     assert engine.memory_pool.kept >= text_bytes(STEP)
@@ -354,12 +354,14 @@ def test_draft_models_and_indexes_count(bounded, text_bytes, base):
         answer = engine.stream(prompt(40), **{**drafting, **how}, adapter="none")
         for _ in range(3):
             next(answer)
-        held[name] = run(pool._count_running_bytes)
+        held[name] = run_on_mlx_thread(pool._count_running_bytes)
         answer.close()
     del answer
     gc.collect()
     assert held["lookup"] > held["none"] and held["draft"] > held["none"]
-    assert run(pool._count_running_bytes) == draft.cache_bytes > 0, "it waits for a next answer"
+    assert run_on_mlx_thread(pool._count_running_bytes) == draft.cache_bytes > 0, (
+        "it waits for a next answer"
+    )
     assert pool.make_room(pool.limit) and draft.cache_bytes == 0
 
 
@@ -380,7 +382,7 @@ def test_what_is_counted_is_what_is_held(bounded, text_bytes, streams):
     expected = [ask(*one) for one in asked]
     engine.prompt_cache.close()
     gc.collect()
-    before = run(mx.get_active_memory)
+    before = run_on_mlx_thread(mx.get_active_memory)
     most = []
 
     def ask_some(seed):
@@ -392,7 +394,7 @@ def test_what_is_counted_is_what_is_held(bounded, text_bytes, streams):
                 found["right" if is_right else "wrong"] += 1
             except NoRoomError:
                 found["refused"] += 1
-            most.append(run(mx.get_active_memory))
+            most.append(run_on_mlx_thread(mx.get_active_memory))
         return found
 
     with ThreadPoolExecutor(8) as threads:
@@ -401,7 +403,7 @@ def test_what_is_counted_is_what_is_held(bounded, text_bytes, streams):
     assert pool.running == 0 < pool.kept <= pool.limit
     assert max(most) - before < 1.25 * pool.limit, "activations, and buffers while they grow"
     gc.collect()
-    held = run(mx.get_active_memory) - before
+    held = run_on_mlx_thread(mx.get_active_memory) - before
     assert held <= 1.05 * pool.kept + 2**18
 
 
@@ -421,9 +423,9 @@ def test_long_and_short_texts_share_calls_where_there_is_room(unbounded, monkeyp
     for _ in range(12):
         for own, answer in zip(heard, answers, strict=True):
             own += [one for one in [next(answer, None)] if one]
-        padding = max(padding, run(lambda: batches.cache_bytes))
+        padding = max(padding, run_on_mlx_thread(lambda: batches.cache_bytes))
     assert [tokens_of(own) for own in heard] == alone
-    wanted = 2 * 1000 * run(lambda: cache_size_of(unbounded.model())).per_token
+    wanted = 2 * 1000 * run_on_mlx_thread(lambda: cache_size_of(unbounded.model())).per_token
     assert max(asked) == pytest.approx(wanted, rel=0.1)
     assert padding == (pytest.approx(wanted, rel=0.5) if fits else 0)
 

@@ -31,7 +31,7 @@ from tiny import (
 )
 from tiny_heads import make_heads
 
-from ssmlx.answers import run
+from ssmlx.answers import run_on_mlx_thread
 from ssmlx.api import token_steps
 from ssmlx.commands import caches, chat, generate
 from ssmlx.drafters.draft_model import DraftModel
@@ -42,7 +42,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache_key import CacheKey
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.prompt_cache.files import read_prompt
+from ssmlx.prompt_cache.prompt_files import read_prompt
 from ssmlx.settings import LookaheadConfig, TreeConfig
 
 LENGTH = 10
@@ -80,7 +80,9 @@ def cold(model, tokens, **settings):
 
 def written_by(model, tokens, cache, **settings):
     """The first tokens of an answer, on the thread that runs MLX."""
-    return run(lambda: first_tokens(token_steps(model, tokens, cache, **settings), LENGTH)[0])
+    return run_on_mlx_thread(
+        lambda: first_tokens(token_steps(model, tokens, cache, **settings), LENGTH)[0]
+    )
 
 
 def warm(prompts, model, tokens, **settings):
@@ -169,7 +171,9 @@ def test_who_takes_a_prompt_changes_it_for_nobody():
         cache, known = prompts.take(model, prompt)
         assert known >= len(tokens) - 1
         mixed.append(token_steps(model, prompt[known:], cache, decoding="plain"))
-    turns = [run(lambda: [next(steps).tokens[0] for steps in mixed]) for _ in range(LENGTH)]
+    turns = [
+        run_on_mlx_thread(lambda: [next(steps).tokens[0] for steps in mixed]) for _ in range(LENGTH)
+    ]
     answers = list(zip(*turns, strict=True))
     assert [list(answer) for answer in answers] == [cold(model, one), cold(model, two)]
     again, _ = prompts.take(model, tokens)
@@ -205,7 +209,7 @@ def test_answers_of_another_model_may_begin_while_bytes_are_counted():
     class CountedSlowly:
         """Earlier answers that leave another thread time to begin some while they are counted."""
 
-        begins = threading.Thread(target=lambda: run(lambda: prompts.answers(model)))
+        begins = threading.Thread(target=lambda: run_on_mlx_thread(lambda: prompts.answers(model)))
 
         @property
         def nbytes(self):

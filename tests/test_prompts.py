@@ -11,7 +11,13 @@ from tiny import make_tokenizer
 
 from ssmlx import prompts, templates
 from ssmlx.errors import InputError
-from ssmlx.prompts import chat_frame, chat_tokens, encode_prompt, prompt_tokens, read_prompts
+from ssmlx.prompts import (
+    chat_tokens,
+    encode_prompt,
+    find_tokens_between_turns,
+    prompt_tokens,
+    read_prompts,
+)
 from ssmlx.training.data import Encoder
 
 END = 12
@@ -51,7 +57,7 @@ def test_data_is_of_one_day(tokenizer, monkeypatch):
         monkeypatch.setattr(templates, "datetime", fixed := Mock(wraps=datetime))
         fixed.now.return_value = datetime(2026, 11, day)
         assert chat_tokens(tokenizer, TURNS)[0] == day
-        with templates.frozen_date():
+        with templates.frozen_at_new_year_2026():
             assert chat_tokens(tokenizer, TURNS)[0] == 1
 
 
@@ -97,16 +103,16 @@ def test_bad_turns_are_one_line(read, turns):
 
 
 def test_a_users_turn_begins_with_what_its_template_says(tokenizer):
-    assert chat_frame(tokenizer).opening == (3,)
+    assert find_tokens_between_turns(tokenizer).opening == (3,)
     tokenizer.chat_template = "w8 {% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
-    assert [*vars(chat_frame(tokenizer)).values()] == [(12,), (5, 9)]
+    assert [*vars(find_tokens_between_turns(tokenizer)).values()] == [(12,), (5, 9)]
     for template, found in (
         ("{% for m in messages %}w9 {{ m.content }} w12 w5 {% endfor %}", (5, 9)),
         ("{{ raise_exception('three turns') }}", ()),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ()),
     ):
         tokenizer.chat_template = template
-        assert chat_frame(tokenizer).opening == found
+        assert find_tokens_between_turns(tokenizer).opening == found
 
 
 OWN = "w5 w9 {prompt} w12"
@@ -138,7 +144,7 @@ def test_an_own_template_asks_the_last_turn_alone(tokenizer, template, turns, mo
     asked = {"messages": turns, **more}
     model.config = SimpleNamespace(prompt_template=template)
     assert encode_prompt(asked, model, tokenizer) == expected
-    refused = len(turns) > 1 and prompts.is_single_turn(turns, template, **more)
+    refused = len(turns) > 1 and prompts.shows_last_turn_alone(turns, template, **more)
     with pytest.raises(ValueError, match="several turns") if refused else nullcontext():
         given = {"messages": [*turns, ANSWER], **more}
         learnt = Encoder(tokenizer, template, END, 50).encode(given)

@@ -28,7 +28,7 @@ from tiny_heads import HEAD_KINDS, LEVELS, make_heads, random_heads
 
 import ssmlx
 from ssmlx.decoding.chain import verify_as_chain
-from ssmlx.decoding.controller import DraftShape
+from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.drafter import Needs
 from ssmlx.decoding.loop import prefill, speculative_decode
 from ssmlx.decoding.sampling import Sampling, last_tokens

@@ -11,7 +11,7 @@ from real import one_line, refusal, write_base, write_tiny_adapter
 
 import ssmlx
 from ssmlx import templates
-from ssmlx.loading.names import ALLOW_PATTERNS
+from ssmlx.loading.hub import ALLOW_PATTERNS
 from ssmlx.prompts import chat_tokens
 
 CODE = """

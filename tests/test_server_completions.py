@@ -14,7 +14,7 @@ from test_server import CHAT, COMPLETIONS, chat, client_of, reply
 
 import ssmlx
 from ssmlx.decoding.batch import Batch
-from ssmlx.decoding.controller import ExpectedCall
+from ssmlx.decoding.draft_shape import ExpectedCall
 from ssmlx.generation import batching
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server.app import make_app

@@ -11,7 +11,7 @@ import pytest
 from real import answer, tokens_of, words
 
 import ssmlx
-from ssmlx.answers import run
+from ssmlx.answers import run_on_mlx_thread
 from ssmlx.errors import InputError
 from ssmlx.generation.divergence import compare_logits, find_divergence
 from ssmlx.prompts import chat_tokens, encode_prompt, prompt_tokens
@@ -106,7 +106,7 @@ def busy():
     """While the MLX thread is in the middle of a call, others ask it for what the block says."""
     gate = threading.Event()
     with ThreadPoolExecutor(3) as pool:
-        pool.submit(run, gate.wait)
+        pool.submit(run_on_mlx_thread, gate.wait)
         yield pool
         time.sleep(0.1)  # until all have asked
         gate.set()
@@ -121,7 +121,7 @@ def test_what_a_stopped_reply_leaves_is_forgotten_by_reset(make_session, ended):
             reply.cancel()
         del reply
         anew = pool.submit(session.reset)
-    anew.result(), run(lambda: None)  # behind what the reply leaves
+    anew.result(), run_on_mlx_thread(lambda: None)  # behind what the reply leaves
     assert (session.messages, session.context_tokens) == ([], 0)
     assert tokens_of(session.reply("w5")) == expected(session, "plain")
 

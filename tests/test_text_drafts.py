@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tiny import VOCAB, first_tokens, make_base, make_model
 
-from ssmlx.decoding.controller import DraftShape
+from ssmlx.decoding.draft_shape import DraftShape
 from ssmlx.decoding.loop import _SpeculativeLoop
 from ssmlx.decoding.step import DraftTotals
 from ssmlx.drafters.lookup import EARLIER_ANSWERS, EXPECTED, NAME, PromptLookupDrafter

@@ -45,13 +45,13 @@ from convert.training.run import (
 )
 from ssmlx.commands import train as mlx_command
 from ssmlx.decoding.loop import speculative_decode
-from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.drafters.stream_drafter import StreamDrafter
 from ssmlx.loading.adapter import load_adapter
-from ssmlx.loading.attach import attach_adapter, read_task_lora
+from ssmlx.loading.attach import attach_adapter, read_every_row_lora
 from ssmlx.loading.files import read_tensors
 from ssmlx.loading.load import load_base
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
-from ssmlx.prompts import ChatFrame
+from ssmlx.prompts import TokensBetweenTurns
 from ssmlx.settings import StreamConfig, TreeConfig
 from ssmlx.training import mlx_trainer
 from ssmlx.training.config import TrainConfig
@@ -140,7 +140,7 @@ def settings(num_layers, width, draft_vocab=None, **changes):
     return train, config
 
 
-PACKING = Packing(24, ChatFrame(closing=(1, 2)), 8)
+PACKING = Packing(24, TokensBetweenTurns(closing=(1, 2)), 8)
 
 
 def some_batch(count=5, vocab=real.VOCAB, packing=None):
@@ -268,7 +268,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
 ):
     """Streams of packed texts see what they see when decoding; what is copied is not learned."""
     monkeypatch.setattr("ssmlx.training.guesses.mix_copies_along", lambda *found: found[2:])
-    monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
+    monkeypatch.setattr("ssmlx.drafters.stream_drafter.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
     train = replace(whole.objective.train, train_only="condition")
@@ -889,7 +889,7 @@ def test_a_step_beside_a_tasks_lora_is_a_step_on_the_merged_model(base, task):
     found = []
     for apart in (False, True):
         backbone = load_base(base, "float32")[0]
-        lora = read_task_lora(task, backbone)
+        lora = read_every_row_lora(task, backbone)
         if not apart:
             attach_lora(backbone.model, lora, RowScope(0), merge=True, dtype=mx.float32)
             lora = {}

@@ -8,8 +8,8 @@ from tokenizers import processors
 
 from ssmlx.commands.train_options import make_training_parser, read_train_config
 from ssmlx.errors import InputError
-from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.prompts import ChatFrame
+from ssmlx.loading.folders import CONFIG_FILE
+from ssmlx.prompts import TokensBetweenTurns
 from ssmlx.training import data
 from ssmlx.training.config import DRAFT_VOCAB_SIZE, TrainConfig
 from ssmlx.training.record import LOG_FILE, Record, read_record
@@ -143,7 +143,7 @@ def test_buckets_save_padding():
     assert real <= rows < 1.35 * real
 
 
-@pytest.mark.parametrize("packing", [None, data.Packing(60, ChatFrame(), 256)])
+@pytest.mark.parametrize("packing", [None, data.Packing(60, TokensBetweenTurns(), 256)])
 def test_a_plan_gives_any_step_without_those_before_it(packing):
     """Half of the batches are packed, the larger one."""
     examples = random_examples(20)
@@ -155,7 +155,7 @@ def test_a_plan_gives_any_step_without_those_before_it(packing):
 
 
 def test_examples_become_turns_of_a_conversation():
-    packing = data.Packing(21, ChatFrame((END, 2), (3, 4)), 8)
+    packing = data.Packing(21, TokensBetweenTurns((END, 2), (3, 4)), 8)
     texts = [
         example(3, 4, 5, 9, 6, END, start=4), example(1, 3, 4, 5, 9, 7, 8, start=5),
         example(8, 9, 5, END, start=2), example(3, 4, 5, 6, start=3),

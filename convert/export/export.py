@@ -27,8 +27,9 @@ from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, packag
 from ssmlx.json_files import read_json
 from ssmlx.loading.adapter import StreamAdapter, load_stream_adapter
 from ssmlx.loading.files import atomic_folder
+from ssmlx.loading.folders import CONFIG_FILE
 from ssmlx.loading.load import load_tokenizer
-from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
+from ssmlx.loading.names import resolve_adapter, resolve_model
 
 from ..base import copy_settings, load_base
 from ..reference.checkpoint import build_frozen_reference

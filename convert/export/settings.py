@@ -98,7 +98,7 @@ class ExportConfig:
         from ssmlx.exported.manifest import TreeShape
         from ssmlx.model.tree import count_candidates
 
-        streams = config.usable_streams(self.num_streams)
+        streams = config.checked_num_streams(self.num_streams)
         vocab = config.draft_vocab_size
         vocab = vocab or vocab_size
         given = config.condition_rank > 0

@@ -171,4 +171,4 @@ def write_fused(
     save_model(folder, backbone.model)
     save_config(settings, folder / "config.json")
     tokenizer.save_pretrained(folder)
-    write_streams_and_settings(folder, adapter, fused=True)
+    write_streams_and_settings(folder, adapter, lora_is_merged=True)

@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -34,7 +34,7 @@ from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
 from ssmlx.json_files import build_settings_ignoring_unknown, read_json
-from ssmlx.loading.adapter import cast_tensors, check_draft_vocab
+from ssmlx.loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
 from ssmlx.loading.files import read_tensors, write_whole
 from ssmlx.loading.load import MEDUSA_PREFIX
 from ssmlx.model.backbone import Backbone
@@ -106,7 +106,7 @@ def read_published_heads(
         do="use the files that belong together",
     )
     config = replace(config, draft_vocab_size=vocab.size)
-    check_draft_vocab(vocab, cast("Any", config), config.vocab_size, path)
+    require_ascending_draft_vocab(vocab, vocab.size, config.vocab_size, path)
     taken = {name: tensors[name][vocab] for name in config.matrix_names}
     return config, {**tensors, **taken, "draft_vocab": vocab}
 
@@ -126,7 +126,7 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
     config, tensors = read_published_heads(folder, backbone.vocab_size)
     check_base_sizes(config, backbone.vocab_size, backbone.hidden_size, folder)
     if dtype not in ("stored", "auto"):
-        tensors = cast_tensors(tensors, getattr(mx, dtype))
+        tensors = cast_stream_tensors(tensors, getattr(mx, dtype))
     return Heads(config, tensors, backbone.identity, base_model)
 
 

@@ -64,7 +64,9 @@ def _are_modules(value: Any) -> bool:
 # to start LoRA may change the base's weights too, so that the LoRA is another model's.
 _LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "r": (None, lambda r: _is_whole(r) and r > 0, "a positive whole number"),
-    "lora_alpha": (8, lambda alpha: SCALE.holds(alpha, whole=False), f"a number, {SCALE.text()}"),
+    "lora_alpha": (
+        8, lambda alpha: SCALE.holds(alpha, whole=False), f"a number, {SCALE.in_words()}"
+    ),
     "target_modules": (None, _are_modules, "a list of names, or all-linear"),
     "use_rslora": (False, lambda flag: isinstance(flag, bool), "true or false"),
     "init_lora_weights": (True, lambda way: isinstance(way, bool) or way == "gaussian",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.answers import run as on_mlx_thread
+from ssmlx.answers import run_on_mlx_thread
 from ssmlx.commands.machine import describe_machine
 from ssmlx.commands.options import add_options, make_parser, run_command
 from ssmlx.commands.results import print_and_save_json_and_txt
@@ -195,7 +195,7 @@ def measure_all(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, An
         if not result["answers"]:
             result["weights"] = precision_text(target)
             given = streams, prompts[0], ends["rows"]
-            result |= on_mlx_thread(partial(time_rows_and_launches, *given))
+            result |= run_on_mlx_thread(partial(time_rows_and_launches, *given))
         end = ends[part.adapter]
         label = experiment.name
         found = run_rounds(target, experiment.systems, prompts, end, label=label)

@@ -17,11 +17,11 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.api import check_prompt
+from ssmlx.api import check_prompt_length
 from ssmlx.commands.machine import describe_machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.generation.divergence import compare_logits, first_difference
-from ssmlx.loading.files import folder_digest
+from ssmlx.loading.files import weights_and_configs_digest
 from ssmlx.prompts import encode_prompt
 
 from .price import Price, best_tree, price_answers, price_figures
@@ -92,7 +92,7 @@ class Experiment:
         if self.task and self.task.max_prompt_tokens:
             prompts = [leave_out_middle(one, self.task.max_prompt_tokens) for one in prompts]
         for prompt in prompts:
-            check_prompt(plain, len(prompt))
+            check_prompt_length(plain, len(prompt))
         for system in self.systems:
             target.build_drafters(system)
         return target, prompts
@@ -157,7 +157,7 @@ class Experiment:
             # Other code may answer otherwise.
             "code": code_version(),
             "base": files_version(weights.base),
-            "folder": folder_digest(weights.folder),
+            "folder": weights_and_configs_digest(weights.folder),
             "checkpoint": files_version(weights.checkpoints.get(kind)),
             "dtype": weights.dtype,
             "rounds": weights.rounds,

@@ -29,8 +29,13 @@ from ssmlx.generation.learned import learned_of
 from ssmlx.generation.memory import Memory, measure_memory
 from ssmlx.generation.plan import make_plan
 from ssmlx.loading.adapter import StreamAdapter, cast_streams, load_stream_adapter
-from ssmlx.loading.attach import check_base, check_lora
-from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
+from ssmlx.loading.attach import check_lora, require_same_base
+from ssmlx.loading.load import (
+    load_tokenizer,
+    load_weights,
+    resolve_draft_bits,
+    unpack_and_cast_model,
+)
 from ssmlx.model.backbone import Backbone, Origin
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.modules import clone_sharing_arrays
@@ -127,7 +132,7 @@ class Target:
         self.tokenizer = load_tokenizer(weights.base, settings)
         backbone = Backbone(self._with_rounded_products(clone_sharing_arrays(model)))
         if adapter is not None:
-            check_base(adapter, backbone)
+            require_same_base(adapter, backbone)
         lora = {} if adapter is None else adapter.lora
         source = weights.folder or Path("the adapter")
         for every in (lora, adapter.stream_lora if adapter else {}):
@@ -324,7 +329,7 @@ def load_weights_as(dtype: str, base: Path) -> tuple[Module, dict[str, Any]]:
     failure = f"{base} cannot be loaded as a model"
     model, settings = load_weights(base, "stored" if bits else dtype, failure)
     if bits and settings.get("quantization", {}).get("bits") != bits:
-        model = cast_model(model, "float32")
+        model = unpack_and_cast_model(model, "float32")
         quantize(model, GROUP_SIZE, bits, class_predicate=_is_packable)
     if bits:
         model.set_dtype(mx.float16)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from ..bars import busy
 from ..errors import require
+from ..loading.folders import Fetch, adapters_home
 from ..loading.names import (
     AUTO_ADAPTER,
     NO_ADAPTER,
-    Fetch,
-    adapters_home,
     bundled_adapters,
     resolve_adapter,
     resolve_model,
@@ -145,9 +144,9 @@ def _start_or_continue_adapt(args: argparse.Namespace) -> None:
         InputError: an option is out of bounds, the model or LoRA cannot be had, or another process
             works on the run.
     """
-    from ..loading.files import exclusive_folder
-    from ..training.adapt import adapt
+    from ..loading.files import locked_folder_removed_if_empty
     from ..training.adapt_run import AdaptOptions, find_folder_of_same_run
+    from ..training.adapt_workflow import adapt
 
     for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
         ok = value is None or 0 < value < 1e6
@@ -169,7 +168,7 @@ def _start_or_continue_adapt(args: argparse.Namespace) -> None:
             options = replace(options, out=find_folder_of_same_run(options))
         if options.out != out:
             print_line(f"{options.out.name} was made from these weights")
-    with exclusive_folder(options.out):
+    with locked_folder_removed_if_empty(options.out):
         adapt(
             options,
             prog=PROG,

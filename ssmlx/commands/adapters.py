@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError, require, unwritable_error
-from ..loading.names import adapters_home, bundled_adapters
+from ..loading.folders import adapters_home
+from ..loading.names import bundled_adapters
 from .adapt import require_allowed_adapter_name
 from .options import make_main, make_parser
 
 if TYPE_CHECKING:
-    from ..loading.found import Run
+    from ..loading.adapt_runs import Run
 
 PROG = "ssmlx.adapters"
 EPILOG = """examples:
@@ -62,9 +63,9 @@ def describe_run(run: Run) -> str:
     if not run.is_finished:
         brings = "unfinished"
     elif nodes is None:
-        brings = run.verdict
+        brings = run.speed_up_text
     else:
-        brings = f"{curve[nodes]:.2f} tokens a call with {nodes} nodes, {run.verdict}"
+        brings = f"{curve[nodes]:.2f} tokens a call with {nodes} nodes, {run.speed_up_text}"
     tuned = "" if run.is_for_base else ", with a LoRA"
     changed = datetime.fromtimestamp(run.changed).isoformat(" ", "minutes")
     base = _describe_whether_base_is_there(run)
@@ -78,10 +79,10 @@ def _describe_whether_base_is_there(run: Run) -> str:
         "here", "other weights are there now", or "not in FOLDER any more", also where it cannot be
         read.
     """
-    from ..loading.weights import weights_digest
+    from ..loading.weights_digest import sampled_weights_digest
 
     try:
-        is_same = weights_digest(run.model_folder) == run.settings["weights"]
+        is_same = sampled_weights_digest(run.model_folder) == run.settings["weights"]
     except (InputError, OSError):
         return f"not in {run.model_folder} any more"
     return "here" if is_same else "other weights are there now"
@@ -110,18 +111,18 @@ def _list_remove_or_rename(args: argparse.Namespace) -> None:
         InputError: there is no such adapter, a run writes to it now, the new name is taken or not
             allowed, or the folder cannot be changed.
     """
-    from ..loading.files import exclusive_folder
-    from ..loading.found import read_runs
+    from ..loading.adapt_runs import read_adapt_runs
+    from ..loading.files import locked_folder_removed_if_empty
 
     if args.act == "list":
-        found = read_runs()
+        found = read_adapt_runs()
         for run in found:
             print(describe_run(run))
         print(f"in {adapters_home()}: {len(found)} adapter{'s' * (len(found) != 1)}")
         return
     folder = _existing_run_folder(args.names[0])
     try:
-        with exclusive_folder(folder):  # refused while a run writes there
+        with locked_folder_removed_if_empty(folder):  # refused while a run writes there
             if args.act == "remove":
                 shutil.rmtree(folder)
                 print(f"removed {folder}")

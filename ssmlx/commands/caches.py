@@ -52,7 +52,7 @@ class PromptFile:
         if path is None:
             return
         if path.exists():
-            from ..prompt_cache.files import read_header
+            from ..prompt_cache.prompt_files import read_header
 
             read_header(path)
         elif not os.access(path.absolute().parent, os.W_OK | os.X_OK):
@@ -67,17 +67,17 @@ class PromptFile:
         Raises:
             InputError: the model's caches cannot be kept, or the file is another model's or LoRA's.
         """
-        from ..answers import run
+        from ..answers import run_on_mlx_thread
         from ..model.cache_key import CacheKey
-        from ..prompt_cache.files import read_prompt
+        from ..prompt_cache.prompt_files import read_prompt
 
         path = self.path
         if path is None:
             return
         model.backbone.capabilities.require("stages", "--prompt-cache")
-        self._key = run(lambda: CacheKey.of(model))
+        self._key = run_on_mlx_thread(lambda: CacheKey.of(model))
         if path.exists():
-            self.tokens, self.cache = run(lambda: read_prompt(path, model))
+            self.tokens, self.cache = run_on_mlx_thread(lambda: read_prompt(path, model))
 
     def fork_shared_beginning(
         self, model: StreamFusedModel, tokens: Sequence[int]
@@ -94,14 +94,14 @@ class PromptFile:
             (a cache of the answer's own, how many tokens are in it); an empty cache and 0 if
             nothing is in common.
         """
-        from ..answers import run
+        from ..answers import run_on_mlx_thread
         from ..prompts import common_prefix_length
 
         cache = self.cache
         count = common_prefix_length(self.tokens, tokens[:-1])
         if cache is None or count == 0:
             return model.make_cache(), 0
-        return run(lambda: cache.fork(count)), count
+        return run_on_mlx_thread(lambda: cache.fork(count)), count
 
     def keep_in_memory_unless_known(self, tokens: Sequence[int], cache: TreeCache) -> None:
         """Keep a processed prompt in memory, in the place of the one before, to be written later.
@@ -112,12 +112,12 @@ class PromptFile:
             tokens: the prompt.
             cache: its first rows hold these tokens; it may hold more, and is not changed.
         """
-        from ..answers import run
+        from ..answers import run_on_mlx_thread
 
         if self.path is not None and self.tokens[: len(tokens)] != tuple(tokens):
             self.tokens = tuple(tokens)
             self._is_new = True
-            self.cache = run(lambda: cache.fork(len(tokens)))
+            self.cache = run_on_mlx_thread(lambda: cache.fork(len(tokens)))
 
     def write_if_new_and_same_lora(self, model: StreamFusedModel) -> bool:
         """Write the file if there is something new to write.
@@ -132,20 +132,20 @@ class PromptFile:
         Raises:
             InputError: it cannot be written.
         """
-        from ..answers import run
+        from ..answers import run_on_mlx_thread
         from ..loading.files import delete_unfinished_files
         from ..model.cache_key import CacheKey
-        from ..prompt_cache.files import write_prompt
+        from ..prompt_cache.prompt_files import write_prompt
 
         path = self.path
         if path is None or self.cache is None or not self._is_new:
             return False
-        key = run(lambda: CacheKey.of(model))
+        key = run_on_mlx_thread(lambda: CacheKey.of(model))
         if key != self._key:
             return False
         try:
             delete_unfinished_files(path.resolve().parent, path.name)
-            write_prompt(path, key, self.tokens, self.cache, run)
+            write_prompt(path, key, self.tokens, self.cache, run_on_mlx_thread)
         except OSError as error:
             raise unwritable_error(path, error) from error
         return True
@@ -176,7 +176,7 @@ def _list_or_purge(args: argparse.Namespace) -> None:
     Raises:
         InputError: the folder that was named is none, or a file cannot be deleted.
     """
-    from ..prompt_cache.files import PromptFolder, read_header
+    from ..prompt_cache.prompt_files import PromptFolder, read_header
 
     path: Path = args.folder
     expected = "the folder of a `PromptCache`"

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from .. import has_fast_blas
 from ..blas import HINT
 from ..errors import InputError
-from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, Fetch, bundled_adapters, resolve_adapter
+from ..loading.folders import Fetch
+from ..loading.names import AUTO_ADAPTER, NO_ADAPTER, bundled_adapters, resolve_adapter
 from . import options
 from .caches import PromptFile
 from .check import time_unknown_costs_before_answers
-from .drafting import drafting_lines
+from .drafting_lines import drafting_lines
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -255,10 +256,10 @@ def list_or_swap_adapter(rest: str, chat: Chat) -> str:
     """
     import mlx.core as mx
 
-    from ..loading.attach import adapters_for, default_adapter
+    from ..loading.attach import find_adapters_of_base, find_default_adapter
 
     if not rest:
-        fitting = adapters_for(chat.session.model)
+        fitting = find_adapters_of_base(chat.session.model)
         others = [name for name in bundled_adapters() if name not in fitting]
         names = ", ".join(fitting) or "none for this model"
         names += f" (for other models: {', '.join(others)})" if others else ""
@@ -266,7 +267,7 @@ def list_or_swap_adapter(rest: str, chat: Chat) -> str:
         return f"{adapter_and_drafting_line(chat)}\nthat are here: {names}; {hint}"
     found: Path | None
     if rest == AUTO_ADAPTER:
-        rest, found = default_adapter(chat.session.model) or (NO_ADAPTER, None)
+        rest, found = find_default_adapter(chat.session.model) or (NO_ADAPTER, None)
     else:
         found = resolve_adapter(rest, Fetch(progress=options.DownloadBar()))
     chat.session.swap_adapter(found)
@@ -386,9 +387,9 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
 
     import mlx.core as mx
 
-    from ..answers import run
+    from ..answers import run_on_mlx_thread
     from ..generation.plan import make_plan
-    from ..loading.names import cache_dir
+    from ..loading.folders import cache_dir
     from ..session import ChatSession
 
     session = ChatSession(
@@ -405,7 +406,7 @@ def _chat_until_quit(args: argparse.Namespace) -> None:
         screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
     time_unknown_costs_before_answers(model, tokenizer, config, loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
-    plan = run(lambda: make_plan(model, config, drafter=loaded))
+    plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
     screen.note("\n".join(drafting_lines(model, plan, args.adapter)))
     chat = Chat(session, screen, args.adapter)
     if screen.interactive:

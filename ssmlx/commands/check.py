@@ -15,7 +15,7 @@ from ..errors import require
 from ..loading.names import NO_ADAPTER
 from ..settings import DRAFTERS, GenerateConfig
 from . import options
-from .drafting import drafting_lines
+from .drafting_lines import drafting_lines
 
 if TYPE_CHECKING:
     from ..model.streams import StreamFusedModel
@@ -80,7 +80,7 @@ def time_unknown_costs_before_answers(
     Raises:
         InputError: the settings do not fit the model or what is loaded.
     """
-    from ..answers import run
+    from ..answers import run_on_mlx_thread
     from ..generation.head_start import time_calls_before_first_answer
     from ..generation.plan import make_plan
 
@@ -89,7 +89,7 @@ def time_unknown_costs_before_answers(
     note.daemon = True
     note.start()
     try:
-        run(
+        run_on_mlx_thread(
             lambda: time_calls_before_first_answer(
                 model, tokenizer, make_plan(model, config, drafter=loaded)
             )
@@ -131,7 +131,7 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
     It names the option that takes a head that is known for the model.
     """
     from ..generation.default_head import default_head
-    from ..loading.model_heads import can_have_head, known_heads
+    from ..loading.model_heads import can_have_head, known_heads_by_sizes
 
     head = default_head(model)
     if head.loaded is not None:
@@ -140,7 +140,7 @@ def _reason_that_no_head_drafts(model: StreamFusedModel) -> str | None:
         return f"{head.found.name} is here, but {head.reason}"
     if not can_have_head(model.backbone):
         return "no heads are known for models of this class"
-    rows = known_heads(model.backbone)
+    rows = known_heads_by_sizes(model.backbone)
     names = [row.repositories[0] for row in rows] or ["MODEL"]
     options = " or ".join(f'--drafter "mtp model={name}"' for name in names)
     return f"it needs a head, which is not on this machine: {options}"
@@ -155,14 +155,15 @@ def adapter_format_and_size_line(adapter: str | None, model: StreamFusedModel) -
         model: with that adapter.
     """
     from ..loading.adapter import load_adapter
-    from ..loading.names import Fetch, resolve_adapter
+    from ..loading.folders import Fetch
+    from ..loading.names import resolve_adapter
 
     origin = model.backbone.origin
     fetch = Fetch(cache_dir=origin.cache_dir, offline=True)  # it was fetched to load it
     folder = resolve_adapter(adapter, fetch) if adapter else None
     if adapter is None and model.num_streams:
         folder = origin.folder
-    return None if folder is None else load_adapter(folder).describe()
+    return None if folder is None else load_adapter(folder).describe_parts_and_effect()
 
 
 def time_and_describe_model(
@@ -255,7 +256,7 @@ def time_tree_sizes_and_estimate_speedup(
         "plain_calls" that such a call takes, "tokens" that it should bring, "speed_up" over plain
         decoding.
     """
-    from ..decoding.controller import DraftShape
+    from ..decoding.draft_shape import DraftShape
     from ..generation.head_start import STREAMS, time_and_store_costs
     from ..generation.learned import learned_of
     from ..generation.plan import TYPICAL_TOKENS
@@ -410,9 +411,9 @@ def _time_and_print(args: argparse.Namespace) -> None:
     )
     model, tokenizer = options.load_target_and_note_adapter(args)
 
-    from ..answers import run
+    from ..answers import run_on_mlx_thread
 
-    found = run(lambda: time_and_describe_model(args, model, tokenizer))
+    found = run_on_mlx_thread(lambda: time_and_describe_model(args, model, tokenizer))
     if args.json:
         options.print_json(found)
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .. import bars
 from . import options
 from .caches import PromptFile
-from .drafting import drafting_lines
+from .drafting_lines import drafting_lines
 
 if TYPE_CHECKING:
     from ..api import GenerationResponse
@@ -102,7 +102,7 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
 
     import mlx.core as mx
 
-    from ..api import answer_record, check_prompt, stream_generate, summary_line
+    from ..api import answer_record, check_prompt_length, stream_generate, summary_line
     from ..drafters.text_index import EarlierAnswers
     from ..generation.plan import make_plan
 
@@ -110,7 +110,7 @@ def _answer_prompts_and_print(args: argparse.Namespace) -> None:
     how = (model, tokenizer, args.template, args.template_args)
     encoded = [encode_prompt(prompt, *how) for prompt in prompts]
     for tokens in encoded:
-        check_prompt(model, len(tokens))
+        check_prompt_length(model, len(tokens))
     kept.read_if_there_require_same_model(model)
     shared = min(common_prefix_length(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers

@@ -809,7 +809,7 @@ def load_target_and_note_adapter(
     Raises:
         InputError: the model or the adapter cannot be loaded.
     """
-    from ..loading.attach import default_adapter, swap_adapter
+    from ..loading.attach import find_default_adapter, swap_adapter
     from ..loading.load import load
     from ..model import metal
 
@@ -827,7 +827,7 @@ def load_target_and_note_adapter(
     if args.adapter is None and model.config is None:
         args.adapter, folder = NO_ADAPTER, None
         if finds_adapter:
-            args.adapter, folder = default_adapter(model) or (NO_ADAPTER, None)
+            args.adapter, folder = find_default_adapter(model) or (NO_ADAPTER, None)
         if folder is not None:
             model = swap_adapter(model, folder)
     return model, tokenizer
@@ -991,9 +991,9 @@ def with_lock_on_out_folder(
 
     def held(args: argparse.Namespace) -> int | None:
         """Run the command's function, holding the lock; return its exit code."""
-        from ..loading.files import exclusive_folder
+        from ..loading.files import locked_folder_removed_if_empty
 
-        with exclusive_folder(args.out):
+        with locked_folder_removed_if_empty(args.out):
             return act(args)
 
     return held

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..loading.names import TRAINED_FOLDER
+from ..loading.folders import TRAINED_FOLDER
 from .options import launched_rank, make_main, with_lock_on_out_folder
 from .train_options import (
     add_cache_option,
@@ -89,8 +89,8 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
     from mlx_lm.generate import wired_limit
 
     from ..loading.adapter import load_stream_adapter
-    from ..loading.attach import read_task_lora
-    from ..loading.files import folder_digest
+    from ..loading.attach import read_every_row_lora
+    from ..loading.files import weights_and_configs_digest
     from ..model.ranks import launched_group
     from ..training.job import STORE_FILE, prepare_job, run_to_end
     from ..training.mlx_model import (
@@ -108,15 +108,15 @@ def _train_or_resume_and_write_adapter(args: argparse.Namespace) -> None:
     )
     job, path = prepare_job(options, train, start)
     backbone = load_base_for_training(path, args.dtype)
-    lora = {} if args.task_lora is None else read_task_lora(args.task_lora, backbone)
+    lora = {} if args.task_lora is None else read_every_row_lora(args.task_lora, backbone)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab, lora)
     model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:
         bind_weights_of_adapter(model, load_stream_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched_group())
-    kept = [folder_digest(args.init)] if start else []
-    task = [folder_digest(args.task_lora)] if args.task_lora else []
+    kept = [weights_and_configs_digest(args.init)] if start else []
+    task = [weights_and_configs_digest(args.task_lora)] if args.task_lora else []
     lower_identity = job.lower_identity(str(backbone.dtype), *kept, *task)
     with wired_limit(backbone.model):
         run_to_end(

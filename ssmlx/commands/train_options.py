@@ -8,7 +8,8 @@ from typing import Any
 
 from ..errors import require
 from ..json_files import read_json
-from ..loading.names import CONFIG_FILE, resolve_adapter
+from ..loading.folders import CONFIG_FILE
+from ..loading.names import resolve_adapter
 from ..settings import DEFAULT_MODEL
 from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
 from .options import add_options, make_parser, reject_given_options, unescape_newlines

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, first_line, require
 from ..json_files import read_json
-from ..loading.names import (
+from ..loading.folders import (
     ADAPTER_FILES,
-    ALIASES,
     CONFIG_FILE,
     FIGURES_FILE,
-    HUB_NAME,
     LORA_FILES,
     LORA_SETTINGS,
     Fetch,
     adapter_weight_files,
-    resolve_adapter,
-    resolve_model,
 )
+from ..loading.hub import HUB_NAME
+from ..loading.names import ALIASES, resolve_adapter, resolve_model
 from .options import add_options, make_main, make_parser
 
 if TYPE_CHECKING:
@@ -211,14 +209,14 @@ def require_hub_base_of_same_weights(name: str, figures: Mapping[str, Any]) -> N
     Raises:
         InputError: it is no such name, or has other weights than the adapter's base.
     """
-    from ..loading.weights import weights_digest
+    from ..loading.weights_digest import sampled_weights_digest
 
     require(
         not is_local_name(name), f"--base {name}", expected="org/name, or an alias", do="correct it"
     )
     wanted = figures.get("base", {}).get("weights")
     try:
-        found = weights_digest(resolve_model(name, Fetch(offline=True)))
+        found = sampled_weights_digest(resolve_model(name, Fetch(offline=True)))
     except InputError:
         print(f"{name} is not on this machine: its weights were not compared", file=sys.stderr)
         return

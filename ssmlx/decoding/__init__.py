@@ -9,7 +9,7 @@
 | `prune.py` | early exit: improbable nodes leave half-way up (section 3.2.3) |
 | `accept.py` | the longest drafted path that is the target's own (A.1) |
 | `sampling.py` | how the target decides: penalties, filters, temperature, noise |
-| `controller.py` | the protocol of what decides how much is drafted; `Always`, `Never` |
+| `draft_shape.py` | `DraftShape`, and the protocol of what decides on one; `Always`, `Never` |
 | `drafter.py` | the protocol of drafters, and what they may read of a call |
 | `drafting.py` | the drafters of one answer: what each has seen of the text |
 | `batch.py` | plain calls with a row for each of several texts |

@@ -14,7 +14,7 @@ from ..model.cache import TreeCache
 from ..model.shapes import indices
 from ..model.tree import Tree
 from .accept import Acceptance
-from .controller import DraftShape
+from .draft_shape import DraftShape
 
 Noise = mx.array | None
 """What is known of the decisions that are guessed, see `Sampling.noise`."""

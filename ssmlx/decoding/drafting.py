@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree
 from .call import TargetCall
-from .controller import DraftShape
+from .draft_shape import DraftShape
 from .drafter import Drafter, Taps
 
 

@@ -36,7 +36,7 @@ from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .call import EXACT, NO_PRUNING, TargetCall, filled_taps, plain_call, verify_tree
 from .chain import verify_as_chain
-from .controller import Always, Call, DraftController, DraftShape
+from .draft_shape import Always, Call, DraftController, DraftShape
 from .drafter import Drafter, Taps
 from .drafting import DraftingText
 from .sampling import GREEDY, Sampling, last_tokens

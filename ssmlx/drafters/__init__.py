@@ -2,7 +2,7 @@
 
 | drafter | file | trained | reads the text |
 |---|---|---|---|
-| the model's own streams | `streams.py` | yes | on the device |
+| the model's own streams | `stream_drafter.py` | yes | on the device |
 | prompt lookup | `lookup.py` | no | yes |
 | lookahead decoding | `lookahead.py` | no | yes |
 | a separate model | `draft_model.py` | elsewhere | yes |

@@ -12,12 +12,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
 from ..bars import Progress
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require
+from ..loading.folders import Fetch
 from ..loading.load import load_tokenizer, load_weights
-from ..loading.names import Fetch, resolve_model
+from ..loading.names import resolve_model
 from ..model.modules import module_arrays
 from ..model.shapes import to_list
 from ..model.state_cache import ModelCall, StateCache, flatten_caches

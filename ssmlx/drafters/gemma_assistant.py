@@ -27,7 +27,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import get_total_parameters
 
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require

@@ -19,7 +19,7 @@ from mlx_lm.models import gemma4_text
 from ..errors import InputError, first_line, quoted, require
 from ..json_files import build_settings_ignoring_unknown
 from ..loading.files import check_tensors
-from ..loading.load import cast_model, resolve_dtype
+from ..loading.load import resolve_dtype, unpack_and_cast_model
 from ..model.lm_head import row_weights
 from ..settings import check_settings, setting
 
@@ -310,7 +310,7 @@ def load_assistant_model(folder: Path, config: AssistantConfig, dtype: str) -> A
         _require_every_token_once(order, config.vocab_size, folder)
         tensors[_TOKEN_ORDERING] = order
     model.load_weights(list(tensors.items()))
-    cast: Any = cast_model(model, resolve_dtype(dtype))
+    cast: Any = unpack_and_cast_model(model, resolve_dtype(dtype))
     return cast  # type: ignore[no-any-return]
 
 
@@ -398,7 +398,7 @@ def _require_tensors_fit(
     shapes = {name: tuple(array.shape) for name, array in expected.items()}
     whole = [name for name, array in expected.items() if not _is_float(array)]
     try:
-        check_tensors(tensors, shapes, folder, whole_numbers=whole)
+        check_tensors(tensors, shapes, folder, of_any_dtype=whole)
     except RuntimeError as error:
         raise _unreadable_error(folder, error) from error
 

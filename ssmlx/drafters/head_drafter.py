@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
 
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Noise, Taps, Verified
 from ..decoding.sampling import GREEDY, Sampling
 from ..model.backbone import Backbone

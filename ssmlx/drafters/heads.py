@@ -9,14 +9,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import require
 from ..json_files import build_settings_ignoring_unknown, read_json
-from ..loading.adapter import cast_tensors, check_draft_vocab
-from ..loading.files import check_tensors, read_tensors, save_tensors
+from ..loading.adapter import cast_stream_tensors, require_ascending_draft_vocab
+from ..loading.files import check_tensors, read_tensors, write_finite_tensors_in_place
 from ..model.backbone import Backbone
 from ..model.identity import BaseIdentity
 from ..model.streams import StreamFusedModel
@@ -72,7 +72,7 @@ def overwrite_head_files(existing_folder: Path, heads: Heads) -> None:
     }
     text = json.dumps(values, indent=1) + "\n"
     (existing_folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-    save_tensors(existing_folder / WEIGHTS_FILE, heads.tensors)
+    write_finite_tensors_in_place(existing_folder / WEIGHTS_FILE, heads.tensors)
 
 
 def read_heads(folder: Path) -> Heads:
@@ -134,7 +134,7 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
         expected=heads.base_model or "the model they were converted for",
         do="choose that model with --model, or other heads",
     )
-    tensors = cast_tensors(heads.tensors, backbone.dtype)
+    tensors = cast_stream_tensors(heads.tensors, backbone.dtype)
     mx.eval(tensors)
     return _KINDS[heads.config.kind][1](heads.config, tensors, backbone)
 
@@ -145,8 +145,8 @@ def require_head_tensors_fit(
     """Raise InputError unless `tensors` of the file `source` have the names and shapes of the
     settings, and the draft vocabulary's ids are in the vocabulary."""
     check_tensors(tensors, config.shapes_of_all_tensors(), source)
-    if config.draft_vocab_size:
-        check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)
+    if size := config.draft_vocab_size:
+        require_ascending_draft_vocab(tensors["draft_vocab"], size, config.vocab_size, source)
 
 
 def _load(folder: str, model: StreamFusedModel, tokenizer: object, **how: object) -> DraftingHeads:

@@ -22,7 +22,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import UNRESOLVED
 from ..model.shapes import to_list

@@ -11,13 +11,14 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import get_total_parameters
 
 from ..bars import Progress
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Taps, Verified
 from ..decoding.sampling import RowPositions, Sampling, last_tokens
 from ..errors import require
 from ..json_files import read_json
-from ..loading.model_heads import local_head
-from ..loading.names import Fetch, resolve_model
+from ..loading.folders import Fetch
+from ..loading.model_heads import find_local_head
+from ..loading.names import resolve_model
 from ..model.backbone import Backbone
 from ..model.family import model_type
 from ..model.modules import module_arrays
@@ -372,7 +373,7 @@ def load_mtp(
     Args:
         model: as `ssmlx.load` returns it.
         name: the folder or the Hub name that holds it; unless given, the model's own folder, or
-            else a known one in the Hub's cache, see `loading.model_heads.local_head`.
+            else a known one in the Hub's cache, see `loading.model_heads.find_local_head`.
         dtype: of an assistant's weights, as `ssmlx.load` takes it; a head has the model's.
         cache_dir, offline, progress: as `ssmlx.load` takes them.
 
@@ -383,7 +384,7 @@ def load_mtp(
         InputError: there is none or no whole one, or it does not fit the model.
     """
     model.backbone.capabilities.require("last_hidden", "an MTP head")
-    found = None if name else local_head(model.backbone)
+    found = None if name else find_local_head(model.backbone)
     name = name or (found.folder if found else None)
     if name:
         name = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))

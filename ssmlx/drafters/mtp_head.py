@@ -27,8 +27,9 @@ from ..bars import Progress
 from ..errors import join_first, quoted, require
 from ..json_files import read_json
 from ..loading.files import check_tensors
-from ..loading.load import MTP_PREFIX, explain_load_errors, is_mtp_name
-from ..loading.names import Fetch, files_in_weight_index, resolve_model
+from ..loading.folders import Fetch, files_in_weight_index
+from ..loading.load import MTP_PREFIX, is_mtp_name, refuse_unsafe_and_explain_errors
+from ..loading.names import resolve_model
 from ..model.backbone import Backbone
 from ..model.lm_head import PACKED_KINDS
 from ..model.modules import clone_sharing_arrays, module_arrays
@@ -139,7 +140,7 @@ def load_mtp_module(
         )
         assert backbone.origin.folder is not None
         folder = backbone.origin.folder
-    with explain_load_errors(
+    with refuse_unsafe_and_explain_errors(
         folder,
         f"{folder} cannot be read as an MTP head",
         expected="whole safetensors files",

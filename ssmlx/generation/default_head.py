@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..drafters.registry import Loaded, registered_drafter
 from ..errors import InputError
-from ..loading.model_heads import LocalHead, local_head
+from ..loading.model_heads import LocalHead, find_local_head
 from ..model.streams import StreamFusedModel
 
 _log = logging.getLogger("ssmlx")
@@ -70,7 +70,7 @@ def loaded_default_head_or_raise(model: StreamFusedModel) -> Loaded | None:
 
 def _find_head(model: StreamFusedModel) -> DefaultHead:
     """Look for the head of a model, and load it; see `default_head`."""
-    found = local_head(model.backbone)
+    found = find_local_head(model.backbone)
     if found is None:
         return DefaultHead()
     try:

@@ -24,7 +24,7 @@ from ..blas import this_machine
 from ..json_files import read_json
 from ..loading.adapter import stream_tensors
 from ..loading.files import json_digest, write_whole
-from ..loading.names import cache_dir
+from ..loading.folders import cache_dir
 from ..model.streams import StreamFusedModel
 from ..policy.acceptance import AcceptancePrior
 from ..policy.costs import CostTable

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from ..decoding.controller import Always, DraftController, ExpectedCall, Never
+from ..decoding.draft_shape import Always, DraftController, ExpectedCall, Never
 from ..decoding.drafter import Drafter
 from ..decoding.drafting import scratch_rows
 from ..decoding.loop import Stops, never_stops, plain_decode, speculative_decode

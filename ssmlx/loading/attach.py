@@ -20,21 +20,21 @@ from ..model.lora import (
 )
 from ..model.ranks import LINEARS
 from ..model.streams import StreamFusedModel
+from .adapt_runs import find_runs_by_weights, log_outdated_if_none_chosen
 from .adapter import Adapter, StreamAdapter, cast_streams, load_adapter, read_base_identity
 from .files import check_tensors
-from .found import find_runs, log_outdated_adapter
+from .folders import Fetch
 from .lora_files import Loras, lora_tensors, stack_experts
 from .names import (
     AUTO_ADAPTER,
     DEFAULT_ADAPTER,
-    Fetch,
     adapters_made_here,
     bundled_adapters,
     resolve_adapter,
 )
 
 
-def check_base(adapter: StreamAdapter, backbone: Backbone) -> None:
+def require_same_base(adapter: StreamAdapter, backbone: Backbone) -> None:
     """Raise InputError where an adapter with streams was made for another model than `backbone`, or
     its settings have another number of layers or hidden size than its own base.
 
@@ -171,7 +171,7 @@ def attach_adapter(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) ->
     """
     streams = adapter if isinstance(adapter, StreamAdapter) else None
     if streams is not None:
-        check_base(streams, backbone)
+        require_same_base(streams, backbone)
     base = backbone.without_adapter()
     lora = match_lora_to_model(adapter, base)
     if streams is not None:
@@ -216,9 +216,9 @@ def swap_adapter(
     Args:
         model: as `load` or `swap_adapter` returned it.
         adapter: a folder or a name as `load` takes it (fetched as that was told to), an adapter in
-            memory, "auto" for what `default_adapter` finds, or None (or "none") for the base model.
-            Of a fused folder, the base is the model in that folder; give the folder itself for its
-            own streams.
+            memory, "auto" for what `find_default_adapter` finds, or None (or "none") for the base
+            model. Of a fused folder, the base is the model in that folder; give the folder itself
+            for its own streams.
         merge_lora: as for `load`.
 
     Returns:
@@ -229,7 +229,7 @@ def swap_adapter(
             folder cannot be read again.
     """
     if adapter == AUTO_ADAPTER:
-        _, adapter = default_adapter(model) or ("", None)
+        _, adapter = find_default_adapter(model) or ("", None)
     if isinstance(adapter, str | Path):
         own = model.backbone.origin
         folder = resolve_adapter(adapter, Fetch(cache_dir=own.cache_dir, offline=own.offline))
@@ -239,7 +239,7 @@ def swap_adapter(
     return attach_adapter(model.backbone, adapter, merge_lora=merge_lora)
 
 
-def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
+def find_adapters_of_base(model: StreamFusedModel) -> dict[str, Path]:
     """Find the adapters with streams, made here or bundled, that belong to a model's base.
 
     Settings are read and no weights; an adapter whose settings cannot be read is left out.
@@ -257,13 +257,13 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
     return found
 
 
-def default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
+def find_default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
     """Choose the adapter that drafts for a model where the user names none.
 
     That is the newest one that was made here from the very weights of the model's folder, by
     `FoundRuns.chosen`; else the bundled adapter "chat". Either has to belong to the model by its
-    settings, see `adapters_for`. Where only adapters of other weights were made here, that is
-    logged.
+    settings, see `find_adapters_of_base`. Where only adapters of other weights were made here, that
+    is logged.
 
     Args:
         model: whose base is looked at; an adapter on it changes nothing.
@@ -272,16 +272,16 @@ def default_adapter(model: StreamFusedModel) -> tuple[str, Path] | None:
         Its name and its folder, which is not loaded; None where there is none.
     """
     backbone = model.backbone
-    found = find_runs(backbone.origin.folder, backbone.origin.name)
-    log_outdated_adapter(found, backbone.origin.name)
+    found = find_runs_by_weights(backbone.origin.folder, backbone.origin.name)
+    log_outdated_if_none_chosen(found, backbone.origin.name)
     names = [found.chosen.name] if found.chosen else []
-    fitting = adapters_for(model)
+    fitting = find_adapters_of_base(model)
     return next(
         ((name, fitting[name]) for name in (*names, DEFAULT_ADAPTER) if name in fitting), None
     )
 
 
-def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
+def read_every_row_lora(folder: Path, backbone: Backbone) -> Loras:
     """Read the LoRA that a model has on every row while streams learn to draft for it.
 
     Args:
@@ -300,5 +300,5 @@ def read_task_lora(folder: Path, backbone: Backbone) -> Loras:
     found = f"{folder} has no LoRA on every row"
     require(bool(adapter.lora), found, expected=expected, do="check --task-lora")
     if isinstance(adapter, StreamAdapter):
-        check_base(adapter, backbone)
+        require_same_base(adapter, backbone)
     return match_lora_to_model(adapter, backbone)

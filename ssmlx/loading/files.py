@@ -45,7 +45,7 @@ def make_folder(folder: Path) -> None:
         raise unwritable_error(folder, error) from error
 
 
-def lock_exclusively(file: int | BinaryIO, path: Path) -> None:
+def lock_without_waiting(file: int | BinaryIO, path: Path) -> None:
     """Lock an open file or folder, without waiting, until it is closed or this process ends.
 
     Where the file system has no locks, that is logged, and nothing is locked.
@@ -70,8 +70,8 @@ def lock_exclusively(file: int | BinaryIO, path: Path) -> None:
 
 
 @contextmanager
-def exclusive_folder(folder: Path) -> Iterator[None]:
-    """Make a folder where there is none, and lock it inside the block, see `lock_exclusively`.
+def locked_folder_removed_if_empty(folder: Path) -> Iterator[None]:
+    """Make a folder where there is none, and lock it inside the block, see `lock_without_waiting`.
 
     Only processes that ask for the lock are kept out. At the end of the block, also of one that
     fails, the folder is removed if it is empty.
@@ -82,7 +82,7 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
     make_folder(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        lock_exclusively(handle, folder)
+        lock_without_waiting(handle, folder)
         try:
             yield
         finally:
@@ -234,10 +234,10 @@ class PartFile:
         except OSError as error:
             raise unwritable_error(path, error) from error
         try:
-            lock_exclusively(self._file, path)
+            lock_without_waiting(self._file, path)
             if fresh:
                 self._file.truncate(0)
-            whole = self._read_lists(settings)
+            whole = self._read_lists_and_count_bytes(settings)
             self._file.truncate(whole)  # a line that a kill cut short
             self._file.seek(whole)
             if not whole:
@@ -271,7 +271,7 @@ class PartFile:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def _read_lists(self, settings: dict[str, Any]) -> int:
+    def _read_lists_and_count_bytes(self, settings: dict[str, Any]) -> int:
         """Read the file into `done`, and check its settings.
 
         Returns:
@@ -310,7 +310,7 @@ def json_digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def folder_digest(folder: Path | None) -> str:
+def weights_and_configs_digest(folder: Path | None) -> str:
     """Return the SHA-256, in hexadecimal, over names and contents of the files `*.safetensors` and
     `*config.json` in a folder.
 
@@ -326,7 +326,7 @@ def folder_digest(folder: Path | None) -> str:
     return digest.hexdigest()
 
 
-def save_tensors(
+def write_finite_tensors_in_place(
     path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str] | None = None
 ) -> None:
     """Write a safetensors file, in place over an older one; it is not replaced as a whole.
@@ -350,13 +350,13 @@ def save_tensors(
         raise unwritable_error(path, error) from error
 
 
-def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]:
-    """Read the tensors of a safetensors file whose names begin with `prefix`, evaluated.
+def read_tensors(path: Path, what: str, names_begin_with: str = "") -> dict[str, mx.array]:
+    """Read the tensors of a safetensors file, or those whose names begin so, evaluated.
 
     Args:
         path: of the file.
         what: it should hold, for messages.
-        prefix: of the names, which keep it; empty for all tensors.
+        names_begin_with: a prefix of the names, which keep it; empty for all tensors.
 
     Returns:
         The tensors by name; empty where no name begins so.
@@ -371,7 +371,7 @@ def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]
     try:
         loaded = mx.load(str(path), format="safetensors")
         assert isinstance(loaded, dict)
-        found = {name: array for name, array in loaded.items() if name.startswith(prefix)}
+        found = {name: array for name, array in loaded.items() if name.startswith(names_begin_with)}
         mx.eval(found)
     except (RuntimeError, ValueError, OSError) as error:
         raise InputError(
@@ -395,7 +395,7 @@ def check_tensors(
     found: Mapping[str, mx.array],
     expected: Mapping[str, tuple[int, ...]],
     source: Path,
-    whole_numbers: Collection[str] = ("draft_vocab",),
+    of_any_dtype: Collection[str] = ("draft_vocab",),
 ) -> None:
     """Raise InputError unless `found` has exactly the `expected` names and shapes, of finite
     floats.
@@ -404,7 +404,7 @@ def check_tensors(
         found: tensors by name.
         expected: shapes by name.
         source: named in the message, which lists the first few tensors of every fault.
-        whole_numbers: names of tensors that need not be floats.
+        of_any_dtype: names of tensors that need not be floats.
     """
     missing = [name for name in expected if name not in found]
     spare = [name for name in found if name not in expected]
@@ -420,7 +420,7 @@ def check_tensors(
     kinds["that are no floats"] = [
         name
         for name in fitting
-        if name not in whole_numbers and not mx.issubdtype(found[name].dtype, mx.floating)
+        if name not in of_any_dtype and not mx.issubdtype(found[name].dtype, mx.floating)
     ]
 
     problems = [f"{kind}: {join_first(names)}" for kind, names in kinds.items() if names]

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from .files import save_tensors
+from .files import write_finite_tensors_in_place
 
 _Tensors = dict[str, mx.array]
 _Metadata = dict[str, Any]
@@ -34,7 +34,7 @@ _LAYER_NAMES = {
 _CONTROL = 3  # of tokenizer.ggml.token_type: tokens that stand for themselves, and never merge
 
 
-def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
+def convert_trusted_gguf(gguf_path: Path, out_dir: Path) -> None:
     """Convert a GGUF file of the Llama architecture into a model folder of mlx-lm's layout.
 
     Weights keep the bits that the file stores, also the packed ones; norms become float16. Names
@@ -53,12 +53,12 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
     tensors, values = cast("tuple[_Tensors, _Metadata]", loaded)
     meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in values.items()}
     config = _tied_llama_config(meta)
-    weights = _rename_tensors(tensors, config)
+    weights = _to_hugging_face_tensors(tensors, config)
     config |= _vocab_and_quantisation_config(weights)
     tokenizer = _build_tokenizer(meta)
     tokenizer_config = _tokenizer_config(meta)
     out_dir.mkdir(parents=True, exist_ok=True)
-    save_tensors(out_dir / "model.safetensors", weights, {"format": "mlx"})
+    write_finite_tensors_in_place(out_dir / "model.safetensors", weights, {"format": "mlx"})
     tokenizer.save(str(out_dir / "tokenizer.json"))
     for name, settings in (("tokenizer_config", tokenizer_config), ("config", config)):
         text = json.dumps(settings, indent=2, ensure_ascii=False)
@@ -100,7 +100,7 @@ def _shortest_decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rename_tensors(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
+def _to_hugging_face_tensors(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
     """Return the tensors under Hugging Face's names.
 
     The rows of query and key projections are put into its order, and one-dimensional tensors, the

@@ -1,6 +1,6 @@
 """From a model's name to the pieces that decode: weights, tokenizer, adapter."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,11 +24,15 @@ from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE
 from .adapter import load_adapter
 from .attach import attach_adapter, swap_adapter
-from .names import AUTO_ADAPTER, CONFIG_FILE, Fetch, resolve_adapter, resolve_model
+from .folders import CONFIG_FILE, Fetch
+from .names import AUTO_ADAPTER, resolve_adapter, resolve_model
 
 OWN_FAMILIES = {"opt": opt}
 """Families that mlx-lm lacks, by `model_type`: each a module with `Model` and `ModelArgs`, as
 mlx-lm's own are."""
+
+ModelClasses = Callable[[dict[str, Any]], tuple[Any, Any]]
+"""From the content of config.json to the class of the model and that of its arguments."""
 
 _MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), MAX_LAYERS),
@@ -82,7 +86,7 @@ def is_quantised(model: nn.Module) -> bool:
     return any(isinstance(module, PACKED_KINDS) for module in model.modules())
 
 
-def cast_model(model: nn.Module, dtype: str) -> nn.Module:
+def unpack_and_cast_model(model: nn.Module, dtype: str) -> nn.Module:
     """Return a model whose floating weights have `dtype`, with quantised weights unpacked.
 
     "stored" changes nothing. For other types the model given is changed, and may be the one
@@ -102,7 +106,7 @@ def cast_model(model: nn.Module, dtype: str) -> nn.Module:
     return model
 
 
-def nested_rope_settings(path: Path) -> dict[str, Any]:
+def read_nested_rope_settings(folder: Path) -> dict[str, Any]:
     """Return the rotary settings that a folder's config.json nests, under the names that every
     mlx-lm model reads.
 
@@ -110,7 +114,7 @@ def nested_rope_settings(path: Path) -> dict[str, Any]:
     file stays as it is.
 
     Args:
-        path: the model's folder.
+        folder: the model's.
 
     Returns:
         `rope_theta`, `partial_rotary_factor` and `rope_scaling`, of these what config.json lacks
@@ -120,7 +124,7 @@ def nested_rope_settings(path: Path) -> dict[str, Any]:
     Raises:
         InputError: config.json cannot be read.
     """
-    config = read_json(path / "config.json", "a model's settings")
+    config = read_json(folder / "config.json", "a model's settings")
     nested = config.get("rope_parameters")
     if not isinstance(nested, dict) or "rope_theta" not in nested:
         return {}
@@ -133,23 +137,23 @@ def nested_rope_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def loader_overrides(path: Path) -> dict[str, Any]:
-    """Return the keyword arguments that mlx-lm's loader needs besides to load a folder:
-    `get_model_classes`, or none.
+def choose_model_classes(folder: Path) -> ModelClasses:
+    """Choose the function by which mlx-lm's loader finds the classes of a folder's model.
 
-    It is needed for architectures that mlx-lm lacks and this package has, and else for weights with
-    drafting heads among them, which are then left out.
+    For architectures that mlx-lm lacks and this package has, the classes are this package's. Else
+    they are mlx-lm's; where the weights have drafting heads among them, `classes_without_heads`,
+    which leaves these out.
 
     Args:
-        path: the model's folder.
+        folder: the model's.
 
     Raises:
         InputError: config.json cannot be read.
     """
-    config = read_json(path / "config.json", "a model's settings")
+    config = read_json(folder / "config.json", "a model's settings")
     if file := OWN_FAMILIES.get(config.get("model_type", "")):
-        return {"get_model_classes": lambda config: (file.Model, file.ModelArgs)}
-    return {"get_model_classes": classes_without_heads} if has_drafting_heads(path) else {}
+        return lambda config: (file.Model, file.ModelArgs)
+    return classes_without_heads if has_drafting_heads(folder) else utils._get_classes
 
 
 def is_mtp_name(name: str) -> bool:
@@ -176,6 +180,7 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
         """mlx-lm's model, which drops tensors of drafting heads."""
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            """Return the tensors by the names of mlx-lm's model, without those of heads."""
             kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
             kept = super().sanitize(kept) if hasattr(model, "sanitize") else kept
             # Behind mlx-lm's own function, which may tell by these how norms are stored.
@@ -185,7 +190,9 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @contextmanager
-def explain_load_errors(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[None]:
+def refuse_unsafe_and_explain_errors(
+    folder: Path, failure: str, *, expected: str, do: str
+) -> Iterator[None]:
     """Turn every error over a model folder in the block into an InputError of one line.
 
     Any exception is turned, an InputError excepted, and SystemExit too, which one of mlx-lm's
@@ -212,9 +219,9 @@ def explain_load_errors(folder: Path, failure: str, *, expected: str, do: str) -
                 expected="classes that mlx-lm and transformers have",
                 do="choose another model; ssmlx never runs such code",
             )
-            _check_sizes(folder / name, settings)
+            _require_sizes_in_bounds(folder / name, settings)
             inner = settings.get("text_config")
-            _check_sizes(folder / name, inner if isinstance(inner, dict) else {})
+            _require_sizes_in_bounds(folder / name, inner if isinstance(inner, dict) else {})
         yield
     except InputError:
         raise
@@ -225,9 +232,9 @@ def explain_load_errors(folder: Path, failure: str, *, expected: str, do: str) -
         raise InputError(found, expected=expected, do=do) from error
 
 
-def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
-    """Raise InputError where one of the sizes of `_MOST` in a model's settings is no number, or is
-    below 1 or above its bound there.
+def _require_sizes_in_bounds(path: Path, settings: dict[str, Any]) -> None:
+    """Raise InputError where one of the sizes in a model's settings (layers, widths, heads,
+    vocabulary, positions; see `_MOST`) is no number, or is below 1 or above its bound there.
 
     Sizes that are missing or null are fine.
 
@@ -324,20 +331,20 @@ def load_weights(
     """
     claim_process_for_mlx()
     dtype = resolve_dtype(dtype)
-    with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
-        settings = nested_rope_settings(path)
+    with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN):
+        settings = read_nested_rope_settings(path)
         model, config = utils.load_model(
             path,
             lazy=True,
             model_config=settings,
             trust_remote_code=False,
-            **loader_overrides(path),
+            get_model_classes=choose_model_classes(path),
         )
-    model = cast_model(model, dtype)
+    model = unpack_and_cast_model(model, dtype)
     if group is not None:
         shard_over_ranks(model, group)
     modules = dict(model.named_modules())
-    with explain_load_errors(path, failure, expected=_WHOLE, do=_AGAIN):
+    with refuse_unsafe_and_explain_errors(path, failure, expected=_WHOLE, do=_AGAIN):
         mx.eval([modules[name].parameters() for name in evaluated_modules])
     return model, config
 
@@ -353,7 +360,7 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
     Raises:
         InputError: there is none that can be loaded, or the end tokens are no ids.
     """
-    with explain_load_errors(
+    with refuse_unsafe_and_explain_errors(
         path,
         f"{path} has no tokenizer that can be loaded",
         expected="tokenizer.json or tokenizer.model beside the weights",

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -27,8 +27,8 @@ from ..errors import InputError, quoted, require
 from ..json_files import read_json
 from ..model.lora import LoraWeights, in_layer, split_layer_path
 from ..settings import Allowed
-from .files import check_tensors, read_tensors, save_tensors
-from .names import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
+from .files import check_tensors, read_tensors, write_finite_tensors_in_place
+from .folders import LORA_FILES, LORA_SETTINGS, PEFT_FILE, PEFT_PICKLE
 
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
 LORA_FILE = LORA_FILES["all"]
@@ -78,7 +78,7 @@ def _each_value(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: not value or (isinstance(value, dict) and all(map(is_fit, value.values())))
 
 
-_A_NUMBER = f"a number, {SCALE.text()}"
+_A_NUMBER = f"a number, {SCALE.in_words()}"
 _TAKEN: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "peft_type": ("LORA", lambda kind: kind == "LORA", "'LORA'"),
     "bias": ("none", lambda kind: kind == "none", "'none'"),
@@ -118,7 +118,7 @@ def lora_tensors(lora: Loras) -> dict[str, mx.array]:
     return found
 
 
-def write_lora(folder: Path, lora: Loras, num_layers: int) -> None:
+def write_uniform_lora(folder: Path, lora: Loras, num_layers: int) -> None:
     """Write LoRA on every row, adapters.safetensors and adapter_config.json, as mlx-lm's own
     `--adapter-path` takes it.
 
@@ -166,7 +166,7 @@ def write_lora_file(path: Path, lora: Loras) -> None:
         name.replace(".lora_", f".{_EMBEDS}") if name.startswith(apart) else name: array
         for name, array in lora_tensors(lora).items()
     }
-    save_tensors(path, tensors)
+    write_finite_tensors_in_place(path, tensors)
 
 
 def unify_rank_and_scale(lora: Loras) -> dict[str, LoraWeights]:
@@ -253,7 +253,7 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
     found = {f"{path}.{leaf}": tensors[name] for name, (path, leaf) in split.items()}
     modules = sorted({path for path, leaf in split.values() if leaf in _LEAVES})
     has_norms = any(f"{module}.m" in found for module in modules)
-    _check_factors(found, modules, path, has_norms=has_norms)
+    _require_all_factors(found, modules, path, has_norms=has_norms)
     return {
         module: LoraWeights(
             found[f"{module}.lora_a"],
@@ -266,7 +266,7 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
     }
 
 
-def _check_factors(
+def _require_all_factors(
     tensors: Mapping[str, mx.array], modules: Iterable[str], path: Path, *, has_norms: bool
 ) -> None:
     """Raise InputError unless every module has both factors, of 2 or 3 dimensions, and with
@@ -290,17 +290,25 @@ def _check_factors(
     check_tensors(tensors, expected, path)
 
 
-def read_lora(folder: Path) -> tuple[dict[str, LoraWeights], str]:
+class FolderLora(NamedTuple):
+    """What a folder of LoRA alone holds.
+
+    Attributes:
+        lora: by module path, as the files call the modules.
+        base_model: the name of the model that it is for, empty where the files have none.
+    """
+
+    lora: dict[str, LoraWeights]
+    base_model: str
+
+
+def read_lora_folder(folder: Path) -> FolderLora:
     """Read LoRA or DoRA as mlx-lm or PEFT wrote it.
 
     It is PEFT's where the settings have a "peft_type" or the folder has PEFT's file of weights.
 
     Args:
         folder: with adapter_config.json and the weights.
-
-    Returns:
-        LoRA by module path, as the files call the modules; and the name of the model that it is
-        for, empty where the files have none.
 
     Raises:
         InputError: the folder holds something else or no factors, or what cannot be put on a model
@@ -312,7 +320,7 @@ def read_lora(folder: Path) -> tuple[dict[str, LoraWeights], str]:
     found = f"{folder} has no LoRA in its file of weights"
     require(bool(lora), found, expected="pairs of factors", do="use a LoRA's own file")
     name = settings.get("base_model_name_or_path" if is_pefts else "model")
-    return lora, name if isinstance(name, str) else ""
+    return FolderLora(lora, name if isinstance(name, str) else "")
 
 
 def _read_mlx_lm(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeights]:
@@ -399,13 +407,13 @@ def _read_peft(folder: Path, settings: Mapping[str, Any]) -> dict[str, LoraWeigh
     do = "save it again with PEFT's save_pretrained, which writes safetensors"
     found = f"{folder / PEFT_PICKLE} is a pickle, which may run code"
     require(not is_pickled, found, expected=PEFT_FILE, do=do)
-    tensors = _rename_peft_tensors(read_tensors(folder / PEFT_FILE, _WHAT))
+    tensors = _rename_lora_and_drop_base_tensors(read_tensors(folder / PEFT_FILE, _WHAT))
     modules = sorted({name.rpartition(".")[0] for name in tensors if not _has_unknown_leaf(name)})
-    _check_factors(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
+    _require_all_factors(tensors, modules, folder / PEFT_FILE, has_norms=given["use_dora"])
     lora = {}
     for module in modules:
         plain = module.removesuffix(_OF_EMBEDDING)
-        _check_peft_target(path, plain, given)
+        _require_listed_peft_target(path, plain, given)
         a, b, norms = (tensors.get(f"{module}.{leaf}") for leaf in _LEAVES)
         assert a is not None and b is not None
         rank = _peft_pattern_value(path, given, "rank_pattern", plain, given["r"])
@@ -460,8 +468,9 @@ def _has_unknown_leaf(name: str) -> bool:
     return name.rpartition(".")[2] not in _LEAVES
 
 
-def _rename_peft_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return PEFT's tensors by mlx-lm's names; paths of embeddings get ".embedding" behind them.
+def _rename_lora_and_drop_base_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return PEFT's tensors by mlx-lm's names, as they are stored, not transposed; paths of
+    embeddings get ".embedding" behind them.
 
     PEFT writes the base's own weights of embeddings and heads beside their LoRA: these are left
     out. Tensors of other names that are unknown keep their names.
@@ -483,7 +492,7 @@ def _rename_peft_tensors(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]
     return named
 
 
-def _check_peft_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
+def _require_listed_peft_target(path: Path, module: str, given: Mapping[str, Any]) -> None:
     """Raise InputError where PEFT's settings do not name a module for which there is LoRA.
 
     Args:

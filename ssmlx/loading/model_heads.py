@@ -12,10 +12,11 @@ from pathlib import Path
 
 from ..errors import InputError
 from ..model.backbone import Backbone
+from .folders import Fetch
+from .hub import find_whole_model_in_hub_cache
 from .known_heads import KNOWN_HEADS, OWN_HEAD_FAMILIES, KnownHead
 from .load import is_mtp_name
-from .names import Fetch, find_in_hub_cache
-from .weights import stored_names
+from .weights_digest import stored_names
 
 OWN_HEAD = "its own MTP head"
 _GENERATION = re.compile(r"(qwen)[-_ ]?(\d+\.\d+)")
@@ -35,7 +36,7 @@ class LocalHead:
     folder: Path | None
 
 
-def known_heads(backbone: Backbone) -> tuple[KnownHead, ...]:
+def known_heads_by_sizes(backbone: Backbone) -> tuple[KnownHead, ...]:
     """Return the rows of `KNOWN_HEADS` for a model, by its class and its sizes.
 
     Where models of several generations have these sizes, the model's name decides: what it was
@@ -54,7 +55,7 @@ def known_heads(backbone: Backbone) -> tuple[KnownHead, ...]:
     )
     said = {
         "".join(found)
-        for name in _names_of(backbone)
+        for name in _names_of_model_and_folders(backbone)
         for found in _GENERATION.findall(name.lower())
     }
     return tuple(row for row in rows if not (row.generation and said) or row.generation in said)
@@ -72,7 +73,7 @@ def _family(backbone: Backbone) -> str:
     return next((file for package, _, file in modules if package == "mlx_lm.models"), "")
 
 
-def _names_of(backbone: Backbone) -> list[str]:
+def _names_of_model_and_folders(backbone: Backbone) -> list[str]:
     """What a model is called: as it was loaded, by its folder, and by a Hub cache's repository."""
     names = [Path(backbone.origin.name).name]
     if backbone.origin.folder is not None:
@@ -83,7 +84,7 @@ def _names_of(backbone: Backbone) -> list[str]:
     return names
 
 
-def local_head(backbone: Backbone) -> LocalHead | None:
+def find_local_head(backbone: Backbone) -> LocalHead | None:
     """Find the head that a model drafts with where nothing is asked for; None where none is here.
 
     That is the model's own, where its files still have one; else the first of the known
@@ -93,29 +94,29 @@ def local_head(backbone: Backbone) -> LocalHead | None:
     Args:
         backbone: as `load_base` returns it; it says where the Hub's cache is.
     """
-    if _family(backbone) in OWN_HEAD_FAMILIES and _has_own_head(backbone.origin.folder):
+    if _family(backbone) in OWN_HEAD_FAMILIES and _has_own_mtp_head(backbone.origin.folder):
         return LocalHead(OWN_HEAD, None)
-    rows = known_heads(backbone)
+    rows = known_heads_by_sizes(backbone)
     if len(rows) != 1:
         return None
     fetch = Fetch(cache_dir=backbone.origin.cache_dir, offline=True)
     for name in rows[0].repositories:
-        folder = find_in_hub_cache(name, fetch)
+        folder = find_whole_model_in_hub_cache(name, fetch)
         if folder is not None:
             return LocalHead(name, folder)
     return None
 
 
-def _has_own_head(folder: Path | None) -> bool:
+def _has_own_mtp_head(model_folder: Path | None) -> bool:
     """Whether a model's files have tensors of an MTP head, by the tensors' names.
 
     False where there is no folder, or where a header cannot be read, which is logged.
     """
-    if folder is None:
+    if model_folder is None:
         return False
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(model_folder.glob("*.safetensors"))
     try:
         return any(is_mtp_name(name) for file in files for name in stored_names(file))
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
-        _log.debug("no MTP head is looked for in %s: %s", folder, error)
+        _log.debug("no MTP head is looked for in %s: %s", model_folder, error)
         return False

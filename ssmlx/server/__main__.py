@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..commands import options
 from ..commands.check import time_unknown_costs_before_answers
-from ..commands.drafting import drafting_lines
+from ..commands.drafting_lines import drafting_lines
 from ..errors import InputError, missing_package_error, require
 from ..json_files import read_text
 from ..loading.names import AUTO_ADAPTER, NO_ADAPTER
@@ -201,7 +201,7 @@ def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
         from .app import LOCAL, make_app
     except ImportError as error:
         raise missing_package_error("the server", error, "server") from error
-    from ..answers import run
+    from ..answers import run_on_mlx_thread
     from ..engine import Engine
     from ..generation.plan import make_plan
     from ..model import metal
@@ -232,7 +232,7 @@ def _load_time_calls_and_serve(args: argparse.Namespace) -> None:
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(handler, config, hosts, keys)
     model = engine.model(models[name])
-    plan = run(lambda: make_plan(model, config, drafter=loaded))
+    plan = run_on_mlx_thread(lambda: make_plan(model, config, drafter=loaded))
     _print_warning_address_and_example(sock, [*models], bool(keys))
     lines = drafting_lines(model, plan, models[name] or engine.default_adapter)
     print(*lines, sep="\n", flush=True)

@@ -30,7 +30,7 @@ from ..settings import GenerateConfig
 from . import completions, messages, responses
 from .fields import check_fields_and_list_unknown
 from .handler import RequestHandler
-from .prompts import AGAIN
+from .request_prompts import AGAIN
 from .requests import AnswerRequest, Body, DetailedHTTPException, RequestError, StreamItem, Waiting
 
 ResponseWriter = (

@@ -16,7 +16,7 @@ from ..api import GenerationResponse
 from ..json_files import parse_json
 from ..settings import GenerateConfig
 from .logprobs import segment_logprobs
-from .prompts import Prompt
+from .request_prompts import Prompt
 from .requests import AnswerRequest, ChoiceEnd, Part, ReasoningPart, TextPart, ToolCallPart
 from .schemas import tools_for_parser
 

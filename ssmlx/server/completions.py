@@ -227,7 +227,7 @@ def _read_logit_bias_or_default(body: Body, config: GenerateConfig) -> Mapping[i
     bias = requests.read_typed_or_default(body, "logit_bias", dict, {})
     ok = all(one.isdecimal() and len(one) < 10 for one in bias)
     ok = ok and all(_BIAS.holds(one, whole=False) for one in bias.values())
-    expected = f"token ids, each with a number of {_BIAS.text()}"
+    expected = f"token ids, each with a number of {_BIAS.in_words()}"
     requests.check_field(ok, f"logit_bias is {quoted(bias)}", expected, "logit_bias")
     return {int(token): float(one) for token, one in bias.items()} or config.logit_bias
 

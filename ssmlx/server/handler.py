@@ -21,7 +21,7 @@ from ..prompt_cache import PromptCache
 from ..settings import GenerateConfig, check_settings, setting
 from .choices import Choice
 from .concurrency import AnswerSlots, PromptProgress, RequestSlots, merge_answers
-from .prompts import AGAIN, PromptReader, stopping_error
+from .request_prompts import AGAIN, PromptReader, stopping_error
 from .requests import AnswerRequest, DetailedHTTPException, StreamItem, TextPart, Waiting
 
 

@@ -217,7 +217,7 @@ def checked_number_or_none(name: str, value: Any, allowed: Allowed, *, must_be_w
     """
     ok = value is None or allowed.holds(value, whole=must_be_whole)
     kind = "a whole number, " if must_be_whole else ""
-    check_field(ok, f"{name} is {quoted(value)}", kind + allowed.text(), name)
+    check_field(ok, f"{name} is {quoted(value)}", kind + allowed.in_words(), name)
     return value
 
 

@@ -11,7 +11,7 @@
 | `mlx_trainer.py` | losses under the frozen head, the optimiser's steps, the saved state |
 | `replay.py` | how many tokens a call would have brought on recorded answers |
 | `guesses.py` | what streams guess along a text, for replays |
-| `adapt.py` | a model learns to draft for itself, in a run that can be stopped |
+| `adapt_workflow.py` | a model learns to draft for itself, in a run that can be stopped |
 | `adapt_run.py` | such a run's options, its plan on disk, its model and its prompts |
 | `adapt_plan.py` | what it makes: streams and batches by what is timed, rounds by the hours |
 | `adapt_rounds.py` | a round: the model answers prompts, streams are trained on the answers |
@@ -19,5 +19,5 @@
 | `progress.py` | how far such a run has come, and how long it will take yet |
 | `sizing.py` | which streams a model should have, and how many answers fit into the hours |
 | `questions.py` | prompts that ship, and questions that a model asks itself |
-| `answers.py` | what a model answers, many prompts at once |
+| `batch_responder.py` | what a model answers, many prompts at once |
 """

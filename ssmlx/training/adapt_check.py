@@ -17,11 +17,11 @@ from ..api import stream_generate
 from ..bars import bar, busy
 from ..blas import this_machine
 from ..errors import require
+from ..loading.adapt_runs import is_worth_using
 from ..loading.adapter import load_stream_adapter
 from ..loading.files import json_digest, write_whole
-from ..loading.found import is_worth_using
+from ..loading.folders import FIGURES_FILE
 from ..loading.load import load
-from ..loading.names import FIGURES_FILE
 from ..model.streams import StreamFusedModel
 from ..settings import GenerateConfig
 from .adapt_run import AdaptOptions, AdaptPlan, AdaptRun, Amounts, read_round_examples

@@ -12,7 +12,7 @@ from ..loading.load import is_quantised
 from ..loading.lora_files import describe_lora
 from .adapt_check import estimate_check_seconds
 from .adapt_run import AdaptPlan, AdaptRun, Amounts, Source
-from .answers import BatchResponder
+from .batch_responder import BatchResponder
 from .job import make_stream_config
 from .progress import format_duration
 from .sizing import (

@@ -14,9 +14,9 @@ from typing import Any
 from mlx_lm.generate import wired_limit
 
 from ..bars import busy
+from ..loading.adapt_runs import PAYS
 from ..loading.adapter import load_stream_adapter
 from ..loading.files import PartFile, atomic_folder, make_folder, write_whole
-from ..loading.found import PAYS
 from .adapt_run import (
     DATA_FOLDER,
     FILES,
@@ -28,7 +28,7 @@ from .adapt_run import (
     read_round_examples,
     tokenise_fitting_prompts,
 )
-from .answers import BatchResponder, NumberedPrompt
+from .batch_responder import BatchResponder, NumberedPrompt
 from .job import STORE_FILE, prepare_job, run_to_end
 from .mlx_model import TrainedModel, add_condition_and_root_init, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer

@@ -14,17 +14,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import __version__
 from ..errors import InputError, require
 from ..json_files import read_json
+from ..loading.adapt_runs import read_adapt_runs
 from ..loading.adapter import Adapter, StreamAdapter, load_adapter
 from ..loading.attach import attach_adapter, match_lora_to_model
-from ..loading.files import folder_digest, json_digest, write_whole
-from ..loading.found import read_runs
+from ..loading.files import json_digest, weights_and_configs_digest, write_whole
+from ..loading.folders import PLAN_FILE, TRAINED_FOLDER
 from ..loading.load import load_tokenizer
 from ..loading.lora_files import Loras
-from ..loading.names import PLAN_FILE, TRAINED_FOLDER
-from ..loading.weights import weights_digest
+from ..loading.weights_digest import sampled_weights_digest
 from ..model.backbone import Backbone
 from ..prompts import encode_with_template, last_user_text, read_prompts
-from ..templates import frozen_date
+from ..templates import frozen_at_new_year_2026
 from .config import RunOptions, TrainConfig
 from .job import read_base_settings
 from .mlx_trainer import load_base_for_training
@@ -84,7 +84,7 @@ class AdaptOptions:
     @property
     def lora_digests(self) -> list[str]:
         """A digest of the LoRA that the model is to have, in a list; an empty list without LoRA."""
-        return [] if self.adapter is None else [folder_digest(self.adapter)]
+        return [] if self.adapter is None else [weights_and_configs_digest(self.adapter)]
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def fixed_settings(options: AdaptOptions, prompts: Sequence[dict[str, Any]]) -> 
         "data": json_digest(prompts),
         "made by": __version__,
         "format": _PLAN_FORMAT,
-        "weights": weights_digest(options.path),
+        "weights": sampled_weights_digest(options.path),
     }
     return settings if options.adapter is None else {**settings, "adapter": options.lora_digests}
 
@@ -247,12 +247,12 @@ def find_folder_of_same_run(options: AdaptOptions) -> Path:
         `options.out` where a run is there already, or no run has these settings; else the folder of
         the run that has.
     """
-    if (options.out / PLAN_FILE).exists() or not read_runs():
+    if (options.out / PLAN_FILE).exists() or not read_adapt_runs():
         return options.out
     settings = fixed_settings(
         options, [row for file in options.data for row in read_prompts(file, "--data")]
     )
-    return next((run.folder for run in read_runs() if run.settings == settings), options.out)
+    return next((run.folder for run in read_adapt_runs() if run.settings == settings), options.out)
 
 
 def load_model_and_prompts(run: AdaptRun) -> Source:
@@ -323,7 +323,7 @@ def read_lora_without_streams(folder: Path, backbone: Backbone) -> Loras:
     return match_lora_to_model(adapter, backbone)
 
 
-@frozen_date()
+@frozen_at_new_year_2026()
 def tokenise_fitting_prompts(
     run: AdaptRun, origin: str, prompts: Sequence[dict[str, Any]], source: Source
 ) -> list[TokenisedPrompt]:

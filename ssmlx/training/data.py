@@ -34,14 +34,14 @@ from ..errors import InputError
 from ..json_files import parse_json
 from ..model.masks import hide_outside_window, window_start
 from ..prompts import (
-    ChatFrame,
+    TokensBetweenTurns,
     encode,
     encode_turns_or_last,
-    is_single_turn,
     normalise_turns,
     read_lines,
+    shows_last_turn_alone,
 )
-from ..templates import frozen_date
+from ..templates import frozen_at_new_year_2026
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
 _POOL = 32  # batches' worth of shuffled examples that are sorted by length among themselves
@@ -137,9 +137,11 @@ class Encoder:
             ValueError: the template is not for several turns, refuses them, or writes the tool
                 calls elsewhere.
         """
-        if len(turns) > 2 and is_single_turn(turns[:-1], self.template, tools=tools):
+        if len(turns) > 2 and shows_last_turn_alone(turns[:-1], self.template, tools=tools):
             raise ValueError("it has several turns, and a template of one's own is of single ones")
-        of_turns = partial(encode_turns_or_last, tokenizer=self.tokenizer, template=self.template)
+        of_turns = partial(
+            encode_turns_or_last, tokenizer=self.tokenizer, own_template=self.template
+        )
         prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):
             return prompt, self._encode_answer(turns[-1]["content"])
@@ -161,7 +163,7 @@ class Encoder:
         return tokens if self.end_token is None else [*tokens, self.end_token]
 
 
-@frozen_date()
+@frozen_at_new_year_2026()
 def read_examples(
     path: Path, encoder: Encoder, progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None
 ) -> list[Example]:
@@ -259,7 +261,7 @@ class Packing:
     """Puts examples one after another as turns of a conversation, and tells what streams see."""
 
     num_tokens: int  # of a conversation at most
-    frame: ChatFrame
+    frame: TokensBetweenTurns
     window: int  # `StreamConfig.stream_window`
 
     def pack(self, examples: Sequence[Example]) -> list[Example]:

@@ -18,7 +18,7 @@ from ..drafters.copies import (
     initial_hits_and_trials,
     mix_in_copies_unsorted,
 )
-from ..drafters.streams import DraftVocab
+from ..drafters.stream_drafter import DraftVocab
 from ..model.cache import TreeCache
 from ..model.condition import RESCORED
 from ..model.streams import StreamFusedModel

@@ -18,11 +18,11 @@ from ..bars import bar, busy
 from ..errors import InputError, require, unwritable_error
 from ..json_files import read_json
 from ..loading.adapter import StreamAdapter
-from ..loading.files import folder_digest, make_folder
+from ..loading.files import make_folder, weights_and_configs_digest
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
-from ..loading.weights import weights_digest
-from ..prompts import chat_frame
+from ..loading.weights_digest import sampled_weights_digest
+from ..prompts import find_tokens_between_turns
 from ..settings import StreamConfig
 from .config import RunOptions, TrainConfig
 from .data import (
@@ -165,7 +165,7 @@ class Job:
             more: other JSON values that decide it.
             init: folder with the weights to start from, whose files count; None for none.
         """
-        start = [] if init is None else [folder_digest(init)]
+        start = [] if init is None else [weights_and_configs_digest(init)]
         config = replace(self.config, base_model="").to_dict()
         return self._digest(self.train.to_dict(), config, *more, *start)
 
@@ -296,8 +296,10 @@ def prepare_job(
         vocab = choose_draft_vocab(examples, train.draft_vocab_size, base["vocab_size"])
     packing = None
     if train.pack:
-        packing = Packing(train.pack, chat_frame(words), config.stream_window)
-    return Job(options, train, config, examples, valid, vocab, weights_digest(path), packing), path
+        packing = Packing(train.pack, find_tokens_between_turns(words), config.stream_window)
+    return Job(
+        options, train, config, examples, valid, vocab, sampled_weights_digest(path), packing
+    ), path
 
 
 def make_stream_config(

@@ -21,14 +21,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..drafters.streams import DraftVocab
+from ..drafters.stream_drafter import DraftVocab
 from ..loading.adapter import (
     StreamAdapter,
     stream_tensors,
     streams_from_tensors,
-    write_adapter,
+    write_adapter_in_place,
 )
-from ..loading.attach import check_base
+from ..loading.attach import require_same_base
 from ..loading.files import atomic_folder
 from ..loading.lora_files import Loras, lora_tensors
 from ..model.backbone import Backbone
@@ -205,7 +205,7 @@ class TrainedModel:
         Raises:
             InputError: the adapter is another model's.
         """
-        check_base(adapter, backbone)
+        require_same_base(adapter, backbone)
         self.backbone = backbone
         self.config = adapter.config
         self._adapter = adapter
@@ -402,7 +402,7 @@ def bind_weights_of_adapter(model: TrainedModel, adapter: StreamAdapter, source:
         InputError: the adapter is for another base, its streams are of another design, or a scale
             or a shape differs.
     """
-    check_base(adapter, model.backbone)
+    require_same_base(adapter, model.backbone)
     loses_task = bool(adapter.task_lora) and not model.adapter.task_lora
     check_start_streams(source, adapter.config, model.config, loses_task=loses_task)
     scales = {lora.scale for lora in model.adapter.trained_lora.values()}
@@ -431,7 +431,7 @@ def write_validated_adapter(folder: Path, adapter: StreamAdapter, validate: Vali
         tokens_per_call=validate.tokens_per_call_by_size(RECORDED_TREE_SIZES) or None,
     )
     with atomic_folder(folder) as work:
-        write_adapter(work, replace(adapter, config=config))
+        write_adapter_in_place(work, replace(adapter, config=config))
     return folder
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import require
-from ..templates import bounded_rendering, frozen_date
+from ..templates import bounded_rendering, frozen_at_new_year_2026
 
 LISTS = Path(__file__).with_name("questions.txt")
 SPLITS = ("train", "valid", "test")
@@ -173,7 +173,7 @@ def opening_words(text: str) -> str:
     return " ".join(normalise_prompt(text).split()[:OPENING_WORDS])
 
 
-@frozen_date()
+@frozen_at_new_year_2026()
 def user_turn_prefix(tokenizer: Any) -> list[int]:
     """Return the tokens of the chat template up to where the text of a first user's turn begins.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import name_file_in_os_errors
 from ..loading.files import write_whole
-from ..report import new_figure, save_figure
+from ..report import new_figure, style_and_write_figure
 
 LOG_FILE = "log.jsonl"
 PICTURE_FILE = "curves.png"
@@ -86,7 +86,7 @@ def draw_curves(entries: list[dict[str, Any]], picture: Path, title: str) -> Non
             ha="right",
         )
     right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
-    save_figure(figure, "", picture)
+    style_and_write_figure(figure, "", picture)
 
 
 def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:

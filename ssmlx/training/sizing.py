@@ -17,15 +17,15 @@ from ..errors import InputError, require
 from ..generation.head_start import time_and_store_costs
 from ..generation.learned import learned_of
 from ..json_files import read_json
+from ..loading.adapt_runs import Run
 from ..loading.attach import attach_adapter
-from ..loading.found import Run
+from ..loading.folders import CONFIG_FILE
 from ..loading.lora_files import Loras
-from ..loading.names import CONFIG_FILE
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..policy.costs import ROWS
 from ..settings import StreamConfig
-from .answers import BatchResponder, NumberedPrompt
+from .batch_responder import BatchResponder, NumberedPrompt
 from .config import RunOptions, TrainConfig
 from .data import Example, collate
 from .job import make_stream_config

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from ..errors import InputError
 from ..json_files import parse_json, read_json
 from .files import write_whole
-from .names import cache_dir
+from .folders import cache_dir
 
 PIECE_BYTES = 1024
 MOST_PIECES = 8
@@ -34,7 +34,7 @@ class _StoredTensor:
     end: int
 
 
-def weights_digest(folder: Path) -> str:
+def sampled_weights_digest(folder: Path) -> str:
     """A digest of the weights that are stored in a model's folder, and of nothing beside them.
 
     It is of the names, types and shapes of all tensors, and of up to `MOST_PIECES` pieces of
@@ -69,7 +69,7 @@ def weights_digest(folder: Path) -> str:
     known = remembered.get(place)
     if isinstance(known, dict) and known.get("files") == stamp:
         return str(known.get("digest"))
-    digest = _digest_files(files)
+    digest = _digest_sampled_tensors(files)
     remembered.pop(place, None)
     kept = [*remembered.items()][-_MOST_REMEMBERED + 1 :]
     content = {**dict(kept), place: {"files": stamp, "digest": digest}}
@@ -108,8 +108,8 @@ def _read_known_digests() -> dict[str, Any]:
     return {}
 
 
-def _digest_files(files: list[Path]) -> str:
-    """Compute the 32 hexadecimal digits of `weights_digest` from safetensors files.
+def _digest_sampled_tensors(files: list[Path]) -> str:
+    """Compute the 32 hexadecimal digits of `sampled_weights_digest` from safetensors files.
 
     Raises:
         InputError: a file has no header that can be read.
@@ -122,7 +122,7 @@ def _digest_files(files: list[Path]) -> str:
     try:
         for tensor in tensors:
             digest.update(f"{tensor.name} {tensor.kind}\n".encode())
-            for piece in _read_pieces(tensor, opened[tensor.path], pieces):
+            for piece in _read_spread_pieces(tensor, opened[tensor.path], pieces):
                 digest.update(piece)
     finally:
         for file in opened.values():
@@ -155,15 +155,15 @@ def _read_header(path: Path) -> Iterator[_StoredTensor]:
         ) from error
 
 
-def _read_pieces(tensor: _StoredTensor, file: BinaryIO, count: int) -> Iterator[bytes]:
-    """Yield `count` pieces of `PIECE_BYTES` of a tensor's bytes, evenly from the first to the last;
-    of a tensor that is no larger than these together, all bytes as one piece.
+def _read_spread_pieces(tensor: _StoredTensor, file: BinaryIO, num_pieces: int) -> Iterator[bytes]:
+    """Yield `num_pieces` pieces of `PIECE_BYTES` of a tensor's bytes, evenly from the first to the
+    last; of a tensor that is no larger than these together, all bytes as one piece.
     """
     size = tensor.end - tensor.begin
-    if size <= count * PIECE_BYTES:
+    if size <= num_pieces * PIECE_BYTES:
         yield os.pread(file.fileno(), size, tensor.begin)
         return
     room = size - PIECE_BYTES
-    for number in range(count):
-        first = room * number // max(1, count - 1)
+    for number in range(num_pieces):
+        first = room * number // max(1, num_pieces - 1)
         yield os.pread(file.fileno(), PIECE_BYTES, tensor.begin + first)

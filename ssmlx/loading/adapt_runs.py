@@ -10,8 +10,8 @@ from typing import Any
 from ..blas import this_machine
 from ..errors import InputError
 from ..json_files import read_json
-from .names import CONFIG_FILE, FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, adapters_home
-from .weights import weights_digest
+from .folders import CONFIG_FILE, FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, adapters_home
+from .weights_digest import sampled_weights_digest
 
 PAYS = 1.05
 """The speed over that without an adapter from which on it is used by itself."""
@@ -103,7 +103,7 @@ class Run:
         return self.speed_up is None or is_worth_using(self.figures["figures"])
 
     @property
-    def verdict(self) -> str:
+    def speed_up_text(self) -> str:
         """A phrase for the user: the speed-up that was measured on this machine, and that of prompt
         lookup where it was faster than plain decoding; or that nothing was measured here.
         """
@@ -137,7 +137,7 @@ def is_worth_using(measured: Mapping[str, Any]) -> bool:
     return float(measured["speed_up"]) >= PAYS * max(1.0, float(measured["text_speed_up"]))
 
 
-def read_runs() -> list[Run]:
+def read_adapt_runs() -> list[Run]:
     """Read every run of `ssmlx.adapt` that is kept on this machine, see `adapters_home`.
 
     Returns:
@@ -187,26 +187,26 @@ class FoundRuns:
         return next((one for one in self.fitting if one.has_adapter and one.pays), None)
 
 
-def find_runs(folder: Path | None, name: str) -> FoundRuns:
+def find_runs_by_weights(model_folder: Path | None, model_name: str) -> FoundRuns:
     """Find the runs that belong to the model in a folder, by the digest of its weights.
 
     Args:
-        folder: of the model; None for a model that was made in memory, to which no run belongs.
-        name: what the model is called.
+        model_folder: None for a model that was made in memory, to which no run belongs.
+        model_name: what the model is called.
 
     Returns:
         The runs; none where the weights cannot be read, which is logged.
     """
-    every = read_runs() if folder is not None else []
-    if folder is None or not every:
+    every = read_adapt_runs() if model_folder is not None else []
+    if model_folder is None or not every:
         return FoundRuns()
     try:
-        digest = weights_digest(folder)
+        digest = sampled_weights_digest(model_folder)
     except (InputError, OSError) as error:  # the model's own loader tells what is wrong with it
         _log.debug("no adapter is looked for: %s", error)
         return FoundRuns()
     same = [run for run in every if run.settings["weights"] == digest]
-    others = [run for run in every if run not in same and run.is_called(name, folder)]
+    others = [run for run in every if run not in same and run.is_called(model_name, model_folder)]
     return FoundRuns(
         tuple(run for run in same if run.is_for_base),
         tuple(run for run in others if run.is_for_base),
@@ -214,7 +214,7 @@ def find_runs(folder: Path | None, name: str) -> FoundRuns:
     )
 
 
-def log_outdated_adapter(found: FoundRuns, name: str) -> None:
+def log_outdated_if_none_chosen(found: FoundRuns, model_name: str) -> None:
     """Log, at level info, that the newest outdated adapter is not used, and the option that takes
     it all the same.
 
@@ -222,12 +222,12 @@ def log_outdated_adapter(found: FoundRuns, name: str) -> None:
 
     Args:
         found: the runs that belong to the model.
-        name: what the model is called.
+        model_name: what the model is called.
     """
     outdated = [run for run in found.outdated if run.has_adapter]
     if outdated and found.chosen is None:
         _log.info(
             "the adapter %s was made from other weights than %s has now, and is not used; "
             "--adapter %s takes it all the same",
-            outdated[0].name, name, outdated[0].name,
+            outdated[0].name, model_name, outdated[0].name,
         )  # fmt: skip

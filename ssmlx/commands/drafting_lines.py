@@ -9,7 +9,7 @@ from ..loading.names import DEFAULT_ADAPTER, NO_ADAPTER, bundled_adapters
 
 if TYPE_CHECKING:
     from ..generation.plan import Plan
-    from ..loading.found import FoundRuns, Run
+    from ..loading.adapt_runs import FoundRuns, Run
     from ..model.streams import StreamFusedModel
 
 
@@ -21,9 +21,9 @@ def drafting_lines(model: StreamFusedModel, plan: Plan, adapter: str | None) -> 
         plan: of the answers to come.
         adapter: what the model's adapter is called; None for its own streams, "none" without one.
     """
-    from ..loading.found import find_runs
+    from ..loading.adapt_runs import find_runs_by_weights
 
-    found = find_runs(model.backbone.origin.folder, model.backbone.origin.name)
+    found = find_runs_by_weights(model.backbone.origin.folder, model.backbone.origin.name)
     source = _describe_what_drafts_and_why(model, plan, adapter, found)
     faster = _faster_head_command_or_none(model, plan)
     faster = faster or _faster_command_or_why_none(model, adapter, found)
@@ -68,7 +68,7 @@ def _describe_adapter_and_why_this_one(
         outdated = [run.name for run in found.outdated]
         why = "as asked for"
         if adapter in fitting:
-            why = f"made here from these weights, {fitting[adapter].verdict}"
+            why = f"made here from these weights, {fitting[adapter].speed_up_text}"
         elif adapter in outdated:
             why = "made from other weights than the model has now"
         elif adapter in bundled_adapters():
@@ -77,7 +77,7 @@ def _describe_adapter_and_why_this_one(
         return f"adapter {adapter}{streams}, {why}"
     aside = [run for run in found.fitting if run.has_adapter and not run.pays]
     if aside:
-        why = f"brings nothing on this machine ({aside[0].verdict})"
+        why = f"brings nothing on this machine ({aside[0].speed_up_text})"
         return f"no adapter, as {aside[0].name} {why}"
     return "no adapter"
 
@@ -116,7 +116,7 @@ def _faster_head_command_or_none(model: StreamFusedModel, plan: Plan) -> str | N
         head or streams draft already, nothing can, or no head is known.
     """
     from ..generation.default_head import default_head
-    from ..loading.model_heads import known_heads
+    from ..loading.model_heads import known_heads_by_sizes
 
     backbone = model.backbone
     head = default_head(model)
@@ -125,7 +125,7 @@ def _faster_head_command_or_none(model: StreamFusedModel, plan: Plan) -> str | N
         return None
     if head.loaded is not None and head.found is not None:
         return f"{head.found.name} drafts where no --drafter and no --decoding is given"
-    rows = known_heads(backbone)
+    rows = known_heads_by_sizes(backbone)
     commands = [
         f"python -m ssmlx.chat --model {shlex.quote(backbone.origin.name)} "
         f'--drafter "mtp model={row.repositories[0]}"'
@@ -151,8 +151,8 @@ def _faster_command_or_why_none(
         adapter: as in `drafting_lines`.
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
-    from ..loading.attach import adapters_for
-    from ..loading.found import PAYS
+    from ..loading.adapt_runs import PAYS
+    from ..loading.attach import find_adapters_of_base
     from ..training.sizing import forecast_adapt_speedup
 
     backbone = model.backbone
@@ -163,8 +163,8 @@ def _faster_command_or_why_none(
         return _faster_command_keeping_lora(model, adapter, found)
     if found.chosen is not None and found.chosen.name != adapter:
         run = found.chosen
-        return f"--adapter {run.name}, made here from these weights, {run.verdict}"
-    if adapter == NO_ADAPTER and DEFAULT_ADAPTER in adapters_for(model):
+        return f"--adapter {run.name}, made here from these weights, {run.speed_up_text}"
+    if adapter == NO_ADAPTER and DEFAULT_ADAPTER in find_adapters_of_base(model):
         return f"--adapter {DEFAULT_ADAPTER}, which ships with ssmlx and belongs to this model"
     adapt = f"python -m ssmlx.adapt --model {shlex.quote(backbone.origin.name)}"
     begun = next((run for run in found.fitting if not run.is_finished), None)
@@ -199,19 +199,20 @@ def _faster_command_keeping_lora(
         adapter: as in `drafting_lines`.
         found: runs of `ssmlx.adapt` on this machine that belong to the model.
     """
-    from ..loading.files import folder_digest
-    from ..loading.names import Fetch, resolve_adapter
+    from ..loading.files import weights_and_configs_digest
+    from ..loading.folders import Fetch
+    from ..loading.names import resolve_adapter
 
     backbone = model.backbone
     if model.num_streams or adapter is None:
         return "nothing that is here and answers alike"
     fetch = Fetch(cache_dir=backbone.origin.cache_dir, offline=True)  # it was fetched to load it
-    digests = [folder_digest(resolve_adapter(adapter, fetch))]
+    digests = [weights_and_configs_digest(resolve_adapter(adapter, fetch))]
     made = next(
         (run for run in found.tuned if run.has_adapter and run.settings["adapter"] == digests), None
     )
     if made is not None:
-        return f"--adapter {made.name}, made here of this adapter, {made.verdict}"
+        return f"--adapter {made.name}, made here of this adapter, {made.speed_up_text}"
     asked = f"--model {shlex.quote(backbone.origin.name)} --adapter {shlex.quote(adapter)}"
     return f"python -m ssmlx.adapt {asked}, which says within minutes what that would bring here"
 

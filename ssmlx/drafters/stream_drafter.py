@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from ..decoding.controller import DraftShape
+from ..decoding.draft_shape import DraftShape
 from ..decoding.drafter import Needs, Noise, Taps, Verified, rank_candidates, with_noise
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
@@ -261,6 +261,6 @@ def build(inputs: DrafterInputs) -> StreamDrafter:
     model = inputs.model
     config = inputs.config
     assert model.config and config.tree and config.stream_schedule
-    streams = model.config.usable_streams(config.num_streams)
+    streams = model.config.checked_num_streams(config.num_streams)
     sampling = inputs.guess_sampling
     return StreamDrafter(model, config.tree, streams, config.stream_schedule, sampling)

@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from ..bars import busy
 from ..errors import name_file_in_os_errors
-from ..loading.found import Run, read_runs
-from ..loading.names import PLAN_FILE
+from ..loading.adapt_runs import Run, read_adapt_runs
+from ..loading.folders import PLAN_FILE
 from ..prompts import read_prompts
 from .adapt_check import check_adapter, verdict_line, write_figures
 from .adapt_plan import (
@@ -34,7 +34,7 @@ from .adapt_run import (
     load_model_and_prompts,
     read_round_examples,
 )
-from .answers import BatchResponder
+from .batch_responder import BatchResponder
 from .mlx_trainer import MlxTrainer
 from .progress import ENDED_FILE, Clock, describe_round_progress, format_duration
 from .record import PICTURE_FILE, draw_curves
@@ -99,7 +99,7 @@ def _stored_run(options: AdaptOptions) -> Run | None:
     """Return the run in the folder `options.out`, as it lies on disk; None where there is none yet,
     or it does not lie in `adapters_home`.
     """
-    return next((run for run in read_runs() if run.folder == options.out), None)
+    return next((run for run in read_adapt_runs() if run.folder == options.out), None)
 
 
 def _describe_progress(options: AdaptOptions, plan: AdaptPlan) -> str:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.exceptions import HTTPException
 
-from ..api import GenerationResponse, check_prompt, check_tokens, end_token_ids
+from ..api import GenerationResponse, check_prompt_length, check_tokens, end_token_ids
 from ..decoding.batch import Mask
 from ..engine import Engine
 from ..generation.scoring import ScoredPrompt
@@ -95,7 +95,7 @@ class PromptReader:
             ]
             found: list[Prompt] = []
             for question, tokens in zip((ask.question, *ask.others), (first, *others), strict=True):
-                check_prompt(model, len(tokens))
+                check_prompt_length(model, len(tokens))
                 check_tokens(model, tokens)
                 is_text = isinstance(question, str)
                 echoed = question if is_text else tokenizer.decode(tokens) if ask.echoes else ""

@@ -1,0 +1,195 @@
+"""Folders of models and adapters: the names of their files, what one lacks, where they are kept.
+
+Light on purpose: `--help` names the adapters, and must not wait for MLX or the Hub's client.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..bars import Progress
+from ..errors import InputError, quoted, require
+from ..json_files import read_json
+
+CONFIG_FILE = "streams_config.json"
+STREAMS_FILE = "streams.safetensors"
+LORA_FILES = {"all": "adapters.safetensors", "streams": "stream_adapters.safetensors"}
+LORA_SETTINGS = "adapter_config.json"  # of mlx-lm and of PEFT
+PEFT_FILE = "adapter_model.safetensors"
+PEFT_PICKLE = "adapter_model.bin"
+FIGURES_FILE = "figures.json"
+ADAPTER_FILES = (
+    CONFIG_FILE, STREAMS_FILE, *LORA_FILES.values(), LORA_SETTINGS, PEFT_FILE, FIGURES_FILE
+)  # fmt: skip
+"""What an adapter on the Hub consists of, and all that is fetched of it."""
+TRAINED_FOLDER = "adapter"  # of a training run, where the adapter is
+PLAN_FILE = "plan.json"  # of a run of `ssmlx.adapt`
+
+
+def cache_dir() -> Path:
+    """Return this package's cache folder: $SSMLX_CACHE, else `ssmlx` in $XDG_CACHE_HOME or in
+    ~/.cache.
+
+    It is not made.
+    """
+    if own := os.environ.get("SSMLX_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "ssmlx"
+    return Path.home() / ".cache" / "ssmlx"
+
+
+def adapters_home() -> Path:
+    """Return the folder in which `ssmlx.adapt` keeps its runs, each in a folder of its own."""
+    return cache_dir() / "adapters"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch:
+    """Where models and adapters are fetched to, and whether anything may be fetched.
+
+    Attributes:
+        cache_dir: the folder; models of the Hub lie in `hub` below it. None for the usual folders.
+        offline: fetch nothing.
+        progress: is told (bytes so far, bytes in all) of a download; None for nothing.
+    """
+
+    cache_dir: str | Path | None = None
+    offline: bool = False
+    progress: Progress | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of converted models: `cache_dir`, or this package's own."""
+        return cache_dir() if self.cache_dir is None else expand_user(self.cache_dir)
+
+    @property
+    def hub(self) -> str | None:
+        """Where models of the Hub are kept; None for its own cache."""
+        return None if self.cache_dir is None else str(self.folder / "hub")
+
+    def require_not_offline(self, missing: str, target: str | Path) -> None:
+        """Raise InputError where `offline` says that nothing may be fetched.
+
+        Args:
+            missing: the name of what is missing, for the message.
+            target: the folder that it would lie in, for the message.
+        """
+        require(
+            not self.offline,
+            f"{missing} is not in {target}",
+            expected="it there, as nothing may be fetched (offline)",
+            do="load it once with a network, or give a folder",
+        )
+
+
+def expand_user(path: str | Path) -> Path:
+    """Return the path with ~ or ~user expanded; as it is where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # ~user, where no such user is known
+        return Path(path)
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder is an adapter's, of streams or of LoRA, or that of a training run that has
+    made one with streams. Only the names of its files are looked at.
+    """
+    files = (CONFIG_FILE, LORA_SETTINGS, f"{TRAINED_FOLDER}/{CONFIG_FILE}")
+    return any((folder / file).is_file() for file in files)
+
+
+def is_lora_folder(folder: Path) -> bool:
+    """Whether a folder has LoRA alone, as mlx-lm and PEFT write it."""
+    return not (folder / CONFIG_FILE).exists() and (folder / LORA_SETTINGS).exists()
+
+
+def adapter_weight_files(settings: dict[str, Any]) -> list[str]:
+    """Return the names of the weight files that an adapter's settings ask for, that of the streams
+    first.
+
+    Args:
+        settings: the content of its `CONFIG_FILE`. Where it says "fused" there is no LoRA file but
+            that of a task.
+    """
+    scopes = [] if settings.get("fused") else [settings.get("adapter_scope", "all")]
+    if settings.get("task_lora_scale") is not None:
+        scopes.append("all")
+    return [STREAMS_FILE, *(LORA_FILES[scope] for scope in scopes)]
+
+
+def first_missing_adapter_file(folder: Path) -> str | None:
+    """Return the name of the first weight file that an adapter's folder lacks; None where it is
+    whole.
+
+    LoRA alone needs mlx-lm's file or PEFT's; where it has neither, both names are returned as one
+    text.
+
+    Raises:
+        InputError: the folder has no settings that can be read.
+    """
+    if is_lora_folder(folder):
+        weights = (LORA_FILES["all"], PEFT_FILE)
+        return None if any((folder / file).is_file() for file in weights) else " or ".join(weights)
+    needed = adapter_weight_files(read_json(folder / CONFIG_FILE, "the settings of an adapter"))
+    return next((file for file in needed if not (folder / file).is_file()), None)
+
+
+def first_missing_model_file(folder: Path) -> str | None:
+    """Return the name of the first file that a model folder lacks; None where it is whole.
+
+    It needs config.json, and the files of weights that its index names, or without an index any
+    model*.safetensors.
+
+    Raises:
+        InputError: the index of its weights cannot be read.
+    """
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    indexed = files_in_weight_index(folder)
+    if indexed is None:
+        is_there = any(file.is_file() for file in folder.glob("model*.safetensors"))
+        return None if is_there else "model*.safetensors"
+    return next((file.name for file in indexed if not file.is_file()), None)
+
+
+def files_in_weight_index(folder: Path) -> list[Path] | None:
+    """Return the files of weights that a model folder's index names, there or not, by name; None
+    without an index.
+
+    Raises:
+        InputError: the index cannot be read, or names something else than files of its folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    names = read_json(index, "an index of weights").get("weight_map")
+    found = [*names.values()] if isinstance(names, dict) else []
+    require(
+        bool(found) and all(isinstance(one, str) and Path(one).name == one != "" for one in found),
+        f"{index} has {quoted(names)} for weight_map",
+        expected="names of files beside it",
+        do="download the model again",
+    )
+    return sorted({folder / name for name in found})
+
+
+def require_model_folder(folder: Path) -> Path:
+    """Return `folder` if it is a folder with config.json and all files of weights.
+
+    Raises:
+        InputError: it is missing, is a file, or lacks a file; weights that only PyTorch reads are
+            pointed out.
+    """
+    do = "check the path, or give an alias or a Hub name (org/name)"
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise InputError(f"{folder} {found}", expected="a model folder", do=do)
+    if missing := first_missing_model_file(folder):
+        if any(folder.glob("pytorch_model*.bin")):
+            do = f"write one with safetensors: python -m ssmlx.convert.base {folder} OUT"
+        raise InputError(
+            f"{folder} has no {missing}", expected="config.json and model*.safetensors", do=do
+        )
+    return folder
