@@ -36,6 +36,7 @@ EPILOG = """examples:
   python -m perf.compare --task sql --systems "streams --tree full --tree-width 2" \\
       "streams --tree full --tree-width 4" "medusa --tree-size 32"
   python -m perf.compare --task sql --systems trees --repeats 1
+  python -m perf.compare --task chat --model org/qwen3.5 --adapter none --systems text mtp
   python -m perf.compare --task spec_bench --data question.jsonl --systems default streams
   python -m perf.compare --task sql --answers lora=lora.jsonl streams=streams.jsonl
   python -m perf.compare --from sql/compare.json e2e/compare.json
@@ -43,7 +44,8 @@ EPILOG = """examples:
 A system's own options are those of python -m ssmlx.generate, with it in quotes. A system whose
 weights are not given is left out, and the report says so. For an adapter of scope "all" the
 target of every system is the base with its LoRA merged; for scope "streams" it is the base.
-`trees` are streams with every kind of tree and pruning.
+`trees` are streams with every kind of tree and pruning. `mtp` drafts by the model's own head for
+multi-token prediction, or by the one of --mtp.
 
 Exact match: the answer is a reference once every run of white space is one space. ROUGE: F1 by
 rouge_score with its stemmer, best over the references; lines are ROUGE-LSum's sentences. A system

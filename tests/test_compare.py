@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 import real
 from mlx.utils import tree_flatten
+from test_mtp import head_tensors, published, write_head, write_target
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
@@ -120,10 +121,11 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     result = saved(tmp_path)
     task = result["tasks"][0]
     rows = rows_of(result)
-    assert tuple(rows) == SYSTEMS and task["left_out"] == {}
-    assert [row["same_as_plain"] for row in rows.values()] == [3] * len(SYSTEMS)
+    assert list(rows) == [name for name in SYSTEMS if name != "mtp"]
+    assert list(task["left_out"]) == ["mtp"]
+    assert [row["same_as_plain"] for row in rows.values()] == [3] * len(rows)
     metric = [row["figures"]["exact match"]["value"] for row in rows.values()]
-    assert metric == pytest.approx([100 / 3] * len(SYSTEMS))
+    assert metric == pytest.approx([100 / 3] * len(rows))
     assert rows["plain"]["tokens"] == rows["plain"]["target_calls"] == 27
     assert rows["mlx-lm"]["speedup"] == {"value": 1, "low": 1, "high": 1}
     assert all(row["tokens"] == 27 and row["target_calls"] <= 27 for row in rows.values())
@@ -250,9 +252,12 @@ def test_every_tree_of_an_adapter_is_lossless(command, tmp_path, name):
 def test_a_system_without_its_weights_is_left_out(command, folders, arguments, tmp_path):
     code, out, err = command("--count", 1, "--repeats", 1)
     assert code == 0
-    assert set(saved(tmp_path)["tasks"][0]["left_out"]) == {*HEAD_KINDS, "draft-model"}
+    assert set(saved(tmp_path)["tasks"][0]["left_out"]) == {*HEAD_KINDS, "mtp", "draft-model"}
     assert "medusa: left out, no --medusa FOLDER" in out
     assert "sql: medusa is left out, no --medusa FOLDER" in err
+    assert (
+        "sql: mtp is left out, no --mtp MODEL, and the base model has no MTP head of its own\n"
+    ) in err
     plan = experiment([*arguments(), "--adapter", "none"])
     assert plan.left_out["streams"] == "no --adapter FOLDER"
     assert plan.weights.scope is None
@@ -263,6 +268,31 @@ def test_a_system_without_its_weights_is_left_out(command, folders, arguments, t
     write_adapter(tmp_path / "lora", replace(adapter, config=config, streams=streams))
     plan = experiment([*arguments(), "--adapter", str(tmp_path / "lora")])
     assert plan.left_out["streams"] == "the adapter has no streams"
+
+
+def test_a_models_own_mtp_head_is_measured(command, tmp_path):
+    """Beside a folder of a head alone, which drafts the same; without either it is left out."""
+    name = "qwen3_5_moe"
+    head = published(head_tensors(name), raw=False)
+    model = write_target(name, tmp_path / "model", head)
+    bare = write_target(name, tmp_path / "bare")
+    beside = write_head(name, tmp_path / "head", head)
+    more = ("--systems", "mtp", "mtp tokens=1", "--count", 2, "--repeats", 1)
+    calls = []
+    for given in ((model,), (bare, "--mtp", beside)):
+        code, _, err = command(*more, "--fresh", "--model", *given, "--adapter", "none")
+        assert code == 0 and "left out" not in err, err
+        rows = rows_of(saved(tmp_path))
+        assert list(rows) == ["mlx-lm", "plain", "mtp", "mtp tokens=1"]
+        assert {row["same_as_plain"] for row in rows.values()} == {2}
+        assert rows["mtp"]["options"]["drafter_settings"]["num_draft_tokens"] == 3
+        assert [rows[one]["options"]["nodes"] for one in ("mtp", "mtp tokens=1")] == [4, 2]
+        assert rows["mtp"]["extra_parameters"] > 0 < rows["mtp"]["weight_bytes"]
+        calls.append([row["target_calls"] for row in rows.values()])
+    assert calls[0] == calls[1]
+    code, _, err = command(*more, "--model", bare, "--adapter", "none")
+    assert code == 0 and list(rows_of(saved(tmp_path))) == ["mlx-lm", "plain"]
+    assert err.count("is left out") == 2
 
 
 def test_systems_have_the_options_of_generate(command, weights, tmp_path):

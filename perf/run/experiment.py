@@ -34,7 +34,17 @@ from .results import (
     timing_environment,
 )
 from .statistics import Estimate, mean, median, ratio, speedup
-from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
+from .target import (
+    DRAFT_ALONE,
+    DRAFT_MODEL,
+    MLX_LM,
+    MTP,
+    PLAIN,
+    STREAMS,
+    System,
+    Target,
+    Weights,
+)
 from .tasks import Example, Task, leave_out_middle, mean_scores
 from .timing import TimedAnswer, rotate_turns
 
@@ -385,7 +395,7 @@ def _describe_drafting(system: System, drafters: Sequence[Drafter]) -> dict[str,
         return {}
     drafter = drafters[0]  # the first where several may draft
     config = asdict(system.config)
-    names = {DRAFT_MODEL: "draft", "mlp-speculator": "speculator_tree"}
+    names = {DRAFT_MODEL: "draft", "mlp-speculator": "speculator_tree", MTP: "drafter_settings"}
     own = names.get(system.kind, system.kind.replace("-", "_"))
     shapes = {name: config[name] for name in ("tree", "prune", own) if name in config}
     return {"levels": drafter.largest.levels, "nodes": drafter.largest.nodes, **shapes}

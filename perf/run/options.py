@@ -18,13 +18,14 @@ from ssmlx.commands.options import (
 from ssmlx.errors import InputError, require
 from ssmlx.loading.adapter import StreamAdapter
 from ssmlx.loading.files import make_folder
+from ssmlx.loading.model_heads import has_own_head
 from ssmlx.loading.names import bundled_adapters, resolve_adapter, resolve_model
 from ssmlx.settings import GenerateConfig, SamplingConfig
 
 from . import target
 from .experiment import Experiment
 from .results import RESULTS
-from .target import DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, TEXT, System, Weights
+from .target import DRAFT_MODEL, MLX_LM, MTP, PLAIN, STREAMS, TEXT, System, Weights
 from .tasks import TASKS, find_data_file, make_scorer, read_examples
 
 BASE = "smollm2-135m-q4_1"
@@ -133,7 +134,6 @@ def add_experiment_options(
         help="type of all weights; 8bit and 4bit have float16 activations "
         f"(default: {' '.join(dtypes) or 'float32'})",
     )
-    given = {kind: "MODEL" if kind == DRAFT_MODEL else "FOLDER" for kind in target.CHECKPOINTS}
     add_options(
         weights,
         (
@@ -144,8 +144,14 @@ def add_experiment_options(
             str,
         ),
         *(
-            (f"--{kind}", word, f"weights of the drafter {kind}", str)
-            for kind, word in given.items()
+            (
+                f"--{kind}",
+                _checkpoint_metavar(kind),
+                f"weights of the drafter {kind}"
+                + (" (default: the base model's own, where it has them)" if kind == MTP else ""),
+                str,
+            )
+            for kind in target.CHECKPOINTS
         ),
     )
     group = parser.add_argument_group("run")
@@ -178,6 +184,11 @@ def add_experiment_options(
         ("top-k", 0, "sample from the K likeliest tokens; 0 is all"),
         ("seed", 0, "seed of sampling"),
     )
+
+
+def _checkpoint_metavar(kind: str) -> str:
+    """Return how the help names the value of --KIND: MODEL where a Hub name will do."""
+    return "MODEL" if kind in (DRAFT_MODEL, MTP) else "FOLDER"
 
 
 def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
@@ -218,10 +229,12 @@ def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
     weights = _read_weights(args)
     # Which kinds of systems lack their weights, and how to give them.
     lacking = {
-        kind: f"no --{kind} FOLDER"
+        kind: f"no --{kind} {_checkpoint_metavar(kind)}"
         for kind in target.CHECKPOINTS
         if kind not in weights.checkpoints
     }
+    if MTP in lacking:
+        lacking[MTP] += ", and the base model has no MTP head of its own"
     if weights.adapter is None:
         lacking[STREAMS] = "no --adapter FOLDER"
     elif not weights.adapter.config.num_streams:
@@ -343,7 +356,7 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
 
 def _read_weights(args: argparse.Namespace) -> Weights:
     """Return the weights that the options name; without --adapter, the bundled adapter of the task
-    if there is one.
+    if there is one, and without --mtp, the base model's own head if it has one.
 
     Adapter and draft model are found, and the adapter is read; the base is found or downloaded, not
     loaded.
@@ -356,12 +369,14 @@ def _read_weights(args: argparse.Namespace) -> Weights:
         folder = resolve_adapter(args.adapter)
     given = {kind: getattr(args, kind.replace("-", "_")) for kind in target.CHECKPOINTS}
     checkpoints = {
-        kind: resolve_model(value) if kind == DRAFT_MODEL else Path(value).expanduser()
+        kind: resolve_model(value) if kind in (DRAFT_MODEL, MTP) else Path(value).expanduser()
         for kind, value in given.items()
         if value is not None
     }
     adapter = None if folder is None else target.read_unfused_adapter(folder)
     base = resolve_model(args.model)
+    if MTP not in checkpoints and has_own_head(base):
+        checkpoints[MTP] = base
     costs = (args.costs or args.out / "costs").expanduser().resolve()
     return Weights(
         base, args.dtype, adapter=adapter, folder=folder, checkpoints=checkpoints, costs=costs

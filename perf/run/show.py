@@ -20,6 +20,7 @@ COLOURS = {
     "streams": "#0b6e4f",
     "medusa": "#7b5ea7",
     "mlp-speculator": "#b565a7",
+    "mtp": "#9c4f4f",
     "draft-model": "#33658a",
     "lookahead": "#4f9da6",
     "prompt-lookup": "#86bbd8",

@@ -23,6 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
+from ssmlx.drafters.mtp import load_mtp
 from ssmlx.drafters.text_index import EarlierAnswers
 from ssmlx.errors import require
 from ssmlx.generation.learned import learned_of
@@ -45,9 +46,10 @@ PLAIN = "plain"
 STREAMS = "streams"
 TEXT = "text"
 DRAFT_MODEL = "draft-model"
+MTP = "mtp"
 DRAFT_ALONE = "draft model alone"
-CHECKPOINTS = ("medusa", "mlp-speculator", DRAFT_MODEL)
-"""Kinds of systems that draft with weights of their own."""
+CHECKPOINTS = ("medusa", "mlp-speculator", MTP, DRAFT_MODEL)
+"""Kinds of systems that draft with weights of their own; an MTP head may lie among the base's."""
 FLOATS = ("float32", "float16", "bfloat16")
 PACKED = {"8bit": 8, "4bit": 4}
 """Precisions of packed weights, with activations in float16."""
@@ -283,6 +285,8 @@ class Target:
             dtype = self.weights.activations
             draft = load_draft_model(str(folder), self.tokenizer, size, dtype=dtype)
             return Drafting(self.plain, {"draft_model": draft})
+        if kind == MTP:
+            return Drafting(self.plain, {"heads": load_mtp(self.plain, folder)})
         heads = load_heads(folder, self.plain)
         what = f"--{kind} {folder} holds heads for {heads.drafter}"
         expected = f"heads for {kind}"
