@@ -29,15 +29,24 @@ COLOURS = {
 _NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0}
 
 
-def figure_cell(name: str, digits: int = 2, scale: float = 1.0) -> Cell:
-    """Make a cell with a figure of the row and its interval, or "-" where the figure is None.
+def figure_cell(
+    name: str, digits: int = 2, scale: float = 1.0, *, with_interval: bool = True
+) -> Cell:
+    """Make a cell with a figure of the row, or "-" where the figure is None.
 
     Args:
         name: of the figure in the row.
         digits: behind the point.
         scale: what the figure is multiplied by.
+        with_interval: whether its 95 % interval stands behind it.
     """
-    return lambda row: interval_text(row[name], digits, scale) if row[name] else "-"
+
+    def cell(row: Row) -> str:
+        """Return the text of the cell."""
+        text = interval_text(row[name], digits, scale) if row[name] else "-"
+        return text if with_interval else text.partition(" ")[0]
+
+    return cell
 
 
 def number_cell(name: str, nothing: str = "-") -> Cell:
