@@ -20,8 +20,13 @@ from ssmlx.prompts import prompt_key, read_prompts
 from ssmlx.report import Columns, table
 
 from .run import show
-from .run.experiment import differing_systems, run_result, task_result
-from .run.options import add_experiment_options, build_experiment, check_counts, split_name
+from .run.experiment import run_result, systems_parting_beyond_ties, task_result
+from .run.options import (
+    add_experiment_options,
+    build_task_experiment,
+    exit_if_count_below_one,
+    split_name,
+)
 from .run.results import RESULTS, explain_broken_result
 from .run.show import Row, draw_bars
 from .run.statistics import estimate
@@ -230,7 +235,7 @@ def difference_text(one: Row) -> str:
     """Say where an answer differs from plain decoding's, and how close the two logits are there.
 
     Args:
-        one: as `describe_difference` returns it; prompt and token are shown from 1 on.
+        one: as `describe_first_difference` returns it; prompt and token are shown from 1 on.
     """
     place = f"prompt {one['prompt'] + 1} parts from plain at token {one['token'] + 1}"
     if one["gap"] is None:
@@ -249,7 +254,7 @@ def _timing_text(result: show.Result) -> str:
 
 
 def measure_task(args: argparse.Namespace) -> dict[str, Any]:
-    own = build_experiment(args, "compare")
+    own = build_task_experiment(args, "compare")
     return run_result(own, args.model, [task_result(own.measure())])
 
 
@@ -347,7 +352,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--out", "FOLDER", f"folder of the results (default: {RESULTS})", Path),
     )
     args = parser.parse_args(argv)
-    check_counts(parser, args, "repeats", "max_tokens")
+    exit_if_count_below_one(parser, args, "repeats", "max_tokens")
     judged = {"task", "answers", "data", "data_dir", "count"} if args.answers else vars(args)
     used = {"out", *({"saved"} if args.saved else judged)}
     for name, value in vars(args).items():
@@ -398,7 +403,7 @@ def _read_checked_result(path: Path) -> dict[str, Any]:
         if not kinds or not all({MLX_LM, PLAIN} <= one <= show.COLOURS.keys() for one in kinds):
             raise ValueError("no tasks, one without mlx-lm or plain, or an unknown kind of system")
         format_report(result)
-        differing_systems(result)
+        systems_parting_beyond_ties(result)
     return result
 
 
@@ -424,7 +429,7 @@ def _compare(args: argparse.Namespace) -> int:
     else:
         make_folder(args.out)
         print_save_and_draw(result, args.out / "compare", text, draw_bars)
-    differing = differing_systems(result)
+    differing = systems_parting_beyond_ties(result)
     if differing:
         print(f"tokens differ from plain decoding's: {'; '.join(differing)}", file=sys.stderr)
     return 1 if differing else 0

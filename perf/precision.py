@@ -18,8 +18,19 @@ from ssmlx.model.shapes import to_float
 from ssmlx.report import Columns
 
 from .compare import difference_text
-from .run.experiment import Experiment, Measured, differing_systems, find_differences, run_result
-from .run.options import add_experiment_options, add_out, build_experiment, check_counts
+from .run.experiment import (
+    Experiment,
+    Measured,
+    find_differences_from_plain,
+    run_result,
+    systems_parting_beyond_ties,
+)
+from .run.options import (
+    add_experiment_options,
+    add_out,
+    build_task_experiment,
+    exit_if_count_below_one,
+)
 from .run.show import Result, Row, figure_cell, heading, markdown_table, number_cell
 from .run.statistics import Estimate, ratio
 from .run.target import MLX_LM, PLAIN, System
@@ -54,7 +65,7 @@ def build_experiments(args: argparse.Namespace) -> list[Experiment]:
     for task in args.task:
         for dtype in args.dtype:
             own = argparse.Namespace(**{**vars(args), "task": task, "dtype": dtype})
-            whole = build_experiment(own, "precision")
+            whole = build_task_experiment(own, "precision")
             systems = [one for one in whole.systems if one.kind != MLX_LM]
             weights = replace(whole.weights, rounds=mx.default_device() == mx.cpu)
             found.append(replace(whole, weights=weights, systems=systems, warm_up=0))
@@ -112,7 +123,7 @@ def _system_row(measured: Measured, system: System) -> dict[str, Any]:
     plain = measured.first(PLAIN)
     texts = [one.text for one in own]
     expected = [one.text for one in plain]
-    found = find_differences(measured, system) or []
+    found = find_differences_from_plain(measured, system) or []
     compared = [len(one.answer.tokens) for one in own]
     parted = [0] * len(own)
     for one in found:
@@ -201,7 +212,7 @@ def _precision(args: argparse.Namespace) -> int:
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
     result = {**run_result(plans[0], args.model, parts), "dtype": dtypes}
     print_and_save(result, args.out / "precision", format_report(result))
-    return 1 if differing_systems(result) else 0
+    return 1 if systems_parting_beyond_ties(result) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -215,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)
     add_out(parser)
     args = parser.parse_args(argv)
-    check_counts(parser, args, "repeats", "max_tokens")
+    exit_if_count_below_one(parser, args, "repeats", "max_tokens")
     return run_command(lambda: _precision(args), PROG)
 
 

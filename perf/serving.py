@@ -40,7 +40,7 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.report import Columns, table
 from ssmlx.settings import PREFILL_STEP_SIZE
 
-from .run.options import add_base, add_out, check_counts
+from .run.options import add_base, add_out, exit_if_count_below_one
 from .run.results import ROOT, machine_load
 from .run.target import FLOATS, load_weights_as
 
@@ -362,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_out(parser)
     args = parser.parse_args(argv)
-    check_counts(parser, args, "open", "count", "max_tokens", "long")
+    exit_if_count_below_one(parser, args, "open", "count", "max_tokens", "long")
     return run_command(lambda: _serving(args), PROG)
 
 

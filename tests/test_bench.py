@@ -117,7 +117,7 @@ def parts_of(folders):
 
 def loaded(folders):
     experiment = bench.experiment_of_part(parts_of(folders)[1], folders / "base", "float32")
-    return experiment, *experiment.load()
+    return experiment, *experiment.load_target_and_prompts()
 
 
 def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):

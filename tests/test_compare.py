@@ -19,7 +19,7 @@ from perf.compare import draw_bars, format_report
 from perf.run import experiment as figures
 from perf.run import options, show, target
 from perf.run.experiment import Experiment, Measured
-from perf.run.options import SYSTEMS, build_experiment, parse_systems
+from perf.run.options import SYSTEMS, build_task_experiment, parse_systems_with_baselines
 from ssmlx.decoding import call
 from ssmlx.drafters.heads import write_head_files
 from ssmlx.generation.learned import _BY_PATH
@@ -107,7 +107,7 @@ def saved(tmp_path: Path, name: str = "out/compare") -> dict:
 
 
 def experiment(argv: list[str]) -> Experiment:
-    return build_experiment(compare.parse_args(argv), "compare")
+    return build_task_experiment(compare.parse_args(argv), "compare")
 
 
 def rows_of(result: dict) -> dict[str, dict]:
@@ -158,7 +158,9 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
 
 
 def test_a_system_that_is_named_drafts_at_every_call():
-    found = parse_systems(["default", "streams", "lookahead", "streams --tree-size 4"], GREEDY, 9)
+    found = parse_systems_with_baselines(
+        ["default", "streams", "lookahead", "streams --tree-size 4"], GREEDY, 9
+    )
     assert [one.name for one in found if one.config.is_controlled] == ["default"]
 
 
@@ -305,7 +307,7 @@ def test_systems_have_the_options_of_generate(command, weights, tmp_path):
     assert (options["levels"], options["nodes"]) == (1, 3)
     assert options["tree"]["width"] == 2 and options["prune"]["kind"] == "budget"
     assert rows["medusa --tree-size 5"]["options"]["nodes"] == 5
-    (lookahead,) = parse_systems(["lookahead window=7"], SamplingConfig(), 9)[2:]
+    (lookahead,) = parse_systems_with_baselines(["lookahead window=7"], SamplingConfig(), 9)[2:]
     assert lookahead.config.lookahead.window == 7 and lookahead.config.max_tokens == 9
 
 
@@ -381,7 +383,7 @@ def without_times(result: dict) -> list:
 def test_answers_depend_on_all_that_moves_them(arguments, weights, monkeypatch):
     def settings(*more, system="medusa", **adapter):
         plan = experiment(arguments(*weights, *more, **adapter))
-        return plan.answer_settings(next(one for one in plan.systems if one.name == system))
+        return plan.settings_of_answers(next(one for one in plan.systems if one.name == system))
 
     first = settings()
     assert first == settings("--repeats", 5) == settings("--count", 2)
@@ -394,7 +396,7 @@ def test_answers_depend_on_all_that_moves_them(arguments, weights, monkeypatch):
     ):
         assert settings(*more) != first
     assert settings(adapter="light") != first
-    monkeypatch.setattr("perf.run.experiment.code_version", lambda: "other")
+    monkeypatch.setattr("perf.run.experiment.sources_digest", lambda: "other")
     assert settings() != first
 
 
@@ -438,23 +440,23 @@ def test_mlx_lm_that_differs_is_told_and_no_failure(command, monkeypatch, tmp_pa
 
 def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
     plan = experiment(arguments("--systems", "streams", "--dtype", "bfloat16"))
-    loaded, prompts = plan.load()
+    loaded, prompts = plan.load_target_and_prompts()
     measured = Measured(plan, loaded, prompts, {}, "")
     logits = loaded.mlx_model(mx.array([prompts[0]]))[0, -1].astype(mx.float32)
     order = [int(token) for token in mx.argsort(-logits)]
     close = min(range(real.VOCAB - 1), key=lambda i: float(logits[order[i]] - logits[order[i + 1]]))
     for pair, tie in (((order[close], order[close + 1]), True), ((order[0], order[-1]), False)):
-        found = figures.describe_difference(measured, 0, [pair[0]], [pair[1]])
+        found = figures.describe_first_difference(measured, 0, [pair[0]], [pair[1]])
         assert (found["token"], found["near_tie"]) == (0, tie)
         assert found["gap"] == pytest.approx(abs(float(logits[pair[0]] - logits[pair[1]])))
         row = {"name": "x", "kind": "streams", "differences": [found]}
-        failed = figures.differing_systems({"tasks": [{"task": "sql", "systems": [row]}]})
+        failed = figures.systems_parting_beyond_ties({"tasks": [{"task": "sql", "systems": [row]}]})
         assert failed == ([] if tie else ["sql, x"])
     exact = replace(plan, weights=replace(plan.weights, dtype="float32"))
     pair = [order[close]], [order[close + 1]]
-    found = figures.describe_difference(replace(measured, experiment=exact), 0, *pair)
+    found = figures.describe_first_difference(replace(measured, experiment=exact), 0, *pair)
     assert found["near_tie"] is (found["gap"] == 0)
-    assert figures.describe_difference(measured, 0, [1, 2], [1])["gap"] is None
+    assert figures.describe_first_difference(measured, 0, [1, 2], [1])["gap"] is None
 
 
 def test_the_published_tables_are_those_of_the_saved_result(capsys):

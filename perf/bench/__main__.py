@@ -31,7 +31,13 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.settings import DTYPES, GenerateConfig
 
 from ..run.experiment import Experiment, Measured, task_result
-from ..run.options import DEFAULT, adapter_with_streams, add_base, add_out, check_counts
+from ..run.options import (
+    DEFAULT,
+    add_base,
+    add_out,
+    exit_if_count_below_one,
+    read_adapter_with_streams,
+)
 from ..run.results import Kept, machine_load
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, find_data_file, read_examples
@@ -194,7 +200,7 @@ def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) ->
             left_out.append(Path(part.adapter).name)
             continue
         experiment = experiment_of_part(part, base, args.dtype)
-        target, prompts = experiment.load()
+        target, prompts = experiment.load_target_and_prompts()
         streams = target.drafting(STREAMS).model
         loaded = time.perf_counter() - begun
         if not result["answers"]:
@@ -247,7 +253,7 @@ def experiment_of_part(part: Part, base: Path, dtype: str) -> Experiment:
     Raises:
         InputError: the adapter or the data cannot be read, or the adapter has no streams.
     """
-    task, (folder, adapter) = TASKS[part.task], adapter_with_streams(part.adapter)
+    task, (folder, adapter) = TASKS[part.task], read_adapter_with_streams(part.adapter)
     return Experiment(
         name=Path(part.adapter).name,
         weights=Weights(base, dtype, draft_head="auto", adapter=adapter, folder=folder),
@@ -414,7 +420,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_out(parser)
     args = parser.parse_args(argv)
     args.contexts = sorted(set(args.contexts))
-    check_counts(parser, args, "contexts")
+    exit_if_count_below_one(parser, args, "contexts")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: expected more than 0")
     return args

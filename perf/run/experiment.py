@@ -24,16 +24,16 @@ from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.loading.files import folder_digest
 from ssmlx.prompts import encode_prompt
 
-from .price import Price, best_tree, price_answers, price_figures
+from .price import Price, cheapest_system, price_answers, price_ratios_and_slow_answers
 from .results import (
     AnswerStore,
     Kept,
-    code_version,
-    files_version,
+    file_stats_digest,
     machine_load,
+    sources_digest,
     timing_environment,
 )
-from .statistics import Estimate, mean, median, ratio, speedup
+from .statistics import Estimate, mean, median, ratio, ratio_of_median_rates
 from .target import (
     DRAFT_ALONE,
     DRAFT_MODEL,
@@ -57,7 +57,7 @@ Answers = Mapping[str, Prompts]
 class Experiment:
     """Systems that answer the same prompts on the same weights, in turns.
 
-    `load` checks that it can be run; `measure` runs it.
+    `load_target_and_prompts` checks that it can be run; `measure` runs it.
     """
 
     name: str  # of what is measured; the names of its files begin with it
@@ -82,7 +82,7 @@ class Experiment:
             one.name for one in self.systems if one.kind == STREAMS and not one.config.is_controlled
         ]
 
-    def load(self) -> tuple[Target, list[list[int]]]:
+    def load_target_and_prompts(self) -> tuple[Target, list[list[int]]]:
         """Load the target and encode the prompts; everything that could fail later is checked.
 
         Prompts of a task with a longest prompt are cut in their middle.
@@ -115,14 +115,18 @@ class Experiment:
         first prompt `warm_up` times, which is not kept.
 
         Raises:
-            InputError: what `load` refuses; or another process writes these answers.
+            InputError: what `load_target_and_prompts` refuses; or another process writes these
+                answers.
         """
         mx.clear_cache()
-        load, (target, prompts) = machine_load(), self.load()
+        load = machine_load()
+        target, prompts = self.load_target_and_prompts()
         systems = {system.name: system for system in self.systems}
         assert self.out is not None
         stores = {
-            name: AnswerStore(self.out, self.name, self.answer_settings(system), fresh=self.fresh)
+            name: AnswerStore(
+                self.out, self.name, self.settings_of_answers(system), fresh=self.fresh
+            )
             for name, system in systems.items()
         }
         keys = [[repeat, *prompt] for repeat in range(self.repeats) for prompt in prompts]
@@ -155,7 +159,7 @@ class Experiment:
             store.file.close()
         return Measured(self, target, prompts, answers, load, num_costs)
 
-    def answer_settings(self, system: System) -> dict[str, Any]:
+    def settings_of_answers(self, system: System) -> dict[str, Any]:
         """Return everything beside the prompt that a system's answer and its time depend on, as
         JSON values.
 
@@ -165,10 +169,10 @@ class Experiment:
         kind = DRAFT_MODEL if system.kind == DRAFT_ALONE else system.kind
         return {
             # Other code may answer otherwise.
-            "code": code_version(),
-            "base": files_version(weights.base),
+            "code": sources_digest(),
+            "base": file_stats_digest(weights.base),
             "folder": folder_digest(weights.folder),
-            "checkpoint": files_version(weights.checkpoints.get(kind)),
+            "checkpoint": file_stats_digest(weights.checkpoints.get(kind)),
             "dtype": weights.dtype,
             "rounds": weights.rounds,
             "system": system.name,
@@ -232,10 +236,10 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     """
     experiment = measured.experiment
     weights = measured.experiment.weights
-    shared = _metric_figures(experiment, measured.first(PLAIN))
+    plain_metrics = _mean_scores_of(experiment, measured.first(PLAIN))
     systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
     prices = _answer_prices(measured)
-    tree = best_tree(prices, experiment.fixed_trees)
+    tree = cheapest_system(prices, experiment.fixed_trees)
     return {
         "task": experiment.task.name if experiment.task else experiment.name,
         "data": experiment.data,
@@ -245,16 +249,16 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
         "adapter": weights.folder.resolve().name if weights.folder else None,
         "scope": weights.scope,
         "target_bytes": measured.target.memory().weights,
-        "figures": list(shared),
+        "figures": list(plain_metrics),
         "left_out": dict(experiment.left_out),
         "load": measured.load,
         "draft_call_seconds": _call_seconds(measured.answers.get(DRAFT_ALONE, ())),
         "best_tree": tree,
         "systems": [
             {
-                **_system_row(system, measured, shared),
+                **_system_row(system, measured, plain_metrics),
                 **speedup_figures(system, measured.answers, tree),
-                "price": price_figures(system.name, prices, tree),
+                "price": price_ratios_and_slow_answers(system.name, prices, tree),
                 "num_costs": measured.num_costs.get(system.name),
             }
             for system in systems
@@ -299,14 +303,14 @@ def _category_results(
     for category, own in of_category.items():
         answers = {name: [prompts[i] for i in own] for name, prompts in measured.answers.items()}
         own_prices = {name: [prompts[i] for i in own] for name, prompts in prices.items()}
-        tree = best_tree(own_prices, measured.experiment.fixed_trees)
+        tree = cheapest_system(own_prices, measured.experiment.fixed_trees)
         rows = [
             {
                 "name": system.name,
                 "kind": system.kind,
                 "tokens_per_call": asdict(_tokens_per_call(answers[system.name])),
                 **speedup_figures(system, answers, tree),
-                "price": price_figures(system.name, own_prices, tree),
+                "price": price_ratios_and_slow_answers(system.name, own_prices, tree),
             }
             for system in systems
         ]
@@ -322,7 +326,7 @@ def _tokens_per_call(prompts: Prompts) -> Estimate:
     return ratio([len(one.tokens) for one in first], [one.target_calls for one in first])
 
 
-def _metric_figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
+def _mean_scores_of(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
     """Return the mean of each of the task's scores of answers; empty without a task or without
     references.
     """
@@ -330,7 +334,9 @@ def _metric_figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, A
     return mean_scores(task, experiment.examples, [one.text for one in kept]) if task else {}
 
 
-def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -> dict[str, Any]:
+def _system_row(
+    system: System, measured: Measured, plain_metrics: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a system's row of the tables, as JSON values.
 
     Times are medians of a prompt's repeats; tokens and calls are of the first repeat.
@@ -338,14 +344,14 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     Args:
         system: the system.
         measured: all answers.
-        shared: figures of plain decoding's answers, which are not computed again for the same
-            tokens.
+        plain_metrics: mean scores of plain decoding's answers, which are not computed again for
+            the same tokens.
     """
     prompts = measured.answers[system.name]
     first = measured.first(system.name)
     plain = measured.first(PLAIN)
     is_shared = all(a.answer.tokens == b.answer.tokens for a, b in zip(first, plain, strict=True))
-    differences = find_differences(measured, system)
+    differences = find_differences_from_plain(measured, system)
     target = measured.target
     weight_bytes = target.memory(system.kind).weights - target.memory().weights
     tokens = [len(kept.answer.tokens) for kept in first]
@@ -355,7 +361,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     return {
         "name": system.name,
         "kind": system.kind,
-        "options": _describe_drafting(system, target.build_drafters(system)),
+        "options": _describe_largest_tree(system, target.build_drafters(system)),
         "tokens_per_call": asdict(_tokens_per_call(prompts)),
         "target_calls": sum(calls),
         "target_calls_per_answer": asdict(mean(calls)),
@@ -370,7 +376,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
         "tokens_per_second": statistics.median(rates),
         "decode_rate": asdict(median(rates)),
         "call_seconds": _call_seconds(prompts),
-        "figures": shared if is_shared else _metric_figures(measured.experiment, first),
+        "figures": plain_metrics if is_shared else _mean_scores_of(measured.experiment, first),
         "figures_of": PLAIN if is_shared else system.name,
         "extra_parameters": target.extra_parameters(system),
         "weight_bytes": weight_bytes,
@@ -380,16 +386,16 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
     }
 
 
-def _describe_drafting(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
-    """Describe for the results how a system drafts.
+def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[str, Any]:
+    """Describe for the results the largest tree that a system drafts, and what shapes its trees.
 
     Args:
         system: the system.
         drafters: its drafters; where several may draft, the first is described.
 
     Returns:
-        The levels and nodes of the largest tree, and the settings that shape trees, by name; empty
-        without drafters.
+        "levels" and "nodes" of the tree, and the settings "tree", "prune" and the drafter's own as
+        JSON values; empty without drafters.
     """
     if not drafters:
         return {}
@@ -416,13 +422,15 @@ def _call_seconds(prompts: Prompts) -> float | None:
     return statistics.median(times) if times else None
 
 
-def speedup_figures(system: System, answers: Answers, tree: str | None = None) -> dict[str, Any]:
+def speedup_figures(
+    system: System, answers: Answers, best_tree_system: str | None = None
+) -> dict[str, Any]:
     """Return how many times as fast a system is, as JSON values.
 
     Args:
         system: the system.
         answers: of all systems.
-        tree: name of the system that drafts the best fixed tree, or None.
+        best_tree_system: name of the system that drafts the best fixed tree, or None.
 
     Returns:
         Ratios of decode tokens/s ("speedup", "over_plain") and of times of whole answers
@@ -435,25 +443,27 @@ def speedup_figures(system: System, answers: Answers, tree: str | None = None) -
         _medians(answers[n], lambda a: a.seconds) for n in (MLX_LM, PLAIN, system.name)
     )
     found: dict[str, Any] = {
-        "speedup": speedup(rates[system.name], rates[MLX_LM]),
+        "speedup": ratio_of_median_rates(rates[system.name], rates[MLX_LM]),
         "latency_speedup": asdict(ratio(base, own)),
-        "over_plain": speedup(rates[system.name], rates[PLAIN]),
+        "over_plain": ratio_of_median_rates(rates[system.name], rates[PLAIN]),
         "latency_over_plain": asdict(ratio(plain, own)),
     }
-    if tree is not None:
-        theirs = _medians(answers[tree], lambda a: a.seconds)
+    if best_tree_system is not None:
+        theirs = _medians(answers[best_tree_system], lambda a: a.seconds)
         found["latency_over_best_tree"] = asdict(ratio(theirs, own))
     if DRAFT_MODEL in rates and system.kind == STREAMS:
-        found["speedup_over_draft_model"] = speedup(rates[system.name], rates[DRAFT_MODEL])
+        found["speedup_over_draft_model"] = ratio_of_median_rates(
+            rates[system.name], rates[DRAFT_MODEL]
+        )
     return found
 
 
-def find_differences(measured: Measured, system: System) -> list[dict[str, Any]] | None:
+def find_differences_from_plain(measured: Measured, system: System) -> list[dict[str, Any]] | None:
     """List where a system's answers differ from plain decoding's first one, in any repeat.
 
     Returns:
-        One entry for each prompt with a difference, as `describe_difference` makes it of the first
-        repeat that differs; None for mlx-lm when it samples, as its noise is its own.
+        One entry for each prompt with a difference, as `describe_first_difference` makes it of the
+        first repeat that differs; None for mlx-lm when it samples, as its noise is its own.
     """
     if system.kind == MLX_LM and system.config.temp:
         return None
@@ -463,18 +473,18 @@ def find_differences(measured: Measured, system: System) -> list[dict[str, Any]]
         tokens = [kept.answer.tokens for kept in repeats]
         other = next((row for row in tokens if row != expected[index]), None)
         if other is not None:
-            found.append(describe_difference(measured, index, expected[index], other))
+            found.append(describe_first_difference(measured, index, expected[index], other))
     return found
 
 
-def describe_difference(
-    measured: Measured, index: int, plain: list[int], other: list[int]
+def describe_first_difference(
+    measured: Measured, prompt_index: int, plain: list[int], other: list[int]
 ) -> dict[str, Any]:
     """Describe the first difference between two answers to a prompt, which are not the same.
 
     Args:
         measured: all answers; its target computes the logits.
-        index: of the prompt.
+        prompt_index: which prompt both answer.
         plain: token ids of plain decoding's answer.
         other: those of another.
 
@@ -486,17 +496,17 @@ def describe_difference(
     experiment = measured.experiment
     place = first_difference(plain, other)
     assert place is not None
-    found = {"prompt": index, "token": place, "gap": None, "logit": None, "near_tie": False}
+    found = {"prompt": prompt_index, "token": place, "gap": None, "logit": None, "near_tie": False}
     if experiment.systems[0].config.temp or place == min(len(plain), len(other)):
         return found
-    text = mx.array([measured.prompts[index] + plain[:place]])
+    text = mx.array([measured.prompts[prompt_index] + plain[:place]])
     logits = measured.target.mlx_model(text)[0, -1]
     dtype = getattr(mx, experiment.weights.activations)
     one = compare_logits(place, plain[place], other[place], logits, None, dtype)
     return {**found, "gap": one.gap, "logit": one.logit, "near_tie": one.is_near_tie}
 
 
-def differing_systems(result: Mapping[str, Any]) -> list[str]:
+def systems_parting_beyond_ties(result: Mapping[str, Any]) -> list[str]:
     """List systems whose tokens differ from plain decoding's by more than rounding, as "task,
     system".
 

@@ -67,7 +67,9 @@ def split_name(item: str) -> tuple[str | None, str]:
     return (None, item) if is_whole else (name, value)
 
 
-def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+def exit_if_count_below_one(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str
+) -> None:
     """End the command with one line and exit code 2 if one of these options is below 1.
 
     Args:
@@ -84,18 +86,19 @@ def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *nam
 
 def add_experiment_options(
     parser: argparse.ArgumentParser,
-    saved: argparse._MutuallyExclusiveGroup | None = None,
+    alternatives: argparse._MutuallyExclusiveGroup | None = None,
     *,
     tasks: Sequence[str] = (),
     systems: Sequence[str] = SYSTEMS,
     repeats: int = 1,
     dtypes: Sequence[str] = (),
 ) -> None:
-    """Add the options that `build_experiment` reads, but --out.
+    """Add the options that `build_task_experiment` reads, but --out.
 
     Args:
         parser: is given them.
-        saved: a group of alternatives to --task; without it, --task is required.
+        alternatives: a group of alternatives to --task, which gets --task; without it, --task is
+            required where it has no defaults.
         tasks: defaults of --task, which then takes several.
         systems: defaults of --systems.
         repeats: default of --repeats.
@@ -103,14 +106,14 @@ def add_experiment_options(
     """
     data = parser.add_argument_group("data")
     shown = f" (default: {' '.join(tasks)})" if tasks else ""
-    task = (saved or data).add_argument(
+    task = (alternatives or data).add_argument(
         "--task",
         choices=tuple(TASKS),
         default=tasks or None,
         nargs="+" if tasks else None,
         help=f"task whose prompts are answered{shown}",
     )
-    task.required = saved is None and not tasks
+    task.required = alternatives is None and not tasks
     add_options(
         data,
         (
@@ -191,8 +194,8 @@ def _checkpoint_metavar(kind: str) -> str:
     return "MODEL" if kind in (DRAFT_MODEL, MTP) else "FOLDER"
 
 
-def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
-    """Make the experiment that the options name, called `name`-TASK.
+def build_task_experiment(args: argparse.Namespace, measurement: str) -> Experiment:
+    """Make the experiment that the options name, called MEASUREMENT-TASK.
 
     Everything is checked that can be checked without loading the model. Systems that lack weights
     are left out, and named on standard error. Where a draft model drafts, it also takes part alone.
@@ -200,7 +203,10 @@ def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
 
     Args:
         args: one --task and one --dtype, and the other options of `add_experiment_options`.
-        name: of the measurement.
+        measurement: what is measured, such as "compare"; names of files begin with it.
+
+    Returns:
+        The experiment; its examples and its adapter are read.
 
     Raises:
         InputError: an option is wrong, or would have no effect.
@@ -216,7 +222,8 @@ def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
     # Under a seed, so that every drafter must write the same.
     seed = args.seed if args.temp else None
     sampling = SamplingConfig(temp=args.temp, top_k=args.top_k, seed=seed)
-    systems = parse_systems(args.systems, sampling, args.max_tokens or task.max_tokens)
+    max_tokens = args.max_tokens or task.max_tokens
+    systems = parse_systems_with_baselines(args.systems, sampling, max_tokens)
     data = find_data_file(task, args.data, args.data_dir)
     examples = read_examples(data, task, args.count)
     make_scorer(task)
@@ -226,7 +233,7 @@ def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
         expected=f"{DEFAULT} or {TEXT} among --systems",
         do="drop --costs",
     )
-    weights = _read_weights(args)
+    weights = _find_weights_and_read_adapter(args)
     # Which kinds of systems lack their weights, and how to give them.
     lacking = {
         kind: f"no --{kind} {_checkpoint_metavar(kind)}"
@@ -251,7 +258,7 @@ def build_experiment(args: argparse.Namespace, name: str) -> Experiment:
     alone = [System(target.DRAFT_ALONE, target.DRAFT_ALONE, one.config) for one in drafts[:1]]
     make_folder(args.out)
     return Experiment(
-        name=f"{name}-{task.name}",
+        name=f"{measurement}-{task.name}",
         weights=weights,
         systems=[*taking_part, *alone],
         examples=examples,
@@ -276,10 +283,10 @@ class _SystemParser(Parser):
         )
 
 
-def parse_systems(
+def parse_systems_with_baselines(
     texts: Sequence[str], sampling: SamplingConfig, max_tokens: int = 256
 ) -> list[System]:
-    """Parse --systems.
+    """Parse --systems; mlx-lm and plain decoding are put in front where they are missing.
 
     Args:
         texts: each the name of a system, or a drafter with options of ssmlx.generate; "trees"
@@ -288,7 +295,7 @@ def parse_systems(
         max_tokens: of an answer.
 
     Returns:
-        The systems in this order, mlx-lm and plain decoding in front if missing.
+        The systems in this order.
 
     Raises:
         InputError: a system is unknown or named twice, or an option is wrong.
@@ -297,30 +304,33 @@ def parse_systems(
     missing = [kind for kind in (MLX_LM, PLAIN) if kind not in texts]
     systems: dict[str, System] = {}
     for text in (*missing, *texts):
-        name, kind, config = _parse_system(text)
+        system = _parse_system(text)
         require(
-            name not in systems,
+            system.name not in systems,
             f"--systems names {text!r} twice",
             expected="each once",
             do="drop one",
         )
         config = replace(
-            config,
+            system.config,
             max_tokens=max_tokens,
             temp=sampling.temp,
             top_k=sampling.top_k,
             seed=sampling.seed,
         )
-        systems[name] = System(name, kind, config)
+        systems[system.name] = replace(system, config=config)
     return list(systems.values())
 
 
-def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
+def _parse_system(text: str) -> System:
     """Parse one system, such as `draft-model width=2 --tree full`.
 
+    Args:
+        text: its kind, and options of drafting; runs of white space count as one space.
+
     Returns:
-        Its name in tables, its kind, and its settings. All but mlx-lm, plain decoding and those of
-        `CONTROLLED` draft at every call.
+        The system, whose name is the text. All but mlx-lm, plain decoding and those of `CONTROLLED`
+        draft at every call.
 
     Raises:
         InputError: it is unknown, or an option is wrong.
@@ -338,9 +348,9 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
     )
     name = " ".join(words)
     if kind in (MLX_LM, PLAIN):
-        return name, kind, GenerateConfig(decoding="plain")
+        return System(name, kind, GenerateConfig(decoding="plain"))
     if kind in CONTROLLED:
-        return name, CONTROLLED[kind], GenerateConfig()
+        return System(name, CONTROLLED[kind], GenerateConfig())
     first = next(iter(flags), len(words))
     parser = _SystemParser(prog=name, add_help=False, allow_abbrev=False)
     add_tree_options(parser.add_argument_group())
@@ -351,15 +361,15 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
     args.decoding = "speculative"
     args.drafter = parse_drafter_option(" ".join(words[:first]))
     # It drafts at every call, so that a system is the same on every machine.
-    return name, kind, generate_config(args).with_default_shape()
+    return System(name, kind, generate_config(args).with_default_shape())
 
 
-def _read_weights(args: argparse.Namespace) -> Weights:
+def _find_weights_and_read_adapter(args: argparse.Namespace) -> Weights:
     """Return the weights that the options name; without --adapter, the bundled adapter of the task
     if there is one, and without --mtp, the base model's own head if it has one.
 
-    Adapter and draft model are found, and the adapter is read; the base is found or downloaded, not
-    loaded.
+    Names are resolved, which may download the base, a draft model or an MTP head; the adapter alone
+    is read.
 
     Raises:
         InputError: something does not exist or is broken.
@@ -373,7 +383,7 @@ def _read_weights(args: argparse.Namespace) -> Weights:
         for kind, value in given.items()
         if value is not None
     }
-    adapter = None if folder is None else target.read_unfused_adapter(folder)
+    adapter = None if folder is None else target.read_adapter_with_own_lora(folder)
     base = resolve_model(args.model)
     if MTP not in checkpoints and has_own_head(base):
         checkpoints[MTP] = base
@@ -383,17 +393,20 @@ def _read_weights(args: argparse.Namespace) -> Weights:
     )
 
 
-def adapter_with_streams(name: str) -> tuple[Path, StreamAdapter]:
+def read_adapter_with_streams(name: str) -> tuple[Path, StreamAdapter]:
     """Find and read an adapter.
+
+    Args:
+        name: a bundled adapter's, or a folder.
 
     Returns:
         Its folder, and its contents.
 
     Raises:
-        InputError: it has no streams, or cannot be read.
+        InputError: it has no streams or no LoRA of its own, or cannot be read.
     """
     folder = resolve_adapter(name)
-    adapter = None if folder is None else target.read_unfused_adapter(folder)
+    adapter = None if folder is None else target.read_adapter_with_own_lora(folder)
     if folder is None or adapter is None or not adapter.config.num_streams:
         raise InputError(
             f"--adapter {name} has no streams",

@@ -63,20 +63,20 @@ class AnswerStore:
     """
 
     def __init__(
-        self, folder: Path, name: str, settings: Mapping[str, Any], *, fresh: bool = False
+        self, folder: Path, file_prefix: str, settings: Mapping[str, Any], *, fresh: bool = False
     ) -> None:
         """Open the file, or make it, lock it, and read its answers.
 
         Args:
             folder: of the file.
-            name: the file's name begins with it.
+            file_prefix: the file's name begins with it, and goes on with a digest of `settings`.
             settings: everything that an answer depends on beside its key, as JSON values.
             fresh: whether to forget earlier answers.
 
         Raises:
             InputError: another process writes into the file, or it cannot be read.
         """
-        path = folder / f"{name}-{digest(settings)}.part.jsonl"
+        path = folder / f"{file_prefix}-{digest(settings)}.part.jsonl"
         self.file = PartFile(path, to_json(settings), fresh=fresh)
         self._kept = {
             prompt: Kept(_answer_of(values), text) for prompt, text, values in self.file.done
@@ -106,7 +106,7 @@ def timing_environment() -> dict[str, str]:
     return {**{name: found[name] for name in _TIMED_ON}, "power": power_source()}
 
 
-def files_version(folder: Path | None) -> str | None:
+def file_stats_digest(folder: Path | None) -> str | None:
     """Return a digest of the names, sizes and times of change of the files in a folder; None for
     None.
 
@@ -119,7 +119,7 @@ def files_version(folder: Path | None) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def code_version() -> str:
+def sources_digest() -> str:
     """Return a digest of all sources that decide answers and their times; it is computed once a
     process.
     """

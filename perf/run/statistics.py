@@ -59,7 +59,7 @@ def _picks(num_prompts: int) -> NDArray[np.int64]:
     return np.random.default_rng(SEED).integers(0, num_prompts, (RESAMPLES, num_prompts))
 
 
-def _bootstrap(statistic: Callable[[Any], Any], *rows: ArrayLike) -> Estimate:
+def _bootstrap_over_prompts(statistic: Callable[[Any], Any], *rows: ArrayLike) -> Estimate:
     """Estimate a statistic by resampling prompts.
 
     Args:
@@ -93,7 +93,7 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Estimate:
         numerator: [prompts].
         denominator: [prompts].
     """
-    return _bootstrap(_ratio_of_sums, numerator, denominator)
+    return _bootstrap_over_prompts(_ratio_of_sums, numerator, denominator)
 
 
 def mean(values: ArrayLike) -> Estimate:
@@ -111,19 +111,24 @@ def median(values: Sequence[float]) -> Estimate:
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     """Estimate the median of ours over the median of theirs, [prompts] each, resampled together."""
-    return _bootstrap(_ratio_of_medians, ours, theirs)
+    return _bootstrap_over_prompts(_ratio_of_medians, ours, theirs)
 
 
-def speedup(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float] | None:
-    """Estimate the median of ours over the median of theirs, two lists of tokens/s, as JSON values.
+def ratio_of_median_rates(
+    our_rates: Sequence[float], their_rates: Sequence[float]
+) -> dict[str, float] | None:
+    """Estimate the median of our rates over the median of theirs, as JSON values.
 
-    Prompts where either is 0, as for an answer of one token, do not count. None if none is left.
+    Prompts where either is 0, as for an answer of one token, do not count.
 
     Args:
-        ours: [prompts].
-        theirs: [prompts].
+        our_rates: [prompts] tokens/s.
+        their_rates: [prompts] tokens/s.
+
+    Returns:
+        "value", "low" and "high"; None if no prompt is left.
     """
-    pairs = [pair for pair in zip(ours, theirs, strict=True) if all(pair)]
+    pairs = [pair for pair in zip(our_rates, their_rates, strict=True) if all(pair)]
     if not pairs:
         return None
     return asdict(median_ratio([pair[0] for pair in pairs], [pair[1] for pair in pairs]))

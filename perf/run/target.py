@@ -348,7 +348,7 @@ def added_parameters(adapter: StreamAdapter) -> int:
     return adapter.streams.num_parameters + sum(one.a.size + one.b.size for one in lora)
 
 
-def read_unfused_adapter(folder: Path) -> StreamAdapter:
+def read_adapter_with_own_lora(folder: Path) -> StreamAdapter:
     """Read an adapter folder that has a LoRA of its own.
 
     Raises:
