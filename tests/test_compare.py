@@ -15,7 +15,7 @@ from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
 from perf import compare
-from perf.compare import draw_bars, format_report
+from perf.compare import format_markdown_report, write_bar_chart
 from perf.run import experiment as figures
 from perf.run import options, show, target
 from perf.run.experiment import Experiment, Measured
@@ -87,7 +87,7 @@ def arguments(folders, tmp_path):
 @pytest.fixture
 def command(arguments, capsys, monkeypatch):
     """Run the command on the tiny model, without its picture: (exit code, stdout, stderr)."""
-    monkeypatch.setattr(compare, "draw_bars", lambda result, path: None)
+    monkeypatch.setattr(compare, "write_bar_chart", lambda result, path: None)
 
     def run(*more, **settings):
         return real.exit_code(compare.main, *arguments(*more, **settings)), *capsys.readouterr()
@@ -151,9 +151,13 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     assert rows["plain"]["weight_bytes"] == 0 < rows["plain"]["peak_bytes"]
     assert all(row["peak_bytes"] > row["weight_bytes"] for row in rows.values())
     # And what is said of it.
-    assert (tmp_path / "out" / "compare.txt").read_text() == out == format_report(result) + "\n"
+    assert (
+        (tmp_path / "out" / "compare.txt").read_text()
+        == out
+        == format_markdown_report(result) + "\n"
+    )
     assert "power: " in out and "fewer than 30 prompts" in out and "load: " in out
-    draw_bars(result, tmp_path / "x.png")
+    write_bar_chart(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -475,7 +479,7 @@ def test_results_of_several_tasks_are_shown_as_one(tmp_path, capsys):
     joined = tmp_path / "new" / "joined"
     assert compare.main(["--from", *files, "--out", str(joined)]) == 0
     assert json.loads((joined / "compare.json").read_text()) == whole
-    assert capsys.readouterr().out == format_report(whole) + "\n"
+    assert capsys.readouterr().out == format_markdown_report(whole) + "\n"
     assert compare.main(["--from", *files, files[0]]) == 2
     assert "holds sql, and so does" in real.one_line(capsys.readouterr().err, "perf.compare")
     for settings in ({"dtype": "float16"}, {"machine": {**whole["machine"], "memory": "1 GiB"}}):

@@ -11,7 +11,7 @@ from tiny import make_base, make_model, make_tokenizer, slow
 
 from perf import precision
 from perf.run import target
-from perf.run.rounding import RoundedEmbedding, RoundedLinear, round_products
+from perf.run.rounding import RoundedEmbedding, RoundedLinear, replace_by_rounding_layers
 from perf.run.target import PACKED, load_weights_as
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import TreeConfig
@@ -170,7 +170,7 @@ def test_answers_part_at_near_ties_alone(rounds, bits, width, dtype):
         if bits:
             nn.quantize(base, 32, bits)
         if rounds:
-            round_products(base, dtype)
+            replace_by_rounding_layers(base, dtype)
         model = make_model(base=base, scope="streams", adapter={"lora_scale": 1.0})
         plain = written(model, decoding="plain")
         for tree in (BEST, CHAIN):

@@ -395,7 +395,7 @@ def test_an_answer_that_ends_too_soon_tells_no_delay(chunks):
             tell(count + 1)
         return serving.ReceivedAnswer(asked=0.0, times=times)
 
-    rows = serving.measure_delay("ssmlx", ask, "hello", 4000)
+    rows = serving.measure_delay_by_long_prompt("ssmlx", ask, "hello", 4000)
     assert [row["longest"] for row in rows] == [1.0] * (chunks > serving.BEFORE)
 
 

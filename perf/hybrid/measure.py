@@ -58,9 +58,9 @@ def _measure(args: argparse.Namespace) -> int:
         do="raise them",
     )
     check_torch()
-    from .figures import measure
+    from .figures import measure_print_and_save
 
-    return measure(
+    return measure_print_and_save(
         args.model,
         args.data,
         args.documents,

@@ -134,7 +134,7 @@ class Experiment:
         num_costs = {
             name: None
             if any(key in stores[name] for key in keys)
-            else target.count_known_costs(system)
+            else target.count_learned_call_costs(system)
             for name, system in systems.items()
         }
         for name, store in stores.items():

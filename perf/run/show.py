@@ -61,15 +61,15 @@ def _metric_cell(name: str) -> Cell:
     return lambda row: interval_text(row["figures"][name], 1)
 
 
-def same_tokens_cell(prompts: int) -> Cell:
-    """Make a cell with how many answers have plain decoding's tokens, of `prompts`.
+def same_tokens_cell(num_prompts: int) -> Cell:
+    """Make a cell with how many answers have plain decoding's tokens, of `num_prompts`.
 
     The row's "same_as_plain" is None for a system whose noise is its own; the cell says so.
     """
 
     def cell(row: Row) -> str:
         count = row["same_as_plain"]
-        return "draws of its own" if count is None else f"{count} of {prompts}"
+        return "draws of its own" if count is None else f"{count} of {num_prompts}"
 
     return cell
 
@@ -101,17 +101,17 @@ def measurement_notes(found: Row) -> list[str]:
     return [*lines, f"load: {found['load']}"] if "load" in found else lines
 
 
-def heading(result: Result) -> str:
+def model_and_machine_heading(result: Result) -> str:
     """Return one line about model, sampling, precision, machine and versions."""
     machine = result["machine"]
     return (
-        f"{_measured_text(result)}, "
+        f"{_model_sampling_and_machine_text(result)}, "
         f"{machine['memory']}, {machine['os']}, power: {machine['power']}; mlx {machine['mlx']}, "
         f"mlx-lm {machine['mlx-lm']}, ssmlx {machine['ssmlx']} ({machine['commit']})"
     )
 
 
-def _measured_text(result: Result) -> str:
+def _model_sampling_and_machine_text(result: Result) -> str:
     """Return model, sampling, precision and machine, as the beginning of a line."""
     decoding = "greedy"
     if result["temp"]:
@@ -141,7 +141,7 @@ PANELS = {
 """The label of the axis, by the figure of a row."""
 
 
-def draw_bars(result: Result, path: Path) -> None:
+def write_bar_chart(result: Result, path: Path) -> None:
     """Draw bars of speed-up and tokens per call for every task and system into a file.
 
     Args:
@@ -166,7 +166,8 @@ def draw_bars(result: Result, path: Path) -> None:
             axes.invert_yaxis()
         name = ", ".join(dict.fromkeys([task["task"], task["adapter"] or task["task"]]))
         row[0].set_title(f"{name}: {task['prompts']} prompts", loc="left", fontsize=10)
-    picture.suptitle(f"{_measured_text(result)}\n95 % intervals over prompts", fontsize=9)
+    lead = _model_sampling_and_machine_text(result)
+    picture.suptitle(f"{lead}\n95 % intervals over prompts", fontsize=9)
     picture.savefig(path, dpi=150)
 
 

@@ -38,7 +38,7 @@ from ssmlx.model.modules import clone_sharing_arrays
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
-from .rounding import round_products
+from .rounding import replace_by_rounding_layers
 from .timing import TimedAnswer, TimedCall, ssmlx_answer
 
 MLX_LM = "mlx-lm"
@@ -74,7 +74,7 @@ class Weights:
 
     base: Path  # the base model's folder
     dtype: str = "float32"  # one of `FLOATS` or `PACKED`
-    rounds: bool = False  # whether products are `round_products`'s, in 16 bits
+    rounds: bool = False  # whether products are `replace_by_rounding_layers`'s, in 16 bits
     draft_head: str = "stored"  # as `ssmlx.load` takes it
     adapter: StreamAdapter | None = None  # streams and LoRA; None for the base alone
     folder: Path | None = None  # of the adapter
@@ -176,7 +176,7 @@ class Target:
         own = self.drafting(system.kind)
         return make_plan(own.model, system.config, **own.loaded).drafters
 
-    def count_known_costs(self, system: System) -> int | None:
+    def count_learned_call_costs(self, system: System) -> int | None:
         """Return how many costs of calls are known for a system's model; None where no controller
         decides, as it uses none.
         """
@@ -200,11 +200,14 @@ class Target:
             system: decodes.
             prompt: token ids.
             repeat: answers of one repeat of a controlled system may copy from each other.
+
+        Raises:
+            InputError: the system cannot draft for the model.
         """
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        found = self._answer(system, prompt, repeat)
+        found = self._answer_by_kind(system, prompt, repeat)
         return replace(found, peak_bytes=max(0, mx.get_peak_memory() - before))
 
     def decode_text(self, tokens: Sequence[int]) -> str:
@@ -230,7 +233,7 @@ class Target:
             streams.config = config
             self.tokenizer.eos_token_ids = ends
 
-    def _answer(self, system: System, prompt: list[int], repeat: int) -> TimedAnswer:
+    def _answer_by_kind(self, system: System, prompt: list[int], repeat: int) -> TimedAnswer:
         """Answer a prompt by mlx-lm's loop or by ssmlx, as the kind of the system asks; peak memory
         is not measured.
         """
@@ -255,7 +258,7 @@ class Target:
         model.
         """
         if self.weights.rounds:
-            round_products(model, self.weights.activations)
+            replace_by_rounding_layers(model, self.weights.activations)
         return model
 
     def _new_backbone(self) -> Backbone:
@@ -276,7 +279,7 @@ class Target:
             InputError: a folder holds heads of another kind, or cannot be read.
         """
         if kind == STREAMS:
-            return self._load_streams()
+            return self._make_target_with_streams()
         if kind not in CHECKPOINTS:
             return Drafting(self.plain)
         folder = self.weights.checkpoints[kind]
@@ -293,7 +296,7 @@ class Target:
         require(heads.drafter == kind, what, expected=expected, do=f"give it as --{heads.drafter}")
         return Drafting(self.plain, {"heads": heads})
 
-    def _load_streams(self) -> Drafting:
+    def _make_target_with_streams(self) -> Drafting:
         """Make the target with the adapter's streams and the LoRA that acts on their rows.
 
         It shares the target's arrays.
