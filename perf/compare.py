@@ -25,11 +25,11 @@ from .run.options import (
     add_experiment_options,
     build_task_experiment,
     exit_if_count_below_one,
-    split_name,
+    split_name_and_value,
 )
 from .run.results import RESULTS, explain_broken_result
 from .run.show import Row, write_bar_chart
-from .run.statistics import estimate
+from .run.statistics import estimate_from_json
 from .run.target import MLX_LM, PLAIN
 from .run.tasks import TASKS, find_data_file, mean_score_differences, mean_scores, read_examples
 
@@ -132,7 +132,7 @@ def _price_ratio_table(rows: Sequence[Row]) -> str:
         **_PRICES,
         f"{counted} below {' and '.join(price['slower'])} of plain": _slower_answers_text,
         "worst": lambda row: _two_digits(row["price"]["worst"]),
-        "calls priced by other places' and other rows' medians": _substituted_text,
+        "calls priced by other places' and other rows' medians": _substituted_calls_text,
     }
     return show.markdown_table(columns, rows)
 
@@ -158,7 +158,8 @@ def _slower_answers_text(row: Row) -> str:
     return f"{' and '.join(counts)} of {price['answers']}"
 
 
-def _substituted_text(row: Row) -> str:
+def _substituted_calls_text(row: Row) -> str:
+    """Say how many calls took other places' and other rows' medians, such as `3 and 1 of 60`."""
     price = row["price"]
     return f"{price['without_place']} and {price['by_nearest_rows']} of {price['calls']}"
 
@@ -187,16 +188,16 @@ def _heading_and_system_table(task: Row) -> str:
     return f"**{show.task_heading(task)}**\n\n{show.markdown_table(columns, task['systems'])}"
 
 
-def _speedup_text(row: Row, name: str) -> str:
+def _speedup_text(row: Row, figure_name: str) -> str:
     """Format a row's speed-up over mlx-lm; 1.00 for mlx-lm itself, "-" where there is none.
 
     Args:
         row: of a system.
-        name: of the figure.
+        figure_name: such as "latency_speedup".
     """
     if row["kind"] == "mlx-lm":
         return "1.00"
-    return "-" if row[name] is None else show.interval_text(row[name], 2)
+    return "-" if row[figure_name] is None else show.interval_text(row[figure_name], 2)
 
 
 def _calls_text(row: Row) -> str:
@@ -257,6 +258,7 @@ def _intervals_and_repeats_text(result: show.Result) -> str:
 
 
 def measure_task(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the experiment that the options name, and return its result as JSON values."""
     own = build_task_experiment(args, "compare")
     return run_result(own, args.model, [task_result(own.measure())])
 
@@ -281,7 +283,7 @@ def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
     require(are_whole, what, expected=expected, do="give other --data")
     texts: dict[str, list[Any]] = {}
     for item in args.answers:
-        name, file = split_name(item)
+        name, file = split_name_and_value(item)
         require(
             bool(name and file) and name not in texts,
             item,
@@ -315,7 +317,7 @@ def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
     lines += table({"answers": lambda row: row["name"], **show.metric_cells(own)}, rows)
     for row in rows[1:]:
         for figure, gap in row["differences"].items():
-            found = estimate(gap)
+            found = estimate_from_json(gap)
             shown = f"{found.text(1, signed=True)}, {found.verdict}"
             lines.append(f"{row['name']} - {first}, {figure}: {shown}")
     make_folder(args.out)
@@ -411,6 +413,7 @@ def _read_checked_result(path: Path) -> dict[str, Any]:
 
 
 def _how_measured(result: dict[str, Any]) -> dict[str, Any]:
+    """Return all of a result but its tasks, with the machine's entries among the others."""
     shared = {key: value for key, value in result.items() if key not in ("tasks", "machine")}
     return {**shared, **result["machine"]}
 

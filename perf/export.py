@@ -34,7 +34,7 @@ from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig
 
 from .run.results import RESULTS, explain_broken_result
 from .run.tasks import SQL
-from .run.timing import TimedAnswer, collect_timed_answer, ssmlx_answer
+from .run.timing import TimedAnswer, answer_with_ssmlx, collect_timed_answer
 
 PROG = "perf.export"
 
@@ -169,8 +169,8 @@ def compare_package(
             prompts = [exported.prompt_tokens(package, prompt) for prompt in asked]
             alone = GenerateConfig(decoding="plain", max_tokens=args.max_tokens)
             drafting = config_of_same_tree_and_pruning(manifest, args.max_tokens)
-            plain = [ssmlx_answer(*mlx, prompt, alone) for prompt in prompts]
-            speculative = [ssmlx_answer(*mlx, prompt, drafting) for prompt in prompts]
+            plain = [answer_with_ssmlx(*mlx, prompt, alone) for prompt in prompts]
+            speculative = [answer_with_ssmlx(*mlx, prompt, drafting) for prompt in prompts]
         if units is not None:
             list(exported.stream_generate(package, prompts[0], max_tokens=1))  # warm-up
         answers = [

@@ -27,7 +27,7 @@ from .run.experiment import (
 )
 from .run.options import (
     add_experiment_options,
-    add_out,
+    add_out_option,
     build_task_experiment,
     exit_if_count_below_one,
 )
@@ -108,7 +108,7 @@ def count_one_pass_differences(measured: Measured) -> Estimate:
     """
     others = []
     lengths = []
-    for prompt, kept in zip(measured.prompts, measured.first(PLAIN), strict=True):
+    for prompt, kept in zip(measured.prompts, measured.answers_of_first_repeat(PLAIN), strict=True):
         tokens = kept.answer.tokens
         logits = measured.target.mlx_model(mx.array([[*prompt, *tokens[:-1]]]))[0]
         chosen = mx.argmax(logits[len(prompt) - 1 :], axis=-1)
@@ -126,8 +126,8 @@ def _figures_up_to_first_difference(measured: Measured, system: System) -> dict[
     task = measured.experiment.task
     examples = measured.experiment.examples
     assert task is not None
-    own = measured.first(system.name)
-    plain = measured.first(PLAIN)
+    own = measured.answers_of_first_repeat(system.name)
+    plain = measured.answers_of_first_repeat(PLAIN)
     texts = [one.text for one in own]
     expected = [one.text for one in plain]
     found = find_differences_from_plain(measured, system) or []
@@ -237,7 +237,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
     add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)
-    add_out(parser)
+    add_out_option(parser)
     args = parser.parse_args(argv)
     exit_if_count_below_one(parser, args, "repeats", "max_tokens")
     return args

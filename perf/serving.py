@@ -40,8 +40,8 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.report import Columns, table
 from ssmlx.settings import PREFILL_STEP_SIZE
 
-from .run.options import add_base, add_out, exit_if_count_below_one
-from .run.results import ROOT, machine_load
+from .run.options import add_model_option, add_out_option, exit_if_count_below_one
+from .run.results import ROOT, machine_load_text
 from .run.target import FLOATS, load_weights_as
 
 PROG = "perf.serving"
@@ -330,7 +330,7 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
     examples = [json.loads(line) for line in DATA.read_text().splitlines()]
     prompts = cycle(one["prompt"] for one in examples if "prompt" in one)
     upcoming = (f"{number}. {prompt}" for number, prompt in enumerate(prompts))
-    load = machine_load()
+    load = machine_load_text()
     rows = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(dir=args.out)))
@@ -368,7 +368,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         argv: the words after the command; None for the process's own.
     """
     parser = make_parser(PROG, __doc__)
-    add_base(parser)
+    add_model_option(parser)
     add_options(
         parser,
         ("--adapter", None, "adapter of ssmlx's server (default: %(default)s)", "chat"),
@@ -378,7 +378,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--max-tokens", None, "tokens of an answer (default: %(default)s)", 32),
         ("--long", None, "tokens of the long prompt (default: %(default)s)", 4000),
     )
-    add_out(parser)
+    add_out_option(parser)
     args = parser.parse_args(argv)
     exit_if_count_below_one(parser, args, "open", "count", "max_tokens", "long")
     return args

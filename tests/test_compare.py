@@ -428,13 +428,13 @@ def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
 
 
 def test_mlx_lm_that_differs_is_told_and_no_failure(command, monkeypatch, tmp_path):
-    answered = target.mlx_lm_answer
+    answered = target.answer_with_mlx_lm
 
     def other(*args):
         answer = answered(*args)
         return replace(answer, tokens=[*answer.tokens[:-1], (answer.tokens[-1] + 1) % real.VOCAB])
 
-    monkeypatch.setattr(target, "mlx_lm_answer", other)
+    monkeypatch.setattr(target, "answer_with_mlx_lm", other)
     code, out, _ = command("--systems", "streams")
     assert code == 0 and "mlx-lm: prompt 3 parts from plain at token 9" in out
     rows = rows_of(saved(tmp_path))

@@ -80,7 +80,7 @@ def test_a_run_goes_on(measure, tmp_path, monkeypatch):
 
 def test_a_divergence_counts_with_the_tokens_before_it(measure, tmp_path, monkeypatch, capsys):
     """Two of three answers, parted on purpose at their third token by more than rounding."""
-    real = target.ssmlx_answer
+    real = target.answer_with_ssmlx
     calls = []
 
     def other(model, tokenizer, prompt, config, **loaded):
@@ -90,7 +90,7 @@ def test_a_divergence_counts_with_the_tokens_before_it(measure, tmp_path, monkey
             found.tokens[2] = 0 if len(calls) < 3 else found.tokens[2]
         return found
 
-    monkeypatch.setattr(target, "ssmlx_answer", other)
+    monkeypatch.setattr(target, "answer_with_ssmlx", other)
     assert measure("--dtype", "bfloat16", "--systems", "streams") == 1
     row = parts(tmp_path)[0]["systems"][1]
     assert [one["token"] for one in row["differences"]] == [2, 2]

@@ -257,7 +257,7 @@ def stored(folder, *prompts, fresh=False, **settings):
     """A store to which these were added, and which is closed."""
     store = AnswerStore(folder, "sql", settings, fresh=fresh)
     for prompt in prompts:
-        store.keep(prompt, KEPT)
+        store.add_and_write(prompt, KEPT)
     store.file.close()
     return store
 
@@ -326,7 +326,7 @@ def adapter_of(base: Path, scope: str):
 def test_all_systems_write_the_same_with_the_same_arrays(folders, scope, base, dtype):
     adapter = adapter_of(folders / "base", scope)
     target = Target(Weights(folders / base, dtype, adapter=adapter))
-    streams = target.drafting(STREAMS).model
+    streams = target.load_drafting_once(STREAMS).model
     ours = {id(array) for _, array in tree_flatten(target.mlx_model.parameters())}
     for model in (target.plain, streams):
         arrays = dict(tree_flatten(model.backbone.model.parameters()))
@@ -365,17 +365,19 @@ def test_what_drafting_adds_is_counted_once(tmp_path):
         adapter = make_adapter(base, scope=scope)
         lora = sum(one.a.size + one.b.size for one in adapter.trained_lora.values())
         streams = adapter.streams.num_parameters
-        assert targets.added_parameters(adapter) == streams + (lora if scope == "streams" else 0)
+        assert targets.count_parameters_of_streams(adapter) == streams + (
+            lora if scope == "streams" else 0
+        )
         target = Target(Weights(base, adapter=adapter))
         system = System(STREAMS, STREAMS, GenerateConfig(decoding="speculative"))
-        assert target.extra_parameters(system) == targets.added_parameters(adapter)
+        assert target.count_added_parameters(system) == targets.count_parameters_of_streams(adapter)
 
 
 def test_the_parameters_of_the_bundled_adapters_are_those_of_the_readme():
     read = [
         targets.read_adapter_with_own_lora(bundled_adapters()[name]) for name in ("sql", "chat")
     ]
-    assert [*map(targets.added_parameters, read)] == [1_572_672, 1_572_096]
+    assert [*map(targets.count_parameters_of_streams, read)] == [1_572_672, 1_572_096]
 
 
 def test_an_adapter_without_lora_of_its_own_is_refused(tmp_path):

@@ -45,6 +45,7 @@ class Screen:
             self._drawn = len(lines)
 
     def print_whole_answers(self) -> None:
+        """Print each question with the text of its answer so far, on standard output."""
         for question, text in zip(self.questions, self.texts, strict=True):
             print(f"\n{question}\n{text}", flush=True)
 

@@ -57,14 +57,14 @@ class Step:
         Args:
             args: the recipe's options.
         """
-        words = [real_path(word, args) for word in shlex.split(self.command)]
+        words = [path_with_real_folder(word, args) for word in shlex.split(self.command)]
         for name, most in (("max_steps", args.max_steps), ("count", 16 * args.max_steps)):
             if most and name in self.options():
                 words += [f"--{name.replace('_', '-')}", str(most)]
         return words
 
 
-def real_path(name: str, args: argparse.Namespace) -> str:
+def path_with_real_folder(name: str, args: argparse.Namespace) -> str:
     """Replace a leading DATA or OUT of a path by the folder of --data-dir or --out; other paths
     stay.
 
@@ -110,7 +110,7 @@ def check_or_fill_digest_of_file(
     Raises:
         InputError: the file is missing, or another one.
     """
-    path = ROOT / real_path(name, args)
+    path = ROOT / path_with_real_folder(name, args)
     expected = digests[name]
     do = "take the steps before it, or give --data-dir"
     require(path.is_file(), f"{path} does not exist", expected="data to learn from", do=do)

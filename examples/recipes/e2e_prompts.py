@@ -54,6 +54,7 @@ def parse_attributes(text: str) -> Attributes:
 
 
 def format_attributes(attributes: Attributes) -> str:
+    """Format pairs as `name[Aromi], area[riverside]`."""
     return ", ".join(f"{name}[{value}]" for name, value in attributes)
 
 

@@ -33,17 +33,17 @@ from ssmlx.settings import DTYPES, GenerateConfig
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import (
     DEFAULT,
-    add_base,
-    add_out,
+    add_model_option,
+    add_out_option,
     exit_if_count_below_one,
     read_adapter_with_streams,
 )
-from ..run.results import Kept, machine_load
+from ..run.results import Kept, machine_load_text
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, find_data_file, read_examples
 from ..run.timing import TimedAnswer
 from .machine import (
-    past_attention_kernel_trials,
+    attention_kernel_trials_so_far,
     time_forwards_launches_and_steps,
     weight_bits,
 )
@@ -185,7 +185,7 @@ def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) ->
     ends = part_deadlines(started, 60 * args.minutes, weights)
     result: dict[str, Any] = {
         "machine": describe_machine(),
-        "load": machine_load(),
+        "load": machine_load_text(),
         "date": time.strftime("%Y-%m-%d"),
         "model": base.name if Path(args.model).expanduser().exists() else args.model,
         "minutes": args.minutes,
@@ -201,7 +201,7 @@ def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) ->
             continue
         experiment = experiment_of_part(part, base, args.dtype)
         target, prompts = experiment.load_target_and_prompts()
-        streams = target.drafting(STREAMS).model
+        streams = target.load_drafting_once(STREAMS).model
         loaded = time.perf_counter() - begun
         if not result["answers"]:
             result["weights"] = precision_text(target)
@@ -227,7 +227,7 @@ def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) ->
     return {
         **result,
         "contexts": [one for one in contexts.values() if one],
-        "trials": past_attention_kernel_trials(),
+        "trials": attention_kernel_trials_so_far(),
         "left_out": left_out,
         "seconds": time.perf_counter() - started,
     }
@@ -286,7 +286,9 @@ def figures_of_rounds(
         system.name: [[Kept(one[system.name], "")] for one in rounds.answers]
         for system in experiment.systems
     }
-    measured = Measured(replace(experiment, task=None), target, prompts, answers, machine_load())
+    measured = Measured(
+        replace(experiment, task=None), target, prompts, answers, machine_load_text()
+    )
     return task_result(measured, is_cold=rounds.is_cold, **more)
 
 
@@ -410,14 +412,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
-    add_base(parser)
+    add_model_option(parser)
     add_options(
         parser,
         ("--minutes", "N", "minutes to take at most (default: %(default)g)", 5.0),
         ("--dtype", None, "as of python -m ssmlx.generate (default: %(default)s)", "auto", DTYPES),
         ("--contexts", "N", f"tokens of context (default: {CONTEXTS[0]})", list(CONTEXTS)),
     )
-    add_out(parser)
+    add_out_option(parser)
     args = parser.parse_args(argv)
     args.contexts = sorted(set(args.contexts))
     exit_if_count_below_one(parser, args, "contexts")

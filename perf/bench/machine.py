@@ -189,7 +189,7 @@ def seconds_per_chained_kernel() -> float:
     return (long - short) / (CHAINS[1] - CHAINS[0])
 
 
-def past_attention_kernel_trials() -> list[dict[str, Any]]:
+def attention_kernel_trials_so_far() -> list[dict[str, Any]]:
     """Return the shapes at which the fused attention kernel was compared with MLX's in this
     process, with both times.
 

@@ -117,7 +117,7 @@ def _adapter_heading_and_table(task: Row) -> list[str]:
         "whole, over plain": cell("latency_over_plain", 2),
         "tokens/call": lambda row: f"{row['tokens_per_call']['value']:.2f}",
         "first token, ms": cell("first_token_seconds", 0, 1e3),
-        "peak, MiB": lambda row: f"{_peak(task, row) / MIB:.1f}",
+        "peak, MiB": lambda row: f"{_weights_and_peak_bytes(task, row) / MIB:.1f}",
         "same as plain": same_tokens_cell(count),
     }
     return [
@@ -132,22 +132,23 @@ def _context_speedup_and_prefill_line(task: Row) -> str:
     """
     speedup = figure_cell("speedup", with_interval=task["prompts"] > 1)
     shown = [
-        f"{row['name']} {speedup(row)}, prefill {prefill_rate(task, row):.0f}"
+        f"{row['name']} {speedup(row)}, prefill {prompt_tokens_per_second(task, row):.0f}"
         for row in task["systems"]
     ]
-    return f"{_name(task)}, over mlx-lm, and prompt tokens/s: {'; '.join(shown)}"
+    where = f"{task['adapter']} behind {task['tokens']} tokens of context"
+    return f"{where}, over mlx-lm, and prompt tokens/s: {'; '.join(shown)}"
 
 
-def _name(task: Row) -> str:
-    context = f" behind {task['tokens']} tokens of context" if "tokens" in task else ""
-    return f"{task['adapter']}{context}"
-
-
-def _peak(task: Row, row: Row) -> int:
+def _weights_and_peak_bytes(task: Row, row: Row) -> int:
     """Return bytes: the weights that a system needs, and the most in use beside them."""
     return int(task["target_bytes"] + row["peak_bytes"])
 
 
-def prefill_rate(context: Row, row: Row) -> float:
-    """Tokens/s until the first token."""
+def prompt_tokens_per_second(context: Row, row: Row) -> float:
+    """Return the tokens of a context over the mean seconds until a system's first token.
+
+    Args:
+        context: answers behind that context.
+        row: of a system.
+    """
     return float(context["tokens"] / row["first_token_seconds"]["value"])

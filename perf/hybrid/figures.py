@@ -30,8 +30,8 @@ from ssmlx.report import Columns
 from ssmlx.settings import GenerateConfig
 
 from ..run.show import markdown_table
-from ..run.target import MLX_LM, PLAIN, mlx_lm_answer
-from ..run.timing import TimedAnswer, ssmlx_answer
+from ..run.target import MLX_LM, PLAIN, answer_with_mlx_lm
+from ..run.timing import TimedAnswer, answer_with_ssmlx
 from .head import Head, draft_chains
 from .learn import encode_stream
 from .text import Source, read_sources
@@ -184,12 +184,14 @@ def load_and_answer_by_all_systems(
     tokenizer.eos_token_ids = set()
     plain = GenerateConfig(decoding="plain", max_tokens=num_tokens)
     given = {
-        MLX_LM: [mlx_lm_answer(model.backbone.model, tokenizer, one, plain) for one in prompts],
-        PLAIN: [ssmlx_answer(model, tokenizer, one, plain) for one in prompts],
+        MLX_LM: [
+            answer_with_mlx_lm(model.backbone.model, tokenizer, one, plain) for one in prompts
+        ],
+        PLAIN: [answer_with_ssmlx(model, tokenizer, one, plain) for one in prompts],
     }
     for name, how in make_drafting_systems(folder, model).items():
         settings = {**how, "max_tokens": num_tokens}
-        given[name] = [ssmlx_answer(model, tokenizer, one, **settings) for one in prompts]
+        given[name] = [answer_with_ssmlx(model, tokenizer, one, **settings) for one in prompts]
     expected = [answer.tokens for answer in given[PLAIN]]
     return model, [
         Answers(
@@ -201,7 +203,9 @@ def load_and_answer_by_all_systems(
     ]
 
 
-def replay_head(folder: Path, texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
+def replay_drafts_in_torch(
+    folder: Path, texts: Sequence[tuple[list[int], list[int]]]
+) -> dict[str, Any]:
     """Replay what the head drafts on answers, in PyTorch, and what of it is accepted.
 
     Args:
@@ -423,6 +427,7 @@ def byte_rows_of_this_model_and_9b(config: Qwen3_5TextConfig) -> list[dict[str, 
 
 
 def _percentages(shares: Sequence[float]) -> str:
+    """Format shares as whole per cent, with commas between; "-" without any."""
     return ", ".join(f"{share:.0%}" for share in shares) or "-"
 
 
@@ -504,7 +509,7 @@ def measure_print_and_save(
     result = {
         "difference": relative_logit_gap_to_transformers(folder, prompts[0]),
         "systems": [one.row() for one in answers],
-        "replay": replay_head(folder, texts),
+        "replay": replay_drafts_in_torch(folder, texts),
         "times": time_plain_calls_behind_chains(model, texts),
         "bytes": byte_rows_of_this_model_and_9b(load_torch_model_and_head(folder)[0].config),
     }

@@ -74,15 +74,15 @@ def train_tokenizer(sources: Sequence[Source], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (text for source in sources for text in _first(source.train, 1_500_000))
+    texts = (text for source in sources for text in _sample_evenly(source.train, 1_500_000))
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-def _first(texts: Sequence[str], characters: int) -> Sequence[str]:
-    """Return texts spread over all of `texts`, of so many characters at most."""
+def _sample_evenly(texts: Sequence[str], max_characters: int) -> Sequence[str]:
+    """Return every n-th of the texts, so that `max_characters` characters are about their sum."""
     total = sum(map(len, texts))
-    return texts[:: max(1, math.ceil(total / characters))]
+    return texts[:: max(1, math.ceil(total / max_characters))]
 
 
 def encode_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
@@ -321,7 +321,7 @@ def count_parameters(module: nn.Module) -> int:
     return sum(one.numel() for one in module.parameters())
 
 
-def learn(data: Path, documents: Path, out: Path, schedule: Schedule) -> None:
+def train_or_go_on(data: Path, documents: Path, out: Path, schedule: Schedule) -> None:
     """Train a model and its head, or go on with what `out` has, and say so on standard output.
 
     Args:

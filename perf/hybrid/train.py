@@ -59,7 +59,7 @@ def _train(args: argparse.Namespace) -> None:
     """Check the options, and learn.
 
     Raises:
-        InputError: an option is out of bounds, PyTorch is missing, or what `learn` raises.
+        InputError: an option is out of bounds, PyTorch is missing, or what `train_or_go_on` raises.
     """
     require(
         args.minutes > 0 and args.batch > 0,
@@ -68,10 +68,10 @@ def _train(args: argparse.Namespace) -> None:
         do="raise them",
     )
     check_torch()
-    from .learn import learn
+    from .learn import train_or_go_on
 
     schedule = Schedule(minutes=args.minutes, batch=args.batch)
-    learn(args.data, args.documents, args.out, schedule)
+    train_or_go_on(args.data, args.documents, args.out, schedule)
 
 
 main = make_main(PROG, parse_args, _train)

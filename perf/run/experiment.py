@@ -29,7 +29,7 @@ from .results import (
     AnswerStore,
     Kept,
     file_stats_digest,
-    machine_load,
+    machine_load_text,
     sources_digest,
     timing_environment,
 )
@@ -104,7 +104,7 @@ class Experiment:
         for prompt in prompts:
             check_prompt(plain, len(prompt))
         for system in self.systems:
-            target.build_drafters(system)
+            target.make_new_drafters(system)
         return target, prompts
 
     def measure(self) -> Measured:
@@ -119,7 +119,7 @@ class Experiment:
                 answers.
         """
         mx.clear_cache()
-        load = machine_load()
+        load = machine_load_text()
         target, prompts = self.load_target_and_prompts()
         systems = {system.name: system for system in self.systems}
         assert self.out is not None
@@ -150,7 +150,7 @@ class Experiment:
         for key, name in rotate_turns(progress, list(stores)):
             if key not in stores[name]:
                 answer = target.answer(systems[name], key[1:], key[0])
-                stores[name].keep(key, Kept(answer, target.decode_text(answer.tokens)))
+                stores[name].add_and_write(key, Kept(answer, target.decode_text(answer.tokens)))
         answers = {
             name: [[store[[r, *prompt]] for r in range(self.repeats)] for prompt in prompts]
             for name, store in stores.items()
@@ -197,9 +197,9 @@ class Measured:
     # costs that each system knew as the run began; None where it learns none, or nobody knows
     num_costs: Mapping[str, int | None] = field(default_factory=dict)
 
-    def first(self, name: str) -> list[Kept]:
+    def answers_of_first_repeat(self, system_name: str) -> list[Kept]:
         """[prompts] a system's answers, of the first repeat."""
-        return [repeats[0] for repeats in self.answers[name]]
+        return [repeats[0] for repeats in self.answers[system_name]]
 
 
 def run_result(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
@@ -236,23 +236,23 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     """
     experiment = measured.experiment
     weights = measured.experiment.weights
-    plain_metrics = _mean_scores_of(experiment, measured.first(PLAIN))
+    plain_metrics = _mean_scores_of(experiment, measured.answers_of_first_repeat(PLAIN))
     systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
     prices = _answer_prices(measured)
     tree = cheapest_system(prices, experiment.fixed_trees)
     return {
         "task": experiment.task.name if experiment.task else experiment.name,
         "data": experiment.data,
-        "prompts": len(measured.first(PLAIN)),
+        "prompts": len(measured.answers_of_first_repeat(PLAIN)),
         "max_tokens": experiment.systems[0].config.max_tokens,
         "max_prompt_tokens": experiment.task.max_prompt_tokens if experiment.task else None,
         "adapter": weights.folder.resolve().name if weights.folder else None,
         "scope": weights.scope,
-        "target_bytes": measured.target.memory().weights,
+        "target_bytes": measured.target.measure_memory().weights,
         "figures": list(plain_metrics),
         "left_out": dict(experiment.left_out),
         "load": measured.load,
-        "draft_call_seconds": _call_seconds(measured.answers.get(DRAFT_ALONE, ())),
+        "draft_call_seconds": _median_seconds_of_later_calls(measured.answers.get(DRAFT_ALONE, ())),
         "best_tree": tree,
         "systems": [
             {
@@ -348,12 +348,12 @@ def _system_row(
             the same tokens.
     """
     prompts = measured.answers[system.name]
-    first = measured.first(system.name)
-    plain = measured.first(PLAIN)
+    first = measured.answers_of_first_repeat(system.name)
+    plain = measured.answers_of_first_repeat(PLAIN)
     is_shared = all(a.answer.tokens == b.answer.tokens for a, b in zip(first, plain, strict=True))
     differences = find_differences_from_plain(measured, system)
     target = measured.target
-    weight_bytes = target.memory(system.kind).weights - target.memory().weights
+    weight_bytes = target.measure_memory(system.kind).weights - target.measure_memory().weights
     tokens = [len(kept.answer.tokens) for kept in first]
     calls = [kept.answer.target_calls for kept in first]
     drafts = [kept.answer.draft_calls for kept in first]
@@ -361,7 +361,7 @@ def _system_row(
     return {
         "name": system.name,
         "kind": system.kind,
-        "options": _describe_largest_tree(system, target.build_drafters(system)),
+        "options": _describe_largest_tree(system, target.make_new_drafters(system)),
         "tokens_per_call": asdict(_tokens_per_call(prompts)),
         "target_calls": sum(calls),
         "target_calls_per_answer": asdict(mean(calls)),
@@ -375,10 +375,10 @@ def _system_row(
         "decode_seconds": asdict(mean(_medians(prompts, lambda a: a.decode_seconds))),
         "tokens_per_second": statistics.median(rates),
         "decode_rate": asdict(median(rates)),
-        "call_seconds": _call_seconds(prompts),
+        "call_seconds": _median_seconds_of_later_calls(prompts),
         "figures": plain_metrics if is_shared else _mean_scores_of(measured.experiment, first),
         "figures_of": PLAIN if is_shared else system.name,
-        "extra_parameters": target.extra_parameters(system),
+        "extra_parameters": target.count_added_parameters(system),
         "weight_bytes": weight_bytes,
         "peak_bytes": weight_bytes + max(k.answer.peak_bytes for one in prompts for k in one),
         "differences": differences or [],
@@ -412,7 +412,7 @@ def _medians(prompts: Prompts, of: Callable[[TimedAnswer], float]) -> list[float
     return [statistics.median(of(kept.answer) for kept in repeats) for repeats in prompts]
 
 
-def _call_seconds(prompts: Prompts) -> float | None:
+def _median_seconds_of_later_calls(prompts: Prompts) -> float | None:
     """Return the median over answers of the seconds of a target call after the first.
 
     All repeats count, and answers of more than one call; None without any.
@@ -468,7 +468,7 @@ def find_differences_from_plain(measured: Measured, system: System) -> list[dict
     if system.kind == MLX_LM and system.config.temp:
         return None
     found = []
-    expected = [kept.answer.tokens for kept in measured.first(PLAIN)]
+    expected = [kept.answer.tokens for kept in measured.answers_of_first_repeat(PLAIN)]
     for index, repeats in enumerate(measured.answers[system.name]):
         tokens = [kept.answer.tokens for kept in repeats]
         other = next((row for row in tokens if row != expected[index]), None)

@@ -46,16 +46,18 @@ SYSTEMS = (MLX_LM, PLAIN, STREAMS, *target.CHECKPOINTS, "lookahead", "prompt-loo
 _RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attention")
 
 
-def add_base(group: argparse._ActionsContainer) -> None:
+def add_model_option(group: argparse._ActionsContainer) -> None:
+    """Add --model, the base model."""
     text = "the base model: a local folder, a Hub name or an alias (default: %(default)s)"
     add_options(group, ("--model", None, text, BASE))
 
 
-def add_out(group: argparse._ActionsContainer) -> None:
+def add_out_option(group: argparse._ActionsContainer) -> None:
+    """Add --out, the folder of the results."""
     add_options(group, ("--out", "FOLDER", "folder of the results (default: %(default)s)", RESULTS))
 
 
-def split_name(item: str) -> tuple[str | None, str]:
+def split_name_and_value(item: str) -> tuple[str | None, str]:
     """Split `NAME=VALUE` at the first "=".
 
     Returns:
@@ -128,7 +130,7 @@ def add_experiment_options(
         ("--count", "N", "use the first N prompts (default: all)", int),
     )
     weights = parser.add_argument_group("weights")
-    add_base(weights)
+    add_model_option(weights)
     weights.add_argument(
         "--dtype",
         choices=(*target.FLOATS, *target.PACKED),

@@ -24,8 +24,11 @@ RESULTS = ROOT / "perf" / "results"
 _TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
 
 
-def machine_load() -> str:
-    """How busy the machine is: a measurement shares it with whatever else runs."""
+def machine_load_text() -> str:
+    """Say how busy the machine is, such as `1.4 of 2 cores busy when it began`.
+
+    A measurement shares it with whatever else runs.
+    """
     return f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores busy when it began"
 
 
@@ -76,25 +79,27 @@ class AnswerStore:
         Raises:
             InputError: another process writes into the file, or it cannot be read.
         """
-        path = folder / f"{file_prefix}-{digest(settings)}.part.jsonl"
+        path = folder / f"{file_prefix}-{short_digest(settings)}.part.jsonl"
         self.file = PartFile(path, to_json(settings), fresh=fresh)
         self._kept = {
-            prompt: Kept(_answer_of(values), text) for prompt, text, values in self.file.done
+            key: Kept(_timed_answer_from_json(values), text) for key, text, values in self.file.done
         }
 
-    def __contains__(self, prompt: Sequence[int]) -> bool:
-        return digest(prompt) in self._kept
+    def __contains__(self, key: Sequence[int]) -> bool:
+        """Whether the answer of a key is kept."""
+        return short_digest(key) in self._kept
 
-    def __getitem__(self, prompt: Sequence[int]) -> Kept:
-        return self._kept[digest(prompt)]
+    def __getitem__(self, key: Sequence[int]) -> Kept:
+        """Return the answer of a key; KeyError where it is not kept."""
+        return self._kept[short_digest(key)]
 
-    def keep(self, prompt: Sequence[int], kept: Kept) -> None:
+    def add_and_write(self, key: Sequence[int], kept: Kept) -> None:
         """Add an answer; it is on disk when this returns."""
-        self._kept[digest(prompt)] = kept
-        self.file.append([digest(prompt), kept.text, asdict(kept.answer)])
+        self._kept[short_digest(key)] = kept
+        self.file.append([short_digest(key), kept.text, asdict(kept.answer)])
 
 
-def _answer_of(values: Mapping[str, Any]) -> TimedAnswer:
+def _timed_answer_from_json(values: Mapping[str, Any]) -> TimedAnswer:
     """Make an answer of its JSON values."""
     calls = [TimedCall(*call) for call in values["calls"]]
     return TimedAnswer(**{**values, "calls": calls})
@@ -102,6 +107,9 @@ def _answer_of(values: Mapping[str, Any]) -> TimedAnswer:
 
 @lru_cache(maxsize=1)
 def timing_environment() -> dict[str, str]:
+    """Return what times depend on beside the code: machine, libraries and power; found once a
+    process.
+    """
     found = describe_machine()
     return {**{name: found[name] for name in _TIMED_ON}, "power": power_source()}
 
@@ -115,7 +123,7 @@ def file_stats_digest(folder: Path | None) -> str | None:
     if folder is None:
         return None
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
-    return digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    return short_digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 @lru_cache(maxsize=1)
@@ -126,8 +134,9 @@ def sources_digest() -> str:
     own = [f"perf/run/{name}.py" for name in ("rounding", "target", "timing")]
     names = "ssmlx/**/*.py", "ssmlx/**/*.metal", *own
     sources = sorted(path for name in names for path in ROOT.glob(name))
-    return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in sources])
+    return short_digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in sources])
 
 
-def digest(value: Any) -> str:
+def short_digest(value: Any) -> str:
+    """Return the first 12 digits of the SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ssmlx.report import Columns, cells, new_figure
 
-from .statistics import FEW, estimate
+from .statistics import FEW, estimate_from_json
 
 Row = Mapping[str, Any]
 """A row of a table: figures by name."""
@@ -50,10 +50,12 @@ def figure_cell(
 
 
 def number_cell(name: str, nothing: str = "-") -> Cell:
+    """Make a cell with a whole number of the row, or `nothing` where that is 0 or None."""
     return lambda row: f"{row[name]:,}" if row[name] else nothing
 
 
 def metric_cells(names: Sequence[str]) -> dict[str, Cell]:
+    """Make a column for each score in a row's "figures": its heading, and its cell."""
     return {f"{name}, %": _metric_cell(name) for name in names}
 
 
@@ -82,10 +84,11 @@ def interval_text(values: Mapping[str, float], digits: int, scale: float = 1.0) 
         digits: behind the point.
         scale: what all three are multiplied by.
     """
-    return estimate({name: scale * values[name] for name in _NOTHING}).text(digits)
+    return estimate_from_json({name: scale * values[name] for name in _NOTHING}).text(digits)
 
 
 def markdown_table(columns: Columns, rows: Sequence[Row]) -> str:
+    """Format rows as a table in Markdown: a line of headings, a rule, and a line for each row."""
     lines = [list(columns), ["---"] * len(columns), *cells(columns, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -180,11 +183,11 @@ def _draw_panel(axes: Any, task: Row, panel: str) -> None:
         panel: name of the figure; where it is None, an empty bar and "-" are drawn.
     """
     rows = task["systems"]
-    found = [estimate(row[panel] or _NOTHING) for row in rows]
+    found = [estimate_from_json(row[panel] or _NOTHING) for row in rows]
     values = [one.value for one in found]
     places = range(len(rows))
     axes.barh(places, values, height=0.56, color=[COLOURS[row["kind"]] for row in rows])
-    errors = list(zip(*(one.errors for one in found), strict=True))
+    errors = list(zip(*(one.error_bars for one in found), strict=True))
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
     for place, one, row in zip(places, found, rows, strict=True):
         text = "-" if row[panel] is None else f"{one.value:.2f}"

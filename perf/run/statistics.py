@@ -20,7 +20,7 @@ FEW = 30  # prompts below which an interval says too little
 class Estimate:
     """A figure with its 95 % interval over prompts.
 
-    `errors` and `text` are for showing it.
+    `error_bars` and `text` are for showing it.
     """
 
     value: float
@@ -42,17 +42,18 @@ class Estimate:
         return f"not within noise: {'higher' if self.value > 0 else 'lower'}"
 
     @property
-    def errors(self) -> tuple[float, float]:
+    def error_bars(self) -> tuple[float, float]:
         """How far the interval reaches below and above; with very few prompts it may miss it."""
         return max(0.0, self.value - self.low), max(0.0, self.high - self.value)
 
 
-def estimate(values: Mapping[str, float]) -> Estimate:
+def estimate_from_json(values: Mapping[str, float]) -> Estimate:
+    """Make an estimate of its "value", "low" and "high"."""
     return Estimate(values["value"], values["low"], values["high"])
 
 
 @lru_cache(maxsize=16)
-def _picks(num_prompts: int) -> NDArray[np.int64]:
+def _resampled_prompt_indices(num_prompts: int) -> NDArray[np.int64]:
     """Return [RESAMPLES, prompts] indices: the prompts that each resample draws, the same at every
     call.
     """
@@ -70,17 +71,19 @@ def _bootstrap_over_prompts(statistic: Callable[[Any], Any], *rows: ArrayLike) -
         The statistic of all prompts, and the 2.5th and 97.5th percentile over resamples.
     """
     drawn = np.array(rows, np.float64)
-    found = statistic(drawn[:, _picks(drawn.shape[1])])
+    found = statistic(drawn[:, _resampled_prompt_indices(drawn.shape[1])])
     low, high = np.quantile(found, [0.025, 0.975])
     return Estimate(float(statistic(drawn[:, None])[0]), float(low), float(high))
 
 
 def _ratio_of_sums(pair: Any) -> Any:
+    """[2, resamples, prompts] to [resamples]; 0 where nothing is below the line."""
     above, below = pair.sum(axis=-1)
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
 def _ratio_of_medians(pair: Any) -> Any:
+    """[2, resamples, prompts] to [resamples]."""
     above, below = np.median(pair, axis=-1)
     return above / below
 
@@ -97,6 +100,7 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Estimate:
 
 
 def mean(values: ArrayLike) -> Estimate:
+    """Estimate the mean of [prompts]."""
     return ratio(values, np.ones(len(np.asarray(values))))
 
 
@@ -106,6 +110,7 @@ def paired_difference(ours: ArrayLike, theirs: ArrayLike) -> Estimate:
 
 
 def median(values: Sequence[float]) -> Estimate:
+    """Estimate the median of [prompts]."""
     return median_ratio(values, [1.0] * len(values))
 
 

@@ -39,7 +39,7 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
 from .rounding import replace_by_rounding_layers
-from .timing import TimedAnswer, TimedCall, ssmlx_answer
+from .timing import TimedAnswer, TimedCall, answer_with_ssmlx
 
 MLX_LM = "mlx-lm"
 PLAIN = "plain"
@@ -85,6 +85,7 @@ class Weights:
 
     @property
     def activations(self) -> str:
+        """The type of activations: float16 beside packed weights, else that of the weights."""
         return "float16" if self.dtype in PACKED else self.dtype
 
     @property
@@ -127,7 +128,7 @@ class Target:
         adapter = weights.adapter
         model, settings = load_weights_as(weights.dtype, weights.base)
         self.tokenizer = load_tokenizer(weights.base, settings)
-        backbone = Backbone(self._with_rounded_products(clone_sharing_arrays(model)))
+        backbone = Backbone(self._round_products_if_asked(clone_sharing_arrays(model)))
         if adapter is not None:
             check_base(adapter, backbone)
         lora = {} if adapter is None else adapter.lora
@@ -135,7 +136,7 @@ class Target:
         for every in (lora, adapter.stream_lora if adapter else {}):
             check_lora(model, every, source)
         attach_lora(model, lora, RowScope(0), merge=True, dtype=backbone.dtype)
-        computing: Any = self._with_rounded_products(model)
+        computing: Any = self._round_products_if_asked(model)
         mx.eval(computing.parameters())
         ends = adapter.config.end_token_ids if adapter else ()
         self.tokenizer.eos_token_ids = {*self.tokenizer.eos_token_ids, *ends}
@@ -145,7 +146,7 @@ class Target:
         # what was answered before, by system and repeat: each is a session
         self._earlier: dict[tuple[str, int], EarlierAnswers] = {}
 
-    def drafting(self, kind: str) -> Drafting:
+    def load_drafting_once(self, kind: str) -> Drafting:
         """Return what systems of a kind decode and draft with; it is loaded at the first call, then
         kept.
 
@@ -159,12 +160,14 @@ class Target:
             self._drafting[kind] = self._load_drafting(kind)
         return self._drafting[kind]
 
-    def memory(self, kind: str = PLAIN) -> Memory:
-        """Measure the memory of what systems of a kind decode with, and an empty cache."""
-        own = self.drafting(kind)
+    def measure_memory(self, kind: str = PLAIN) -> Memory:
+        """Measure the memory of what systems of a kind decode with, and an empty cache; what is
+        missing is loaded.
+        """
+        own = self.load_drafting_once(kind)
         return measure_memory(own.model, own.model.make_cache(), loaded=own.loaded.values())
 
-    def build_drafters(self, system: System) -> Sequence[Drafter]:
+    def make_new_drafters(self, system: System) -> Sequence[Drafter]:
         """Make new drafters for a system; none for plain decoding, mlx-lm and the draft model
         alone.
 
@@ -173,7 +176,7 @@ class Target:
         """
         if system.kind in (MLX_LM, DRAFT_ALONE):
             return ()
-        own = self.drafting(system.kind)
+        own = self.load_drafting_once(system.kind)
         return make_plan(own.model, system.config, **own.loaded).drafters
 
     def count_learned_call_costs(self, system: System) -> int | None:
@@ -182,14 +185,14 @@ class Target:
         """
         if not system.config.is_controlled:
             return None
-        learned, _ = learned_of(self.drafting(system.kind).model)
+        learned, _ = learned_of(self.load_drafting_once(system.kind).model)
         return len(learned.costs.to_dict()["costs"])
 
-    def extra_parameters(self, system: System) -> int:
+    def count_added_parameters(self, system: System) -> int:
         """Return how many trained numbers a system's drafters add to the target."""
         if system.kind == STREAMS and self.weights.adapter is not None:
-            return added_parameters(self.weights.adapter)
-        return sum(drafter.num_parameters for drafter in self.build_drafters(system))
+            return count_parameters_of_streams(self.weights.adapter)
+        return sum(drafter.num_parameters for drafter in self.make_new_drafters(system))
 
     def answer(self, system: System, prompt: list[int], repeat: int = 0) -> TimedAnswer:
         """Answer a prompt and time it.
@@ -221,7 +224,7 @@ class Target:
 
         The adapter has to have streams. Afterwards the end tokens are as before.
         """
-        streams = self.drafting(STREAMS).model
+        streams = self.load_drafting_once(STREAMS).model
         ends = self.tokenizer.eos_token_ids
         config = streams.config
         assert config is not None
@@ -238,11 +241,11 @@ class Target:
         is not measured.
         """
         if system.kind == MLX_LM:
-            return mlx_lm_answer(self.mlx_model, self.tokenizer, prompt, system.config)
+            return answer_with_mlx_lm(self.mlx_model, self.tokenizer, prompt, system.config)
         if system.kind == DRAFT_ALONE:
-            model = self.drafting(DRAFT_MODEL).loaded["draft_model"].model
-            return mlx_lm_answer(model, self.tokenizer, prompt, system.config)
-        own = self.drafting(system.kind)
+            model = self.load_drafting_once(DRAFT_MODEL).loaded["draft_model"].model
+            return answer_with_mlx_lm(model, self.tokenizer, prompt, system.config)
+        own = self.load_drafting_once(system.kind)
         draft = own.loaded.get("draft_model")
         loaded = {**own.loaded}
         if draft is not None:
@@ -251,9 +254,9 @@ class Target:
         if system.config.is_controlled and not system.config.deterministic:
             session = system.name, repeat
             loaded["earlier"] = self._earlier.setdefault(session, EarlierAnswers())
-        return ssmlx_answer(own.model, self.tokenizer, prompt, system.config, **loaded)
+        return answer_with_ssmlx(own.model, self.tokenizer, prompt, system.config, **loaded)
 
-    def _with_rounded_products(self, model: Module) -> Module:
+    def _round_products_if_asked(self, model: Module) -> Module:
         """Replace a model's layers in place by rounding ones where the weights say so; return the
         model.
         """
@@ -343,7 +346,7 @@ def _is_packable(_: str, module: Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
 
 
-def added_parameters(adapter: StreamAdapter) -> int:
+def count_parameters_of_streams(adapter: StreamAdapter) -> int:
     """Return how many trained numbers an adapter's streams have, with the LoRA on stream rows
     alone.
     """
@@ -364,7 +367,7 @@ def read_adapter_with_own_lora(folder: Path) -> StreamAdapter:
     return adapter
 
 
-def mlx_lm_answer(
+def answer_with_mlx_lm(
     model: Any, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
 ) -> TimedAnswer:
     """Answer with mlx-lm's own `stream_generate`, and time every token as a call.

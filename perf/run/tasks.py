@@ -242,6 +242,7 @@ def make_rouge_scorer() -> Scorer:
 
 
 def make_scorer(task: Task) -> Scorer:
+    """Return `exact_match` for sql, else a ROUGE scorer; InputError where that is not installed."""
     return exact_match if task is SQL else make_rouge_scorer()
 
 

@@ -37,6 +37,7 @@ class TimedAnswer:
 
     @property
     def seconds(self) -> float:
+        """From the prompt to the last token."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
@@ -45,7 +46,7 @@ class TimedAnswer:
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
-def ssmlx_answer(
+def answer_with_ssmlx(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
     prompt: list[int],
