@@ -84,7 +84,7 @@ def test_as_many_rounds_as_fit_after_a_warm_up(time, seconds, limit, found):
     target = FakeTarget(time, *seconds)
     limit = time() + limit
     measured = warm_up_then_answer_a_prompt_a_round(
-        target, bench.bench_systems(1)[:1], "abcdefgh", limit, label="", now=time
+        target, bench.mlx_lm_plain_and_default(1)[:1], "abcdefgh", limit, label="", now=time
     )
     assert [one["mlx-lm"] for one in measured.answers] == list(found) and not measured.is_cold
     assert target.asked == ["a", *found] and time() <= limit
@@ -92,7 +92,7 @@ def test_as_many_rounds_as_fit_after_a_warm_up(time, seconds, limit, found):
 
 
 def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
-    of = bench.bench_systems(1)
+    of = bench.mlx_lm_plain_and_default(1)
     target = FakeTarget(time, 3)
     found = warm_up_then_answer_a_prompt_a_round(target, of, "ab", time() + 5, label="", now=time)
     assert found.answers == [{one.name: "a" for one in of}] and found.is_cold

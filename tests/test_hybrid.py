@@ -96,7 +96,9 @@ def test_chains_are_those_of_one_step_after_the_other():
         hidden = model.model(text, use_cache=False).last_hidden_state
         chains = draft_chains(model, head, text, hidden, 3)
         for root in range(1, len(TOKENS)):
-            rows = head.join(F.embedding(text[:, 1 : root + 1], table), hidden[:, :root])
+            rows = head.join_and_project(
+                F.embedding(text[:, 1 : root + 1], table), hidden[:, :root]
+            )
             drafted = []
             for _ in range(3):
                 length = rows.shape[1]
@@ -104,7 +106,9 @@ def test_chains_are_those_of_one_step_after_the_other():
                 output = head(rows, model.model.rotary_emb, torch.arange(length), causal)[:, -1:]
                 token = F.linear(output, table).argmax(dim=-1)
                 drafted.append(int(token))
-                rows = torch.cat([rows, head.join(F.embedding(token, table), output)], dim=1)
+                rows = torch.cat(
+                    [rows, head.join_and_project(F.embedding(token, table), output)], dim=1
+                )
             assert chains[root - 1].tolist() == drafted
     assert len({*chains.flatten().tolist()}) > 5
 

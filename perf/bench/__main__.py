@@ -233,7 +233,7 @@ def measure_what_time_allows(args: argparse.Namespace, parts: Sequence[Part]) ->
     }
 
 
-def bench_systems(max_tokens: int) -> list[System]:
+def mlx_lm_plain_and_default(max_tokens: int) -> list[System]:
     """Return mlx-lm, plain decoding, and drafting by default, all greedy."""
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     default = System(DEFAULT, STREAMS, GenerateConfig(max_tokens=max_tokens))
@@ -257,7 +257,7 @@ def experiment_of_part(part: Part, base: Path, dtype: str) -> Experiment:
     return Experiment(
         name=Path(part.adapter).name,
         weights=Weights(base, dtype, draft_head="auto", adapter=adapter, folder=folder),
-        systems=bench_systems(part.max_tokens),
+        systems=mlx_lm_plain_and_default(part.max_tokens),
         examples=read_examples(find_data_file(task, part.data), task),
         task=task,
     )
@@ -375,7 +375,7 @@ def measure_behind_long_context(
         make_context_ending_in_prompt(context_tokens, number, prompts, answers)
         for number in range(MOST_ROUNDS)
     ]
-    experiment = replace(experiment, systems=bench_systems(CONTEXT_TOKENS))
+    experiment = replace(experiment, systems=mlx_lm_plain_and_default(CONTEXT_TOKENS))
     with target.without_end_tokens():
         label = f"{context_tokens} tokens of context"
         rounds = warm_up_then_answer_a_prompt_a_round(

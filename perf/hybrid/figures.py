@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -33,7 +33,7 @@ from ..run.show import markdown_table
 from ..run.target import MLX_LM, PLAIN, answer_with_mlx_lm
 from ..run.timing import TimedAnswer, answer_with_ssmlx
 from .head import Head, draft_chains
-from .learn import encode_stream
+from .learn import encode_into_one_row
 from .text import Source, read_sources
 
 DRAFTED = 4  # tokens of the chains that are timed and replayed
@@ -56,7 +56,7 @@ def cut_held_out_prompts(
     Raises:
         InputError: no source holds out a prompt.
     """
-    streams = [encode_stream(tokenizer, source.held_out) for source in sources]
+    streams = [encode_into_one_row(tokenizer, source.held_out) for source in sources]
     streams = [row for row in streams if len(row) > length]
     require(
         bool(streams),
@@ -98,8 +98,15 @@ def load_torch_model_and_head(folder: Path) -> tuple[Qwen3_5ForCausalLM, Head]:
     return model.eval(), head.eval()
 
 
+class Text(NamedTuple):
+    """Token ids of a prompt, and of the answer that plain decoding gave."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
 @dataclass(frozen=True)
-class Answers:
+class SystemAnswers:
     """A system's answers to all prompts."""
 
     system: str
@@ -167,7 +174,7 @@ def make_drafting_systems(folder: Path, model: StreamFusedModel) -> dict[str, di
 
 def load_and_answer_by_all_systems(
     folder: Path, prompts: Sequence[list[int]], num_tokens: int
-) -> tuple[StreamFusedModel, list[Answers]]:
+) -> tuple[StreamFusedModel, list[SystemAnswers]]:
     """Answer all prompts by mlx-lm, plain decoding and each of `make_drafting_systems`.
 
     Nothing ends an answer but its length.
@@ -194,7 +201,7 @@ def load_and_answer_by_all_systems(
         given[name] = [answer_with_ssmlx(model, tokenizer, one, **settings) for one in prompts]
     expected = [answer.tokens for answer in given[PLAIN]]
     return model, [
-        Answers(
+        SystemAnswers(
             name,
             answers,
             sum(one.tokens == tokens for one, tokens in zip(answers, expected, strict=True)),
@@ -203,9 +210,7 @@ def load_and_answer_by_all_systems(
     ]
 
 
-def replay_drafts_in_torch(
-    folder: Path, texts: Sequence[tuple[list[int], list[int]]]
-) -> dict[str, Any]:
+def replay_drafts_in_torch(folder: Path, texts: Sequence[Text]) -> dict[str, Any]:
     """Replay what the head drafts on answers, in PyTorch, and what of it is accepted.
 
     Args:
@@ -272,7 +277,7 @@ def replayed_tokens_per_call(accepted: Sequence[Sequence[int]], drafted: int) ->
 
 
 def time_plain_calls_behind_chains(
-    model: StreamFusedModel, texts: Sequence[tuple[list[int], list[int]]]
+    model: StreamFusedModel, texts: Sequence[Text]
 ) -> dict[str, Any]:
     """Time what a plain call takes behind a chain, by how many of its drafted tokens were accepted.
 
@@ -505,7 +510,7 @@ def measure_print_and_save(
     prompts = cut_held_out_prompts(tokenizer, sources, count, prompt_tokens)
     model, answers = load_and_answer_by_all_systems(folder, prompts, max_tokens)
     plain = next(one for one in answers if one.system == PLAIN)
-    texts = [(one, answer.tokens) for one, answer in zip(prompts, plain.answers, strict=True)]
+    texts = [Text(one, answer.tokens) for one, answer in zip(prompts, plain.answers, strict=True)]
     result = {
         "difference": relative_logit_gap_to_transformers(folder, prompts[0]),
         "systems": [one.row() for one in answers],

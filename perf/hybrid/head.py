@@ -38,7 +38,7 @@ class Head(nn.Module):  # type: ignore[misc]
             elif isinstance(module, Qwen3_5RMSNorm):
                 nn.init.zeros_(module.weight)
 
-    def join(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def join_and_project(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Make the layer's input.
 
         Args:
@@ -58,7 +58,7 @@ class Head(nn.Module):  # type: ignore[misc]
         """Run the layer and the last norm.
 
         Args:
-            joined: [B, R, D] of `join`.
+            joined: [B, R, D] of `join_and_project`.
             rotary: the model's, which makes the embeddings of positions.
             positions: [R] of the rows.
             mask: [R, R] true where a row sees another.
@@ -104,7 +104,7 @@ def run_all_steps_in_one_pass(
     Args:
         model: gives the embeddings of positions.
         head: runs.
-        joined_inputs: [B, R, D] of `Head.join`, one for each step.
+        joined_inputs: [B, R, D] of `Head.join_and_project`, one for each step.
 
     Returns:
         [B, R, D] hidden states behind the head's norm, one for each step.
@@ -134,10 +134,10 @@ def losses_of_two_steps(
     """
     rows = tokens.shape[1] - 3
     table = model.model.embed_tokens.weight.detach()
-    first = head.join(F.embedding(tokens[:, 1 : rows + 1], table), hidden[:, :rows])
+    first = head.join_and_project(F.embedding(tokens[:, 1 : rows + 1], table), hidden[:, :rows])
     with torch.no_grad():
         (drafted,) = run_all_steps_in_one_pass(model, head, [first])
-    second = head.join(F.embedding(tokens[:, 2 : rows + 2], table), drafted)
+    second = head.join_and_project(F.embedding(tokens[:, 2 : rows + 2], table), drafted)
     return [
         F.cross_entropy(
             F.linear(output, table).float().flatten(0, 1),
@@ -163,11 +163,11 @@ def draft_chains(
         [L - 1, K] drafted tokens; row i is the chain behind token i + 1.
     """
     table = model.model.embed_tokens.weight
-    inputs = [head.join(F.embedding(tokens[:, 1:], table), hidden[:, :-1])]
+    inputs = [head.join_and_project(F.embedding(tokens[:, 1:], table), hidden[:, :-1])]
     chains: list[torch.Tensor] = []
     while True:
         output = run_all_steps_in_one_pass(model, head, inputs)[-1]
         chains.append(F.linear(output, table).argmax(dim=-1))
         if len(chains) == length:
             return torch.stack(chains, dim=-1)[0]
-        inputs.append(head.join(F.embedding(chains[-1], table), output))
+        inputs.append(head.join_and_project(F.embedding(chains[-1], table), output))

@@ -85,7 +85,7 @@ def _sample_evenly(texts: Sequence[str], max_characters: int) -> Sequence[str]:
     return texts[:: max(1, math.ceil(total / max_characters))]
 
 
-def encode_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
+def encode_into_one_row(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
     """Encode texts to one row of tokens, each text ended by `END`."""
     end = tokenizer.token_to_id(END)
     ids = [id for one in tokenizer.encode_batch(list(texts)) for id in (*one.ids, end)]
@@ -119,14 +119,15 @@ class Sampler:
         self._shares = shares / shares.sum()
         self._length = length
 
-    def draw(self, random: np.random.Generator, batch: int) -> torch.Tensor:
-        """Draw a source for each row, then a place in it; return [batch, length] tokens."""
+    def draw_sequences(self, random: np.random.Generator, count: int) -> torch.Tensor:
+        """Draw a source for each row, then a place in it; return [count, length] tokens."""
         names = list(self._streams)
-        drawn = random.choice(len(names), size=batch, p=self._shares)
+        drawn = random.choice(len(names), size=count, p=self._shares)
         rows = [self._cut_at_random(random, self._streams[names[one]]) for one in drawn]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def _cut_at_random(self, random: np.random.Generator, row: np.ndarray) -> np.ndarray:
+        """Return a sequence's tokens from a drawn place of a row."""
         start = int(random.integers(len(row) - self._length))
         return row[start : start + self._length]
 
@@ -157,6 +158,7 @@ class Run:
 
     @property
     def is_done(self) -> bool:
+        """Whether the schedule's minutes of learning are over."""
         return self.seconds >= self._schedule.minutes * 60
 
     def learn_from_one_batch(self) -> list[float]:
@@ -165,8 +167,10 @@ class Run:
         """
         started = time.perf_counter()
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate()
-        tokens = self._sampler.draw(np.random.default_rng(self.steps), self._schedule.batch)
+            group["lr"] = self._learning_rate_now()
+        tokens = self._sampler.draw_sequences(
+            np.random.default_rng(self.steps), self._schedule.batch
+        )
         losses = self._losses(tokens)
         self._optimizer.zero_grad(set_to_none=True)
         torch.stack(losses).sum().backward()
@@ -185,7 +189,8 @@ class Run:
             own = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             return [own, *losses_of_two_steps(self.model, self.head, tokens, hidden.detach())]
 
-    def _rate(self) -> float:
+    def _learning_rate_now(self) -> float:
+        """Return the rate: it rises over the first steps, then falls with a cosine of the time."""
         done = min(1.0, self.seconds / (self._schedule.minutes * 60))
         warm = min(1.0, (1 + self.steps) / self._schedule.warm_up)
         return self._schedule.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
@@ -283,7 +288,7 @@ def make_or_read_tokenizer_and_tokens(
     sources = read_sources(data, documents)
     tokenizer = train_tokenizer(sources, vocab_size)
     save_tokenizer(tokenizer, out)
-    streams = {source.name: encode_stream(tokenizer, source.train) for source in sources}
+    streams = {source.name: encode_into_one_row(tokenizer, source.train) for source in sources}
     content = io.BytesIO()
     np.savez(content, **streams)
     write_whole(made, content.getvalue())

@@ -24,7 +24,7 @@ from ssmlx.generation.divergence import compare_logits, first_difference
 from ssmlx.loading.files import folder_digest
 from ssmlx.prompts import encode_prompt
 
-from .price import Price, cheapest_system, price_answers, price_ratios_and_slow_answers
+from .price import Prices, cheapest_system, price_answers, price_ratios_and_slow_answers
 from .results import (
     AnswerStore,
     Kept,
@@ -48,9 +48,9 @@ from .target import (
 from .tasks import Example, Task, leave_out_middle, mean_scores
 from .timing import TimedAnswer, rotate_turns
 
-Prompts = Sequence[Sequence[Kept]]
+KeptAnswers = Sequence[Sequence[Kept]]
 """One system's answers: for every prompt, its repeats."""
-Answers = Mapping[str, Prompts]
+AnswersBySystem = Mapping[str, KeptAnswers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class Measured:
     experiment: Experiment
     target: Target
     prompts: Sequence[list[int]]
-    answers: Answers
+    answers: AnswersBySystem
     load: str
     # costs that each system knew as the run began; None where it learns none, or nobody knows
     num_costs: Mapping[str, int | None] = field(default_factory=dict)
@@ -202,26 +202,28 @@ class Measured:
         return [repeats[0] for repeats in self.answers[system_name]]
 
 
-def run_result(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
+def run_result(
+    experiment: Experiment, model_name: str, task_results: Sequence[Any]
+) -> dict[str, Any]:
     """Return the result of a command as JSON values: how it was measured, and the results of its
     tasks.
 
     Args:
         experiment: its first system says the sampling.
-        model: the name that the user gave.
-        tasks: of each task, such as `task_result` returns.
+        model_name: as the user gave it.
+        task_results: of each task, such as `task_result` returns.
     """
     config = experiment.systems[0].config
     return {
         "machine": describe_machine(),
-        "model": model,
+        "model": model_name,
         "dtype": experiment.weights.dtype,
         "temp": config.temp,
         "top_k": config.top_k,
         "seed": config.seed,
         "repeats": experiment.repeats,
         "warm_up": experiment.warm_up,
-        "tasks": list(tasks),
+        "tasks": list(task_results),
     }
 
 
@@ -268,7 +270,7 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     }
 
 
-def _answer_prices(measured: Measured) -> Mapping[str, Sequence[Sequence[Price]]]:
+def _answer_prices(measured: Measured) -> Prices:
     """Return the price of each answer of the target, by system, prompt and repeat."""
     systems = {one.name: one.kind for one in measured.experiment.systems if one.kind != DRAFT_ALONE}
     answers = {
@@ -281,7 +283,7 @@ def _answer_prices(measured: Measured) -> Mapping[str, Sequence[Sequence[Price]]
 def _category_results(
     measured: Measured,
     systems: Sequence[System],
-    prices: Mapping[str, Sequence[Sequence[Price]]],
+    prices: Prices,
 ) -> list[dict[str, Any]]:
     """Return the speeds of each system on each category of examples, in the order in which
     categories come.
@@ -320,9 +322,9 @@ def _category_results(
     return found
 
 
-def _tokens_per_call(prompts: Prompts) -> Estimate:
+def _tokens_per_call(answers: KeptAnswers) -> Estimate:
     """Tokens per target call over all prompts, of the first repeats."""
-    first = [repeats[0].answer for repeats in prompts]
+    first = [repeats[0].answer for repeats in answers]
     return ratio([len(one.tokens) for one in first], [one.target_calls for one in first])
 
 
@@ -357,7 +359,7 @@ def _system_row(
     tokens = [len(kept.answer.tokens) for kept in first]
     calls = [kept.answer.target_calls for kept in first]
     drafts = [kept.answer.draft_calls for kept in first]
-    rates = _medians(prompts, lambda answer: answer.tokens_per_second)
+    rates = _medians_over_repeats(prompts, lambda answer: answer.tokens_per_second)
     return {
         "name": system.name,
         "kind": system.kind,
@@ -370,9 +372,11 @@ def _system_row(
         "cut_at_max_tokens": sum(count == system.config.max_tokens for count in tokens),
         "draft_calls": sum(drafts),
         "draft_calls_per_answer": asdict(mean(drafts)),
-        "latency_seconds": asdict(mean(_medians(prompts, lambda a: a.seconds))),
-        "first_token_seconds": asdict(mean(_medians(prompts, lambda a: a.prefill_seconds))),
-        "decode_seconds": asdict(mean(_medians(prompts, lambda a: a.decode_seconds))),
+        "latency_seconds": asdict(mean(_medians_over_repeats(prompts, lambda a: a.seconds))),
+        "first_token_seconds": asdict(
+            mean(_medians_over_repeats(prompts, lambda a: a.prefill_seconds))
+        ),
+        "decode_seconds": asdict(mean(_medians_over_repeats(prompts, lambda a: a.decode_seconds))),
         "tokens_per_second": statistics.median(rates),
         "decode_rate": asdict(median(rates)),
         "call_seconds": _median_seconds_of_later_calls(prompts),
@@ -407,23 +411,25 @@ def _describe_largest_tree(system: System, drafters: Sequence[Drafter]) -> dict[
     return {"levels": drafter.largest.levels, "nodes": drafter.largest.nodes, **shapes}
 
 
-def _medians(prompts: Prompts, of: Callable[[TimedAnswer], float]) -> list[float]:
+def _medians_over_repeats(
+    answers: KeptAnswers, figure_of: Callable[[TimedAnswer], float]
+) -> list[float]:
     """[prompts] a figure of an answer, the median of the repeats."""
-    return [statistics.median(of(kept.answer) for kept in repeats) for repeats in prompts]
+    return [statistics.median(figure_of(kept.answer) for kept in repeats) for repeats in answers]
 
 
-def _median_seconds_of_later_calls(prompts: Prompts) -> float | None:
+def _median_seconds_of_later_calls(answers: KeptAnswers) -> float | None:
     """Return the median over answers of the seconds of a target call after the first.
 
     All repeats count, and answers of more than one call; None without any.
     """
-    answers = [kept.answer for repeats in prompts for kept in repeats]
-    times = [a.decode_seconds / (a.target_calls - 1) for a in answers if a.target_calls > 1]
+    timed = [kept.answer for repeats in answers for kept in repeats]
+    times = [a.decode_seconds / (a.target_calls - 1) for a in timed if a.target_calls > 1]
     return statistics.median(times) if times else None
 
 
 def speedup_figures(
-    system: System, answers: Answers, best_tree_system: str | None = None
+    system: System, answers: AnswersBySystem, best_tree_system: str | None = None
 ) -> dict[str, Any]:
     """Return how many times as fast a system is, as JSON values.
 
@@ -438,9 +444,12 @@ def speedup_figures(
         where that takes part; times of whole answers over the best fixed tree's where there is one.
         Above 1 the system is faster.
     """
-    rates = {n: _medians(prompts, lambda a: a.tokens_per_second) for n, prompts in answers.items()}
+    rates = {
+        n: _medians_over_repeats(prompts, lambda a: a.tokens_per_second)
+        for n, prompts in answers.items()
+    }
     base, plain, own = (
-        _medians(answers[n], lambda a: a.seconds) for n in (MLX_LM, PLAIN, system.name)
+        _medians_over_repeats(answers[n], lambda a: a.seconds) for n in (MLX_LM, PLAIN, system.name)
     )
     found: dict[str, Any] = {
         "speedup": ratio_of_median_rates(rates[system.name], rates[MLX_LM]),
@@ -449,7 +458,7 @@ def speedup_figures(
         "latency_over_plain": asdict(ratio(plain, own)),
     }
     if best_tree_system is not None:
-        theirs = _medians(answers[best_tree_system], lambda a: a.seconds)
+        theirs = _medians_over_repeats(answers[best_tree_system], lambda a: a.seconds)
         found["latency_over_best_tree"] = asdict(ratio(theirs, own))
     if DRAFT_MODEL in rates and system.kind == STREAMS:
         found["speedup_over_draft_model"] = ratio_of_median_rates(

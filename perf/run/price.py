@@ -66,8 +66,10 @@ class Price:
     by_nearest_rows: int
 
 
-Answers = Sequence[Sequence[TimedAnswer]]
+TimedAnswers = Sequence[Sequence[TimedAnswer]]
 """One system's answers: for every prompt, its repeats."""
+Prices = Mapping[str, Sequence[Sequence[Price]]]
+"""By system: for every prompt, the price of each repeat of its answer."""
 
 
 class KindMedian(NamedTuple):
@@ -174,9 +176,7 @@ def kinds_of_calls(system_kind: str, calls: Sequence[TimedCall]) -> Iterator[Cal
         yield CallKind(drafter, shown, context_bucket(call.context), place)
 
 
-def price_answers(
-    system_kinds: Mapping[str, str], answers: Mapping[str, Answers]
-) -> dict[str, list[list[Price]]]:
+def price_answers(system_kinds: Mapping[str, str], answers: Mapping[str, TimedAnswers]) -> Prices:
     """Return the price of every answer of a run, by system, prompt and repeat.
 
     Args:
@@ -212,7 +212,7 @@ def _prompt_timing_group(system_kind: str) -> str:
 
 
 def _median_prompt_seconds(
-    system_kinds: Mapping[str, str], answers: Mapping[str, Answers]
+    system_kinds: Mapping[str, str], answers: Mapping[str, TimedAnswers]
 ) -> list[dict[str, float]]:
     """Return, for each prompt, the median seconds until the first token, by the name of
     `_prompt_timing_group`.
@@ -253,9 +253,7 @@ def _price_answer(
     )
 
 
-def cheapest_system(
-    prices: Mapping[str, Sequence[Sequence[Price]]], names: Sequence[str]
-) -> str | None:
+def cheapest_system(prices: Prices, names: Sequence[str]) -> str | None:
     """Return the system among `names` whose answers have the lowest sum of prices; None where
     `names` is empty.
 
@@ -263,11 +261,11 @@ def cheapest_system(
         prices: of each system, by prompt and repeat; a prompt's is the median of its repeats.
         names: of systems.
     """
-    return min(names, key=lambda name: sum(_medians(prices[name])), default=None)
+    return min(names, key=lambda name: sum(_medians_over_repeats(prices[name])), default=None)
 
 
 def price_ratios_and_slow_answers(
-    name: str, prices: Mapping[str, Sequence[Sequence[Price]]], best_tree_system: str | None
+    name: str, prices: Prices, best_tree_system: str | None
 ) -> dict[str, Any]:
     """Return how a system's prices compare with plain decoding's and the best fixed tree's, as JSON
     values.
@@ -282,9 +280,9 @@ def price_ratios_and_slow_answers(
         best_tree_system: name of the system that drafts the best fixed tree; None where none took
             part.
     """
-    own = _medians(prices[name])
-    plain = _medians(prices[PLAIN])
-    trees = None if best_tree_system is None else _medians(prices[best_tree_system])
+    own = _medians_over_repeats(prices[name])
+    plain = _medians_over_repeats(prices[PLAIN])
+    trees = None if best_tree_system is None else _medians_over_repeats(prices[best_tree_system])
     best = plain if trees is None or sum(plain) < sum(trees) else trees
     answers = [one for repeats in prices[name] for one in repeats]
     speeds = [
@@ -307,6 +305,6 @@ def price_ratios_and_slow_answers(
     }
 
 
-def _medians(prompts: Sequence[Sequence[Price]]) -> list[float]:
+def _medians_over_repeats(prices: Sequence[Sequence[Price]]) -> list[float]:
     """[prompts] seconds, the median of the repeats."""
-    return [median(one.seconds for one in repeats) for repeats in prompts]
+    return [median(one.seconds for one in repeats) for repeats in prices]

@@ -174,23 +174,23 @@ def write_bar_chart(result: Result, path: Path) -> None:
     picture.savefig(path, dpi=150)
 
 
-def _draw_panel(axes: Any, task: Row, panel: str) -> None:
+def _draw_panel(axes: Any, task: Row, figure_name: str) -> None:
     """Draw one panel: a bar for each system with its interval and figure.
 
     Args:
         axes: matplotlib's.
         task: of the result.
-        panel: name of the figure; where it is None, an empty bar and "-" are drawn.
+        figure_name: such as "speedup"; where it is None, an empty bar and "-" are drawn.
     """
     rows = task["systems"]
-    found = [estimate_from_json(row[panel] or _NOTHING) for row in rows]
+    found = [estimate_from_json(row[figure_name] or _NOTHING) for row in rows]
     values = [one.value for one in found]
     places = range(len(rows))
     axes.barh(places, values, height=0.56, color=[COLOURS[row["kind"]] for row in rows])
     errors = list(zip(*(one.error_bars for one in found), strict=True))
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
     for place, one, row in zip(places, found, rows, strict=True):
-        text = "-" if row[panel] is None else f"{one.value:.2f}"
+        text = "-" if row[figure_name] is None else f"{one.value:.2f}"
         axes.annotate(
             text,
             (max(one.high, one.value), place),
