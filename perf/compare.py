@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.commands.options import add_options, make_main, make_parser
-from ssmlx.commands.results import print_and_save, print_save_and_draw
+from ssmlx.commands.results import print_and_save_json_and_txt, print_save_and_draw_png
 from ssmlx.errors import require
 from ssmlx.generation.memory import MIB
 from ssmlx.json_files import read_json
@@ -321,7 +321,7 @@ def compare_and_save_answer_scores(args: argparse.Namespace) -> int:
             shown = f"{found.text(1, signed=True)}, {found.verdict}"
             lines.append(f"{row['name']} - {first}, {figure}: {shown}")
     make_folder(args.out)
-    print_and_save(result, args.out / f"score-{task.name}", "\n".join(lines))
+    print_and_save_json_and_txt(result, args.out / f"score-{task.name}", "\n".join(lines))
     return 0
 
 
@@ -434,7 +434,7 @@ def _measure_show_or_score(args: argparse.Namespace) -> int:
         print(text)
     else:
         make_folder(args.out)
-        print_save_and_draw(result, args.out / "compare", text, write_bar_chart)
+        print_save_and_draw_png(result, args.out / "compare", text, write_bar_chart)
     differing = systems_parting_beyond_ties(result)
     if differing:
         print(f"tokens differ from plain decoding's: {'; '.join(differing)}", file=sys.stderr)

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx.commands.options import make_main, make_parser
-from ssmlx.commands.results import print_and_save
+from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.model.shapes import to_float
 from ssmlx.report import Columns
 
@@ -224,7 +224,7 @@ def _measure_print_and_save(args: argparse.Namespace) -> int:
     parts = [precision_result(plan.measure()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
     result = {**run_result(plans[0], args.model, parts), "dtype": dtypes}
-    print_and_save(result, args.out / "precision", format_markdown_report(result))
+    print_and_save_json_and_txt(result, args.out / "precision", format_markdown_report(result))
     return 1 if systems_parting_beyond_ties(result) else 0
 
 

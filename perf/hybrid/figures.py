@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import ssmlx
-from ssmlx.commands.results import print_and_save
+from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.decoding.call import plain_call
 from ssmlx.decoding.chain import verify_chain
 from ssmlx.decoding.loop import prefill
@@ -518,5 +518,5 @@ def measure_print_and_save(
         "times": time_plain_calls_behind_chains(model, texts),
         "bytes": byte_rows_of_this_model_and_9b(load_torch_model_and_head(folder)[0].config),
     }
-    print_and_save(result, out / "hybrid", format_markdown_report(result))
+    print_and_save_json_and_txt(result, out / "hybrid", format_markdown_report(result))
     return 0 if all(one.same_as_plain == len(prompts) for one in answers) else 1

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.machine import describe_machine, power_source
+from ssmlx.commands.machine import describe_machine, power_source_or_unknown
 from ssmlx.errors import InputError, first_line
 from ssmlx.json_files import to_json
 from ssmlx.loading.files import PartFile
@@ -111,7 +111,7 @@ def timing_environment() -> dict[str, str]:
     process.
     """
     found = describe_machine()
-    return {**{name: found[name] for name in _TIMED_ON}, "power": power_source()}
+    return {**{name: found[name] for name in _TIMED_ON}, "power": power_source_or_unknown()}
 
 
 def file_stats_digest(folder: Path | None) -> str | None:
