@@ -229,7 +229,7 @@ def count_item_and_tolist_calls() -> Iterator[Counter[str]]:
         yield calls
 
 
-def sleep_and_never_stop(seconds: float, tokens: list[int]) -> bool:
+def sleep_and_never_stop(seconds: float, tokens: Sequence[int]) -> bool:
     """Sleep, and return False: a stop condition that is never met."""
     time.sleep(seconds)
     return False

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextCo
 import ssmlx
 from ssmlx.commands.results import print_and_save_json_and_txt
 from ssmlx.decoding.call import plain_call
-from ssmlx.decoding.chain import verify_chain
+from ssmlx.decoding.chain import verify_as_chain
 from ssmlx.decoding.loop import prefill
 from ssmlx.decoding.sampling import last_tokens
 from ssmlx.drafters.mtp import MtpConfig, load_mtp
@@ -356,8 +356,8 @@ def _time_one_chain_call(
     wrong = [(token + 1) % size for token in known[kept + 1 :]]
     tree = chain_tree(mx.array([*known[: kept + 1], *wrong], mx.int32))
     started = time.perf_counter()
-    call = verify_chain(model, tree, cache, tail=last_tokens((), 0))
-    count = len(call.read())
+    call = verify_as_chain(model, tree, cache, tail=last_tokens((), 0))
+    count = len(call.read_tokens())
     mx.eval(cache.state)
     seconds = time.perf_counter() - started
     cache.advance(count)
@@ -368,7 +368,7 @@ def _time_one_plain_call(model: StreamFusedModel, cache: Any, text: Sequence[int
     """Time a plain call on the text's next token, which is then cached; return the seconds."""
     token = mx.array([text[cache.offset]], mx.int32)
     started = time.perf_counter()
-    plain_call(model, token, last_tokens((), 0), cache).read()
+    plain_call(model, token, last_tokens((), 0), cache).read_tokens()
     mx.eval(cache.state)
     return time.perf_counter() - started
 

@@ -189,7 +189,7 @@ def _list_or_purge(args: argparse.Namespace) -> None:
     if args.act == "purge":
         try:
             for folder in folders:
-                folder.purge()
+                folder.delete_own_files()
         except OSError as error:
             raise unwritable_error(path, error) from error
         print(f"deleted from {path}: {total}")

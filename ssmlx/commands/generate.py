@@ -161,19 +161,21 @@ def _detail_lines(last: GenerationResponse, model: StreamFusedModel, plan: Plan)
         plan: how it was decoded.
     """
     from ..api import drafts_line
+    from ..drafters.lookup import NAME
     from ..generation.learned import acceptance_line, costs_line, learned_of
-    from ..policy.offers import OfferSource
+    from ..generation.plan import offer_source_of
+    from ..policy.costs import ROWS
 
     yield drafts_line(last)
     if last.memory is not None:
         yield last.memory.line()
     if plan.learned is not None and plan.kind is not None:
         _, prior = learned_of(model)
-        # What makes its own offers looks up on the host.
-        looks_up = isinstance(plan.drafters[0], OfferSource)
-        yield costs_line(
-            plan.learned.costs, plan.kind, last.prompt_tokens, is_kept_as_rows=looks_up
-        )
+        offer = offer_source_of(model, plan.drafters[0]).offer()
+        cost_name = plan.kind if offer is None else offer.cost_name
+        if plan.kind == NAME:  # it offers nothing where it finds no match
+            cost_name = ROWS
+        yield costs_line(plan.learned.costs, plan.kind, cost_name, last.prompt_tokens)
         yield acceptance_line(prior, plan.kind, last.prompt_tokens)
 
 

@@ -752,7 +752,7 @@ def require_drafter_key(option: DrafterOption) -> None:
     from ..drafters.registry import registered_drafter
 
     if option.name is not None:
-        registered_drafter(option.name).require_key(option.values.keys())
+        registered_drafter(option.name).require_key_of_loader(option.values.keys())
 
 
 def load_what_drafter_needs(
@@ -775,7 +775,7 @@ def load_what_drafter_needs(
 
     drafter: DrafterOption = args.drafter
     loader = registered_drafter(drafter.name).loader if drafter.name else None
-    name = loader.name_in(drafter.values) if loader else None
+    name = loader.name_or_default_in(drafter.values) if loader else None
     if loader is None or name is None:
         return []
     how = {"dtype": args.dtype, "progress": DownloadBar()}
